@@ -18,6 +18,7 @@ from ..models.patches.mechanisms.own_attention import expanded_latents
 from ..models.quantized_rows import QuantizedZeros
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 _ATTENTION = "exportable_cache_probe"
@@ -45,7 +46,14 @@ def probe_attention(model: PreTrainedModel, look: Look, latents: bool = False) -
     calls: dict[int, list[Any]] = {}
     probe = ExportableCache.from_model(model, _LENGTH, attn_implementation=None)
 
-    def record(module, query, key, value, attention_mask, **kwargs):
+    def record(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         for index, layer in enumerate(probe.layers):
             if isinstance(layer.policy, FullPolicy) and key is layer.keys:
                 given = {**kwargs, "module": module}
@@ -57,7 +65,8 @@ def probe_attention(model: PreTrainedModel, look: Look, latents: bool = False) -
                     break
         return matmul_attention(module, query, key, value, attention_mask, **kwargs)
 
-    record.takes_latents = lambda keys: latents and any(keys is layer.keys for layer in probe.layers if layer.storage)
+    recorder: Any = record
+    recorder.takes_latents = lambda keys: latents and any(keys is layer.keys for layer in probe.layers if layer.storage)
     AttentionInterface.register(_ATTENTION, record)
     register_masks(_ATTENTION)
     with attention_of(model, _ATTENTION), QuantizedZeros():

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..common.settings import REQUIRED, keyword_of, setting_of
+from ..common.settings import REQUIRED, Setting, keyword_of, setting_of
 
 
 def at_least(least: int) -> Callable[[Any], Any]:
@@ -53,11 +53,10 @@ def options_of(owners: Iterable[type], changes: Mapping[str, Changes] | None = N
             found, name = setting_of(one), keyword_of(one)
             if found is not None and found.flags and name not in seen:
                 seen.add(name)
-                yield _option(one, (changes or {}).get(name))
+                yield _option(one, found, (changes or {}).get(name))
 
 
-def _option(one: Field, changes: Changes | None) -> Parameter:
-    found = setting_of(one)
+def _option(one: Field, found: Setting, changes: Changes | None) -> Parameter:
     changes = changes or Changes()
     default = one.default if changes.default is _FIELDS_OWN else changes.default
     about: dict[str, Any] = {"help": found.help, "metavar": found.metavar, "show_default": found.shown_default}

@@ -23,6 +23,7 @@ from ..cache.spec import CacheSpec
 from ..common.compat.transformers import attention_implementation, set_attention_implementation
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
 from ..pytree import register_node
+from .dtypes import asked_dtype
 from .layers.cross import check_in_one_place, item_slots_of
 from .layers.encoder import encoder_of
 from .layers.encoder_decoder import encoder_decoder_layers
@@ -142,7 +143,7 @@ class ExportableCache(LayeredCache):
         if spec.sinks is not None:
             check_sinks(config, layouts)
         text_config = config.get_text_config(decoder=True)
-        dtype = spec.dtype or getattr(text_config, "dtype", None) or torch.float32
+        dtype = asked_dtype(spec) or getattr(text_config, "dtype", None) or torch.float32
         cache = cls([layout.build(spec, dtype, spec.device or "cpu") for layout in layouts])
         if attn_implementation is not None:
             set_attention_implementation(config, attn_implementation)
@@ -242,6 +243,7 @@ class ExportableCache(LayeredCache):
         spec = replace(spec, dtype=spec.dtype or dtype, device=spec.device or device)
         cache = cls(_built(model, layouts, spec, over))
         if encoder is not None:
+            assert isinstance(cache, ExportableEncoderDecoderCache)
             cache.encoder = encoder
         if over is not None and attn_implementation == ATTENTION:
             attn_implementation = RANKS_ATTENTION
@@ -286,11 +288,14 @@ class ExportableCache(LayeredCache):
             patch_types(cache.model_types)
         return cache
 
-    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
+    # The types differ because transformers annotates lengths as int, although its static layers keep a tensor.
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:  # type: ignore[override]
         self._check_patches()
         return super().get_seq_length(layer_idx)
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int | torch.Tensor]:
+    def get_mask_sizes(  # type: ignore[override]
+        self, query_length: int, layer_idx: int
+    ) -> tuple[int, int | torch.Tensor]:
         self._check_patches()
         # A session's step has no config, and has switched its model's attention.
         if self._config is not None and self.layers[layer_idx].over is not None:
@@ -309,7 +314,8 @@ class ExportableCache(LayeredCache):
             self.model_types = ()
 
 
-class ExportableEncoderDecoderCache(ExportableCache, EncoderDecoderLayeredCache):
+# The types differ because transformers annotates lengths as int.
+class ExportableEncoderDecoderCache(ExportableCache, EncoderDecoderLayeredCache):  # type: ignore[misc]
     """An `ExportableCache` of an encoder-decoder: see `EncoderDecoderLayeredCache` for its layers and arguments."""
 
 
@@ -343,7 +349,9 @@ def _built(
     Raises:
         UnsupportedModelError: If they are to live elsewhere and others than they themselves look at their tensors.
     """
-    dtype, device = spec.dtype, spec.device
+    dtype, device = asked_dtype(spec), spec.device
+    assert dtype is not None
+    assert device is not None
     if spec.offload is None:
         layers = [layout.build(spec, dtype, device, over) for layout in layouts]
         if over is not None:

@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from ..cache.spec import CacheSpec
+
 
 def stored_dtype(model_or_config: PreTrainedModel | PreTrainedConfig) -> torch.dtype | None:
     """The dtype of a model's weights, or the one that a config says they are stored in; None where it does not."""
@@ -22,6 +24,12 @@ def stored_dtype(model_or_config: PreTrainedModel | PreTrainedConfig) -> torch.d
         if isinstance(named, torch.dtype):
             return named
     return None
+
+
+def asked_dtype(spec: CacheSpec) -> torch.dtype | None:
+    """Return the dtype that a spec asks for, after `CacheSpec` has replaced names; None where it asks for none."""
+    assert not isinstance(spec.dtype, str)
+    return spec.dtype
 
 
 @torch.no_grad()

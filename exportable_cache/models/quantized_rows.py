@@ -8,12 +8,37 @@ tokens whose activations are rounded, which is done once for the layers that rea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    class QuantizedWeight(torch.Tensor):
+        """The part of a quantised weight of torchao that is used here, as of `IntxUnpackedToInt8Tensor`."""
+
+        qdata: torch.Tensor
+        scale: torch.Tensor
+        zero_point: torch.Tensor
+        target_dtype: torch.dtype
+        block_size: tuple[int, ...]
+        activation_quantization: Any
+
+        def __new__(
+            cls,
+            qdata: torch.Tensor,
+            scale: torch.Tensor,
+            zero_point: torch.Tensor,
+            target_dtype: torch.dtype,
+            block_size: tuple[int, ...],
+            dtype: torch.dtype,
+            activation_quantization: Any = None,
+        ) -> Self: ...
+
 
 # Weights made float32 at once: large enough for a product to be one, small enough for a processor's cache.
 _ELEMENTS_AT_ONCE = 1 << 20
@@ -65,20 +90,20 @@ class QuantizedZeros(QuantizedRows):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def is_quantized(weight: Any) -> bool:
+def is_quantized(weight: Any) -> TypeGuard[QuantizedWeight]:
     """Whether a weight is one of torchao's, of integers and their scales."""
     return hasattr(weight, "qdata") and hasattr(weight, "zero_point")
 
 
-def rounds_activations(weight: Any) -> bool:
+def rounds_activations(weight: Any) -> TypeGuard[QuantizedWeight]:
     """Whether what is multiplied by a weight is rounded, too."""
     return is_quantized(weight) and weight.activation_quantization is not None
 
 
-def rows_of(weight: torch.Tensor, index: torch.Tensor | slice) -> torch.Tensor:
+def rows_of(weight: QuantizedWeight, index: torch.Tensor | slice) -> QuantizedWeight:
     """Some rows of a quantised weight, quantised."""
-    parts = (getattr(weight, name)[index] for name in ("qdata", "scale", "zero_point"))
-    return type(weight)(*parts, weight.target_dtype, weight.block_size, weight.dtype, weight.activation_quantization)
+    form = (weight.target_dtype, weight.block_size, weight.dtype, weight.activation_quantization)
+    return type(weight)(weight.qdata[index], weight.scale[index], weight.zero_point[index], *form)
 
 
 def rounded_activations(source: torch.Tensor) -> torch.Tensor:
@@ -123,7 +148,7 @@ def has_quantized_weights(model: nn.Module) -> bool:
     )
 
 
-def _parts(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+def _parts(weight: QuantizedWeight) -> Iterator[QuantizedWeight]:
     rows = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         yield rows_of(weight, slice(start, start + rows))

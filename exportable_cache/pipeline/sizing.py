@@ -25,6 +25,7 @@ from ..models.parallel.plan import RankPlan, check_tensor_parallel, messages_of_
 from ..models.parallel.stage_plan import StagePlan, plan_stages
 from ..models.patches.registry import patch_model
 from .dtypes import DtypeChoice, check_dtype, choose_dtype
+from .spec import dtype_of
 from .split import Split
 
 if TYPE_CHECKING:
@@ -165,14 +166,14 @@ def plan_cache(
     """`plan`, of options that are one value."""
     if target is not None:
         check_target(target)
-        check_dtype(spec.dtype, target, {})
+        check_dtype(dtype_of(spec), target, {})
     config, live = load_config(model_or_path), live_model(model_or_path)
     check_sizes(config, _source(model_or_path))
     stored = stored_dtype(live or config)
-    choice = _choice(stored or torch.float32, spec.dtype, target)
+    choice = _choice(stored or torch.float32, dtype_of(spec), target)
     chosen = choice.chosen
     model = live or model_without_weights(config)
-    about = {
+    about: dict[str, Any] = {
         "source": _source(model_or_path),
         "model_type": config.model_type,
         "architecture": _architecture(config, model),
@@ -202,6 +203,8 @@ def plan_cache(
         stages = _stage_plan(model, layouts, built, split, chosen)
     if split.memory is not None:
         longest = _longest(model, layouts, spec, split, chosen)
+    assert not isinstance(split.memory, str)
+    sinks = spec.sinks
     limits = [layer.max_length for layer in built if layer.max_length is not None]
     return Plan(
         **about,
@@ -211,7 +214,9 @@ def plan_cache(
                 layer_type=layout.layer_type,
                 policy=layer.label,
                 slots=layer.capacity,
-                window=spec.sinks.tokens + spec.sinks.window if isinstance(layer.policy, SinkPolicy) else layout.window,
+                window=sinks.tokens + sinks.window
+                if sinks is not None and isinstance(layer.policy, SinkPolicy)
+                else layout.window,
                 heads=layout.num_heads,
                 head_dim=layout.head_dim,
                 value_head_dim=layout.value_head_dim,
@@ -300,7 +305,8 @@ def _longest(
     model: PreTrainedModel | None, layouts: list[LayerLayout], spec: CacheSpec, split: Split, dtype: torch.dtype
 ) -> int:
     """Most tokens of full layers with which no process takes more than it may."""
-    if model is None or not isinstance(split.memory, int):
+    memory = split.memory
+    if model is None or not isinstance(memory, int):
         raise UnsupportedModelError("this model cannot be built without its weights, so what fits cannot be told")
 
     def fits(tokens: int) -> bool:
@@ -312,7 +318,7 @@ def _longest(
             ranks = split.tensor_parallel
             taken = weights_of_rank(model, layouts, ranks or 1, dtype)
             taken += sum(_bytes_on_a_rank(model, layouts, built, ranks))
-        return taken <= split.memory
+        return taken <= memory
 
     least, most = 0, MOST_TOKENS
     while least < most:

@@ -176,6 +176,30 @@ class ExportSpec:
         object.__setattr__(self, "lora", _checked_lora(self.lora))
 
 
+def output_of(spec: ExportSpec) -> Path:
+    """Return the folder of the bundle, which `ExportSpec` has checked."""
+    assert isinstance(spec.output_dir, Path)
+    return spec.output_dir
+
+
+def options_of(spec: ExportSpec) -> TargetOptions:
+    """Return the target's options, where `ExportSpec` has filled in the defaults."""
+    assert spec.options is not None
+    return spec.options
+
+
+def dtype_of(spec: ExportSpec | CacheSpec) -> torch.dtype | None:
+    """Return the dtype that is asked for, after the spec has replaced names."""
+    assert not isinstance(spec.dtype, str)
+    return spec.dtype
+
+
+def adapters_of(spec: ExportSpec) -> Sequence[str | os.PathLike]:
+    """Return the folders of adapters, of which `ExportSpec` has made a tuple."""
+    assert not isinstance(spec.lora, (str, os.PathLike))
+    return spec.lora
+
+
 def _check_ranks(spec: ExportSpec, backend: Any) -> None:
     """Refuse what programs in parts do not have."""
     if not getattr(backend, "sums_over_ranks", False):

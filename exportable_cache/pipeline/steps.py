@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -47,6 +47,7 @@ from ..verification.spec import VerifySpec
 from ..verification.tolerance import tolerances_of
 from .dtypes import choose_dtype
 from .ranks import check_ranks, lower_ranks
+from .spec import adapters_of, dtype_of, options_of, output_of
 
 # Of a quantised model, a byte each while it is exported: what a small machine can spare.
 _MOST_IN_MEMORY = 2_000_000_000
@@ -54,6 +55,7 @@ _MOST_IN_MEMORY = 2_000_000_000
 if TYPE_CHECKING:
     from ..backends.base import Backend
     from ..bundle.bundle import Bundle
+    from ..bundle.entries import RankedProgram
     from ..common.progress import Progress
     from ..models.loading.loading import LoadedModel
     from ..program.spec import ProgramSpec
@@ -105,7 +107,8 @@ def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
     source = quantise(resolved, load(resolved, progress), progress)
     cache = allocate(resolved, source.model)
     made = program(resolved, source.model, cache)
-    with new_folder(spec.output_dir, spec.overwrite) as folder, room_for(source, spec.output_dir, folder):
+    output = output_of(spec)
+    with new_folder(output, spec.overwrite) as folder, room_for(source, output, folder):
         lowered = lower(resolved, source, made, folder, progress)
         verified, fed = verify(resolved, source, made, lowered, progress)
         # One copy of the weights at a time: what ran so far is let go before the stored one is there.
@@ -148,8 +151,8 @@ def resolve(spec: ExportSpec) -> Resolved:
         MissingDependencyError: If the target's options or the checkpoint need a package that is not installed.
     """
     backend = backend_for(spec.target)
-    asked = backend.program_spec(spec.program, spec.options)
-    check_free(spec.output_dir, spec.overwrite)
+    asked = backend.program_spec(spec.program, options_of(spec))
+    check_free(output_of(spec), spec.overwrite)
     config = load_config(spec.model_or_path)
     layer_types_and_windows(config)
     if codebooks_of(config) is not None:
@@ -165,7 +168,8 @@ def resolve(spec: ExportSpec) -> Resolved:
 
 
 def _chosen(spec: ExportSpec, stored: torch.dtype) -> DtypeChoice:
-    return choose_dtype(stored, spec.dtype, spec.target, spec.options.to_dict(), spec.quantization is not None)
+    options = options_of(spec).to_dict()
+    return choose_dtype(stored, dtype_of(spec), spec.target, options, spec.quantization is not None)
 
 
 def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
@@ -184,10 +188,10 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
             f"{type(given).__name__} is on {live.device}; programs are exported for the CPU: call model.cpu() first"
         )
     if spec.quantization is not None:
-        loaded = load_to_quantise(given, lora=spec.lora, progress=progress)
+        loaded = load_to_quantise(given, lora=adapters_of(spec), progress=progress)
     else:
         wanted = spec.dtype if resolved.dtype is None else resolved.dtype.chosen
-        loaded = load_model(given, wanted, lora=spec.lora, progress=progress)
+        loaded = load_model(given, wanted, lora=adapters_of(spec), progress=progress)
     if spec.tokenizer is not None:
         loaded = replace(loaded, tokenizer=spec.tokenizer)
     model = loaded.model
@@ -209,11 +213,11 @@ def quantise(resolved: Resolved, loaded: LoadedModel, progress: Progress = silen
         progress(str(choice), 0, None)
     quantization = resolved.spec.quantization
     if quantization is None:
-        loaded.model.to(choice.chosen)
-        keeps_exact = target_dtypes(resolved.spec.target, resolved.spec.options.to_dict()).keeps_exact
+        loaded.model.to(choice.chosen)  # type: ignore[arg-type]  # its decorator loses `self`
+        keeps_exact = target_dtypes(resolved.spec.target, options_of(resolved.spec).to_dict()).keeps_exact
         return Source(loaded, loaded.model, choice, exact_bytes(loaded.model) if keeps_exact else None)
     progress(f"quantising to {quantization}", 0, None)
-    output = resolved.spec.output_dir
+    output = output_of(resolved.spec)
     try:
         quantized = quantize(loaded.model, quantization, _scratch_for(loaded.model, output))
     except OSError as error:
@@ -266,45 +270,47 @@ def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progr
     Raises:
         UnsupportedModelError: If the model cannot be traced or lowered.
     """
-    spec = resolved.spec
+    spec, options = resolved.spec, options_of(resolved.spec)
     progress(f"lowering to {spec.target}", 0, None)
-    lowered, ranked = [], None
+    ranked: RankedProgram | None = None
     with few_collections():
         if spec.tensor_parallel is None:
-            lowered = resolved.backend.lower(made, folder, spec.options)
+            lowered = resolved.backend.lower(made, folder, options)
         else:
             made, lowered, ranked = lower_ranks(
                 source.model,
                 spec.tensor_parallel,
                 folder,
                 lambda part: program(resolved, part, allocate(resolved, part)),
-                lambda part, inside: resolved.backend.lower(part, inside, spec.options),
+                lambda part, inside: resolved.backend.lower(part, inside, options),
                 progress,
             )
     provenance = Provenance(
         source.loaded.source,
         spec.target,
         spec.cache.max_cache_len,
-        spec.options.to_dict(),
+        options.to_dict(),
         whole=None if ranked is None else source.model,
     )
     bundle = write_bundle(folder, made, lowered, provenance=provenance, loaded=source.loaded, progress=progress)
-    recorded = {
+    remarks = list(source.loaded.remarks)
+    recorded: dict[str, Any] = {
         "stored_dtype": dtype_name(source.dtype.stored),
-        "remarks": list(source.loaded.remarks),
+        "remarks": remarks,
         "ranks": ranked,
     }
     beyond = beyond_positions(made.model.config, spec.cache.max_cache_len, spec.cache.sinks is not None)
-    recorded["remarks"] += [beyond] if beyond else []
+    remarks += [beyond] if beyond else []
     if source.weights_bytes is not None:
         recorded["weights_bytes"] = source.weights_bytes
     if spec.quantization is not None:
+        assert source.coverage is not None
         recorded["quantization"] = Quantized(
             **spec.quantization.to_dict(),
             quantized_bytes=source.coverage.quantized_bytes,
             other_bytes=source.coverage.other_bytes,
         )
-        recorded["remarks"] += [source.coverage.remark] if source.coverage.remark else []
+        remarks += [source.coverage.remark] if source.coverage.remark else []
     if spec.cache.kv_dtype is not None:
         exact = replace(spec.cache, kv_dtype=None, device="meta")
         float_bytes = ExportableCache.from_model_spec(made.model, exact, attn_implementation=None).nbytes
@@ -347,14 +353,16 @@ def _verified(
     keeps = source.dtype.widened and spec.quantization is None
     report = compare(session, model, asked, progress, fed if keeps else None)
     report = replace(report, remark=remark)
-    _require_agreement(report, spec.output_dir)
-    recorded = {"verification": report.to_dict()}
+    _require_agreement(report, output_of(spec))
+    recorded: dict[str, Any] = {"verification": report.to_dict()}
     if spec.quantization is not None:
         effect = measure_quantization(session, source.loaded, progress)
+        assert manifest.quantization is not None
         recorded["quantization"] = manifest.quantization.model_copy(update=effect)
     if spec.cache.kv_dtype is not None:
         # From the model with the same weights: of quantised ones, the line above has the share of both.
         effect = measure_distance(session, model, progress)
+        assert manifest.kv_cache is not None
         recorded["kv_cache"] = manifest.kv_cache.model_copy(update=effect)
     return replace(bundle, manifest=manifest.model_copy(update=recorded)), fed
 
@@ -367,13 +375,16 @@ def measure(resolved: Resolved, bundle: Bundle, fed: list[FedPrompt], progress: 
     """
     if not fed:
         return bundle
-    given, lora = resolved.spec.model_or_path, resolved.spec.lora
-    stored = given
+    given, lora, manifest = resolved.spec.model_or_path, adapters_of(resolved.spec), bundle.manifest
+    assert manifest.stored_dtype is not None
+    assert manifest.verification is not None
     if lora or not isinstance(given, PreTrainedModel):
-        stored = load_model(given, getattr(torch, bundle.manifest.stored_dtype), lora=lora, progress=progress).model
-    report = VerifyReport.recorded(bundle.manifest.verification)
+        stored = load_model(given, getattr(torch, manifest.stored_dtype), lora=lora, progress=progress).model
+    else:
+        stored = given
+    report = VerifyReport.recorded(manifest.verification)
     report = replace(report, stored=measure_stored(stored, fed, progress))
-    return replace(bundle, manifest=bundle.manifest.model_copy(update={"verification": report.to_dict()}))
+    return replace(bundle, manifest=manifest.model_copy(update={"verification": report.to_dict()}))
 
 
 def publish(resolved: Resolved, bundle: Bundle) -> Bundle:
@@ -381,7 +392,7 @@ def publish(resolved: Resolved, bundle: Bundle) -> Bundle:
     content = bundle.manifest.write(bundle.path)
     if resolved.spec.sign is not None:
         signature.sign(bundle.path, content, signature.private_key(resolved.spec.sign))
-    return replace(bundle, path=resolved.spec.output_dir)
+    return replace(bundle, path=output_of(resolved.spec))
 
 
 def _require_agreement(report: VerifyReport, output: Path) -> None:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..models.cache_factory import ExportableCache
+    from ..models.layers.encoder import Encoder
     from .inputs.modality import Modality
     from .methods import ProgramMethod
 
@@ -111,13 +112,16 @@ class ProgramModule(nn.Module):
         `rope_lengths` [batch], or are those of short sequences.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
+        assert tokens is not None
         if self.codebooks is not None:
+            assert input_ids is not None
             input_ids = self.codebooks.taken(input_ids)
         position_ids, rope_deltas = further.pop("position_ids", None), further.pop("rope_deltas", None)
         image_ids, rope_lengths = further.pop("image_ids", None), further.pop(ROPE_LENGTHS.name, None)
         seen, states = further.pop(ITEMS_SEEN, None), further.pop(ITEM_STATES, None)
         if isinstance(cache, ExportableEncoderDecoderCache):
-            options = decoder_arguments(self.layout.encoder, cache, input_ids, **further)
+            assert input_ids is not None
+            options = decoder_arguments(_encoder_of(self.layout), cache, input_ids, **further)
         else:
             options = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         if self.takes_positions:
@@ -267,11 +271,20 @@ def front_module(
 ) -> nn.Module:
     """The module of a method that is no step: an encoder, or the embedding table."""
     if method.name == "embed":
-        return EmbedModule(model, method.outputs[0].shape[-1], modalities[0].travels)
+        size = method.outputs[0].shape[-1]
+        assert isinstance(size, int)
+        return EmbedModule(model, size, modalities[0].travels)
     for modality in modalities:
         if method.name == modality.method.name:
             return modality.module(model)
-    return EncodeModule(model, cache.encoder)
+    return EncodeModule(model, _encoder_of(cache))
+
+
+def _encoder_of(cache: ExportableCache) -> Encoder:
+    """Return the encoder that the cache of an encoder-decoder knows."""
+    assert isinstance(cache, ExportableEncoderDecoderCache)
+    assert cache.encoder is not None
+    return cache.encoder
 
 
 class Program:
@@ -295,8 +308,8 @@ class Program:
             raise InputError(f"a program on disk keeps its own cache, and this one has {what}; allocate another one")
         spec = ProgramSpec() if spec is None else spec
         self.model = model
-        self.form = spec.form
-        self.logits = spec.logits
+        self.form = Form(spec.form)
+        self.logits = Logits(spec.logits)
         self.attention = spec.attention or ATTENTION
         self.experts = spec.experts
         self.modalities = spec.modalities
@@ -337,7 +350,7 @@ class Program:
             sizes["length"] -= sizes["length"] % method.multiple
         inputs = tuple(
             torch.zeros(
-                [sizes.get(size, size) for size in spec.shape],
+                spec.sizes(sizes),
                 dtype=getattr(torch, spec.dtype),
                 device=self.cache.device,
             )
@@ -379,7 +392,7 @@ class Program:
                 program = torch.export.export(
                     self.modules[name],
                     inputs,
-                    dynamic_shapes=dynamic if sizes else None,
+                    dynamic_shapes=dynamic if sizes else None,  # type: ignore[arg-type]  # missing in torch's types
                     strict=strict,
                     prefer_deferred_runtime_asserts_over_guards=True,
                 )

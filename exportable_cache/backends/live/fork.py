@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ..base import ChoosesInGraph, WaitsForGraphs
 
@@ -14,6 +14,20 @@ if TYPE_CHECKING:
     from ...generation.sampling import Sampler
     from ...program.methods import ProgramMethod
     from ..base import Runner
+
+    class SharedRunner(Runner, Protocol):
+        """A runner that gives out its state and that forks share.
+
+        Attributes:
+            in_turn: The fork whose cache is in place.
+            open_forks: Number of forks that are not closed.
+        """
+
+        in_turn: ForkedRunner
+        open_forks: int
+
+        @property
+        def state(self) -> Mapping[str, torch.Tensor]: ...
 
 
 class ForkedRunner:
@@ -28,13 +42,13 @@ class ForkedRunner:
     """
 
     def __init__(self, base: Runner, parked: dict[str, torch.Tensor] | None = None) -> None:
-        self.base = base
+        self.base = cast("SharedRunner", base)
         self._parked = parked
         self._is_open = True
         if parked is None:
-            base.in_turn = self
-            base.open_forks = 0
-        base.open_forks += 1
+            self.base.in_turn = self
+            self.base.open_forks = 0
+        self.base.open_forks += 1
 
     @classmethod
     def of(cls, runner: Runner) -> tuple[ForkedRunner, ForkedRunner]:
@@ -56,11 +70,13 @@ class ForkedRunner:
 
     def take_turn(self) -> None:
         """Put this fork's cache in place, and park the one that was."""
-        other: ForkedRunner = self.base.in_turn
+        other = self.base.in_turn
         if other is not self:
+            parked = self._parked
+            assert parked is not None
             other._parked = {name: tensor.clone() for name, tensor in self.base.state.items()}
             for name, tensor in self.base.state.items():
-                tensor.copy_(self._parked[name])
+                tensor.copy_(parked[name])
             self._parked = None
             self.base.in_turn = self
 
@@ -85,7 +101,7 @@ class ForkedRunner:
             if self.base.open_forks == 0 and hasattr(self.base, "close"):
                 self.base.close()
 
-    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         self.take_turn()
         return self.base.run(method, *inputs)
 
@@ -95,4 +111,4 @@ class ForkedChoosingRunner(ForkedRunner):
 
     def run_and_choose(self, method: str, chooser: Sampler, *inputs: torch.Tensor, steps: int = 1) -> torch.Tensor:
         self.take_turn()
-        return self.base.run_and_choose(method, chooser, *inputs, steps=steps)
+        return cast("ChoosesInGraph", self.base).run_and_choose(method, chooser, *inputs, steps=steps)

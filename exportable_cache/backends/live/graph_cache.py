@@ -155,7 +155,8 @@ class GraphCache:
         def compiled() -> Any:
             # torch.compile takes out of its options what is not Inductor's.
             own = {**options, "options": dict(options["options"])}
-            return torch.compile(step, fullgraph=True, **own).aot_compile((tuple(inputs), {}))
+            wrapped: Any = torch.compile(step, fullgraph=True, **own)
+            return wrapped.aot_compile((tuple(inputs), {}))
 
         equal = getattr(options.get("backend"), "equal", None)
         if equal is not None and equal.kinds:
@@ -225,7 +226,7 @@ class GraphCache:
                     operators.load()
             owners = owners_of_tensors(*self._owners)
             with compiled_here(plainly), libraries_noted(self._libraries), owners:
-                call = torch.compiler.load_compiled_function(
+                call: Any = torch.compiler.load_compiled_function(
                     io.BytesIO(graph), f_globals=step.__globals__, external_data=external
                 )
             if _sources_unchanged(call) and call.guard_check(*inputs):
@@ -352,9 +353,10 @@ def _settings() -> list[Any]:
 
 
 def _structure(model: nn.Module, cache: ExportableCache) -> list[Any]:
+    config: Any = model.config
     tensors = [*model.named_parameters(), *model.named_buffers(), *cache.named_state()]
     return [
-        model.config.to_dict(),
+        config.to_dict(),
         str(model),
         [
             (name, type(module).__module__, type(module).__qualname__, *_attributes(module))

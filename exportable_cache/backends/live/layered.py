@@ -116,7 +116,6 @@ class LayeredBackend:
         self._regions: dict[str, tuple[Compiled, list[Any]]] = {}
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        self._ids_checked = frozenset()
         if self.equal is not None:
             self.equal.traced()
         attention_of_few_queries(module)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -82,7 +82,9 @@ class ModuleRunner:
         shares = options.compile and cache.device.type == "cpu"
         self._shared = shared_methods(cache, self.methods) if shares else {}
         self._shared_modules = {method.name: ResidentModule(model, cache, method) for method in self._shared.values()}
-        self._slots = torch.empty(max((one.kv_read_len for one in self._shared.values()), default=0), dtype=torch.bool)
+        self._slots = torch.empty(
+            max((one.kv_read_len or 0 for one in self._shared.values()), default=0), dtype=torch.bool
+        )
         # By methods, of the last step of each.
         self._marked: dict[str, torch.Tensor] = {}
         self._calls: dict[tuple, Step] = {}
@@ -148,10 +150,11 @@ class ModuleRunner:
     def _run_and_choose(
         self, method: str, chooser: Sampler, inputs: Sequence[torch.Tensor], steps: int
     ) -> torch.Tensor:
-        greedy, penalised = chooser.sampling.is_greedy, chooser.seen is not None
+        seen = chooser.seen
+        greedy, penalised = chooser.sampling.is_greedy, seen is not None
         further: list[torch.Tensor] = [] if greedy else [chooser.uniform(inputs[0].shape[0], steps)]
-        if penalised:
-            further.append(chooser.seen)
+        if seen is not None:
+            further.append(seen)
         further += chooser.settings
         if self.compiler is None or not self.compiler.chooses_apart(penalised):
             return self._call((method, greedy, penalised, steps), inputs, *further)
@@ -229,7 +232,7 @@ class ModuleRunner:
                 if graph.is_shared:
                     self.unshare(graph.method.name)
                     return self._call(key, inputs, *further)
-                raised = self.methods[key[0]] = _raised(graph.method, error)
+                raised = self.methods[key[0]] = _raised(cast("ProgramMethod", graph.method), error)
                 enough = inputs[0].shape[1] >= raised.min_length
                 return self._call(key, inputs, *further) if enough else self._token_by_token(raised, inputs)
             self._calls[graph.key] = call

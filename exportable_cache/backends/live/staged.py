@@ -79,7 +79,7 @@ def _borrow_forward(model: PreTrainedModel, stage: Stage) -> StageForward:
     forward = model.forward
     if not isinstance(forward, StageForward):
         forward = StageForward(model, stage)
-        model.forward = forward  # type: ignore[method-assign]
+        model.forward = forward
     forward.users += 1
     return forward
 
@@ -88,7 +88,7 @@ def _put_back(model: PreTrainedModel, forward: StageForward) -> None:
     """The model's own, once no runner is left."""
     forward.users -= 1
     if forward.users == 0:
-        model.forward = forward.theirs  # type: ignore[method-assign]
+        model.forward = forward.theirs
 
 
 class StagedRunner(ModuleRunner):

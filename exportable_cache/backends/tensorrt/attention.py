@@ -62,6 +62,7 @@ def tensorrt_attention(
         return matmul_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     # Stated, not left to the converter, which would compute it from shapes in float32 for every layer.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    assert attention_mask is not None
     mask = attention_mask.to(query.dtype)
     if sinks is not None:
         mask = torch.cat([mask.expand(*sinks.shape[:3], mask.shape[-1]), sinks.to(query.dtype)], dim=-1)

@@ -71,7 +71,7 @@ def div(x: torch.Tensor | float, y: torch.Tensor | float) -> torch.Tensor:
     if not all(isinstance(one, int) or isinstance(one, torch.Tensor) and _is_whole(one) for one in (x, y)):
         return NotImplemented
     x, y = (one.to(torch.get_default_dtype()) if isinstance(one, torch.Tensor) else one for one in (x, y))
-    return torch.true_divide(x, y)  # type: ignore[arg-type]
+    return torch.true_divide(x, y)
 
 
 def remainder(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -85,11 +85,14 @@ class EngineKernel(Kernel, kind="tensorrt"):
         check_count(self.null_slots, "null_slots of a TensorRT kernel", 0)
 
     def sizes(self, policy: SlotPolicy) -> Mapping[str, int]:
-        return {"capacity": policy.capacity + self.null_slots}
+        capacity = policy.capacity
+        assert capacity is not None
+        return {"capacity": capacity + self.null_slots}
 
     def engine_layer(self, layer: CacheLayer) -> CacheLayer:
         """The layer with this kernel, with the same contents."""
         tensors = dict(layer.named_state())
+        assert layer.storage is not None
         for name in layer.storage.parts:
             tensors[name] = F.pad(tensors[name], (0, 0, 0, self.null_slots))
         return layer.with_kernel(self, tensors)
@@ -113,6 +116,8 @@ class EngineKernel(Kernel, kind="tensorrt"):
         if not self.null_slots:
             return PORTABLE.update(layer, key_states, value_states)
         capacity = layer.capacity
+        assert layer.keys is not None
+        assert layer.values is not None
         null_keys, null_values = layer.keys[:, :, capacity:], layer.values[:, :, capacity:]
         layer.keys, layer.values = layer.keys[:, :, :capacity], layer.values[:, :, :capacity]
         keys, values = PORTABLE.update(layer, key_states, value_states)

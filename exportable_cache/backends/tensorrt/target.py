@@ -15,7 +15,7 @@ from ..base import LoweredFile, StandIn
 from .adapt import engine_layers
 from .attention import TENSORRT_ATTENTION
 from .options import TensorRTOptions
-from .record import EngineRecord, details_of, records_of
+from .record import EngineRecord, Input, Output, details_of, records_of
 
 if TYPE_CHECKING:
     from ...program.program import Program
@@ -159,21 +159,21 @@ def record_of(method: str, network: Network, capabilities: tuple[int, ...]) -> E
     return EngineRecord(
         method=method,
         inputs=[
-            {
-                "name": spec.name,
-                "dtype": str(spec.dtype).removeprefix("torch."),
-                "min_shape": list(spec.min_shape),
-                "opt_shape": list(spec.opt_shape),
-                "max_shape": list(spec.max_shape),
-            }
+            Input(
+                name=spec.name,
+                dtype=str(spec.dtype).removeprefix("torch."),
+                min_shape=list(spec.min_shape),
+                opt_shape=list(spec.opt_shape),
+                max_shape=list(spec.max_shape),
+            )
             for spec in network.inputs
         ],
         outputs=[
-            {
-                "name": tensor.name,
-                "dtype": str(TORCH_DTYPES[tensor.dtype]).removeprefix("torch."),
-                "shape": list(tensor.shape),
-            }
+            Output(
+                name=tensor.name,
+                dtype=str(TORCH_DTYPES[tensor.dtype]).removeprefix("torch."),
+                shape=list(tensor.shape),
+            )
             for tensor in outputs
         ],
         aliases=network.aliases,

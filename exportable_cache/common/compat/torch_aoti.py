@@ -74,7 +74,7 @@ def compile_ahead_of_time(module: GraphModule, inputs: Sequence[Any]) -> list[st
 
     def compiled() -> list[str]:
         with _interface_once():
-            return aot_compile(module, *inputs, options=dict(_OPTIONS))  # type: ignore[arg-type, return-value]
+            return aot_compile(module, *inputs, options=dict(_OPTIONS))  # type: ignore[return-value]
 
     return shortly(compiled)
 

@@ -194,7 +194,7 @@ def forget_processor() -> None:
     valid_vec_isa_list.cache_clear()
     VecISA._VecISA__bool__impl.cache_clear()  # type: ignore[attr-defined]
     for kind in (VecAVX512, VecAVX512VNNI, VecAMX):
-        kind.__bool__.cache_clear()  # type: ignore[attr-defined]
+        kind.__bool__.cache_clear()
         kind.is_avx512_bf16_supported.cache_clear()
     VecAMX.is_amx_fp16_supported.cache_clear()
     for one in supported_vec_isa_list:

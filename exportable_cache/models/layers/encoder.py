@@ -79,8 +79,8 @@ def run_encoder(
     Returns:
         Hidden states [batch, encoder_length, hidden_size], and the number of real ones per row, int64 [batch].
     """
-    mask = {} if attention_mask is None else {"attention_mask": attention_mask}
-    outputs = model.get_encoder()(**main_input, **mask)
+    given_mask = {} if attention_mask is None else {"attention_mask": attention_mask}
+    outputs = model.get_encoder()(**main_input, **given_mask)
     pooled = getattr(outputs, "pooler_output", None)
     # Where that is a sequence, it is what the decoder attends to (PP-FormulaNet).
     hidden = pooled if isinstance(pooled, torch.Tensor) and pooled.dim() == 3 else outputs[0]
@@ -159,7 +159,7 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
     # Text goes in and comes out at one length; what shortens its input is asked.
     is_text = spec.name == "input_ids"
     probe = 3 if is_text else longest
-    shape = [{"batch": 1, "length": probe}.get(size, size) for size in spec.shape]
+    shape = spec.sizes({"batch": 1, "length": probe})
     example = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=model.device)
     hidden, _ = run_encoder(model, **{spec.name: example})
     if is_text and hidden.shape[1] != probe:
@@ -270,8 +270,9 @@ def _sizes(config: Any, fields: tuple[tuple[str, ...], ...]) -> int | None:
     for names in fields:
         for owner in (config, getattr(config, "encoder_config", None), getattr(config, "vision_config", None)):
             values = [getattr(owner, name, None) for name in names]
-            if all(isinstance(value, int) for value in values):
-                return math.prod(values)
+            sizes = [value for value in values if isinstance(value, int)]
+            if len(sizes) == len(names):
+                return math.prod(sizes)
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
@@ -44,7 +44,7 @@ def encoder_decoder_layers(
             model(decoder_input_ids=token, encoder_outputs=states, past_key_values=cache, use_cache=True)
     finally:
         model.train(was_training)
-    layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+    layers: list[Any] = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
     written = [layer for layer in layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
     if len(written) != len(kinds):
         raise UnsupportedModelError(

@@ -39,7 +39,9 @@ from .codebooks import codebooks_of
 from .cross import cross_layers_of, item_slots_of, probe_pictures
 
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel
+    from transformers import PreTrainedModel
+
+    from ...cache.cache import LayeredCache
 
 # Where a config has one of these, head_dim and num_key_value_heads do not say what a layer keeps (latent attention;
 # JetMoE; DBRX).
@@ -116,7 +118,7 @@ def check_longest(config: PreTrainedConfig, max_cache_len: int) -> None:
         UnsupportedModelError: If there are more.
     """
     for field, (types, reason) in LONGEST.items():
-        limit = getattr(config, field, None)
+        limit: Any = getattr(config, field, None)
         if config.model_type in types and isinstance(max_cache_len, int) and max_cache_len > limit:
             raise UnsupportedModelError(
                 f"max_cache_len is {max_cache_len}, {field} of this {config.model_type!r} model is {limit}: {reason}; "
@@ -168,7 +170,7 @@ def _decoder_layer_types(config: PreTrainedConfig) -> list[tuple[str, int | None
     return [*kinds, *[(CROSS_ATTENTION, None)] * len(kinds)]
 
 
-def check_layers(model: PreTrainedModel, cache: Cache) -> None:
+def check_layers(model: PreTrainedModel, cache: LayeredCache) -> None:
     """Refuse a cache whose layers are not those the model's need: another window would give other logits, silently.
 
     Raises:
@@ -259,7 +261,8 @@ def layout_from_model(
         _layout_of(index, model, layer, layer_type, window) if owned is None or index in owned else LayerLayout("dummy")
         for index, ((layer_type, window), layer) in enumerate(zip(kinds, cache.layers, strict=True))
     ]
-    keys = [layer.keys for layer in cache.layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
+    found = (getattr(layer, "keys", None) for layer in cache.layers)
+    keys = [one for one in found if isinstance(one, torch.Tensor)]
     return (layouts, keys[0].dtype, keys[0].device) if keys else (layouts, model.dtype, model.device)
 
 
@@ -279,8 +282,9 @@ def _layout_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, 
             "layers that keep it elsewhere are not supported"
         )
     indexer_keys = getattr(layer, "indexer_keys", None)
-    sizes = {}
+    sizes: dict[str, Any] = {}
     if isinstance(keys, torch.Tensor):
+        assert isinstance(values, torch.Tensor)
         sizes = {
             "num_heads": keys.shape[1],
             "head_dim": keys.shape[3],
@@ -315,10 +319,10 @@ def vocab_size_of(model: PreTrainedModel) -> int:
     if codebooks is not None:
         return codebooks.vocab_size
     try:
-        embeddings = model.get_input_embeddings()
+        weight = getattr(model.get_input_embeddings(), "weight", None)
         # A stage behind the first has none.
-        if isinstance(getattr(embeddings, "weight", None), torch.Tensor):
-            return whole_shape(embeddings.weight)[0]
+        if isinstance(weight, torch.Tensor):
+            return whole_shape(weight)[0]
     except NotImplementedError:  # a model in which transformers does not find them (PP-FormulaNet)
         pass
     return model.config.get_text_config(decoder=True).vocab_size

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -18,10 +18,16 @@ from ...errors import InputError, MissingDependencyError, UnsupportedModelError,
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    class PeftModel(PreTrainedModel):
+        """The part of a PEFT wrapper that is used here; it passes other attributes on to the model inside."""
+
+        def get_base_model(self) -> PreTrainedModel: ...
+
+
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def is_peft(model: Any) -> bool:
+def is_peft(model: Any) -> TypeGuard[PeftModel]:
     """Whether a model is one of PEFT's wrappers; looks at names, as the package may not be there."""
     kinds = (kind.__module__.partition(".")[0] for kind in type(model).__mro__)
     return "peft" in kinds and hasattr(model, "get_base_model")

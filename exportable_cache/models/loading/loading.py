@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         PreTrainedConfig,
         PreTrainedTokenizerBase,
     )
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
     from ...common.progress import Progress
 
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 MULTIMODAL = ("llava", "smolvlm", "idefics3", "voxtral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
-def auto_class(config: PreTrainedConfig) -> type | None:
+def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass] | None:
     """The auto class that loads the generating model of a config, None where there is none."""
     kind = type(config)
     if getattr(config, "is_encoder_decoder", False):
@@ -177,8 +178,10 @@ def _read(place: Place, wanted: torch.dtype | None, progress: Progress) -> Loade
         stored = stored_quantization(config)
         dequantising(config)
         about = {"quantization_config": GgufConfig(dequantize=True)} if place.gguf else {}
+        kind = auto_class(config)
+        assert kind is not None
         try:
-            model, info = auto_class(config).from_pretrained(
+            model, info = kind.from_pretrained(
                 place.path, config=config, dtype=wanted or "auto", output_loading_info=True, **about, **place.options
             )
         except Exception as error:  # files are read by several libraries, each with errors of its own
@@ -274,6 +277,7 @@ def load_processor(folder: Path, config_folder: Path) -> ProcessorMixin:
 
 def _given(given: PreTrainedModel, dtype: torch.dtype | None, progress: Progress) -> LoadedModel:
     model = live_model(given)
+    assert model is not None
     if given.training:
         raise InputError(f"{type(given).__name__} is in training mode; call model.eval() first")
     check_plain(model)

@@ -111,9 +111,9 @@ def check_readable(config: PreTrainedConfig, source: str) -> None:
 
 def dequantising(config: PreTrainedConfig) -> None:
     """Have `from_pretrained` dequantise the weights, where it does so as it reads them; changes `config`."""
-    stored = stored_quantization(config)
-    if stored is not None and stored.method in _AS_READ:
-        _fields(config)["dequantize"] = True
+    stored, fields = stored_quantization(config), _fields(config)
+    if stored is not None and fields is not None and stored.method in _AS_READ:
+        fields["dequantize"] = True
 
 
 @torch.no_grad()
@@ -128,10 +128,11 @@ def dequantised(model: PreTrainedModel, source: str, dtype: torch.dtype) -> PreT
         model = model.dequantize(dtype=dtype)
     elif stored is not None and stored.method == "torchao":
         _dequantise_torchao(model, dtype)
-        model.hf_quantizer.remove_quantization_config(model)
+        quantizer: Any = model.hf_quantizer
+        quantizer.remove_quantization_config(model)
     if stored_quantization(model.config) is None:
         # Some methods leave the layers that they do not quantise, or the others, in a dtype of their own.
-        model = model.to(dtype)
+        model = model.to(dtype)  # type: ignore[arg-type]  # its decorator loses `self`
         model.config.dtype = dtype
         return model
     raise UnsupportedModelError(

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ...common.fs.scratch import Scratch
+    from ..quantized_rows import QuantizedWeight
     from .spec import Quantization
 
+_INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs have no dtypes below 8 bits
 # Of a weight: what rows of so many take in float32 stays in a processor's cache.
 _ELEMENTS_AT_ONCE = 1 << 17
 #: Sequences in which a rounding is tried.
@@ -124,7 +126,7 @@ def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratc
 
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     groups = {4: PerGroup(quantization.group_size or DEFAULT_GROUP_SIZE), 8: PerAxis(0)}
-    dtypes = {4: torch.int4, 8: torch.int8}
+    dtypes = {4: _INT4, 8: torch.int8}
     if quantization.embeddings is not None:
         # Encoder-decoders read one table through modules of their own.
         readers = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.weight is table.weight]
@@ -135,7 +137,7 @@ def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratc
         else:
             _quantize_weight(table, IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits]), scratch)
         for one in readers:
-            one.weight = table.weight
+            one.weight = _weight(table)
     if quantization.linear is not None:
         bits, dynamic = LINEAR_SCHEMES[quantization.linear]
         if dynamic:
@@ -155,7 +157,9 @@ def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratc
                 else:
                     _quantize_weight(module, config, scratch)
     if tied and quantization.embeddings is not None:
-        head.weight = nn.Parameter(_as_linear(table.weight, quantization.linear), requires_grad=False)
+        weight = _weight(table)
+        assert is_quantized(weight)
+        head.weight = nn.Parameter(_as_linear(weight, quantization.linear), requires_grad=False)
     _to_float32(model)
     for config in (model.config, model.config.get_text_config(decoder=True)):
         config.dtype = torch.float32
@@ -170,13 +174,19 @@ def _with_own_parameters(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, shared)
 
 
+def _weight(module: nn.Module) -> torch.Tensor:
+    """Return the weight of a linear layer or a table."""
+    assert isinstance(module.weight, torch.Tensor)
+    return module.weight
+
+
 def _quantize_weight(module: nn.Module, config: Any, scratch: Scratch | None) -> None:
     """Exchange a module's weight for its quantised form, worked out a few rows at a time.
 
     Rows have scales of their own, so the result is the same. torchao goes over a weight some twenty times: over rows
     that stay in the processor's cache a thread takes a tenth of the time that it takes over 32 MB (AMD EPYC, AVX-512).
     """
-    weight = module.weight
+    weight = _weight(module)
     rows = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
     with one_thread():
         parts = [_quantized(part.float(), config) for part in weight.detach().split(rows)]
@@ -198,22 +208,22 @@ def _quantize_groups(
     )
 
     size = quantization.group_size or DEFAULT_GROUP_SIZE
-    integers, scales = round_groups(module.weight, size, dtype, signed, scratch)
+    integers, scales = round_groups(_weight(module), size, dtype, signed, scratch)
     zeros = torch.zeros(scales.shape, dtype=torch.int8)
     rounding = (
         IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN if isinstance(module, nn.Linear) else None
     )
-    form = (torch.int4, (1, size), torch.float32, rounding)
+    form = (_INT4, (1, size), torch.float32, rounding)
     module.weight = nn.Parameter(IntxUnpackedToInt8Tensor(integers, scales, zeros, *form), requires_grad=False)
 
 
-def _quantized(rows: torch.Tensor, config: Any) -> torch.Tensor:
+def _quantized(rows: torch.Tensor, config: Any) -> QuantizedWeight:
     from torchao.quantization.quant_api import quantize_
 
     holder = nn.Linear(1, 1, bias=False)
     holder.weight = nn.Parameter(rows, requires_grad=False)
     quantize_(holder, config, lambda *_: True)
-    return holder.weight
+    return cast("QuantizedWeight", holder.weight)
 
 
 def _to_float32(model: nn.Module) -> None:
@@ -229,7 +239,7 @@ def _to_float32(model: nn.Module) -> None:
                 setattr(module, name, buffer.float())
 
 
-def _as_linear(table: torch.Tensor, scheme: str | None) -> torch.Tensor:
+def _as_linear(table: QuantizedWeight, scheme: str | None) -> torch.Tensor:
     """A table's integers as a linear layer's weight: it holds the very same tensors and computes as the scheme says."""
     from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor import (
         IntxUnpackedToInt8TensorActivationQuantization,
@@ -248,7 +258,7 @@ def _stored_bytes(model: nn.Module) -> int:
     stored: dict[int, int] = {}
     for parameter in model.parameters():
         if is_quantized(parameter):
-            bits = 4 if parameter.target_dtype == torch.int4 else 8
+            bits = 4 if parameter.target_dtype == _INT4 else 8
             stored[parameter.qdata.data_ptr()] = parameter.qdata.numel() * bits // 8 + parameter.scale.nbytes
         else:
             stored[parameter.data_ptr()] = parameter.nbytes

@@ -58,7 +58,11 @@ class TextTokenizer:
     ) -> str:
         """Text of tokens; spaces are left as they are."""
         if clean_up_tokenization_spaces:
-            return self.whole.decode(tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=True)
+            decoded = self.whole.decode(
+                list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=True
+            )
+            assert isinstance(decoded, str)
+            return decoded
         with tokenizer_errors("the tokenizer cannot decode tokens"):
             return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 

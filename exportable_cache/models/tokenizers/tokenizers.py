@@ -75,10 +75,10 @@ def _check_pieces(place: Place, tokenizer: PreTrainedTokenizerBase) -> None:
         # The same name holds tiktoken's format in some checkpoints.
         return
     ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
-    pieces, found = model.encode(_PROBE, out_type=str), tokenizer.convert_ids_to_tokens(ids)
-    if pieces != found:
+    pieces, ours = model.encode(_PROBE, out_type=str), tokenizer.convert_ids_to_tokens(ids)
+    if pieces != ours:
         raise InputError(
             f"the tokenizer of {place.source!r} was read from {path.name} as a {type(tokenizer).__name__}, which cuts "
-            f"{_PROBE!r} into {found[:4]}... where sentencepiece cuts it into {pieces[:4]}...; add the "
+            f"{_PROBE!r} into {ours[:4]}... where sentencepiece cuts it into {pieces[:4]}...; add the "
             "tokenizer_config.json or the tokenizer.json that belongs to it, or pass tokenizer="
         )

@@ -96,9 +96,9 @@ def decoder_arguments(
         encoder_lengths: int64 [batch], how many of them are real.
     """
     crosses = cache.cross_layers
-    is_prefill = encoder_hidden_states is not None
-    cache.is_updated = dict.fromkeys(range(len(cache)), not is_prefill)
-    if is_prefill:
+    cache.is_updated = dict.fromkeys(range(len(cache)), encoder_hidden_states is None)
+    if encoder_hidden_states is not None:
+        assert encoder_lengths is not None
         for layer in crosses:
             layer.announce_length(encoder_lengths)
     else:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformers.masking_utils import create_causal_mask, sliding_window_overlay
 
 if TYPE_CHECKING:
     import torch
+    from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedConfig
 
     from ...models.cache_factory import ExportableCache
+
+    _Mask: TypeAlias = torch.Tensor | BlockMask | None
 
 
 def image_masks(
@@ -21,7 +24,7 @@ def image_masks(
     image_ids: torch.Tensor,
     input_pos: torch.Tensor,
     sees: str,
-) -> dict[str, torch.Tensor] | torch.Tensor:
+) -> dict[str, _Mask] | _Mask:
     """Masks of one step by layer type, as the decoder takes them in place of an `attention_mask`.
 
     The rules are those of transformers' `create_masks_for_vision_model` (gemma3/modeling_gemma3.py, 5.23): full
@@ -37,7 +40,12 @@ def image_masks(
         input_pos: int64 [batch], the position of each row's first token.
         sees: See `ItemFacts.sees`; "sliding item" leaves full attention causal (gemma4/modeling_gemma4.py).
     """
-    arguments = {"config": config, "inputs_embeds": inputs_embeds, "attention_mask": None, "past_key_values": cache}
+    arguments: dict[str, Any] = {
+        "config": config,
+        "inputs_embeds": inputs_embeds,
+        "attention_mask": None,
+        "past_key_values": cache,
+    }
     same = _of_same_image(image_ids, input_pos)
     full = None if sees == "sliding item" else same
     masks = {"full_attention": create_causal_mask(**arguments, position_ids=None, or_mask_function=full)}

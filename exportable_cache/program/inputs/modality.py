@@ -74,7 +74,7 @@ class Modality:
             1,
             inputs=self.inputs,
             outputs=(embeds,),
-            grid=None if grid is None or grid.numel != 3 else grid.tensor().flatten().tolist(),
+            grid=None if grid is None or grid.numel != 3 else tuple(grid.tensor().flatten().tolist()),
             item=self.facts,
         )
 
@@ -230,7 +230,7 @@ def _probed(
     """What two items do, joined in the way that the model takes, see `joined_items`."""
     problem: Exception | None = None
     # Of a prefix of the prompt some say that it is one (PaliGemma), where others mark the tokens of items.
-    marked = [{}]
+    marked: list[dict[str, Any]] = [{}]
     if "token_type_ids" in inspect.signature(model.forward).parameters:
         marked.append({"token_type_ids": None})
     for axis, marks in itertools.product((0, 1, -1), marked):

@@ -57,8 +57,8 @@ def attention_input(layer: NetworkLayer) -> Compute:
         raise layer.unsupported(f"has {len(layer.inputs)} inputs")
     if settings["mask"] is not None and causal != "NONE":
         raise layer.wrong("is causal and has a mask, of which TensorRT keeps one only")
-    if layer.has_input(3) and layer.inputs[3].dtype not in (torch.bool, layer.inputs[0].dtype):
-        raise layer.wrong(f"has a mask of {layer.inputs[3].dtype} for queries of {layer.inputs[0].dtype}")
+    if layer.has_input(3) and layer.required(3).dtype not in (torch.bool, layer.required(0).dtype):
+        raise layer.wrong(f"has a mask of {layer.required(3).dtype} for queries of {layer.required(0).dtype}")
 
     def compute(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, *absent: None
@@ -135,7 +135,7 @@ def check_aliases(layers: Sequence[NetworkLayer], inputs: Collection[str], outpu
     for layer in layers:
         if layer.kind != "KV_CACHE_UPDATE":
             continue
-        cache, updated = layer.inputs[0].name, layer.outputs[0].name
+        cache, updated = layer.required(0).name, layer.outputs[0].name
         if cache not in inputs or updated not in outputs:
             raise layer.wrong("updates a cache that is not a network input, or whose update is not a network output")
         readers = [(other, index) for other in layers for index, t in enumerate(other.inputs) if t and t.name == cache]

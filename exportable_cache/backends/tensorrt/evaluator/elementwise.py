@@ -97,7 +97,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = 
 def elementwise(layer: NetworkLayer) -> Compute:
     """Both inputs have one rank and broadcast over sizes of 1."""
     operation = layer.choose("op", _BINARY)
-    if len(layer.inputs[0].shape) != len(layer.inputs[1].shape):
+    if len(layer.required(0).shape) != len(layer.required(1).shape):
         raise layer.wrong("has inputs of different ranks")
     return operation
 
@@ -117,8 +117,8 @@ def activation(layer: NetworkLayer) -> Compute:
 @layer_kind("SELECT", "ISelectLayer", inputs=(3, 3), same_dtype=(1, 2))
 def select(layer: NetworkLayer) -> Compute:
     """True takes from the first, False from the second."""
-    if layer.inputs[0].dtype != torch.bool:
-        raise layer.wrong(f"has a condition of {layer.inputs[0].dtype}")
+    if layer.required(0).dtype != torch.bool:
+        raise layer.wrong(f"has a condition of {layer.required(0).dtype}")
     return torch.where
 
 
@@ -193,7 +193,7 @@ def cast(layer: NetworkLayer) -> Compute:
 
     A value that the integer type cannot hold is an error, not a wrap.
     """
-    source, dtype = layer.inputs[0].dtype, torch_dtype(layer["to_type"])
+    source, dtype = layer.required(0).dtype, torch_dtype(layer["to_type"])
     if dtype == torch.bool or dtype.is_floating_point or source == torch.bool:
         return lambda x: x.to(dtype)
     limits = torch.iinfo(dtype)

@@ -95,9 +95,9 @@ class NetworkEvaluator:
                 if contradiction:
                     raise VerificationError(f"{layer}: {spec.name!r} {contradiction}")
                 tensors[spec.name] = result
-            for spec in (*layer.inputs, *layer.outputs):
-                if spec and self._last_use[spec.name] == step and spec.name not in self.outputs:
-                    tensors.pop(spec.name, None)
+            for used in (*layer.inputs, *layer.outputs):
+                if used and self._last_use[used.name] == step and used.name not in self.outputs:
+                    tensors.pop(used.name, None)
         return {name: tensors[name] for name in self.outputs}
 
     def _checked(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

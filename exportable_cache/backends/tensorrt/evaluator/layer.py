@@ -108,6 +108,16 @@ class NetworkLayer:
         """Whether the optional input at `index` is given."""
         return index < len(self.inputs) and self.inputs[index] is not None
 
+    def required(self, index: int) -> TensorSpec:
+        """Return the input at `index` of a layer that cannot be without it."""
+        found = self.inputs[index]
+        assert found is not None
+        return found
+
+    def input_dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes of the inputs that are given."""
+        return {found.dtype for found in self.inputs if found is not None}
+
     def unsupported(self, what: str) -> VerificationError:
         """The error for a setting that the evaluator does not model."""
         return VerificationError(
@@ -213,7 +223,7 @@ def read_layer(layer: Any, module: ModuleType, constants: Mapping[str, torch.Ten
     fewest, most = known.inputs
     if not fewest <= len(read.inputs) <= most:
         raise read.unsupported(f"has {len(read.inputs)} inputs")
-    dtypes = {read.inputs[index].dtype for index in known.same_dtype if read.has_input(index)}
+    dtypes = {read.required(index).dtype for index in known.same_dtype if read.has_input(index)}
     if len(dtypes) > 1:
         raise read.wrong(f"mixes {' and '.join(sorted(map(str, dtypes)))}; a strongly typed network may not")
     return read

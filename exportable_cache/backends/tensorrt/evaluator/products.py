@@ -39,14 +39,14 @@ def matrix_multiply(layer: NetworkLayer) -> Compute:
 @layer_kind("EINSUM", "IEinsumLayer", honours=("equation",), inputs=(1, 2**31))
 def einsum(layer: NetworkLayer) -> Compute:
     equation = layer["equation"]
-    if len({tensor.dtype for tensor in layer.inputs}) > 1:
+    if len(layer.input_dtypes()) > 1:
         raise layer.wrong("multiplies tensors of different dtypes")
     return lambda *tensors: torch.einsum(equation, *map(widened, tensors)).to(tensors[0].dtype)
 
 
 def _dims(layer: NetworkLayer) -> list[int]:
     """Dimensions of the bitmask `axes`."""
-    return [dim for dim in range(len(layer.inputs[0].shape)) if layer["axes"] >> dim & 1]
+    return [dim for dim in range(len(layer.required(0).shape)) if layer["axes"] >> dim & 1]
 
 
 def _one_dim(layer: NetworkLayer) -> int:
@@ -170,9 +170,9 @@ def convolution(layer: NetworkLayer) -> Compute:
         raise layer.unsupported(f"is padded by {layer['pre_padding']} before and {layer['post_padding']} after")
     if len(size) not in _CONVOLVE:
         raise layer.unsupported(f"goes over {len(size)} dimensions")
-    kernel = _weights(layer, "kernel").reshape(maps, layer.inputs[0].shape[1] // groups, *size)
-    bias = _weights(layer, "bias")
-    bias = widened(bias) if bias.numel() else None
+    kernel = _weights(layer, "kernel").reshape(maps, layer.required(0).shape[1] // groups, *size)
+    given = _weights(layer, "bias")
+    bias = widened(given) if given.numel() else None
     settings = (layer["stride_nd"], layer["padding_nd"], layer["dilation_nd"], groups)
     return lambda x: _CONVOLVE[len(size)](widened(x), widened(kernel), bias, *settings).to(x.dtype)
 
@@ -180,7 +180,7 @@ def convolution(layer: NetworkLayer) -> Compute:
 def _weights(layer: NetworkLayer, which: str) -> torch.Tensor:
     """Kernel or bias: the network's own, or the caller's where TensorRT cannot show them (bfloat16)."""
     weights: Any = layer[which]
-    dtype = layer.inputs[0].dtype
+    dtype = layer.required(0).dtype
     if isinstance(weights, np.ndarray):
         tensor = torch.from_numpy(weights.copy())
     elif not weights.size:

@@ -27,7 +27,7 @@ def _checked(layer: NetworkLayer, index: torch.Tensor, length: int, static: bool
 def gather(layer: NetworkLayer) -> Compute:
     """DEFAULT selects rows along `axis`, ELEMENT follows an index per element, ND one tuple per result."""
     mode, axis, leading = layer["mode"], layer["axis"], layer["num_elementwise_dims"]
-    static = layer.inputs[0].shape
+    static = layer.required(0).shape
 
     def rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         index = _checked(layer, index, x.shape[axis], static[axis] >= 0)
@@ -59,7 +59,7 @@ def gather(layer: NetworkLayer) -> Compute:
 
 def _columns(layer: NetworkLayer, x: torch.Tensor, index: torch.Tensor, first: int) -> list[torch.Tensor]:
     """The indices of each dimension from `first` on, out of tuples in the last dimension of `index`."""
-    static = layer.inputs[0].shape
+    static = layer.required(0).shape
     return [
         _checked(layer, index[..., column], x.shape[first + column], static[first + column] >= 0)
         for column in range(index.shape[-1])
@@ -75,7 +75,7 @@ def scatter(layer: NetworkLayer) -> Compute:
     axis = layer["axis"]
 
     def elements(x: torch.Tensor, index: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
-        index = _checked(layer, index, x.shape[axis], layer.inputs[0].shape[axis] >= 0)
+        index = _checked(layer, index, x.shape[axis], layer.required(0).shape[axis] >= 0)
         result = x.scatter(axis, index, updates)
         return written(result, result.gather(axis, index), updates)
 
@@ -179,7 +179,7 @@ def unsqueeze(layer: NetworkLayer) -> Compute:
 
 @layer_kind("CONCATENATION", "IConcatenationLayer", honours=("axis",), inputs=(1, 2**31))
 def concatenation(layer: NetworkLayer) -> Compute:
-    if len({tensor.dtype for tensor in layer.inputs}) > 1:
+    if len(layer.input_dtypes()) > 1:
         raise layer.wrong("joins tensors of different dtypes")
     axis = layer["axis"]
     # torch skips empty 1-D tensors whatever the rank of the others; TensorRT never inferred a shape for those.
@@ -245,4 +245,5 @@ def _along(
     clamped = x.index_select(axis, index.clamp(0, length - 1))
     if mode == "CLAMP":
         return clamped
+    assert fill is not None
     return torch.where(inside.reshape([-1 if dim == axis else 1 for dim in range(x.dim())]), clamped, fill)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -15,8 +17,10 @@ if TYPE_CHECKING:
 def _with_a_plain_buffer(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__ == "CTRLModel":
+            table = module.pos_encoding
+            assert isinstance(table, torch.Tensor)
             is_persistent = "pos_encoding" in module.state_dict(keep_vars=True)
-            module.register_buffer("pos_encoding", module.pos_encoding.detach(), persistent=is_persistent)
+            module.register_buffer("pos_encoding", table.detach(), persistent=is_persistent)
 
 
 #: What is set on the modules of a model.

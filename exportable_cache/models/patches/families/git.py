@@ -12,11 +12,11 @@ from ..conditions import only_traced
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from transformers.models.git.modeling_git import GitModel
 
 
 def _git_text(
-    self: nn.Module,
+    self: GitModel,
     input_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,

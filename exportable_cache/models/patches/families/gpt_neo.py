@@ -11,11 +11,11 @@ from ....common.patch import Patch
 from ..conditions import over_our_cache, step_mask
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 
 def _gpt_neo_attention(
-    self: nn.Module,
+    self: GPTNeoSelfAttention,
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     layer_past: Any = None,

@@ -18,10 +18,11 @@ from ..conditions import only_traced, over_our_cache, step_mask
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers.models.led.modeling_led import LEDDecoderAttention, LEDEncoder, LEDEncoderSelfAttention
 
 
 def _led_attention(
-    self: nn.Module,
+    self: LEDDecoderAttention,
     hidden_states: torch.Tensor,
     key_value_states: torch.Tensor | None = None,
     past_key_values: Any = None,
@@ -32,7 +33,8 @@ def _led_attention(
 ) -> Any:
     if key_value_states is None and attention_mask is None:
         layers = getattr(past_key_values, "layers", ())
-        layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
+        index: Any = self.layer_idx  # upstream annotates it as a bool
+        layer = layers[index] if index < len(layers) else None
         attention_mask = step_mask(layer, hidden_states)
     return original(
         self,
@@ -56,7 +58,7 @@ def _positions(
 
 
 def _encoder(
-    self: nn.Module,
+    self: LEDEncoder,
     input_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     global_attention_mask: torch.Tensor | None = None,
@@ -73,7 +75,8 @@ def _encoder(
         attention_mask = torch.ones(hidden_states.shape[:2], dtype=torch.int64, device=hidden_states.device)
     is_real = attention_mask > 0
     hidden_states = self.layernorm_embedding(hidden_states + self.embed_positions(hidden_states.shape[:2]))
-    for layer in self.layers:
+    layers: Any = self.layers
+    for layer in layers:
         attended = _local_attention(layer.self_attn.longformer_self_attn, hidden_states, is_real)
         hidden_states = layer.self_attn_layer_norm(hidden_states + layer.self_attn.output(attended))
         widened = layer.activation_fn(layer.fc1(hidden_states))
@@ -81,7 +84,7 @@ def _encoder(
     return BaseModelOutput(last_hidden_state=hidden_states)
 
 
-def _local_attention(self: nn.Module, hidden_states: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
+def _local_attention(self: LEDEncoderSelfAttention, hidden_states: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
     """Blocks of half a window, each over itself and its two neighbours.
 
     Rows are looked up, not cut out: a tracer would ask how many of them are left.

@@ -13,11 +13,11 @@ from ..conditions import only_traced
 from ..mechanisms.own_attention import fusing_attention, with_config
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers.models.mpt.modeling_mpt import MptAttention
 
 
 def _mpt_attention(
-    self: nn.Module,
+    self: MptAttention,
     hidden_states: torch.Tensor,
     position_bias: torch.Tensor,
     past_key_values: Any = None,
@@ -38,11 +38,13 @@ def _mpt_attention(
         key, value = past_key_values.update(key, value, self.layer_idx)
     attend = fusing_attention(self)
     if attend is not None:
+        assert attention_mask is not None
         lowest = torch.finfo(query.dtype).min
         mask = torch.where(attention_mask, lowest, 0.0)
         bias = position_bias[None, :, :, position_bias.shape[2] - mask.shape[-1] :]
         output, _ = attend(self, query, key, value, mask, scaling=self.softmax_scale, position_bias=bias)
         return self.out_proj(output.reshape(batch_size, query_length, self.hidden_size)), None
+    assert self.softmax_scale is not None
     scores = torch.matmul(query, key.transpose(-1, -2)) * self.softmax_scale
     # One bias for every query, [heads, 1, slots]: relative to the last slot, which shifts a row of scores as a whole.
     scores = scores + position_bias[:, :, position_bias.shape[2] - key.shape[2] :]
@@ -56,7 +58,7 @@ def _mpt_attention(
 def _traced_or_fused(original: Callable) -> Callable:
     traced = only_traced(_mpt_attention)(original)
 
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def method(self: MptAttention, *args: Any, **kwargs: Any) -> Any:
         if fusing_attention(self) is None:
             return traced(self, *args, **kwargs)
         return _mpt_attention(self, *args, original=original, **kwargs)

@@ -11,11 +11,11 @@ from ....common.patch import Patch
 from ..conditions import only_traced
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers.models.xmod.modeling_xmod import XmodOutput
 
 
 def _language_adapter(
-    self: nn.Module,
+    self: XmodOutput,
     hidden_states: torch.Tensor,
     input_tensor: torch.Tensor,
     lang_ids: torch.Tensor,

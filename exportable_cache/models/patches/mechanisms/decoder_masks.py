@@ -16,13 +16,14 @@ from ....common.patch import Patch
 from ..conditions import only_traced
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch.nn.attention.flex_attention import BlockMask
+    from transformers import PreTrainedModel
 
 
 def _masked_by_slots(
-    self: nn.Module,
+    self: PreTrainedModel,
     input_ids: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | BlockMask | None = None,
     *args: Any,
     inputs_embeds: torch.Tensor | None = None,
     past_key_values: Any = None,
@@ -32,6 +33,7 @@ def _masked_by_slots(
     """A mask [batch, 1, length, slots] from the cache, which models take as it is."""
     if attention_mask is None and past_key_values is not None:
         tokens = input_ids if inputs_embeds is None else inputs_embeds
+        assert tokens is not None
         # Of embeddings the mask has the first two sizes, the dtype and the device.
         like = torch.empty(*tokens.shape[:2], 0, dtype=self.dtype, device=tokens.device)
         cache = getattr(past_key_values, "self_attention_cache", past_key_values)
@@ -42,7 +44,7 @@ def _masked_by_slots(
 
 
 def _opt_by_slots(
-    self: nn.Module,
+    self: PreTrainedModel,
     input_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     *,
@@ -55,6 +57,7 @@ def _opt_by_slots(
     """The same, with positions, which it would count by its own mask."""
     if attention_mask is None and position_ids is None and past_key_values is not None:
         tokens = input_ids if inputs_embeds is None else inputs_embeds
+        assert tokens is not None
         positions = past_key_values.get_seq_length() + torch.arange(tokens.shape[1], device=tokens.device)
         position_ids = positions[None].expand(tokens.shape[:2])
     caches = {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values}

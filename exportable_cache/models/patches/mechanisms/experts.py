@@ -16,7 +16,14 @@ from ....common.patch import Patch
 from ..conditions import only_traced
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers.models.dbrx.modeling_dbrx import DbrxExperts
+    from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
+    from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeExperts, NllbMoeSparseMLP, NllbMoeTop2Router
+    from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
+    from transformers.models.switch_transformers.modeling_switch_transformers import (
+        SwitchTransformersExperts,
+        SwitchTransformersTop1Router,
+    )
 
 
 def mix_experts(
@@ -42,7 +49,7 @@ def _weights_by_expert(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, c
 
 
 def _dbrx_experts(
-    self: nn.Module,
+    self: DbrxExperts,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -62,7 +69,7 @@ def _dbrx_experts(
 
 
 def _longcat_experts(
-    self: nn.Module,
+    self: LongcatFlashExperts,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -83,7 +90,7 @@ def _longcat_experts(
 
 
 def _nllb_experts(
-    self: nn.Module,
+    self: NllbMoeExperts,
     hidden_states: torch.Tensor,
     router_mask: torch.Tensor,
     router_probs: torch.Tensor,
@@ -100,7 +107,9 @@ def _nllb_experts(
 
 
 def _nllb_block(original: Callable) -> Callable:
-    def forward(self: nn.Module, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self: NllbMoeSparseMLP, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if self.training:
             return original(self, hidden_states, padding_mask)
         states = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -115,7 +124,9 @@ def _nllb_block(original: Callable) -> Callable:
     return forward
 
 
-def _two_experts(router: nn.Module, logits: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _two_experts(
+    router: NllbMoeTop2Router, logits: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `route_tokens` where every expert has room for all tokens: the first one's place, and weights of both."""
     weights = logits.softmax(dim=-1).to(dtype)
     first = F.one_hot(weights.argmax(dim=-1), router.num_experts)
@@ -125,7 +136,7 @@ def _two_experts(router: nn.Module, logits: torch.Tensor, dtype: torch.dtype) ->
 
 
 def _switch_router(
-    self: nn.Module, hidden_states: torch.Tensor, *, original: Callable
+    self: SwitchTransformersTop1Router, hidden_states: torch.Tensor, *, original: Callable
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     logits = _routed(self, hidden_states)
     weights, index = logits.softmax(dim=-1).to(hidden_states.dtype).max(dim=-1, keepdim=True)
@@ -135,7 +146,7 @@ def _switch_router(
     return chosen, weights, logits
 
 
-def _routed(router: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+def _routed(router: NllbMoeTop2Router | SwitchTransformersTop1Router, hidden_states: torch.Tensor) -> torch.Tensor:
     """Logits [..., experts], in the router's own dtype."""
     weight, bias = router.classifier.weight, router.classifier.bias
     return F.linear(
@@ -144,7 +155,7 @@ def _routed(router: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _switch_experts(
-    self: nn.Module,
+    self: SwitchTransformersExperts,
     hidden_states: torch.Tensor,
     selected_experts: torch.Tensor,
     routing_weights: torch.Tensor,
@@ -157,7 +168,7 @@ def _switch_experts(
 
 
 def _step_experts(
-    self: nn.Module,
+    self: Step3p7Experts,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,

@@ -13,7 +13,7 @@ sines instead of complex numbers, and the function rotates by them; not traced, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -21,13 +21,16 @@ from ....common.patch import Patch
 from .rope_lengths import by_lengths
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RotaryEmbedding
+    from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding
+
+    _Rotary: TypeAlias = DeepseekV2RotaryEmbedding | Llama4TextRotaryEmbedding
 
 
 def _cosines_and_sines(original: Callable) -> Callable:
-    def forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self: _Rotary, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         # Those that change their frequencies with the length are static here within `rope_lengths.rope_by`.
-        if not torch.compiler.is_compiling() or "dynamic" in self.rope_type or self.rope_type == "longrope":
+        if not torch.compiler.is_compiling() or "dynamic" in (self.rope_type or "") or self.rope_type == "longrope":
             return original(self, x, position_ids)
         angles = position_ids[..., None].float() * self.inv_freq.float()
         return torch.stack([torch.cos(angles), torch.sin(angles)], dim=-1) * self.attention_scaling

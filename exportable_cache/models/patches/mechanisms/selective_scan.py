@@ -26,11 +26,13 @@ def _selective_scan(original: Callable) -> Callable:
         initial = take_carried()
         if initial is None:
             return original(hidden_states, dt, A, *args, **kwargs)
+        B, C = args
         output, last = selective_scan(
             hidden_states,
             dt,
             A,
-            *args,
+            B,
+            C,
             initial_state=initial,
             **{name: kwargs[name] for name in ("D", "z", "delta_bias", "delta_softplus") if name in kwargs},
         )

@@ -12,16 +12,16 @@ from ...scans import state_space_scan
 from ..conditions import over_our_cache
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention, MiniMaxModel
 
 
-def _without_its_check(self: nn.Module, *args: Any, original: Callable, **kwargs: Any) -> Any:
+def _without_its_check(self: MiniMaxModel, *args: Any, original: Callable, **kwargs: Any) -> Any:
     """Only with `use_cache` does the model look at the class of its cache; its layers use what they are given."""
     return original(self, *args, **{**kwargs, "use_cache": False})
 
 
 def _lightning_attention(
-    self: nn.Module,
+    self: MiniMaxLightningAttention,
     hidden_states: torch.Tensor,
     position_embeddings: Any = None,
     attention_mask: torch.Tensor | None = None,

@@ -14,10 +14,15 @@ from ..conditions import over_our_cache
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers.models.recurrent_gemma.modeling_recurrent_gemma import (
+        RecurrentGemmaModel,
+        RecurrentGemmaRecurrentBlock,
+        RecurrentGemmaRglru,
+    )
 
 
 def _recurrent_block(
-    self: nn.Module,
+    self: RecurrentGemmaRecurrentBlock,
     input_states: torch.Tensor,
     position_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
@@ -27,6 +32,7 @@ def _recurrent_block(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The block of Griffin (arXiv:2402.19427) with its convolution and recurrent states in the cache."""
+    assert self.lru_width is not None
     gate = self.act_fn(self.linear_y(input_states))
     branch = self.linear_x(input_states).transpose(1, 2)
     branch = past_key_values.update_conv_state(branch, self.layer_idx, conv_kernel_size=self.conv1d_width - 1)
@@ -42,7 +48,9 @@ def _recurrent_block(
     return self.linear_out(states.to(branch.dtype) * gate), None
 
 
-def _gated(self: nn.Module, branch: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gated(
+    self: RecurrentGemmaRglru, branch: torch.Tensor, position_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Decays and inputs of the recurrence in float32, [batch, length, width]: section 2.4 of the paper.
 
     A first token starts anew: it decays what came before to nothing, and is not scaled.
@@ -65,12 +73,12 @@ def _gated(self: nn.Module, branch: torch.Tensor, position_ids: torch.Tensor) ->
 
 def _number_blocks(model: nn.Module) -> None:
     """Tell each block its layer: upstream the attention blocks know it, and the recurrent ones do not."""
-    blocks = [module.temporal_block for module in model.modules() if hasattr(module, "temporal_block")]
+    blocks: list[Any] = [module.temporal_block for module in model.modules() if hasattr(module, "temporal_block")]
     for index, block in enumerate(blocks):
         block.layer_idx = index
 
 
-def _with_numbered_blocks(self: nn.Module, *args: Any, original: Callable, **kwargs: Any) -> Any:
+def _with_numbered_blocks(self: RecurrentGemmaModel, *args: Any, original: Callable, **kwargs: Any) -> Any:
     """For a model that met no `patch_model`: a cache was loaded for it."""
     if not all(hasattr(layer.temporal_block, "layer_idx") for layer in self.layers):
         _number_blocks(self)
