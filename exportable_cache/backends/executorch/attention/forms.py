@@ -14,6 +14,7 @@ with one operator, `exportable_cache::fused_attention`, in their place, and `bra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -80,13 +81,14 @@ def _causal(capacity: int, scaling: float) -> Form:
         start = length[0].item()
         check(start >= 0)
         check(start < capacity)
+        parts: Sequence[torch.Tensor] = stored
         if _is_rounded(stored):
             # Read, not computed from `start`: a sum of two symbols does not lower.
             end = (length + query.shape[2])[0].item()
             check(end >= 1)
             check(end <= capacity)
-            stored = [part[:, :end] for part in stored]
-        keys, values = _readable(stored)
+            parts = [part[:, :end] for part in stored]
+        keys, values = _readable(parts)
         output = torch.ops.llama.custom_sdpa(_by_key_head(query, keys), keys, values, start, None, 0.0, True, scaling)
         return (_by_token(output),)
 
@@ -95,14 +97,15 @@ def _causal(capacity: int, scaling: float) -> Form:
 
 def _folded(fold: int, capacity: int, scaling: float) -> Form:
     def form(query: torch.Tensor, length: torch.Tensor, *stored: torch.Tensor) -> tuple[torch.Tensor]:
-        return (_attend_folded(query, stored, length[0].item(), fold, capacity, scaling),)
+        newest: Any = length[0].item()
+        return (_attend_folded(query, stored, newest, fold, capacity, scaling),)
 
     return form
 
 
 def _folded_over_ring(fold: int, capacity: int, scaling: float) -> Form:
     def form(query, mask, slots, length, *rows) -> tuple[torch.Tensor, torch.Tensor]:
-        newest = torch.clamp(length, max=capacity - 1)[0].item()
+        newest: Any = torch.clamp(length, max=capacity - 1)[0].item()
         return _attend_folded(query, rows[: len(rows) // 2], newest, fold, capacity, scaling), slots.clone()
 
     return form

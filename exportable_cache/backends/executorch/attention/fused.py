@@ -64,9 +64,10 @@ def executorch_attention(
         return matmul_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     extras = {name: kwargs[name] for name in (*EXTRAS, "indices") if kwargs.get(name) is not None}
-    if step.layer.kernel.attends_latents:
+    kernel = step.kernel
+    if kernel.attends_latents:
         extras["module"] = module
-    return step.layer.kernel.attend(step, query, attention_mask, scaling, **extras), None
+    return kernel.attend(step, query, attention_mask, scaling, **extras), None
 
 
 def fuse_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = False) -> ExportableCache:
@@ -159,6 +160,9 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
         fused_kernel(layer) is not None
         # Of an attention chunk a query sees what came before it in the chunk, not all that the ring holds.
         and types[index] != "chunked_attention"
+        and layer.keys is not None
+        and layer.values is not None
+        and layer.storage is not None
         and layer.keys.shape == layer.values.shape
         and layer.keys.shape[0] == 1
         and layer.storage.rows_dtype == torch.float32

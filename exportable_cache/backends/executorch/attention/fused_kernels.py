@@ -23,6 +23,7 @@ import torch
 
 from ....cache.kernel import Kernel
 from ....cache.layers import CacheLayer, RowSizes
+from ....cache.policies import RingPolicy
 from .forms import fused_attention
 
 if TYPE_CHECKING:
@@ -49,6 +50,12 @@ class FusedStep:
     new: tuple[torch.Tensor, ...]
     asked: int = 0
 
+    @property
+    def kernel(self) -> FusedKernel:
+        """Kernel of the layer."""
+        assert isinstance(self.layer.kernel, FusedKernel)
+        return self.layer.kernel
+
 
 # Transformers calls attention with tensors alone: this is where the updates that come before it leave what attention
 # needs.
@@ -62,7 +69,7 @@ def updated_just_now(keys: torch.Tensor) -> FusedStep | None:
     for step in _updated.get():
         if step.layer.keys is keys:
             step.asked += 1
-            if step.asked == step.layer.kernel.readers:
+            if step.asked == step.kernel.readers:
                 _updated.set(tuple(other for other in _updated.get() if other is not step))
             return step
     return None
@@ -70,7 +77,7 @@ def updated_just_now(keys: torch.Tensor) -> FusedStep | None:
 
 def takes_latents(keys: torch.Tensor) -> bool:
     """Whether these keys are of a layer whose kernel attends over latents."""
-    return any(step.layer.keys is keys and step.layer.kernel.attends_latents for step in _updated.get())
+    return any(step.layer.keys is keys and step.kernel.attends_latents for step in _updated.get())
 
 
 class FusedKernel(Kernel):
@@ -83,6 +90,8 @@ class FusedKernel(Kernel):
 
     def fused(self, layer: CacheLayer) -> CacheLayer:
         """An empty layer of the same policy, storage and sizes, in this kernel's layout."""
+        assert layer.keys is not None
+        assert layer.storage is not None
         batch_size, num_heads, _, head_dim = layer.keys.shape
         sizes = RowSizes(batch_size, num_heads, layer.storage.head_dim(head_dim))
         return CacheLayer(layer.policy, layer.storage, sizes, kernel=self, device=layer.device)
@@ -99,16 +108,21 @@ class FusedKernel(Kernel):
         others = (step for step in _updated.get() if step.layer.context is layer.context)
         _updated.set((*others, FusedStep(layer, new)))
         layer.advance(key_states.shape[2])
-        return layer.keys, layer.keys if self.attends_latents else layer.values
+        keys, values = layer.keys, layer.keys if self.attends_latents else layer.values
+        assert keys is not None
+        assert values is not None
+        return keys, values
 
     def stored(self, layer: CacheLayer) -> tuple[torch.Tensor, ...]:
         """The buffers, in the order of `encoded`."""
+        assert layer.storage is not None
         return tuple(getattr(layer, name) for name in layer.storage.parts)
 
     def encoded(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """What is kept of new tokens, [batch_size * num_heads, query_length, 1, ...]."""
+        assert layer.storage is not None
         return layer.storage.encode(heads_as_batch(key_states), heads_as_batch(value_states))
 
     def write_before(self, layer: CacheLayer, new: tuple[torch.Tensor, ...]) -> None:
@@ -159,6 +173,7 @@ class FusedFullKernel(FusedKernel, kind="executorch_full"):
         **extras: Any,
     ) -> torch.Tensor:
         layer, (heads, query_length) = step.layer, query.shape[1:3]
+        assert layer.keys is not None
         fold = fold_of(heads, layer.keys.shape[0])
         operands = [query, layer.cumulative_length, *self.stored(layer)]
         single = _newest_if_single(_start(layer, query_length), query_length)
@@ -178,10 +193,12 @@ class FusedRingKernel(FusedKernel, kind="executorch_ring"):
     row_dims = ("num_heads", "slots", "batch_size")
 
     def sizes(self, policy: SlotPolicy) -> Mapping[str, int]:
+        assert policy.capacity is not None
         return {"slots": policy.capacity + 1}
 
     def mask_positions(self, layer: CacheLayer, query_length: int) -> torch.Tensor:
         # Of the ring before this step and the new tokens after it, for any number of them: `attend` joins the two.
+        assert isinstance(layer.policy, RingPolicy)
         return layer.policy.positions_beside_new(layer.cumulative_length, query_length)
 
     def attend(
@@ -194,6 +211,8 @@ class FusedRingKernel(FusedKernel, kind="executorch_ring"):
     ) -> torch.Tensor:
         """See `FusedKernel.attend`; the mask is additive, [1, 1, query_length, capacity + query_length]."""
         layer, (heads, query_length) = step.layer, query.shape[1:3]
+        assert layer.keys is not None
+        assert attention_mask is not None
         stored = self.stored(layer)
         slot, reach, slots = _places(layer, query_length)
         for buffer, rows in zip(stored, step.new, strict=True):
@@ -226,18 +245,22 @@ def _places(layer: CacheLayer, query_length: int) -> tuple[int, int, torch.Tenso
         window.
     """
 
+    keys, spare = layer.keys, layer.capacity
+    assert keys is not None
+    assert spare is not None
+
     def read() -> tuple[int, int, torch.Tensor]:
-        length, spare = layer.cumulative_length, layer.capacity
-        slot = torch.clamp(torch.remainder(length, spare) + (query_length - 1) * spare, max=spare)[0].item()
-        reach = torch.clamp(length, max=spare - 1)[0].item()
+        length = layer.cumulative_length
+        slot: Any = torch.clamp(torch.remainder(length, spare) + (query_length - 1) * spare, max=spare)[0].item()
+        reach: Any = torch.clamp(length, max=spare - 1)[0].item()
         torch._check(slot >= 0)
         torch._check(slot <= spare)
         torch._check(reach >= 0)
         offsets = torch.arange(query_length, device=layer.device)
         slots = torch.where(offsets < query_length - spare, spare, torch.remainder(length + offsets, spare))
-        return slot, reach, slots.repeat(layer.keys.shape[0], 1)
+        return slot, reach, slots.repeat(keys.shape[0], 1)
 
-    return layer.context.once((layer.capacity, layer.keys.shape[0]), read)
+    return layer.context.once((spare, keys.shape[0]), read)
 
 
 def heads_as_batch(states: torch.Tensor) -> torch.Tensor:

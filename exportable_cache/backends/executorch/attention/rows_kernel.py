@@ -37,7 +37,7 @@ class RowsKernel(PortableKernel, kind="executorch_rows"):
     row_dims = ("rows_heads_and_slots",)
 
     @classmethod
-    def over(cls, layer: ComposedLayer) -> ComposedLayer:
+    def over(cls, layer: CacheLayer) -> CacheLayer:
         """An empty layer of the same policy, storage and sizes, in this layout; one without keys as it is.
 
         Args:

@@ -79,9 +79,13 @@ def shapes_of(program: ExportedProgram) -> DelegateShapes | None:
     outputs = [node.meta["val"] for node in program.graph.output_node().args[0]]
     if not all(isinstance(value, torch.Tensor) and value.is_contiguous() for value in outputs):
         return None
-    described = [(value.dtype, [described_size(size, inputs) for size in value.shape]) for value in outputs]
-    if any(size is None for _, sizes in described for size in sizes):
-        return None
+    described: list[tuple[torch.dtype, list[int | str]]] = []
+    for value in outputs:
+        sizes = [described_size(size, inputs) for size in value.shape]
+        known = [size for size in sizes if size is not None]
+        if len(known) < len(sizes):
+            return None
+        described.append((value.dtype, known))
     return DelegateShapes(described)
 
 

@@ -112,7 +112,9 @@ class StampedSegments:
         # All of them before any is replaced: replacing changes what others read.
         groups = [(group, self._template(ordered, group[0])) for group in repeated_segments(ordered, order)]
         for group, template in groups:
-            for segment in group if template is not None else ():
+            if template is None:
+                continue
+            for segment in group:
                 self._replace(ordered, segment, template, replaced)
         if not replaced:
             return program

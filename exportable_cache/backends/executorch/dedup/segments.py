@@ -106,7 +106,8 @@ def _runs(program: ExportedProgram, order: StateOrder) -> Iterator[list[Node]]:
 def _is_movable(node: Node) -> bool:
     target = node.target
     if target is operator.getitem:
-        return _is_movable(node.args[0])
+        source: Any = node.args[0]
+        return _is_movable(source)
     if not isinstance(target, OpOverload) or target.namespace not in _LIBRARIES or target.name() == _IN_PLACE:
         return False
     values = node.meta.get("val")
@@ -152,8 +153,8 @@ class _Reader:
         lines = [f"{names[node]}: {_shape(node)} {self._digest(node)}" for node in (*weights, *constants, *inputs)]
         lines += [_call(node, names) for node in nodes]
         lines.append(", ".join(names[node] for node in outputs))
-        parts = (nodes, inputs, weights, constants, outputs)
-        return Segment(*map(tuple, parts), "\n".join(lines))
+        tensors = (tuple(inputs), tuple(weights), tuple(constants))
+        return Segment(tuple(nodes), *tensors, tuple(outputs), "\n".join(lines))
 
     def _tensor(self, node: Node) -> torch.Tensor | None:
         return self._tensors.get(self._names.get(node.name, ""))
@@ -162,6 +163,7 @@ class _Reader:
         if node.name not in self._parameters:
             return False
         tensor = self._tensor(node)
+        assert tensor is not None
         # Zero points that are all the same decide which kernel a delegate takes.
         return tensor.is_floating_point() or _varies(tensor.flatten())
 
@@ -170,7 +172,7 @@ class _Reader:
         tensor = self._tensor(node)
         if tensor is None or self._is_weight(node):
             return ""
-        return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+        return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _varies(numbers: torch.Tensor) -> bool:
@@ -234,13 +236,16 @@ def segment_program(program: ExportedProgram, segment: Segment) -> ExportedProgr
 
     def copied(node: Node) -> Any:
         if node not in copies:
-            index, dim = map(int, place_of_size(node.meta["val"], segment.inputs).split("."))
+            place = place_of_size(node.meta["val"], segment.inputs)
+            assert place is not None
+            index, dim = map(int, place.split("."))
             copies[node] = graph.call_function(torch.ops.aten.sym_size.int, (copies[segment.inputs[index]], dim))
         return copies[node]
 
     for node in segment.nodes:
         arguments, keywords = map_arg((node.args, node.kwargs), copied)
-        copies[node] = graph.call_function(node.target, arguments, keywords)
+        target: Any = node.target
+        copies[node] = graph.call_function(target, arguments, keywords)
     graph.output(tuple(copies[node] for node in segment.outputs))
     # Read before the first use, as a trace would.
     graph.lint()

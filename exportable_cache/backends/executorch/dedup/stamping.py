@@ -122,7 +122,8 @@ class DelegateTemplate:
             packed: What was packed before, for other methods of the program.
         """
         data = self._lowered.named_data_store_output
-        buffers, entries, keys = [], {}, {}
+        buffers: list[bytes] = []
+        entries, keys = {}, {}
         for key in self._fixed:
             entries[key] = replace(data.pte_data[key], buffer_index=len(buffers))
             buffers.append(data.buffers[data.pte_data[key].buffer_index])

@@ -35,7 +35,7 @@ def write_pte(program: ExecutorchProgramManager, path: Path) -> None:
     """
     with path.open("wb") as file:
         program.write_to_file(file)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with path.open("rb") as source, mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as data:
         pieces = tied_pieces(data)
         if pieces is None:
             return

@@ -109,7 +109,7 @@ def plans_in(path: Path) -> list[tuple[bytes, Sequence[str]]]:
     from ...tensorrt import upstream  # noqa: F401
 
     program = deserialized_program(path.read_bytes())
-    plans = []
+    plans: list[tuple[bytes, Sequence[str]]] = []
     for delegate in program.backend_delegate_data:
         plan, metadata = deserialize_engine(bytes(delegate.data))
         plans.append((plan, [binding.name for binding in metadata.io_bindings]))

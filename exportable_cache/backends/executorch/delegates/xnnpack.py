@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
@@ -59,7 +59,8 @@ def with_needed_passes(result: PartitionResult) -> PartitionResult:
 def is_plain(node: Node) -> bool:
     """Whether no pass but the one for linear layers has anything to do with an operator of a delegate."""
     name = getattr(node.target, "__name__", "")
-    return name in PLAIN or (name == "aten.cat.default" and len(node.args[0]) <= LONGEST_CAT)
+    arguments: tuple[Any, ...] = node.args
+    return name in PLAIN or (name == "aten.cat.default" and len(arguments[0]) <= LONGEST_CAT)
 
 
 def _linear_only(spec: DelegationSpec) -> DelegationSpec:
@@ -110,7 +111,7 @@ def is_serialisable(node: Node) -> bool:
 
 def has_cycle(graph: Graph, partitions: Sequence[Partition]) -> bool:
     """Whether some partitions wait for one another."""
-    inputs = _inputs(graph, {node: partition.id for partition in partitions for node in partition.nodes})
+    inputs = _inputs(graph, {node: index for index, partition in enumerate(partitions) for node in partition.nodes})
     try:
         TopologicalSorter(inputs).prepare()
     except CycleError:
@@ -134,7 +135,7 @@ def partitions_by_level(graph: Graph, groups: Sequence[Sequence[Node]]) -> list[
     for step in TopologicalSorter(inputs).static_order():
         delegated = isinstance(step, int)
         level[step] = max((level[used] + (isinstance(used, int) is not delegated) for used in inputs[step]), default=0)
-        if delegated:
+        if isinstance(step, int):
             members.setdefault(level[step], {}).update(dict.fromkeys(groups[step]))
     return [Partition(id=index, nodes=nodes) for index, nodes in enumerate(members.values())]
 

@@ -138,11 +138,13 @@ class _SegmentBodies(ExportPass):
             elif node.op == "call_function":
                 arguments, keywords = map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = self._call(node.target, arguments, keywords, NodeMetadata(node.meta))
-        return [values[result] for result in template.graph_module.graph.output_node().args[0]]
+        results: Any = template.graph_module.graph.output_node().args[0]
+        return [values[result] for result in results]
 
     def _call(self, target: Any, args: tuple, kwargs: dict[str, Any], meta: NodeMetadata) -> Any:
         if target is operator.getitem:
-            return self.call_getitem(*args, meta)
+            value, key = args
+            return self.call_getitem(value, key, meta)
         if target is call_delegate_operator():
             return self.call_delegate(args[0], args[1:], kwargs, meta)
         # Those of the edge dialect wrap others, and are none themselves.

@@ -14,12 +14,12 @@ none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ....cache.storage.int4 import Int4Storage
 from ....cache.storage.int8 import Int8Storage
-from ....cache.storage.rounded import RoundedStorage
 from ....common.compat.executorch import runtime
 from ....common.native.kernels import load_own_kernels
 from ....errors import MissingDependencyError
@@ -30,7 +30,7 @@ _ATTENTION = (
 )
 _WRITE = "(Tensor rows, Tensor(a!) cache, Tensor length, int kept, Tensor? after"
 _QUANTIZE = "(Tensor rows, int bits"
-_ROUNDED: dict[int, type[RoundedStorage]] = {one.bits: one for one in (Int8Storage, Int4Storage)}
+_ROUNDED: dict[int, type[Int8Storage] | type[Int4Storage]] = {8: Int8Storage, 4: Int4Storage}
 _library = torch.library.Library("exportable_cache", "FRAGMENT")
 # ExecuTorch calls those that are named out.
 _library.define(f"attention{_ATTENTION}) -> Tensor")
@@ -194,11 +194,11 @@ def _nothing() -> torch.Tensor:
     return torch.zeros(1)
 
 
-def _attention_into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
+def _attention_into(*arguments: Any, out: torch.Tensor) -> torch.Tensor:
     return out.copy_(attention(*arguments))
 
 
-def _write_into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
+def _write_into(*arguments: Any, out: torch.Tensor) -> torch.Tensor:
     return out.copy_(write(*arguments))
 
 

@@ -150,6 +150,7 @@ def _is_pure(node: Node) -> bool:
 
 def _is_over_one_patch(node: Node) -> bool:
     """Of a call of conv3d(input, weight, bias, stride, padding, dilation, groups): the kernel has one place."""
-    _, _, _, _, padding, _, groups = (*node.args, *(None, 1, 0, 1, 1)[len(node.args) - 2 :])
-    patches, weight = (argument.meta["val"] for argument in node.args[:2])
+    arguments: tuple[Any, ...] = (*node.args, *(None, 1, 0, 1, 1)[len(node.args) - 2 :])
+    source, kernel, _, _, padding, _, groups = arguments
+    patches, weight = source.meta["val"], kernel.meta["val"]
     return patches.shape[2:] == weight.shape[2:] and groups == 1 and padding in (0, [0], [0, 0, 0])

@@ -37,7 +37,8 @@ def constant_of(program: ExportedProgram, node: Any, state: Collection[str] = ()
     if any(constant_of(program, source, state) is None for source in node.all_input_nodes):
         return None
     arguments, keywords = map_arg((node.args, node.kwargs), lambda source: constant_of(program, source, state))
-    return node.target(*arguments, **keywords)
+    target: Any = node.target
+    return target(*arguments, **keywords)
 
 
 def add_weight(program: ExportedProgram, name: str, value: torch.Tensor) -> Node:

@@ -85,7 +85,8 @@ def _averaged(node: Node) -> Node | None:
     """The tensor that is averaged over its last dimension, None if a call does something else."""
     if node.target is not torch.ops.aten.mean.dim or "dtype" in node.kwargs or len(node.args) != 3:
         return None
-    source, dims, keepdim = node.args
+    arguments: tuple[Any, ...] = node.args
+    source, dims, keepdim = arguments
     value = source.meta["val"]
     is_last = value.dim() > 1 and list(dims) in ([-1], [value.dim() - 1]) and isinstance(value.shape[-1], int)
     return source if keepdim and is_last and value.dtype == torch.float32 else None
@@ -116,10 +117,11 @@ def rotation(size: int) -> torch.Tensor:
 
 def _rotated(node: Node) -> Node | None:
     """The tensor whose halves a call swaps, None if it does something else."""
-    if node.target is not torch.ops.aten.cat.default or len(node.args[0]) != 2:
+    arguments: tuple[Any, ...] = node.args
+    if node.target is not torch.ops.aten.cat.default or len(arguments[0]) != 2:
         return None
-    value, dim = node.meta["val"], node.args[1] if len(node.args) > 1 else 0
-    negated, first = node.args[0]
+    value, dim = node.meta["val"], arguments[1] if len(arguments) > 1 else 0
+    negated, first = arguments[0]
     size = value.shape[-1]
     if (
         value.dtype != torch.float32
@@ -138,7 +140,8 @@ def _bounds(node: Node) -> tuple[int, int] | None:
     """Where a slice of step 1 over the last dimension begins and ends, None of anything else."""
     if node.target is not torch.ops.aten.slice.Tensor:
         return None
-    source, dim, start, end, step = (*node.args, *(0, 0, _END, 1)[len(node.args) - 1 :])
+    arguments: tuple[Any, ...] = (*node.args, *(0, 0, _END, 1)[len(node.args) - 1 :])
+    source, dim, start, end, step = arguments
     shape = source.meta["val"].shape
     return (start, min(end, shape[-1])) if step == 1 and dim in (-1, len(shape) - 1) else None
 
@@ -180,7 +183,8 @@ def _mask_of(program: ExportedProgram, node: Node) -> Node | None:
     """Where a write with one index lands, bool over the dimensions that the index takes; None for indices that are no
     constants.
     """
-    target, indices = node.args[:2]
+    arguments: tuple[Any, ...] = node.args
+    target, indices = arguments[:2]
     index, size = indices[-1], target.meta["val"].shape[len(indices) - 1]
     if index.meta["val"].dtype == torch.bool:
         return index

@@ -99,7 +99,8 @@ class FoldedCall(NamedTuple):
 
 def folded_call(node: Node) -> FoldedCall | None:
     """None of a node that is no such call."""
-    return FoldedCall(*node.args) if node.target is _OPERATOR else None
+    arguments: tuple[Any, ...] = node.args
+    return FoldedCall(*arguments) if node.target is _OPERATOR else None
 
 
 class Int4Layer(NamedTuple):
@@ -140,8 +141,9 @@ def int4_layer(node: Node) -> Int4Layer | None:
     if not of_tokens or block != inputs or one != 1 or limits != (torch.int8, -8, 7):
         return None
     names = (integers, scale, zero_point, linear[2] if len(linear) > 2 else None)
-    parts = [call.weights[name.index] if isinstance(name, _Weight) else None for name in names]
-    return Int4Layer(call.source, *parts, group)
+    parts: list[Any] = [call.weights[name.index] if isinstance(name, _Weight) else None for name in names]
+    of_integers, of_scale, of_zero_point, of_bias = parts
+    return Int4Layer(call.source, of_integers, of_scale, of_zero_point, of_bias, group)
 
 
 class UnfoldLinears(PassBase):
@@ -162,9 +164,10 @@ def _folded(linear: Node) -> tuple[Node, list[Node], _Recipe] | None:
     """Source, weights and recipe of a layer; None where its weights are made from more than constants."""
     steps = list(dict.fromkeys(_steps(linear)))
     chosen = next((step for step in steps if step.target is _CHOOSE), None)
-    source = linear.args[0] if chosen is None else chosen.args[0]
+    operands: tuple[Any, ...] = linear.args
+    source: Any = operands[0] if chosen is None else chosen.args[0]
     # The integers are first: they tell the number of outputs.
-    integers = linear.args[1].args[0]
+    integers: Node = operands[1].args[0]
     read = (value for step in steps for value in step.all_input_nodes if value not in steps and value is not source)
     weights = list(dict.fromkeys((integers, *read)))
     if any(weight.op != "placeholder" for weight in weights) or any(step.kwargs for step in steps):
@@ -172,10 +175,11 @@ def _folded(linear: Node) -> tuple[Node, list[Node], _Recipe] | None:
     names: dict[Node, _Weight | _Result] = {weight: _Weight(index) for index, weight in enumerate(weights)}
     names[source] = _Result(-1)
     names |= {step: _Result(index) for index, step in enumerate(steps)}
-    recipe = tuple(
-        (step.target, map_aggregate(step.args, lambda value: names[value] if isinstance(value, Node) else value))
-        for step in steps
-    )
+
+    def name(value: Any) -> Any:
+        return names[value] if isinstance(value, Node) else value
+
+    recipe: Any = tuple((step.target, map_aggregate(step.args, name)) for step in steps)
     return source, weights, recipe
 
 
@@ -189,7 +193,8 @@ def _steps(node: Node) -> Iterator[Node]:
 
 
 def _unfolded(call: Node) -> Node:
-    source, weights, key = call.args
+    given: tuple[Any, ...] = call.args
+    source, weights, key = given
     results: list[Node] = []
 
     def operand(value: Any) -> Any:
