@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import exportable_cache
 from exportable_cache.common.process.limited import LimitedProcess, WorkEnded, WorkFailed
 
 WORK = """
@@ -206,3 +207,25 @@ def test_an_interrupt_amid_a_call_ends_the_process(process: LimitedProcess) -> N
     finally:
         signal.signal(signal.SIGALRM, handler)
     assert _pid(process) != before
+
+
+def test_it_finds_a_package_that_is_found_by_a_hook(tmp_path: Path) -> None:
+    """An editable installation has no entry in `sys.path`."""
+    root = Path(exportable_cache.__file__).parent
+    code = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('exportable_cache', {str(root / '__init__.py')!r},"
+        f" submodule_search_locations=[{str(root)!r}])\n"
+        "module = sys.modules['exportable_cache'] = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "from exportable_cache.common.process.limited import LimitedProcess\n"
+        "process = LimitedProcess('exportable_cache.generation.template_child', 1 << 30, 1 << 20)\n"
+        "try:\n    process.call(20, {}, b'')\n"
+        "except Exception as error:\n    print(type(error).__name__)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    # The request is none of its own, which the process says; one that cannot be imported would be gone.
+    assert done.stdout.strip() == "WorkFailed", done.stdout + done.stderr

@@ -66,6 +66,8 @@ def typed(*keys: str) -> str:
         while time.monotonic() < end:
             if rest and shown.count(b"> ") > prompts:
                 prompts = shown.count(b"> ")
+                # The prompt is shown before keys are read, and an interrupt between the two would be lost.
+                time.sleep(0.3)
                 os.write(controller, rest.pop(0).encode())
             if not select.select([controller], [], [], 0.05)[0]:
                 if process.poll() is not None:

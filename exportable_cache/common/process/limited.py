@@ -125,7 +125,8 @@ class LimitedProcess:
         self._stop()
         settings = {"module": self._module, "memory": self._memory, "parent": os.getpid()}
         # The folder of the package first, for installations that find it by a hook and not by the path.
-        path = [str(Path(__file__).resolve().parents[2]), *(os.path.abspath(entry) for entry in sys.path)]
+        package = Path(str(sys.modules[__name__.partition(".")[0]].__file__))
+        path = [str(package.resolve().parents[1]), *(os.path.abspath(entry) for entry in sys.path)]
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", "-c", _START, json.dumps(settings), json.dumps(path)],
