@@ -37,6 +37,7 @@ DICTATED = {
     "cache/attention/functions.py:fused_attention": "transformers' AttentionInterface",
     "cache/attention/functions.py:matmul_attention": "transformers' AttentionInterface",
     "cache/attention/masks.py:position_mask": "transformers' AttentionMaskInterface",
+    "models/quantized_rows.py:QuantizedWeight.__new__": "the constructor of torchao's IntxUnpackedToInt8Tensor",
     "models/patches/mechanisms/own_attention.py:_falcon_attention": "the forward of transformers' FalconAttention",
     "models/patches/families/deepseek_v4.py:_model": "the forward of transformers' DeepseekV4Model, and the original",
     "models/patches/families/git.py:_git_text": "the forward of transformers' GitModel, and the original",

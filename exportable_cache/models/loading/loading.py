@@ -45,7 +45,6 @@ if TYPE_CHECKING:
         PreTrainedConfig,
         PreTrainedTokenizerBase,
     )
-    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
     from ...common.progress import Progress
 
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
 MULTIMODAL = ("llava", "smolvlm", "idefics3", "voxtral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
-def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass] | None:
+def auto_class(config: PreTrainedConfig) -> type[Any] | None:
     """The auto class that loads the generating model of a config, None where there is none."""
     kind = type(config)
     if getattr(config, "is_encoder_decoder", False):
