@@ -12,6 +12,17 @@ import pytest
 from exportable_cache import load
 from exportable_cache.backends.executorch.pte import instructions
 from exportable_cache.backends.executorch.pte.instructions import check_instructions
+from exportable_cache.backends.executorch.pte.kernel_arguments import (
+    BOOL,
+    DOUBLE,
+    INT,
+    INTS,
+    NULL,
+    STRING,
+    TENSOR,
+    TENSORS,
+    check_call,
+)
 from exportable_cache.common.compat.executorch import runtime
 from exportable_cache.errors import BundleError
 
@@ -206,3 +217,21 @@ def test_a_list_of_ints_that_names_tensors(program: bytes, tmp_path: Path) -> No
         spoiled = bytearray(program)
         struct.pack_into("<q", spoiled, ints._table.Vector(ints._at(0)), index)
         assert said in _refused(spoiled, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("operator", "kinds"),
+    [
+        # Several results, and results that the schema does not declare, are one list.
+        ("aten::native_layer_norm.out", (TENSOR, INTS, TENSOR, NULL, DOUBLE, TENSOR, TENSOR, TENSOR, TENSORS)),
+        ("aten::split_with_sizes_copy.out", (TENSOR, INTS, INT, TENSORS, TENSORS)),
+        ("aten::topk.values", (TENSOR, INT, INT, BOOL, BOOL, TENSOR, TENSOR, TENSORS)),
+        ("aten::add.out", (TENSOR, TENSOR, DOUBLE, TENSOR, TENSOR)),
+    ],
+)
+def test_results_of_every_form_are_taken_and_others_are_not(operator: str, kinds: tuple[int, ...]) -> None:
+    check_call(operator, kinds, "an instruction of 'forward'")
+    with pytest.raises(ValueError, match=f"calls {re.escape(operator)} with {len(kinds) - 1} values, of {len(kinds)}"):
+        check_call(operator, kinds[:-1], "an instruction of 'forward'")
+    with pytest.raises(ValueError, match="must be .*, got String"):
+        check_call(operator, (*kinds[:-1], STRING), "an instruction of 'forward'")

@@ -87,8 +87,11 @@ def _wanted(operator: str) -> _Kinds | None:
         schema = schema_of(operator)
     except (AttributeError, ValueError):
         return None
-    types = [str(one.real_type) for one in schema.arguments] + [str(one.type) for one in schema.returns]
-    return tuple(map(_kinds, types))
+    arguments = tuple(_kinds(str(one.real_type)) for one in schema.arguments)
+    # The last value is the result. Several results are one value, the list of them, and so is the list of tensors that
+    # an operator without a result in its schema writes to, such as `split_with_sizes_copy.out`.
+    single = len(schema.returns) == 1
+    return (*arguments, _kinds(str(schema.returns[0].type)) if single else frozenset({TENSORS}))
 
 
 @functools.cache
