@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from ..models.loading.loading import LoadedModel
     from ..program.methods import ProgramMethod
     from ..program.program import Program
-    from .entries import File
 
 
 @dataclass(frozen=True)

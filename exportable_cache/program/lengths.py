@@ -19,9 +19,6 @@ from .program import ResidentModule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..models.cache_factory import ExportableCache
-    from .methods import ProgramMethod
-
 
 #: Slots are read by as many: fewer would save less than the time of a step varies by.
 READ_STEP = 128

@@ -20,7 +20,6 @@ from ..models.rope import lengths_forgotten, rope_rule
 from ..program.program import takes_positions
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ..cache.spec import Sinks

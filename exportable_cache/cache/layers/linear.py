@@ -18,8 +18,6 @@ from ..storage.slots import tracked
 from .layer import CacheLayer
 
 if TYPE_CHECKING:
-    import torch
-
     from ..policies import SlotPolicy
     from ..step import StepContext
     from ..storage import Storage
@@ -241,7 +239,7 @@ class LinearLayer(CacheLayer):
             return self.residence.turn(self).get_conv_state(state_idx)
         state = _given_out(self._enter(f"conv_state_{state_idx}")) if self._has("conv", state_idx) else None
         # Without keys, nothing else counts: a step of one token only reads the state and writes it in place, so reading
-        # counts one, # and a step of several then says how many.
+        # counts one, and a step of several then says how many.
         if self.is_linear and state_idx == 0:
             self.advance(1)
             self._counted_one = True

@@ -41,10 +41,7 @@ from .prequantized import check_plain, check_readable, dequantised, dequantising
 from .support import check_sizes
 
 if TYPE_CHECKING:
-    from transformers import (
-        PreTrainedConfig,
-        PreTrainedTokenizerBase,
-    )
+    from transformers import PreTrainedTokenizerBase
 
     from ...common.progress import Progress
 

@@ -15,7 +15,6 @@ from ..layers.layout import layout_from_config
 from ..split_weights import PartOf, is_split, part_of, split_tensor, whole_shape
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ...cache.layout import LayerLayout

@@ -16,7 +16,6 @@ from ..methods import ProgramMethod, methods_for
 from ..spec import ProgramSpec
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
     from ...models.cache_factory import ExportableEncoderDecoderCache

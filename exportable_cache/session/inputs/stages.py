@@ -16,12 +16,9 @@ from .image import ItemPlaces
 from .items import ItemStage, placeholders
 
 if TYPE_CHECKING:
-    import torch
-
     from ...program.methods import ProgramMethod
     from ..checks import ProgramLimits
     from ..program_stepper import ProgramStepper
-    from ..rows import TokenRows
     from ..sequence_state import SequenceState
     from .image import PlacedImages
 

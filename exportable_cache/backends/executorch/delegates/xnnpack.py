@@ -18,9 +18,8 @@ from torch.fx import Node
 from torch.fx.passes.infra.partitioner import Partition
 
 if TYPE_CHECKING:
-    from executorch.exir.backend.partitioner import PartitionResult
     from torch.export import ExportedProgram
-    from torch.fx import Graph, Node
+    from torch.fx import Graph
 
     from ....common.compat.torch import OpOverload
 

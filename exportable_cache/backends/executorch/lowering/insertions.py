@@ -24,7 +24,7 @@ from ..passes.graph_edits import forget_histories
 if TYPE_CHECKING:
     from executorch.exir import EdgeProgramManager
     from executorch.exir.lowered_backend_module import LoweredBackendModule
-    from executorch.exir.pass_base import NodeMetadata, ProxyValue
+    from executorch.exir.pass_base import ProxyValue
     from torch.fx import GraphModule, Node
 
     from ..dedup.segment_calls import StampedSegments

@@ -17,7 +17,6 @@ from ....errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
-    from torch.fx import Node
 
 
 _ATEN = torch.ops.aten

@@ -11,8 +11,6 @@ import torch
 from .layer import attribute_names, check_attributes, layer_kind
 
 if TYPE_CHECKING:
-    import torch
-
     from .layer import Compute, NetworkLayer
 
 
