@@ -351,7 +351,7 @@ def test_a_body_that_is_not_said_to_be_json_is_refused(server_address: str) -> N
 
 
 def test_what_is_at_a_limit_is_taken(server_address: str) -> None:
-    body = json.dumps({**TEXT, "max_tokens": 1, "logprobs": 20}).encode()
+    body = json.dumps({**TEXT, "max_tokens": 1, "logprobs": 20, "temperature": 0}).encode()
     status, document = post(server_address, "/v1/completions", body.ljust(8 * 2**20))
     assert status == 200 and len(document["choices"][0]["logprobs"]["top_logprobs"][0]) == 20
     asked = {**CHAT, "max_tokens": 5, "max_completion_tokens": 2, "temperature": 0}
