@@ -33,7 +33,7 @@ DICTATED = {
     "backends/executorch/native/operators.py:attention": "the operator's schema, which files name",
     "backends/live/ops/attention.py:_of_torch": "arguments of torch's scaled_dot_product_attention",
     "backends/live/ops/attention.py:attention": "the operator's schema, which graphs name",
-    "cache/attention/functions.py:_plainly": "the operator's schema, see cache/attention/extended.py",
+    "cache/attention/functions.py:_plainly": "the operator's schema, see cache/attention/functions.py",
     "cache/attention/functions.py:fused_attention": "transformers' AttentionInterface",
     "cache/attention/functions.py:matmul_attention": "transformers' AttentionInterface",
     "cache/attention/masks.py:position_mask": "transformers' AttentionMaskInterface",

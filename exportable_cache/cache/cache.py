@@ -15,7 +15,7 @@ from ..common.compat.transformers import attention_implementation
 from ..common.dtypes import dtype_name
 from ..common.fs.saved_tensors import damaged_if_malformed, read_tensors, write_tensors
 from ..errors import BundleError, InputError
-from .attention.names import ATTENTION, ATTENTION_NAMES, RANKS_ATTENTION
+from .attention import ATTENTION, ATTENTION_NAMES, RANKS_ATTENTION
 from .checks import check_rollback, check_room, check_rows_agree, check_some, is_traced
 from .kernel import PORTABLE
 from .layers import CacheLayer, LinearLayer, layer_from

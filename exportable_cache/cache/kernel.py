@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from .component import Component
-from .policies.circular import is_one
+from .policies.ring import is_one
 from .storage.slots import read_slots
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .layers.composed import ComposedLayer
-    from .layers.layer import CacheLayer
+    from .layers import CacheLayer
     from .policies import SlotPolicy
 
 
@@ -50,7 +49,7 @@ class Kernel(Component, ABC):
     #: Dimensions of a stored tensor before its last.
     row_dims: ClassVar[tuple[str, ...]] = ("batch_size", "num_heads", "capacity")
 
-    def declare(self, layer: ComposedLayer) -> dict[str, StateTensor]:
+    def declare(self, layer: CacheLayer) -> dict[str, StateTensor]:
         """The state tensors of a layer's keys and values, none where it keeps no such."""
         parts = layer.storage.parts if layer.storage is not None else {}
         return {name: StateTensor(*self.row_dims, part.dim, dtype=part.dtype) for name, part in parts.items()}

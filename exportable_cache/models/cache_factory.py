@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedConfig
 
+from ..cache.attention import RANKS_ATTENTION
 from ..cache.attention.functions import ATTENTION, register_attention
 from ..cache.attention.implementation import set_attention
-from ..cache.attention.names import RANKS_ATTENTION
 from ..cache.attention.over_ranks import register_over_ranks
 from ..cache.cache import LayeredCache
 from ..cache.context_ranks import UNSEEN, ContextRanks

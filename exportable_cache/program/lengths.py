@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..cache.attention import ATTENTION
 from ..cache.attention.implementation import attention_of
-from ..cache.attention.names import ATTENTION
 from ..cache.layers import CacheLayer
 from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ..models.layers.codebooks import codebooks_of

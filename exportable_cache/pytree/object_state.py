@@ -3,7 +3,7 @@
 One rule for every class and release: each attribute of the instance is exactly one of
 
 * a child: what `CHILDREN` names (tensors, or lists and dicts of tensors, layers or caches);
-* a counter: what `COUNTERS` names while it holds an int, see `counters.py`;
+* a counter: what `COUNTERS` names while it holds an int, see below;
 * derived: what `DERIVED` names and a child determines (dtype, device, head counts, ...), recomputed from the children,
   so a program that moves or casts its tensors rebuilds a layer that agrees with them;
 * context: everything else, which must be JSON, None, a dtype or a device of a layer that has no tensors yet (written
@@ -11,17 +11,32 @@ One rule for every class and release: each attribute of the instance is exactly 
 
 An attribute that is none of these is an error that names it: a new transformers release is noticed, not lost.
 The object is rebuilt without calling its constructor, whose arguments (a config) are not part of the state.
+
+Several transformers layers count their tokens in a Python int. In the context it would change the tree spec at every
+step, and a program traced at one length would refuse the next. So a counter is a child: a 0-D int64 tensor on the CPU,
+made into what the class needs when the object is rebuilt:
+
+* a tensor with a value gives the int, so the rebuilt layer is the layer it was;
+* while a graph is traced it gives `tensor.item()`, a symbol: the graph reads the length from its input, adds to it, and
+  returns it, and one program serves every step. Where the class *branches* on the length (`StaticSlidingWindowLayer`,
+  or the mask sizes of a `DynamicSlidingWindowLayer` past its window), tracing stops with torch's data-dependent error
+  rather than keep the branch of the example;
+* anything else (fake tensors before tracing, None, strings) is held as it is and given back as it is.
+
+A child that is an int was the alternative. torch.export bakes it in as a constant, so the program runs at one length
+only, unless every user marks it dynamic; and `tree_map(torch.clone, cache)` breaks on it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from . import counters
+from . import _torch_private
 
 # Order of the children. A name that an object does not have, or has as None, is no child of it.
 CHILDREN = (
@@ -43,6 +58,37 @@ CHILDREN = (
 # `cumulative_length` is a tensor in some layers, an int in others, a list of ints in the HybridChunkedCache of 4.52.
 COUNTERS = ("cumulative_length", "cumulative_length_int", "_previous_number_of_accepted_tokens")
 _ORDER = (*CHILDREN, *(name for name in COUNTERS if name not in CHILDREN))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What stands for a counter (or a tensor) and has no value of that kind; arithmetic on it is a TypeError."""
+
+    leaf: Any
+    counter: bool = True
+
+
+def is_counter(value: Any) -> bool:
+    """Whether an attribute named as a counter is one here: some classes keep a tensor under the same name."""
+    if isinstance(value, Held):
+        return value.counter
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def _counter_leaf(value: int | torch.SymInt | Held) -> Any:
+    """The pytree child of a counter."""
+    if isinstance(value, Held):
+        return value.leaf
+    return torch.scalar_tensor(value, dtype=torch.int64, device="cpu")  # type: ignore[arg-type]
+
+
+def _counter_from(leaf: Any) -> Any:
+    """The counter of a pytree child: an int, a symbol while tracing, or `Held`."""
+    if _torch_private.is_plain(leaf):
+        return int(leaf)
+    if _torch_private.is_traced(leaf):
+        return leaf.item()
+    return Held(leaf)
 
 
 def _tensors(state: Mapping[str, Any]) -> Iterator[Any]:
@@ -123,7 +169,7 @@ def flatten_object(obj: Any) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
         if name in COUNTERS and _holds_counters(value):
             if counted:
                 context["counters"].append(name)
-                children.append((name, _map(counters.to_leaf, value)))
+                children.append((name, _map(_counter_leaf, value)))
             continue
         if isinstance(value, dict):
             context["missing"][name] = [key for key, item in value.items() if item is None]
@@ -147,7 +193,7 @@ def unflatten_object(cls: type, children: list[Any], context: Mapping[str, Any])
     names = [name for name in _ORDER if name in counted or name in context.get("children", ())]
     for name, child in zip(names, children, strict=True):
         if name in counted:
-            state[name] = _map(counters.from_leaf, child)
+            state[name] = _map(_counter_from, child)
         elif name in missing:
             present = {key: _hold(item, name) for key, item in child.items()}
             state[name] = dict(sorted({**dict.fromkeys(missing[name]), **present}.items()))
@@ -175,15 +221,15 @@ def _pin_length(state: dict[str, Any]) -> None:
 def _hold(child: Any, name: str) -> Any:
     # In the next flatten, None in the place of a tensor would read as "no such child", and an int as a counter.
     stands_in = child is None or (name in COUNTERS and not isinstance(child, (torch.Tensor, list)))
-    return counters.Held(child, counter=False) if stands_in else child
+    return Held(child, counter=False) if stands_in else child
 
 
 def _release(value: Any) -> Any:
-    return value.leaf if isinstance(value, counters.Held) else value
+    return value.leaf if isinstance(value, Held) else value
 
 
 def _holds_counters(value: Any) -> bool:
-    return all(counters.is_counter(item) for item in value) if isinstance(value, list) else counters.is_counter(value)
+    return all(is_counter(item) for item in value) if isinstance(value, list) else is_counter(value)
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:

@@ -23,13 +23,16 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
 
 from . import _torch_private
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 T = TypeVar("T")
 Key = str | int | pytree.KeyEntry
@@ -249,3 +252,37 @@ def _dump_context(cls: type, context: Context) -> str:
             "use lists for tuples and strings for keys"
         )
     return text
+
+
+def plain_spec(serialized: str) -> str:
+    """Return a serialised spec in which each object of a class of ours is a dict of its named children.
+
+    The leaves and their order are the same, so that the program is.
+
+    Args:
+        serialized: As `torch.utils._pytree.treespec_dumps` gives it.
+    """
+    spec = pytree.treespec_loads(serialized)
+    leaves = list(range(spec.num_leaves))
+    found, plain = pytree.tree_flatten(_plain(pytree.tree_unflatten(leaves, spec)))
+    assert found == leaves
+    return pytree.treespec_dumps(plain)
+
+
+def takes_own_classes(program: ExportedProgram) -> bool:
+    """Return True if an argument of the program is an object of a class of ours, or holds one."""
+    spec = program.call_spec.in_spec
+    return spec is not None and _holds_own(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
+
+
+def _plain(value: Any) -> Any:
+    if is_ours(type(value)):
+        return {key: _plain(child) for key, child in named_children(value)}
+    if type(value) is dict:
+        return {name: _plain(child) for name, child in value.items()}
+    return type(value)(_plain(child) for child in value) if type(value) in (list, tuple) else value
+
+
+def _holds_own(value: Any) -> bool:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return is_ours(type(value)) or any(_holds_own(child) for child in children)

@@ -6,7 +6,7 @@ import pytest
 import torch.utils._pytree as pytree
 
 from exportable_cache import ExportableCache
-from exportable_cache.pytree.plain import plain_spec
+from exportable_cache.pytree.registry import plain_spec
 
 from ..support.models import tiny_model
 from ..support.seq2seq import tiny_seq2seq

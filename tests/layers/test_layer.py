@@ -159,7 +159,7 @@ def test_dtype_is_checked_at_construction() -> None:
         (lambda config: config["policy"].update(width=3), "policy has .*width, one of kind"),
         (
             lambda config: config["storage"].clear(),
-            "storage is of kind None, known are float, float16, bfloat16, int4, int8",
+            "storage is of kind None, known are float, float16, bfloat16, int8, int4",
         ),
         (lambda config: config.pop("storage"), "storage of a layer is None, but its policy .* needs one"),
         (lambda config: config.pop("policy"), "it needs a policy"),

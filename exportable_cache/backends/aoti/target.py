@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...cache.attention.names import ATTENTION
+from ...cache.attention import ATTENTION
 from ..base import LoweredFile
 from .options import AotiOptions
 from .runner import AotiRunner

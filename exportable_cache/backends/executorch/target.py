@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...cache.attention.names import MATMUL_ATTENTION
+from ...cache.attention import MATMUL_ATTENTION
 from ...errors import BundleError
 from ...program.spec import Form
 from ..base import LoweredFile, StandIn

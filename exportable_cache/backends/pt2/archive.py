@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.compat.torch import serialized_program
 from ...errors import BundleError, first_line
-from ...pytree.plain import plain_spec, takes_own_classes
+from ...pytree.registry import plain_spec, takes_own_classes
 from .codes import SCHEMA_MAJOR
 from .entries import EntryReader, EntryWriter
 from .graph import build_module

@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 
 from ...cache.attention.functions import EXTRAS, matmul_attention
 from ...cache.attention.masks import register_masks
-from ...cache.policies.circular import is_one
+from ...cache.policies.ring import is_one
 
 TENSORRT_ATTENTION = "exportable_cache_tensorrt"
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ...cache.component import check_count
 from ...cache.kernel import PORTABLE, Kernel
-from ...cache.policies.circular import CircularPolicy, is_one
+from ...cache.policies.ring import CircularPolicy, is_one
 from ...common.compat.torch import check
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from transformers import AttentionInterface
 
 from ...errors import UnsupportedModelError
 from ..context_ranks import taken
+from . import RANKS_ATTENTION
 from .functions import by_group, fused_attention, refuse_unknown, scores_of, with_addend
-from .names import RANKS_ATTENTION
 
 
 def attention_over_ranks(

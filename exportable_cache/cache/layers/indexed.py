@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..policies import FullPolicy
     from ..step import StepContext
     from ..storage import Storage
-    from .composed import RowSizes
+    from .layer import RowSizes
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..policies import SlotPolicy
     from ..step import StepContext
     from ..storage import Storage
-    from .composed import RowSizes
+    from .layer import RowSizes
 
 
 class _Carried(threading.local):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..kernel import StateTensor
-from ..policies.circular import is_one
+from ..policies.ring import is_one
 from .layer import CacheLayer
 
 

@@ -1,12 +1,10 @@
 """Slot policies: which slot a new token goes to, which position each slot holds, and what can be taken back."""
 
-from .cross import CrossPolicy
+from .cross import CrossPolicy, ItemsPolicy
 from .full import FullPolicy
-from .items import ItemsPolicy
-from .none import NoPolicy
+from .keyless import NoPolicy, RecurrentPolicy
 from .policy import SlotPolicy
 from .prompt import PromptPolicy
-from .recurrent import RecurrentPolicy
 from .ring import RingPolicy
 from .sinks import SinkPolicy
 from .split import SplitPolicy

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..component import check_count
-from .circular import CircularPolicy, is_one
+from .ring import CircularPolicy, is_one
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,8 @@ from typing import TYPE_CHECKING
 
 from ...common.settings import check_choice
 from ..spec import KV_DTYPES
-from .float import FloatStorage
-from .half import BFloat16Storage, Float16Storage, HalfStorage
-from .int4 import Int4Storage
-from .int8 import Int8Storage
-from .rounded import RoundedStorage
+from .float import BFloat16Storage, Float16Storage, FloatStorage, HalfStorage
+from .rounded import Int4Storage, Int8Storage, RoundedStorage
 from .storage import Part, Storage
 
 if TYPE_CHECKING:

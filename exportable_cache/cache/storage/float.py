@@ -1,15 +1,14 @@
-"""Keys and values as the model writes them."""
+"""Floating-point storages: keys and values in the model's dtype, or rounded to 16 bits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
+
+import torch
 
 from .storage import Part, Storage
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -36,3 +35,61 @@ class FloatStorage(Storage, kind="float"):
     def decode(self, stored: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = stored
         return keys, values
+
+
+class HalfStorage(Storage):
+    """Keys [..., head_dim] and values [..., value_head_dim], rounded to the nearest number of 16 bits.
+
+    Attention is over what is stored, for new tokens too, so that logits do not depend on how a prompt is cut into
+    chunks.
+    """
+
+    rounds = True
+    #: Element type of `keys` and `values`.
+    stored_dtype: ClassVar[torch.dtype]
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {"keys": Part("head_dim", self.stored_dtype), "values": Part("value_head_dim", self.stored_dtype)}
+
+    def sizes(self, head_dim: int, value_head_dim: int) -> dict[str, int]:
+        return {"head_dim": head_dim, "value_head_dim": value_head_dim}
+
+    def head_dim(self, stored: int) -> int:
+        return stored
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.narrow(keys), self.narrow(values)
+
+    def decode(self, stored: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = stored
+        return keys.to(self.rows_dtype), values.to(self.rows_dtype)
+
+    def narrow(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [..., dim] as they are stored."""
+        return rows.to(self.stored_dtype)
+
+
+@dataclass(frozen=True)
+class Float16Storage(HalfStorage, kind="float16"):
+    """11 bits of precision, numbers up to 65504 in size: larger ones are kept as that.
+
+    An infinite key would make not-a-number of every score in its row.
+    """
+
+    dtype: str
+
+    stored_dtype = torch.float16
+
+    def narrow(self, rows: torch.Tensor) -> torch.Tensor:
+        largest = torch.finfo(torch.float16).max
+        return super().narrow(rows.clamp(-largest, largest))
+
+
+@dataclass(frozen=True)
+class BFloat16Storage(HalfStorage, kind="bfloat16"):
+    """8 bits of precision, numbers as large as float32's."""
+
+    dtype: str
+
+    stored_dtype = torch.bfloat16

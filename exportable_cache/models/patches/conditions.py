@@ -9,9 +9,9 @@ import torch
 from transformers import AttentionInterface, Cache
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
+from ...cache.attention import ATTENTION_NAMES
 from ...cache.attention.functions import matmul_attention
 from ...cache.attention.masks import position_mask
-from ...cache.attention.names import ATTENTION_NAMES
 from ...cache.layers import CacheLayer
 from ...common.compat.transformers import attention_implementation
 

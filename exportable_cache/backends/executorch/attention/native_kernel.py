@@ -14,7 +14,6 @@ from .fused_kernels import FusedKernel, FusedStep, heads_as_batch
 
 if TYPE_CHECKING:
     from ....cache.layers import CacheLayer
-    from ....cache.layers.composed import ComposedLayer
     from ....cache.policies import SlotPolicy
 
 
@@ -121,7 +120,7 @@ class OwnLatentKernel(OwnKernel, kind="own_latents"):
 
     attends_latents = True
 
-    def declare(self, layer: ComposedLayer) -> dict[str, StateTensor]:
+    def declare(self, layer: CacheLayer) -> dict[str, StateTensor]:
         assert layer.storage is not None
         return {"keys": StateTensor(*self.row_dims, "latent_and_key", dtype=layer.storage.parts["keys"].dtype)}
 

@@ -18,7 +18,7 @@ from ....cache.policies import FullPolicy, RingPolicy
 from ....cache.storage import FloatStorage
 
 if TYPE_CHECKING:
-    from ....cache.layers.composed import ComposedLayer
+    from ....cache.layers import CacheLayer
 
 #: Keys and values.
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -98,7 +98,7 @@ def _held(layer: CacheLayer) -> _Pair:
     return keys, values
 
 
-def takes_rows(layer: ComposedLayer) -> bool:
+def takes_rows(layer: CacheLayer) -> bool:
     """Whether `RowsKernel` keeps what this layer does: keys and values of tokens, all or those of a ring, unrounded;
     or a state of fixed size in their place.
     """

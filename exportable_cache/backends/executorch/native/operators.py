@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from ....cache.storage.int4 import Int4Storage
-from ....cache.storage.int8 import Int8Storage
+from ....cache.storage import Int4Storage, Int8Storage
 from ....common.compat.executorch import runtime
 from ....common.native.kernels import load_own_kernels
 from ....errors import MissingDependencyError

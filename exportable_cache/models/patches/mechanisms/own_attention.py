@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AttentionInterface
 
-from ....cache.attention.names import ATTENTION_NAMES
+from ....cache.attention import ATTENTION_NAMES
 from ....common.patch import ORIGINAL, Patch
 
 if TYPE_CHECKING:

@@ -1,7 +1,0 @@
-"""Names of our attention implementations, as transformers' configs hold them. Importing them imports no model code."""
-
-ATTENTION = "exportable_cache"
-MATMUL_ATTENTION = "exportable_cache_matmul"
-#: Over a cache whose slots are split over processes.
-RANKS_ATTENTION = "exportable_cache_ranks"
-ATTENTION_NAMES = (ATTENTION, MATMUL_ATTENTION, RANKS_ATTENTION)
