@@ -1,9 +1,9 @@
 """ExecuTorch's own attention kernels beside those of `kernels/`: the operators alone, or a bundle's steps.
 
-    python benchmarks/attention_kernels.py --own build/kernels/libexportable_cache_kernels.so
-    python benchmarks/attention_kernels.py --own ... --bundle artifacts/x --own-bundle artifacts/x-int8
+    python benchmarks/attention_kernels.py --native build/kernels/libexportable_cache_kernels.so
+    python benchmarks/attention_kernels.py --native ... --bundle artifacts/x --native-bundle artifacts/x-int8
 
-Each form is a process of its own, and rounds are interleaved: one works while the others wait. `own AVX2` are our
+Each form is a process of its own, and rounds are interleaved: one works while the others wait. `native AVX2` are our
 kernels without AVX-512, as on a processor that lacks it. The operators alone are those of a decode step or a prompt's
 chunk of 12 layers with 12 query heads of 64 over 4 key heads: `update_cache` for keys and values, and `custom_sdpa`.
 Medians, with the fastest in brackets; on a loaded machine read the fastest.
@@ -120,12 +120,12 @@ def work(kind: str, folder: Path, threads: int) -> None:
     os.dup2(2, 1)
     from exportable_cache.backends.executorch.blas_threads import one_blas_thread
     from exportable_cache.common.compat.executorch import runtime
-    from exportable_cache.common.native.kernels import load_own_kernels
+    from exportable_cache.common.native.kernels import load_native_kernels
 
     if threads:
         runtime()._unsafe_reset_threadpool(threads)
     step = (operators if kind == "operators" else bundle)(folder)
-    kernels = load_own_kernels()
+    kernels = load_native_kernels()
     print(json.dumps({"target": kernels and kernels.target}), file=answers, flush=True)
     for line in sys.stdin:
         request, number, steps = line.split()
@@ -186,10 +186,11 @@ def measure(workers: dict[str, Worker], rounds: int, steps: int, slots: int) -> 
 
 
 def main(
-    own: Annotated[Path, typer.Option(help="Our compiled kernels.")],
+    native: Annotated[Path, typer.Option(help="Our compiled kernels.")],
     folder: Annotated[Path | None, typer.Option("--bundle", help="A bundle; the operators alone by default.")] = None,
-    own_bundle: Annotated[
-        list[Path] | None, typer.Option(help="A bundle exported with -O kernels=own to time beside; may be repeated.")
+    native_bundle: Annotated[
+        list[Path] | None,
+        typer.Option(help="A bundle exported with -O kernels=native to time beside; may be repeated."),
     ] = None,
     slots: Annotated[int, typer.Option(help="Slots allocated; of the bundle, if one is given.")] = 4096,
     target: Annotated[list[str] | None, typer.Option(help="Instruction sets of our kernels; may be repeated.")] = None,
@@ -207,11 +208,11 @@ def main(
             write_operators(folder, slots)
         forms = {"ExecuTorch's": {"EXPORTABLE_CACHE_KERNELS": "executorch"}}
         for name in ("", *(target or ["AVX2"])):
-            chosen = {"EXPORTABLE_CACHE_KERNELS": str(own.resolve())}
-            forms[f"own {name}".strip()] = {**chosen, **({"EXPORTABLE_CACHE_KERNELS_TARGET": name} if name else {})}
+            chosen = {"EXPORTABLE_CACHE_KERNELS": str(native.resolve())}
+            forms[f"native {name}".strip()] = {**chosen, **({"EXPORTABLE_CACHE_KERNELS_TARGET": name} if name else {})}
         workers = {name: Worker(kind, folder.resolve(), threads, chosen) for name, chosen in forms.items()}
-        for one in own_bundle or ():
-            chosen = {"EXPORTABLE_CACHE_KERNELS": str(own.resolve())}
+        for one in native_bundle or ():
+            chosen = {"EXPORTABLE_CACHE_KERNELS": str(native.resolve())}
             workers[one.name] = Worker("bundle", one.resolve(), threads, chosen)
         times = measure(workers, rounds, steps, slots)
         titles = [f"{name} ({worker.target})" if worker.target else name for name, worker in workers.items()]

@@ -17,7 +17,7 @@ CHECKED_PROMPT, CHECKED_STEPS = 40, 16
 UNTIMED = 2
 #: Longest chunk of a prompt in ours and in ExecuTorch's own export; the others choose for themselves.
 CHUNK = 256
-#: Of ours in float32 with own operators: weights are read once for as many tokens. Its memory is far from the peers'.
+#: Longest chunk in float32 with native operators, because a chunk reads the weights once. Peers need less memory.
 LONG_CHUNK = 1024
 
 
@@ -99,13 +99,15 @@ class Form:
         return f"model-16-{slots}" if self.bits == 16 else f"model-{slots}"
 
 
-_SMALL, _OWN = {"quantize": "8da4w"}, {"kernels": "own"}
+_SMALL, _NATIVE = {"quantize": "8da4w"}, {"kernels": "native"}
 _LONG = {"prefill_chunk": LONG_CHUNK}
 _F32_KEYS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 FORMS = {
     "ours": Form("**ours, float32**", "here", "ours", 32),
-    "ours-own": Form("**ours, float32, own operators**", "here", "ours", 32, {"export": {**_OWN, **_LONG}}),
-    "ours-own-runner": Form("**ours, float32, own operators, without torch**", "here", "runner", 32, of="ours-own"),
+    "ours-native": Form("**ours, float32, native operators**", "here", "ours", 32, {"export": {**_NATIVE, **_LONG}}),
+    "ours-native-runner": Form(
+        "**ours, float32, native operators, without torch**", "here", "runner", 32, of="ours-native"
+    ),
     "executorch": Form("ExecuTorch's own export", "here", "executorch", 32),
     "onnxruntime": Form("ONNX Runtime GenAI, float32", "onnxruntime", "onnxruntime", 32, {"precision": "fp32"}),
     "openvino": Form(
@@ -123,9 +125,11 @@ FORMS = {
         32,
         {"type": "F32", "keys": 0, "flash": False},
     ),
-    "ours-bf16": Form("**ours, bfloat16 weights, own operators**", "here", "ours", 16, {"export": {**_OWN, **_LONG}}),
+    "ours-bf16": Form(
+        "**ours, bfloat16 weights, native operators**", "here", "ours", 16, {"export": {**_NATIVE, **_LONG}}
+    ),
     "ours-bf16-runner": Form(
-        "**ours, bfloat16 weights, own operators, without torch**", "here", "runner", 16, of="ours-bf16"
+        "**ours, bfloat16 weights, native operators, without torch**", "here", "runner", 16, of="ours-bf16"
     ),
     "onnxruntime-of-bf16": Form("ONNX Runtime GenAI, float32", "onnxruntime", "onnxruntime", 16, {"precision": "fp32"}),
     "openvino-fp16": Form(
@@ -143,16 +147,18 @@ FORMS = {
         {"type": "BF16", "keys": 1, "flash": True},
     ),
     "ours-8da4w": Form("**ours, 8da4w**", "here", "ours", 4, {"export": _SMALL}),
-    "ours-8da4w-own": Form("**ours, 8da4w, own operators**", "here", "ours", 4, {"export": {**_SMALL, **_OWN}}),
+    "ours-8da4w-native": Form(
+        "**ours, 8da4w, native operators**", "here", "ours", 4, {"export": {**_SMALL, **_NATIVE}}
+    ),
     "ours-8da4w-int8": Form(
-        "**ours, 8da4w, own operators, 8-bit keys**",
+        "**ours, 8da4w, native operators, 8-bit keys**",
         "here",
         "ours",
         4,
-        {"export": {**_SMALL, **_OWN, "kv_dtype": "int8"}},
+        {"export": {**_SMALL, **_NATIVE, "kv_dtype": "int8"}},
     ),
     "ours-8da4w-int8-runner": Form(
-        "**ours, 8da4w, own operators, 8-bit keys, without torch**", "here", "runner", 4, of="ours-8da4w-int8"
+        "**ours, 8da4w, native operators, 8-bit keys, without torch**", "here", "runner", 4, of="ours-8da4w-int8"
     ),
     "executorch-8da4w": Form(
         "ExecuTorch's own export, 8da4w",

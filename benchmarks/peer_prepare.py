@@ -105,7 +105,7 @@ def used_kernels(folder: Path) -> Path | None:
     return compiled if compiled.is_file() else None
 
 
-def own_kernels(folder: Path) -> None:
+def native_kernels(folder: Path) -> None:
     """Compile the kernels into the folder, unless there are some; without a compiler the wheel's serve."""
     from exportable_cache.backends.executorch.native.build import build_kernels
     from exportable_cache.common.native.kernels import FILE, VARIABLE

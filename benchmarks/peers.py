@@ -34,7 +34,16 @@ from typing import Annotated, Any
 import numpy
 import typer
 from peer_forms import ENVIRONMENTS, FORMS
-from peer_prepare import HERE, console, environment_python, form_environment, own_kernels, place_of, prepare, write_anew
+from peer_prepare import (
+    HERE,
+    console,
+    environment_python,
+    form_environment,
+    native_kernels,
+    place_of,
+    prepare,
+    write_anew,
+)
 from peer_results import LIMIT, distance, table
 from peer_turns import Failed, Group, Plan, Process, last_words
 from without_avx512 import hidden
@@ -161,7 +170,7 @@ def main(
         raise typer.BadParameter(f"{tokens}, where {BEFORE_END} slots are left; name fewer cycles or more openings")
     counts = threads or sorted({1, os.cpu_count() or 1})
     folder.mkdir(parents=True, exist_ok=True)
-    own_kernels(folder)
+    native_kernels(folder)
     conditions = Conditions(folder, slots, without_avx512, hidden(folder / "hidden") if without_avx512 else {})
     failed: dict[str, str] = {}
     distances: dict[str, float] = {}

@@ -49,12 +49,12 @@ def test_own_linear_layers_keep_weights_as_they_are_stored(stored: torch.dtype) 
 
     name = str(stored).removeprefix("torch.")
     kept = f"weights are stored and kept in {name}; products are in float32, which executorch computes best"
-    assert str(choice(kernels="own")) == str(choice(linears="own")) == kept
-    assert str(choice(torch.float32, kernels="own")).endswith("products are in float32, as asked for")
-    others = [choice(), choice(kernels="own", linears="delegate"), choice(kernels="own", quantized=True)]
+    assert str(choice(kernels="native")) == str(choice(linears="native")) == kept
+    assert str(choice(torch.float32, kernels="native")).endswith("products are in float32, as asked for")
+    others = [choice(), choice(kernels="native", linears="delegate"), choice(kernels="native", quantized=True)]
     others += [
-        choice(torch.float16, kernels="own"),
-        choose_dtype(torch.float32, None, "executorch", {"kernels": "own"}),
+        choice(torch.float16, kernels="native"),
+        choose_dtype(torch.float32, None, "executorch", {"kernels": "native"}),
     ]
     assert not any(other.kept for other in others)
 

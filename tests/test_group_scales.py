@@ -146,6 +146,6 @@ def test_negative_scales_are_for_kernels_that_take_them(tmp_path) -> None:
         )
         return spec.quantization.scales
 
-    assert chosen() == chosen(kernels="own", linears="delegate") == "mse"
+    assert chosen() == chosen(kernels="native", linears="delegate") == "mse"
     # Kernels of ours for attention bring those for linear layers.
-    assert chosen(linears="own") == chosen(kernels="own") == "signed_mse"
+    assert chosen(linears="native") == chosen(kernels="native") == "signed_mse"

@@ -159,21 +159,21 @@ def test_the_runner_is_linked_with_the_kernels_that_the_other_forms_use(tmp_path
     """They may be in the environment, where `exportable-cache kernels build` puts them, and may come later."""
     import peer_prepare
 
-    from exportable_cache.common.native import kernels as own_kernels
+    from exportable_cache.common.native import kernels as native_kernels
 
     asked = []
     monkeypatch.setattr(peer_prepare, "logged", lambda command, log: asked.append(command))
     monkeypatch.setattr("exportable_cache.backends.executorch.native.build.find_cmake", lambda: "cmake")
-    monkeypatch.delenv(own_kernels.VARIABLE, raising=False)
-    in_environment, in_folder = tmp_path / "platlib" / own_kernels.FILE, tmp_path / own_kernels.FILE
-    monkeypatch.setattr(own_kernels, "installed_path", lambda: in_environment)
+    monkeypatch.delenv(native_kernels.VARIABLE, raising=False)
+    in_environment, in_folder = tmp_path / "platlib" / native_kernels.FILE, tmp_path / native_kernels.FILE
+    monkeypatch.setattr(native_kernels, "installed_path", lambda: in_environment)
 
     def linked() -> str:
-        variables = peer_prepare.form_environment("ours-own-runner", tmp_path)
+        variables = peer_prepare.form_environment("ours-native-runner", tmp_path)
         assert variables["EXPORTABLE_CACHE_RUNNER"] == str(tmp_path / "runner" / "libexportable_cache.so")
         (kernels,) = (word.removeprefix("-DEC_KERNELS=") for word in asked[-2] if word.startswith("-DEC_KERNELS="))
         # Both of our forms run with the same ones.
-        python = peer_prepare.form_environment("ours-own", tmp_path).get(own_kernels.VARIABLE, "")
+        python = peer_prepare.form_environment("ours-native", tmp_path).get(native_kernels.VARIABLE, "")
         assert python in (kernels, "executorch")
         return kernels
 
@@ -185,7 +185,7 @@ def test_the_runner_is_linked_with_the_kernels_that_the_other_forms_use(tmp_path
     in_environment.touch()
     assert linked() == str(in_environment)
     assert linked() == str(in_environment) and len(asked) == 6  # once for each library
-    monkeypatch.setenv(own_kernels.VARIABLE, "executorch")
+    monkeypatch.setenv(native_kernels.VARIABLE, "executorch")
     assert linked() == ""
 
 

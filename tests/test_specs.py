@@ -176,10 +176,13 @@ def test_options_are_recorded_as_given() -> None:
         (lambda: ExecutorchOptions(methods="two"), "methods is 'two'; it must be one of auto, forward, split, both"),
         (lambda: ExecutorchOptions(methods="split", llm_runner=True), "methods is 'split', but the llm_runner calls"),
         (
-            lambda: ExecutorchOptions(kernels="own", llm_runner=True),
-            "kernels is 'own', but ExecuTorch's own runner, for",
+            lambda: ExecutorchOptions(kernels="native", llm_runner=True),
+            "kernels is 'native', but ExecuTorch's own runner, for",
         ),
-        (lambda: ExecutorchOptions(linears="own", llm_runner=True), "leave out linears, or llm_runner for the runners"),
+        (
+            lambda: ExecutorchOptions(linears="native", llm_runner=True),
+            "leave out linears, or llm_runner for the runners",
+        ),
     ],
 )
 def test_options_are_checked_where_they_are_made(make: Any, message: str) -> None:

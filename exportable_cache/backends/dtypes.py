@@ -47,7 +47,7 @@ _XNNPACK = TargetDtypes(
         )
     },
 )
-_OWN_LINEARS = replace(_XNNPACK, keeps_exact=True)
+_NATIVE_LINEARS = replace(_XNNPACK, keeps_exact=True)
 
 
 def target_dtypes(target: str, options: Mapping[str, Any]) -> TargetDtypes:
@@ -58,5 +58,5 @@ def target_dtypes(target: str, options: Mapping[str, Any]) -> TargetDtypes:
             other delegates are verified through XNNPACK.
     """
     if target == "executorch" and options.get("delegate") != "tensorrt":
-        return _OWN_LINEARS if (options.get("linears") or options.get("kernels")) == "own" else _XNNPACK
+        return _NATIVE_LINEARS if (options.get("linears") or options.get("kernels")) == "native" else _XNNPACK
     return _AS_STORED

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..backends.executorch.options import OWN_KERNELS_NEEDED, ExecutorchOptions, needs_own_kernels
+from ..backends.executorch.options import NATIVE_KERNELS_NEEDED, ExecutorchOptions, needs_native_kernels
 from ..backends.tensorrt.options import TensorRTOptions
 from ..cache.spec import CacheSpec
 from ..errors import shown
@@ -190,8 +190,8 @@ def print_verification(terminal: Terminal, bundle: Bundle) -> None:
         terminal.print(shown(VerifyReport.recorded(recorded)))
     print_quantization(terminal, bundle)
     print_kv_cache(terminal, bundle)
-    if needs_own_kernels(bundle.manifest.options):
-        terminal.print(OWN_KERNELS_NEEDED)
+    if needs_native_kernels(bundle.manifest.options):
+        terminal.print(NATIVE_KERNELS_NEEDED)
 
 
 def print_kv_cache(terminal: Terminal, bundle: Bundle) -> None:

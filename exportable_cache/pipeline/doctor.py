@@ -10,7 +10,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from ..common.native.kernels import TARGET_VARIABLE, VARIABLE, load_own_kernels
+from ..common.native.kernels import TARGET_VARIABLE, VARIABLE, load_native_kernels
 from ..common.native.processor import cpu_fields, processor_name
 
 _BUILD = "exportable-cache kernels build"
@@ -59,7 +59,7 @@ def diagnose() -> Diagnosis:
         from ..common.compat.executorch import runtime
 
         runtime()
-        kernels = load_own_kernels()
+        kernels = load_native_kernels()
     served = "ExecuTorch's own" if release else "none: executorch is not installed"
     if kernels is not None:
         served = f"ours, {kernels.target}, {kernels.path}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends.executorch.options import OWN_KERNELS_NEEDED, needs_own_kernels
+from ..backends.executorch.options import NATIVE_KERNELS_NEEDED, needs_native_kernels
 from ..common.dtypes import dtype_name
 from ..errors import UnsupportedModelError
 from ..models.layers.positions import check_positions
@@ -108,8 +108,8 @@ def dry_run(spec: ExportSpec) -> DryRun:
         )
     if resolved.dtype is not None and resolved.dtype.stored != resolved.dtype.chosen:
         remarks.append(str(resolved.dtype))
-    if spec.options is not None and needs_own_kernels(spec.options.to_dict()):
-        remarks.append(OWN_KERNELS_NEEDED)
+    if spec.options is not None and needs_native_kernels(spec.options.to_dict()):
+        remarks.append(NATIVE_KERNELS_NEEDED)
     return DryRun(
         output_dir=str(spec.output_dir),
         target=spec.target,

@@ -151,7 +151,7 @@ class ExportSpec:
         if self.quantization is not None:
             linear, embeddings = getattr(backend, "linear_schemes", ()), getattr(backend, "embedding_schemes", ())
             check_schemes(self.quantization, self.target, linear, embeddings)
-            if self.quantization.scales == "mse" and getattr(options, "own_linears", False):
+            if self.quantization.scales == "mse" and getattr(options, "native_linears", False):
                 object.__setattr__(self, "quantization", replace(self.quantization, scales="signed_mse"))
         from ..common.dtypes import parse_dtype
         from .dtypes import check_dtype

@@ -5,7 +5,7 @@
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
 #include <executorch/runtime/kernel/operator_registry.h>
 
-#include "own_operators.h"
+#include "native_operators.h"
 #include "tensors.h"
 
 namespace exportable_cache::kernels {

@@ -12,7 +12,7 @@
 
 #include "float_linear.h"
 #include "linear.h"
-#include "own_operators.h"
+#include "native_operators.h"
 #include "tensors.h"
 #include "thread_pool.h"
 

@@ -13,7 +13,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "own_operators.h"
+#include "native_operators.h"
 #include "registration.h"
 #include "tensors.h"
 #include "thread_pool.h"
@@ -159,7 +159,7 @@ bool register_operators() {
       if (result == type) break;
     }
   }
-  register_own_operators();
+  register_native_operators();
   register_linear_operators();
   register_embedding_operators();
   register_quantize_operator();

@@ -3,7 +3,7 @@
 //                   -> (Tensor(a!), Tensor(b!))
 #include <executorch/runtime/kernel/operator_registry.h>
 
-#include "own_operators.h"
+#include "native_operators.h"
 #include "quantize.h"
 #include "tensors.h"
 #include "thread_pool.h"

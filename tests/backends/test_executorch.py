@@ -149,7 +149,10 @@ def test_a_damaged_file_is_refused(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (b"exportable_cache::x", "no kernel for exportable_cache::x.out; it was exported with kernels='own' .* build;"),
+        (
+            b"exportable_cache::x",
+            "no kernel for exportable_cache::x.out; it was exported with kernels='native' .* build;",
+        ),
         (b"another::operator_x", "no kernel for another::operator_x.out; install the release of executorch"),
     ],
 )

@@ -26,8 +26,8 @@ from executorch.exir._serialize._program import deserialize_pte_binary
 
 from exportable_cache.backends.executorch.attention.fused import fusable_layers
 from exportable_cache.backends.executorch.attention.fused_kernels import FusedFullKernel, FusedRingKernel, fold_of
-from exportable_cache.backends.executorch.attention.native_kernel import OwnKernel
-from exportable_cache.backends.executorch.attention.native_layers import own_kernels
+from exportable_cache.backends.executorch.attention.native_kernel import NativeKernel
+from exportable_cache.backends.executorch.attention.native_layers import native_kernels
 from exportable_cache.backends.executorch.delegates.xnnpack import LINEAR_ONLY
 from exportable_cache.cache.layers import layer_from
 
@@ -74,7 +74,7 @@ def test_a_mask_that_is_not_causal_is_not_fused(monkeypatch: pytest.MonkeyPatch)
     model = tiny_model("llama")
     cache = ExportableCache.from_model(model, CAPACITY)
     make = modeling_llama.create_causal_mask
-    assert fusable_layers(model, cache) == [True, True] and own_kernels(model, cache) == [OwnKernel()] * 2
+    assert fusable_layers(model, cache) == [True, True] and native_kernels(model, cache) == [NativeKernel()] * 2
 
     def seen_by_all(*arguments: Any, **options: Any) -> torch.Tensor:
         mask = make(*arguments, **options)
@@ -83,7 +83,7 @@ def test_a_mask_that_is_not_causal_is_not_fused(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", seen_by_all)
     assert fusable_layers(model, cache) == [False, False]
-    assert own_kernels(model, cache) == [OwnKernel(masked=True)] * 2
+    assert native_kernels(model, cache) == [NativeKernel(masked=True)] * 2
 
 
 def test_a_window_that_is_never_reached_is_fused() -> None:

@@ -61,7 +61,7 @@ def kernels_build(request: pytest.FixtureRequest) -> Build:
 
 
 @pytest.fixture(scope="session")
-def own_library(kernels_build: Build) -> Path:
+def native_library(kernels_build: Build) -> Path:
     """The library, against the executorch wheel of this interpreter."""
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     return kernels_build("-DEC_KERNELS_TESTS=ON") / "libexportable_cache_kernels.so"

@@ -18,7 +18,7 @@ from exportable_cache.common.native.kernels import VARIABLE
 from exportable_cache.pipeline.operators import list_operators, write_list
 from exportable_cache.session.opening import load
 
-from ..kernels.conftest import kernels_build, own_library  # noqa: F401
+from ..kernels.conftest import kernels_build, native_library  # noqa: F401
 from ..support.kinds import kind_model
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import reference_logits
@@ -43,14 +43,14 @@ EXPORT = """
 import sys
 from exportable_cache import export
 from tests.support.models import tiny_model
-export(tiny_model(sys.argv[1]), "executorch", 64, sys.argv[2], prefill_chunk=16, kernels="own", verify=False)
+export(tiny_model(sys.argv[1]), "executorch", 64, sys.argv[2], prefill_chunk=16, kernels="native", verify=False)
 """
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_own_operators_are_linked_in(
     installed_executorch: str,
-    own_library: Path,  # noqa: F811
+    native_library: Path,  # noqa: F811
     probe: Probe,
     tmp_path: Path,
     family: str,
@@ -58,7 +58,7 @@ def test_own_operators_are_linked_in(
     # In a process of its own, which loads the kernels that are compiled for the wheel.
     done = subprocess.run(
         [sys.executable, "-c", EXPORT, family, tmp_path / "bundle"],
-        capture_output=True, text=True, timeout=600, env={**os.environ, VARIABLE: str(own_library)},
+        capture_output=True, text=True, timeout=600, env={**os.environ, VARIABLE: str(native_library)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     fed, prompt = tokens(40), 3 * WINDOW

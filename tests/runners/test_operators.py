@@ -205,7 +205,7 @@ def test_a_program_of_own_operators_says_which_kernels_to_build_with(
     program = (bundle / "program.pte").read_bytes()
     (bundle / "program.pte").write_bytes(program.replace(b"llama::update_cache\0", b"exportable_cache::x\0"))
     (reply,) = probe(("open", bundle))
-    wanted = "-DEC_OWN_KERNELS=ON" if request.config.getoption("--executorch") else "-DEC_KERNELS=PATH"
+    wanted = "-DEC_NATIVE_KERNELS=ON" if request.config.getoption("--executorch") else "-DEC_KERNELS=PATH"
     assert not reply.ok and "calls exportable_cache::x.out, which this program was built without" in reply.values[1]
     assert f"build it with {wanted}" in reply.values[1] and "EC_OPERATORS" not in reply.values[1], reply
 

@@ -11,7 +11,7 @@ import warnings
 
 from exportable_cache import ExportableCache
 from exportable_cache.backends.executorch.attention.fused import fusable_layers
-from exportable_cache.backends.executorch.attention.native_layers import own_kernels
+from exportable_cache.backends.executorch.attention.native_layers import native_kernels
 from exportable_cache.errors import ExportableCacheError
 
 from .architectures import architectures
@@ -29,7 +29,7 @@ def counts(name: str) -> tuple[int, int, int]:
     model = tiny_model(architecture)
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, attn_implementation=None)
     keeping = [layer.storage is not None for layer in cache.layers]
-    theirs, ours = fusable_layers(model, cache), [kernel is not None for kernel in own_kernels(model, cache)]
+    theirs, ours = fusable_layers(model, cache), [kernel is not None for kernel in native_kernels(model, cache)]
     return sum(keeping), sum(theirs), sum(ours)
 
 

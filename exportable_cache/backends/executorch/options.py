@@ -21,21 +21,21 @@ DELEGATES = {
 #: Delegates that no Python runtime on this kind of machine executes.
 ELSEWHERE = ("vulkan", "coreml")
 METHODS = ("auto", "forward", "split", "both")
-KERNELS = ("executorch", "own")
-LINEARS = ("delegate", "own")
-OWN_KERNELS_NEEDED = (
+KERNELS = ("executorch", "native")
+LINEARS = ("delegate", "native")
+NATIVE_KERNELS_NEEDED = (
     "it calls operators of this package and runs only with its compiled kernels: `exportable-cache kernels build` for "
-    "Python, -DEC_KERNELS=PATH or -DEC_OWN_KERNELS=ON for the C++ runner"
+    "Python, -DEC_KERNELS=PATH or -DEC_NATIVE_KERNELS=ON for the C++ runner"
 )
 
 
-def needs_own_kernels(options: Mapping[str, Any]) -> bool:
+def needs_native_kernels(options: Mapping[str, Any]) -> bool:
     """Return True if a program of these options runs only where the compiled kernels of this package are.
 
     Args:
         options: Of any target, as given or as a manifest records them: another release may know more of them.
     """
-    return "own" in (options.get("kernels"), options.get("linears"))
+    return "native" in (options.get("kernels"), options.get("linears"))
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class ExecutorchOptions(TensorRTOptions):
             for itself in memory, unless the C++ runtime shares them. `both`. By default `forward`, or `split` for
             models with rings that the fused operators cannot serve, which write in place only where the length is known
             to be one.
-        kernels: `executorch`: the program calls operators that every build of ExecuTorch has; the compiled kernels of
-            this package serve them, too, where they are. `own`: it calls operators of this package, and runs only where
-            those kernels are. They fuse what ExecuTorch's leave in plain operators: soft-capping, sinks, position
-            biases, chunks, rings that can be rolled back, 8 and 4 bits that are not made float32 first, several rows.
-        linears: `delegate`: XNNPACK has the linear layers. `own`: layers in float32 and in 8da4w are operators of this
-            package, which run only where its compiled kernels are. Scales of 8da4w may then be negative, so that less
-            is lost; figures are in docs/benchmarks.md. By default `own` with kernels='own', else `delegate`.
+        kernels: `executorch`: the program calls only operators that every build of ExecuTorch has; this package's
+            compiled kernels can serve them, too. `native`: it calls this package's operators, and runs only with its
+            compiled kernels. They fuse what ExecuTorch's operators do not: soft-capping, sinks, position biases,
+            chunks, rings that can be rolled back, 8-bit and 4-bit caches without conversion to float32, several rows.
+        linears: `delegate`: XNNPACK computes the linear layers. `native`: float32 and 8da4w layers are operators of
+            this package, which run only with its compiled kernels. Scales of 8da4w may then be negative, which reduces
+            the error (docs/benchmarks.md). The default is `native` with kernels='native', else `delegate`.
         score_length: Give logits after each of the last so many tokens of a call, for speculative decoding: by
             `forward`, or, where the program is split, by a method `score`, which packs the weights once more.
         llm_runner: Insist on `forward` and on the constant methods that the runner reads, and on operators that every
@@ -78,7 +78,7 @@ class ExecutorchOptions(TensorRTOptions):
         None,
         "What computes linear layers in float32 and 8da4w.",
         choices=LINEARS,
-        shown_default="own with kernels=own, else delegate",
+        shown_default="native with kernels=native, else delegate",
     )
     score_length: int = 0
     llm_runner: bool = setting(False, "Have what ExecuTorch's text runner calls.", kind=bool)
@@ -92,9 +92,9 @@ class ExecutorchOptions(TensorRTOptions):
         return None if self.delegate == "xnnpack" else 1
 
     @property
-    def own_linears(self) -> bool:
+    def native_linears(self) -> bool:
         """Whether this package's operators compute linear layers. Those of 8da4w take negative scales."""
-        return (self.linears or self.kernels) == "own"
+        return (self.linears or self.kernels) == "native"
 
     @classmethod
     def known(cls, given: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
@@ -109,9 +109,9 @@ class ExecutorchOptions(TensorRTOptions):
             raise InputError(
                 "methods is 'split', but the llm_runner calls 'forward'; pass methods='both', or leave one of them out"
             )
-        if self.llm_runner and needs_own_kernels({"kernels": self.kernels, "linears": self.linears}):
-            name = "kernels" if self.kernels == "own" else "linears"
+        if self.llm_runner and needs_native_kernels({"kernels": self.kernels, "linears": self.linears}):
+            name = "kernels" if self.kernels == "native" else "linears"
             raise InputError(
-                f"{name} is 'own', but ExecuTorch's own runner, for which llm_runner asks, has no kernels for this "
+                f"{name} is 'native', but ExecuTorch's own runner, for which llm_runner asks, has no kernels for this "
                 f"package's operators; leave out {name}, or llm_runner for the runners of this package"
             )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # The runtime's error code MemoryAllocationFailed, as its messages give it.
 _NO_MEMORY = "error: 0x:21"
 # How the names of this package's operators begin.
-_OWN_OPERATORS = "exportable_cache::"
+_NATIVE_OPERATORS = "exportable_cache::"
 
 
 class ExecutorchRunner:
@@ -62,9 +62,9 @@ class ExecutorchRunner:
 
 def _missing(path: Path, operators: frozenset[str]) -> BundleError:
     """Return the refusal of a program that calls operators which the runtime has no kernels for."""
-    if any(name.startswith(_OWN_OPERATORS) for name in operators):
+    if any(name.startswith(_NATIVE_OPERATORS) for name in operators):
         remedy = (
-            "it was exported with kernels='own' or linears='own' and needs the compiled kernels of this package: "
+            "it was exported with kernels='native' or linears='native' and needs the compiled kernels of this package: "
             f"{how_to_get_them()}; or export the model again without that option"
         )
     else:

@@ -46,7 +46,7 @@ class ExecutorchBackend:
 
     def program_spec(self, asked: ProgramSpec, options: ExecutorchOptions) -> ProgramSpec:
         from .attention.fused import EXECUTORCH_ATTENTION, fuse_layers, one_method_suffices
-        from .native.operators import check_own_kernels
+        from .native.operators import check_native_kernels
 
         if options.delegate == "tensorrt":
             return backend_for("tensorrt").program_spec(asked, options)
@@ -55,14 +55,14 @@ class ExecutorchBackend:
         if options.delegate in ELSEWHERE:
             # Without the fused operators, which would cut the delegate's graph at every layer.
             return replace(asked, attention=MATMUL_ATTENTION)
-        if options.kernels == "own" or options.own_linears:
-            check_own_kernels()
+        if options.kernels == "native" or options.native_linears:
+            check_native_kernels()
         methods, auto = options.methods, options.methods == "auto"
         return replace(
             asked,
             score_length=options.score_length,
             attention=EXECUTORCH_ATTENTION,
-            adapt=partial(fuse_layers, own=options.kernels == "own"),
+            adapt=partial(fuse_layers, own=options.kernels == "native"),
             forward=options.llm_runner or (one_method_suffices if auto else methods != "split"),
             split=(lambda cache: not one_method_suffices(cache)) if auto else methods != "forward",
         )
@@ -74,7 +74,7 @@ class ExecutorchBackend:
             return lower_to_plans(program, folder, FILE, options)
         from .lowering.lower import write_program
 
-        own = options.own_linears
+        own = options.native_linears
         return [LoweredFile(FILE, write_program(program, folder / FILE, options.delegate, options.llm_runner, own))]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...backends.executorch.options import needs_own_kernels
+from ...backends.executorch.options import needs_native_kernels
 
 if TYPE_CHECKING:
     from ...bundle.manifest import Manifest
@@ -32,7 +32,7 @@ def opened_elsewhere(manifest: Manifest) -> list[str]:
         "from executorch.runtime import Runtime",
         "import executorch.extension.llm.custom_ops.custom_ops, executorch.kernels.quantized",
     ]
-    if needs_own_kernels(manifest.options):
+    if needs_native_kernels(manifest.options):
         from ...common.native.kernels import installed_path
 
         lines.append(f"import ctypes; ctypes.CDLL({str(installed_path())!r})")

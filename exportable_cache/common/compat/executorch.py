@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import MissingDependencyError
 from ..fs.file_pages import give_back_pages
-from ..native.kernels import load_own_kernels
+from ..native.kernels import load_native_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,7 @@ def runtime() -> ModuleType:
     for package, pattern in _KERNELS.items():
         torch.ops.load_library(str(_library(package, pattern)))
     # After the runtime, whose registry it adds to; the kernels that a program finds are chosen when it is loaded.
-    load_own_kernels()
+    load_native_kernels()
     return extension
 
 

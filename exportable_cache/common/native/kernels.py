@@ -29,7 +29,7 @@ _BUILD = "exportable-cache kernels build"
 
 
 @dataclass(frozen=True, eq=False)
-class OwnKernels:
+class NativeKernels:
     """A loaded library.
 
     Attributes:
@@ -98,7 +98,7 @@ def chosen_path() -> Path | None:
 
 
 @functools.cache
-def load_own_kernels() -> OwnKernels | None:
+def load_native_kernels() -> NativeKernels | None:
     """Register them with ExecuTorch's runtime, which is loaded already; None where the wheel's kernels serve.
 
     Raises:
@@ -109,7 +109,7 @@ def load_own_kernels() -> OwnKernels | None:
     if path is None:
         return None
     try:
-        kernels = OwnKernels(path, ctypes.CDLL(str(path)))
+        kernels = NativeKernels(path, ctypes.CDLL(str(path)))
     except OSError as error:
         message = f"the attention kernels {path} cannot be loaded: {first_line(error)}; build them again: `{_BUILD}`"
         if os.environ.get(VARIABLE):

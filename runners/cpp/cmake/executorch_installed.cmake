@@ -2,7 +2,7 @@
 #
 # Its preset `llm` builds what is asked for here. executorch::kernels is not: at 1.4.1 it names a library that is only built for
 # Python.
-option(EC_OWN_KERNELS "Link the attention of kernels/, which needs Google Highway" ON)
+option(EC_NATIVE_KERNELS "Link the attention of kernels/, which needs Google Highway" ON)
 set(EC_OPERATORS "" CACHE FILEPATH
   "List of `exportable-cache operators`: link the kernels of these operators only; empty for all kernels")
 set(EC_DELEGATES xnnpack_backend CACHE STRING "ExecuTorch's delegate targets to link")
@@ -51,8 +51,8 @@ if(EC_OPERATORS)
   if("llama" IN_LIST _namespaces)
     list(APPEND _whole custom_ops)
   endif()
-  if("exportable_cache" IN_LIST _namespaces AND NOT EC_OWN_KERNELS)
-    message(FATAL_ERROR "${_list} lists operators of this package, which -DEC_OWN_KERNELS=OFF leaves out; turn it on")
+  if("exportable_cache" IN_LIST _namespaces AND NOT EC_NATIVE_KERNELS)
+    message(FATAL_ERROR "${_list} lists operators of this package, which -DEC_NATIVE_KERNELS=OFF leaves out; turn it on")
   endif()
 endif()
 
@@ -66,7 +66,7 @@ if(ANDROID)
   target_link_libraries(ec_executorch INTERFACE log)
 endif()
 
-if(EC_OWN_KERNELS)
+if(EC_NATIVE_KERNELS)
   add_library(ec_kernels_executorch INTERFACE)
   target_link_libraries(ec_kernels_executorch INTERFACE extension_threadpool)
   target_include_directories(ec_kernels_executorch SYSTEM INTERFACE ${EXECUTORCH_INCLUDE_DIRS}

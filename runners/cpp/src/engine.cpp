@@ -230,11 +230,11 @@ class MethodEngine final : public Engine {
     if (missing.find("exportable_cache::") != std::string::npos) {
 #ifdef EC_OVER_WHEEL
       return fail(ErrorCode::kBundle, what, "build it with -DEC_KERNELS=PATH (runners/python: -C cmake.define.EC_KERNELS=PATH), "
-                  "the library that `exportable-cache kernels build` compiles, or export the model again without kernels=own "
-                  "and linears=own");
+                  "the library that `exportable-cache kernels build` compiles, or export the model again without kernels=native "
+                  "and linears=native");
 #else
-      return fail(ErrorCode::kBundle, what, "build it with -DEC_OWN_KERNELS=ON, or export the model again without kernels=own and "
-                  "linears=own");
+      return fail(ErrorCode::kBundle, what, "build it with -DEC_NATIVE_KERNELS=ON, or export the model again without kernels=native and "
+                  "linears=native");
 #endif
     }
 #ifdef EC_OVER_WHEEL

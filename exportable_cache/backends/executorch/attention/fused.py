@@ -24,7 +24,7 @@ from ....models.layers.layout import layer_types_and_windows
 from ...probe_attention import is_causal, probe_attention
 from ..native import operators  # noqa: F401  registers torch.ops.exportable_cache.attention and write
 from .fused_kernels import FusedFullKernel, FusedKernel, FusedRingKernel, takes_latents, updated_just_now
-from .native_layers import own_kernels
+from .native_layers import native_kernels
 from .rows_kernel import RowsKernel, takes_rows
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def fuse_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = Fals
             _refuse_rows(model, cache, range(len(cache.layers)))
         return cache
     if own or several:
-        kernels: Sequence[FusedKernel | None] = own_kernels(model, cache) if own else [None] * len(cache.layers)
+        kernels: Sequence[FusedKernel | None] = native_kernels(model, cache) if own else [None] * len(cache.layers)
     else:
         fusable = fusable_layers(model, cache)
         kernels = [fused_kernel(layer) if fuse else None for layer, fuse in zip(cache.layers, fusable, strict=True)]
@@ -107,7 +107,7 @@ def _refuse_rows(model: PreTrainedModel, cache: ExportableCache, layers: Sequenc
     raise UnsupportedModelError(
         f"batch_size is {cache.batch_size}, but layers {', '.join(map(str, layers))} of {type(model).__name__} are of "
         "a kind that plain operators of ExecuTorch write at one position for all rows; export with batch_size=1, with "
-        "kernels='own' where that has an operator for them, or for target 'pt2'"
+        "kernels='native' where that has an operator for them, or for target 'pt2'"
     )
 
 

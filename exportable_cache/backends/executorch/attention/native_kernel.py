@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class OwnKernel(FusedKernel, kind="own"):
+class NativeKernel(FusedKernel, kind="native"):
     """Over `exportable_cache::attention` and `exportable_cache::write`: stored tensors are [batch_size * num_heads,
     capacity, 1, dim]. Programs with it run only where the compiled kernels of `kernels/` are loaded.
 
@@ -110,7 +110,7 @@ class OwnKernel(FusedKernel, kind="own"):
 
 
 @dataclass(frozen=True)
-class OwnLatentKernel(OwnKernel, kind="own_latents"):
+class NativeLatentKernel(NativeKernel, kind="native_latents"):
     """Of layers that keep a latent of a token for all of its keys and values (DeepSeek's MLA), and one rotated key:
     side by side in one tensor [batch_size, capacity, 1, kv_lora_rank + qk_rope_head_dim].
 

@@ -12,7 +12,7 @@ from ....cache.storage import FloatStorage, HalfStorage, Int4Storage, Int8Storag
 from ....models.layers.layout import layer_types_and_windows
 from ....models.quantized_rows import has_quantized_weights
 from ...probe_attention import is_causal, probe_attention
-from .native_kernel import OwnKernel, OwnLatentKernel
+from .native_kernel import NativeKernel, NativeLatentKernel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,7 +24,7 @@ _POLICIES = (FullPolicy, RingPolicy, SinkPolicy)
 _STORAGES = (FloatStorage, HalfStorage, Int8Storage, Int4Storage)
 
 
-def own_kernels(model: PreTrainedModel, cache: ExportableCache) -> list[OwnKernel | None]:
+def native_kernels(model: PreTrainedModel, cache: ExportableCache) -> list[NativeKernel | None]:
     """The kernel of each layer that the operators compute exactly, found by running a short prompt through the model;
     None for the others.
 
@@ -55,7 +55,7 @@ class _Needs:
     of_latents: bool
 
 
-def _kernel_for(layer: CacheLayer, layer_type: str, calls: list[Any]) -> OwnKernel | None:
+def _kernel_for(layer: CacheLayer, layer_type: str, calls: list[Any]) -> NativeKernel | None:
     if not isinstance(layer.policy, _POLICIES) or not isinstance(layer.storage, _STORAGES):
         return None
     if not calls or not all(calls) or layer.storage.rows_dtype != torch.float32:
@@ -69,5 +69,5 @@ def _kernel_for(layer: CacheLayer, layer_type: str, calls: list[Any]) -> OwnKern
     form = (chunked, any(call.masked for call in calls), len(calls))
     if any(call.of_latents for call in calls):
         # Whole numbers of keys and of values have scales of their own, which their sum in one product has no place for.
-        return OwnLatentKernel(*form) if isinstance(layer.storage, (FloatStorage, HalfStorage)) else None
-    return OwnKernel(*form)
+        return NativeLatentKernel(*form) if isinstance(layer.storage, (FloatStorage, HalfStorage)) else None
+    return NativeKernel(*form)

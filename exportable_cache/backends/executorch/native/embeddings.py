@@ -1,8 +1,8 @@
 """Tables of embeddings whose numbers bfloat16 or float16 has without loss, as those of a checkpoint that is stored so.
 
 One that the head is tied to is kept as the head's operator reads it, once, and looked up there by
-`exportable_cache::embedding_bfloat16` or `embedding_float16`; see `own_linears`. Any other is kept in 16 bits, and its
-rows are made float32.
+`exportable_cache::embedding_bfloat16` or `embedding_float16`; see `native/linears.py`. Any other is kept in 16 bits,
+and its rows are made float32.
 """
 
 from __future__ import annotations

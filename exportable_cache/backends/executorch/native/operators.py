@@ -20,7 +20,7 @@ import torch
 
 from ....cache.storage import Int4Storage, Int8Storage
 from ....common.compat.executorch import runtime
-from ....common.native.kernels import load_own_kernels
+from ....common.native.kernels import load_native_kernels
 from ....errors import MissingDependencyError
 
 _ATTENTION = (
@@ -40,16 +40,16 @@ _library.define(f"quantize{_QUANTIZE}) -> (Tensor, Tensor)")
 _library.define(f"quantize.out{_QUANTIZE}, *, Tensor(a!) numbers, Tensor(b!) scales) -> (Tensor(a!), Tensor(b!))")
 
 
-def check_own_kernels() -> None:
+def check_native_kernels() -> None:
     """Refuse to export a program that could not be verified here.
 
     Raises:
         MissingDependencyError: If the compiled kernels are not loaded.
     """
     runtime()
-    if load_own_kernels() is None:
+    if load_native_kernels() is None:
         raise MissingDependencyError(
-            "kernels or linears is 'own', but the compiled kernels of this package are not in use here; build them "
+            "kernels or linears is 'native', but the compiled kernels of this package are not in use here; build them "
             "with `exportable-cache kernels build`, or pass kernels='executorch' and linears='delegate'"
         )
 

@@ -1,4 +1,4 @@
-"""Programs whose linear layers are our operators, on the compiled kernels; run by `own_programs`."""
+"""Programs whose linear layers are our operators, on the compiled kernels; run by `native_programs`."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def check_bundle(
     """A whole model, which the export compares with torchao's or its own; how large its file is."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "tie_word_embeddings": tied}
     model = tiny_model("llama", dtype, **sizes)
-    options = {"quantize": quantize, "linears": "own", "prefill_chunk": 13}
+    options = {"quantize": quantize, "linears": "native", "prefill_chunk": 13}
     export(model, "executorch", 64, folder, **options)
     found = json.loads((folder / "manifest.json").read_text())["verification"]
     # A sum that is off by its last bit is rounded to the next number of 8 bits at times: no exact bound holds.

@@ -3,7 +3,7 @@
 namespace exportable_cache::kernels {
 
 // Operators for which ExecuTorch has no kernel.
-void register_own_operators();
+void register_native_operators();
 void register_linear_operators();
 void register_embedding_operators();
 void register_quantize_operator();

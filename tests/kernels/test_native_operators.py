@@ -14,10 +14,10 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from exportable_cache import ExportableCache
 from exportable_cache.backends.executorch.attention.fused import fusable_layers, fuse_layers
-from exportable_cache.backends.executorch.attention.native_kernel import OwnKernel, OwnLatentKernel
-from exportable_cache.backends.executorch.attention.native_layers import own_kernels
+from exportable_cache.backends.executorch.attention.native_kernel import NativeKernel, NativeLatentKernel
+from exportable_cache.backends.executorch.attention.native_layers import native_kernels
 from exportable_cache.backends.executorch.attention.rows_kernel import RowsKernel
-from exportable_cache.backends.executorch.native.operators import check_own_kernels
+from exportable_cache.backends.executorch.native.operators import check_native_kernels
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cache.attention.functions import matmul_attention
 from exportable_cache.cache.layers import layer_from
@@ -30,7 +30,7 @@ from exportable_cache.models.patches.registry import patch_model
 
 from ..support.kinds import KINDS, kind_model
 from ..support.models import among, tiny_model
-from .own_programs import CAPACITY, LINEARS, OPERATORS, PROGRAMS
+from .native_programs import CAPACITY, LINEARS, OPERATORS, PROGRAMS
 
 STORAGES = {kind: storage_of(torch.float32, None if kind == "float32" else kind) for kind in ("float32", *KV_DTYPES)}
 #: Made in one process.
@@ -87,8 +87,8 @@ def test_the_operator_is_attention_over_the_tokens_that_are_seen(reach: str, sto
 
 
 @pytest.fixture(scope="session")
-def own_bundle(own_library: Path, tmp_path_factory: pytest.TempPathFactory):
-    """`own_bundle("rows")` -> folder of one of `PROGRAMS`, whose logits were found to be the model's."""
+def native_bundle(native_library: Path, tmp_path_factory: pytest.TempPathFactory):
+    """`native_bundle("rows")` -> folder of one of `PROGRAMS`, whose logits were found to be the model's."""
     folder, made = tmp_path_factory.mktemp("own"), set()
 
     def make(name: str) -> Path:
@@ -96,8 +96,8 @@ def own_bundle(own_library: Path, tmp_path_factory: pytest.TempPathFactory):
             # One process for those that always run: to import the exporter takes as long as to export.
             names = FAST if name in FAST else (name,)
             done = subprocess.run(
-                [sys.executable, "-m", "tests.kernels.own_programs", folder, *names],
-                capture_output=True, text=True, timeout=900, env={**os.environ, VARIABLE: str(own_library)},
+                [sys.executable, "-m", "tests.kernels.native_programs", folder, *names],
+                capture_output=True, text=True, timeout=900, env={**os.environ, VARIABLE: str(native_library)},
             )  # fmt: skip
             assert done.returncode == 0, done.stderr[-3000:]
             made.update(names)
@@ -106,8 +106,8 @@ def own_bundle(own_library: Path, tmp_path_factory: pytest.TempPathFactory):
     return make
 
 
-def test_the_compiled_operators_are_the_plain_ones(own_bundle) -> None:
-    own_bundle(OPERATORS)
+def test_the_compiled_operators_are_the_plain_ones(native_bundle) -> None:
+    native_bundle(OPERATORS)
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(8, "int8"), (4, "int4")])
@@ -139,21 +139,21 @@ def test_new_keys_and_values_are_rounded_by_one_operator(kv_dtype: str) -> None:
     }  # fmt: skip
 
 
-# In the fast lane the operator alone: test_own_linears.py.
+# In the fast lane the operator alone: test_native_linears.py.
 @pytest.mark.full
-def test_a_program_of_4_bits_is_the_model(own_bundle) -> None:
+def test_a_program_of_4_bits_is_the_model(native_bundle) -> None:
     """Compared with torchao's model by the export itself."""
-    own_bundle(LINEARS)
+    native_bundle(LINEARS)
 
 
 @pytest.mark.parametrize("name", among(PROGRAMS, fast=["rows"]))
-def test_a_program_with_our_operators_is_the_model(own_bundle, name: str) -> None:
-    own_bundle(name)
+def test_a_program_with_our_operators_is_the_model(native_bundle, name: str) -> None:
+    native_bundle(name)
 
 
-def test_a_program_says_what_it_needs_where_that_is_missing(own_bundle) -> None:
-    folder = own_bundle("rows")
-    assert '"kind": "own"' in (folder / "manifest.json").read_text()
+def test_a_program_says_what_it_needs_where_that_is_missing(native_bundle) -> None:
+    folder = native_bundle("rows")
+    assert '"kind": "native"' in (folder / "manifest.json").read_text()
     code = f"from exportable_cache import load; load({str(folder)!r})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, VARIABLE: "executorch"}
@@ -164,10 +164,10 @@ def test_a_program_says_what_it_needs_where_that_is_missing(own_bundle) -> None:
 
 
 def test_a_program_is_opened_by_the_lines_of_inspect(
-    own_bundle, own_library: Path, monkeypatch: pytest.MonkeyPatch
+    native_bundle, native_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = own_bundle("rows")
-    monkeypatch.setattr("exportable_cache.common.native.kernels.installed_path", lambda: own_library)
+    folder = native_bundle("rows")
+    monkeypatch.setattr("exportable_cache.common.native.kernels.installed_path", lambda: native_library)
     lines = opened_elsewhere(Bundle.open(folder).manifest)
     code = "\n".join([*lines, "import sys", "assert 'exportable_cache' not in sys.modules", "print(list(methods))"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
@@ -181,47 +181,47 @@ from tests.support.kinds import kind_model
 from tests.support.models import tiny_model
 # Verified against the eager model with a cache of the same storage, past one chunk and token by token.
 model = kind_model("deepseek_v3") if sys.argv[2] == "latents" else tiny_model("llama")
-export(model, "executorch", 64, sys.argv[3], prefill_chunk=16, kernels="own", kv_dtype=sys.argv[1])
+export(model, "executorch", 64, sys.argv[3], prefill_chunk=16, kernels="native", kv_dtype=sys.argv[1])
 """
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kv_dtype", "kept"), [*((kind, "keys") for kind in KV_DTYPES), ("float16", "latents")])
 def test_a_program_over_fewer_bits_is_the_model_over_them(
-    own_library: Path, tmp_path: Path, kv_dtype: str, kept: str
+    native_library: Path, tmp_path: Path, kv_dtype: str, kept: str
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-c", EXPORT, kv_dtype, kept, tmp_path / "bundle"],
-        capture_output=True, text=True, timeout=600, env={**os.environ, VARIABLE: str(own_library)},
+        capture_output=True, text=True, timeout=600, env={**os.environ, VARIABLE: str(native_library)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_they_cannot_be_exported_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exportable_cache.backends.executorch.native.operators.load_own_kernels", lambda: None)
-    with pytest.raises(MissingDependencyError, match="kernels or linears is 'own'.*exportable-cache kernels build"):
-        check_own_kernels()
+    monkeypatch.setattr("exportable_cache.backends.executorch.native.operators.load_native_kernels", lambda: None)
+    with pytest.raises(MissingDependencyError, match="kernels or linears is 'native'.*exportable-cache kernels build"):
+        check_native_kernels()
 
 
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        ("gemma2", [OwnKernel()] * 2),
-        ("gpt_oss", [OwnKernel()] * 2),
-        ("llama4_text", [OwnKernel(chunked=True), OwnKernel()]),
-        ("gemma3n_text", [OwnKernel(readers=2)] * 2 + [None] * 2),
-        ("falcon_h1", [OwnKernel()] * 2),
-        ("deepseek_v3", [OwnLatentKernel()] * 2),
-        ("deepseek_v32", [OwnLatentKernel(masked=True)] * 2),
+        ("gemma2", [NativeKernel()] * 2),
+        ("gpt_oss", [NativeKernel()] * 2),
+        ("llama4_text", [NativeKernel(chunked=True), NativeKernel()]),
+        ("gemma3n_text", [NativeKernel(readers=2)] * 2 + [None] * 2),
+        ("falcon_h1", [NativeKernel()] * 2),
+        ("deepseek_v3", [NativeLatentKernel()] * 2),
+        ("deepseek_v32", [NativeLatentKernel(masked=True)] * 2),
         ("mamba2", [None] * 2),
-        ("bloom", [OwnKernel()] * 2),
-        ("falcon", [OwnKernel()] * 2),
-        ("gptj", [OwnKernel()] * 2),
+        ("bloom", [NativeKernel()] * 2),
+        ("falcon", [NativeKernel()] * 2),
+        ("gptj", [NativeKernel()] * 2),
     ],
 )
-def test_which_layers_are_fused(family: str, expected: list[OwnKernel | None]) -> None:
+def test_which_layers_are_fused(family: str, expected: list[NativeKernel | None]) -> None:
     model = _model(family)
-    assert own_kernels(model, ExportableCache.from_model(model, CAPACITY, rollback_slots=2)) == expected
+    assert native_kernels(model, ExportableCache.from_model(model, CAPACITY, rollback_slots=2)) == expected
 
 
 ZOO = {"falcon": "FalconForCausalLM", "gpt_neox_japanese": "GPTNeoXJapaneseForCausalLM"}
@@ -254,23 +254,23 @@ def test_a_model_with_attention_of_its_own_is_whole_without_its_patch(
     patch_model(model)
     assert not patch.apply()
     cache = ExportableCache.from_model(model, CAPACITY)
-    assert own_kernels(model, cache) == [None] * len(cache.layers)
+    assert native_kernels(model, cache) == [None] * len(cache.layers)
     assert not any(fusable_layers(model, cache))
 
 
 def test_latents_are_expanded_where_the_operator_cannot_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = kind_model("deepseek_v3")
-    assert own_kernels(model, ExportableCache.from_model(model, CAPACITY, kv_dtype="int8")) == [None] * 2
+    assert native_kernels(model, ExportableCache.from_model(model, CAPACITY, kv_dtype="int8")) == [None] * 2
     cache = ExportableCache.from_model(model, CAPACITY, kv_dtype="float16")
-    assert own_kernels(model, cache) == [OwnLatentKernel()] * 2
-    assert OwnLatentKernel().fused(cache.layers[0]).keys.dtype == torch.float16
+    assert native_kernels(model, cache) == [NativeLatentKernel()] * 2
+    assert NativeLatentKernel().fused(cache.layers[0]).keys.dtype == torch.float16
     cache = ExportableCache.from_model(model, CAPACITY)
     assert not any(fusable_layers(model, cache))
     # Its weights are in fewer bits: their parts cannot be taken from them.
     monkeypatch.setattr(
         "exportable_cache.backends.executorch.attention.native_layers.has_quantized_weights", lambda model: True
     )
-    assert own_kernels(model, cache) == [None] * 2
+    assert native_kernels(model, cache) == [None] * 2
 
 
 def test_several_rows_of_what_our_operators_do_not_serve_go_through_plain_ones() -> None:
@@ -283,8 +283,8 @@ def test_a_layer_is_described_by_its_kernel() -> None:
     model = kind_model("falcon_h1")
     cache = ExportableCache.from_model(model, CAPACITY, 3)
     layer = fuse_layers(model, cache, own=True).layers[0]
-    assert layer.keys.shape == (6, CAPACITY, 1, 8) and layer.label == "full + states (own)"
-    assert layer_from(layer.config(), {}).kernel == OwnKernel()
+    assert layer.keys.shape == (6, CAPACITY, 1, 8) and layer.label == "full + states (native)"
+    assert layer_from(layer.config(), {}).kernel == NativeKernel()
     latents = ExportableCache.from_model(kind_model("deepseek_v3"), CAPACITY, 3).layers[0]
-    assert OwnLatentKernel().fused(latents).keys.shape == (3, CAPACITY, 1, 16 + 8)
+    assert NativeLatentKernel().fused(latents).keys.shape == (3, CAPACITY, 1, 16 + 8)
     assert {name for name, _ in layer.named_state()} == {name for name, _ in cache.layers[0].named_state()}

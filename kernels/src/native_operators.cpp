@@ -4,7 +4,7 @@
 //                   -> Tensor(a!)
 //   exportable_cache::write.out(Tensor rows, Tensor(a!) cache, Tensor length, int kept, Tensor? after, *, Tensor(b!)
 //                   out) -> Tensor(b!)
-#include "own_operators.h"
+#include "native_operators.h"
 
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
 
@@ -188,7 +188,7 @@ constexpr const char kWrite[] = "exportable_cache::write.out";
 
 }  // namespace
 
-void register_own_operators() {
+void register_native_operators() {
   using executorch::extension::make_boxed_kernel;
   (void)executorch::runtime::register_kernel(make_boxed_kernel(kAttention, EXECUTORCH_FN(attention_out, kAttention)));
   (void)executorch::runtime::register_kernel(make_boxed_kernel(kWrite, EXECUTORCH_FN(write_out, kWrite)));

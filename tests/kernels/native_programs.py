@@ -1,6 +1,6 @@
 """What programs with this package's operators answer; run in a process of its own, which loads the compiled kernels.
 
-`python -m tests.kernels.own_programs FOLDER NAME...` exports each by name and compares its logits with the eager
+`python -m tests.kernels.native_programs FOLDER NAME...` exports each by name and compares its logits with the eager
 model's, in `DynamicCache`.
 """
 
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from exportable_cache import Session, export, load
-from exportable_cache.common.native.kernels import load_own_kernels
+from exportable_cache.common.native.kernels import load_native_kernels
 
 from ..support.kinds import KINDS, kind_model
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 from ..test_ragged import check_rows
-from .own_linear_programs import check_linears
-from .own_operator_calls import check_operators
+from .native_linear_programs import check_linears
+from .native_operator_calls import check_operators
 
 TOLERANCE = 1e-4
 CAPACITY, CHUNK = 64, 13
@@ -50,9 +50,9 @@ def check(name: str, folder: Path) -> None:
     """
     family, fields, options = PROGRAMS[name]
     model = kind_model(family) if family in KINDS else tiny_model(family, **fields)
-    made = {"prefill_chunk": CHUNK, "kernels": "own", "verify": False, **options}
+    made = {"prefill_chunk": CHUNK, "kernels": "native", "verify": False, **options}
     export(model, "executorch", CAPACITY, folder, **made)
-    before = load_own_kernels().attention_calls
+    before = load_native_kernels().attention_calls
     session = load(folder)
     rows = options.get("batch_size", 1)
     if rows > 1:
@@ -66,7 +66,7 @@ def check(name: str, folder: Path) -> None:
             session.reset()
             found = difference(session.prefill, reference_logits(model, ids, prompt), ids, prompt)
             assert found <= TOLERANCE, (name, prompt, found)
-    assert load_own_kernels().attention_calls > before
+    assert load_native_kernels().attention_calls > before
 
 
 def check_taken_back(session: Session, model: Any) -> None:

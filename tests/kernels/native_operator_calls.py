@@ -1,5 +1,5 @@
 """This package's operators on ExecuTorch's runtime beside the plain operators that say what they compute; see
-`own_programs`.
+`native_programs`.
 
 One program holds a layer of every kind, each over buffers of its own. It takes steps of many lengths, on rows of
 different length, through all turns of its rings.
@@ -14,7 +14,7 @@ import torch
 from torch.export import Dim
 
 from exportable_cache.backends.executorch.lowering.lower import lower_programs
-from exportable_cache.backends.executorch.native.operators import check_own_kernels
+from exportable_cache.backends.executorch.native.operators import check_native_kernels
 from exportable_cache.cache.storage import FloatStorage, Int4Storage, Int8Storage, RoundedStorage, Storage
 from exportable_cache.common.compat.executorch import load_program
 
@@ -28,7 +28,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 @dataclass(frozen=True)
 class Kind:
-    """A layer; see `own_operators.attention`."""
+    """A layer; see `native_operators.attention`."""
 
     storage: Storage
     slots: int = POSITIONS
@@ -106,7 +106,7 @@ def inputs(count: int, lengths: list[int], seed: int) -> tuple[torch.Tensor, ...
 @torch.no_grad()
 def check_operators(path: Path) -> None:
     """Lower the program to `path`, and compare every step of it."""
-    check_own_kernels()
+    check_native_kernels()
     length = Dim("length", min=1, max=LONGEST)
     sizes = {"query": {2: length}, "rows": {2: length}, "length": None}
     exported = torch.export.export(Layers(), inputs(4, [0, 0], 0), dynamic_shapes=sizes)

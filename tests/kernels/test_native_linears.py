@@ -17,7 +17,7 @@ from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization
 
 from ..support.models import tiny_model
-from .own_linear_programs import DTYPES, KINDS, packed_of
+from .native_linear_programs import DTYPES, KINDS, packed_of
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(16, 32, 32), (40, 96, 32), (1, 128, 64), (33, 64, 64)])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from exportable_cache.common.native import kernels
-from exportable_cache.common.native.kernels import TARGET_VARIABLE, VARIABLE, chosen_path, load_own_kernels
+from exportable_cache.common.native.kernels import TARGET_VARIABLE, VARIABLE, chosen_path, load_native_kernels
 from exportable_cache.errors import MissingDependencyError
 
 from .conftest import SOURCES
@@ -22,7 +22,7 @@ from .conftest import SOURCES
 RUN = """
 import json, sys, torch
 from exportable_cache import load
-from exportable_cache.common.native.kernels import load_own_kernels
+from exportable_cache.common.native.kernels import load_native_kernels
 session = load(sys.argv[1])
 logits = []
 for length in (3, 40, 200):
@@ -31,7 +31,7 @@ for length in (3, 40, 200):
     ids = torch.randint(3, 200, (length + 5,), generator=generator)
     logits.append(session.prefill(ids[None, :length]).flatten())
     logits += [session.decode(ids[at : at + 1]).flatten() for at in range(length, length + 5)]
-kernels = load_own_kernels()
+kernels = load_native_kernels()
 torch.save(torch.stack(logits), sys.argv[2])
 print(json.dumps({"calls": kernels and kernels.attention_calls, "target": kernels and kernels.target}))
 """
@@ -49,32 +49,32 @@ def run(bundle: Path, output: Path, **environment: str) -> tuple[torch.Tensor, d
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch):
-    """`load_own_kernels` as in a process that has not asked yet."""
+    """`load_native_kernels` as in a process that has not asked yet."""
     monkeypatch.delenv(TARGET_VARIABLE, raising=False)
-    load_own_kernels.cache_clear()
+    load_native_kernels.cache_clear()
     yield monkeypatch
-    load_own_kernels.cache_clear()
+    load_native_kernels.cache_clear()
 
 
-def test_a_program_answers_the_same_with_both_kernels(own_library: Path, demo_bundle: Path, tmp_path: Path) -> None:
+def test_a_program_answers_the_same_with_both_kernels(native_library: Path, demo_bundle: Path, tmp_path: Path) -> None:
     theirs, said = run(demo_bundle, tmp_path / "theirs", **{VARIABLE: "executorch"})
     assert said == {"calls": None, "target": None}
-    ours, said = run(demo_bundle, tmp_path / "ours", **{VARIABLE: str(own_library)})
+    ours, said = run(demo_bundle, tmp_path / "ours", **{VARIABLE: str(native_library)})
     # Two of the demo's layers are rings and two are full: each step calls the operator for all.
     assert said["calls"] >= 4 * 18
     assert ours.shape == theirs.shape and (ours - theirs).abs().max() < 2e-5
 
 
 @pytest.mark.full
-def test_the_instruction_set_can_be_held_down(own_library: Path, demo_bundle: Path, tmp_path: Path) -> None:
+def test_the_instruction_set_can_be_held_down(native_library: Path, demo_bundle: Path, tmp_path: Path) -> None:
     least = "NEON" if os.uname().machine == "aarch64" else "SSE4"
-    _, said = run(demo_bundle, tmp_path / "logits", **{VARIABLE: str(own_library), TARGET_VARIABLE: least})
+    _, said = run(demo_bundle, tmp_path / "logits", **{VARIABLE: str(native_library), TARGET_VARIABLE: least})
     assert said["target"] == least
 
 
-def test_an_unknown_instruction_set_is_refused(own_library: Path, fresh: pytest.MonkeyPatch) -> None:
+def test_an_unknown_instruction_set_is_refused(native_library: Path, fresh: pytest.MonkeyPatch) -> None:
     code = "from exportable_cache.common.compat.executorch import runtime; runtime()"
-    environment = {**os.environ, VARIABLE: str(own_library), TARGET_VARIABLE: "AVX9"}
+    environment = {**os.environ, VARIABLE: str(native_library), TARGET_VARIABLE: "AVX9"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode != 0 and "no 'AVX9' here" in done.stderr
 
@@ -82,7 +82,7 @@ def test_an_unknown_instruction_set_is_refused(own_library: Path, fresh: pytest.
 def test_the_wheels_kernels_serve_where_none_are_built(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.delenv(VARIABLE, raising=False)
     fresh.setattr(kernels, "installed_path", lambda: tmp_path / "none.so")
-    assert chosen_path() is None and load_own_kernels() is None
+    assert chosen_path() is None and load_native_kernels() is None
     (tmp_path / "none.so").touch()
     assert chosen_path() == tmp_path / "none.so"
     fresh.setenv(VARIABLE, "executorch")
@@ -92,7 +92,7 @@ def test_the_wheels_kernels_serve_where_none_are_built(fresh: pytest.MonkeyPatch
 def test_a_library_that_is_not_there_is_refused(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.setenv(VARIABLE, str(tmp_path / "missing.so"))
     with pytest.raises(MissingDependencyError, match="missing.so.*exportable-cache kernels build"):
-        load_own_kernels()
+        load_native_kernels()
 
 
 def test_a_library_that_does_not_load_is_passed_over_with_a_warning(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -101,11 +101,11 @@ def test_a_library_that_does_not_load_is_passed_over_with_a_warning(fresh: pytes
     fresh.delenv(VARIABLE, raising=False)
     fresh.setattr(kernels, "installed_path", lambda: broken)
     with pytest.warns(RuntimeWarning, match="broken.so cannot be loaded"):
-        assert load_own_kernels() is None
-    load_own_kernels.cache_clear()
+        assert load_native_kernels() is None
+    load_native_kernels.cache_clear()
     fresh.setenv(VARIABLE, str(broken))
     with pytest.raises(MissingDependencyError, match="broken.so cannot be loaded"):
-        load_own_kernels()
+        load_native_kernels()
 
 
 def test_the_package_puts_the_library_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
