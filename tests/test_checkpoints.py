@@ -17,8 +17,8 @@ from exportable_cache.errors import InputError, MissingDependencyError, Unsuppor
 from exportable_cache.models.loading import prequantized
 from exportable_cache.models.loading.generation_configs import named_ends
 from exportable_cache.models.loading.loading import load_config, load_model
-from exportable_cache.models.places import place_of
-from exportable_cache.models.tokenizers.tokenizers import load_tokenizer
+from exportable_cache.models.loading.location import place_of
+from exportable_cache.models.loading.tokenizer import load_tokenizer
 from exportable_cache.pipeline.sizing import plan
 
 from .support import checkpoints

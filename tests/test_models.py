@@ -14,9 +14,9 @@ from transformers import AutoModelForSequenceClassification
 
 from exportable_cache.common.dtypes import parse_dtype
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.models.layers.positions import check_positions
 from exportable_cache.models.loading.loading import load_config, load_model
-from exportable_cache.models.tokenizers.tokenizers import load_tokenizer
+from exportable_cache.models.loading.tokenizer import load_tokenizer
+from exportable_cache.models.positions import check_positions
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
 from .support.models import tiny_model

@@ -8,7 +8,7 @@ import torch
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.errors import BundleError, InputError
-from exportable_cache.models.loading.fingerprint import fingerprint
+from exportable_cache.models.weights import fingerprint
 
 from .support.models import tiny_model, tokens
 from .support.oracle import reference_logits

@@ -12,10 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from exportable_cache.errors import InputError
 from exportable_cache.generation.text import encode_prompt, stream_text
-from exportable_cache.models.tokenizers import patterns
-from exportable_cache.models.tokenizers.errors import tokenizer_errors
-from exportable_cache.models.tokenizers.text import TextTokenizer, reads_alike
-from exportable_cache.models.tokenizers.tokenizers import load_tokenizer
+from exportable_cache.models.loading.tokenizer import load_tokenizer
+from exportable_cache.models.tokenizers import untrusted
+from exportable_cache.models.tokenizers.text import TextTokenizer, reads_alike, tokenizer_errors
 
 from .decoding.byte_tokenizer import byte_tokenizer
 
@@ -92,7 +91,7 @@ def test_a_pattern_that_is_slow_at_every_character_is_ended(chat: bool, monkeypa
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
     tokenizer.chat_template = "{{ messages[0].content }}"
     assert encode_prompt(tokenizer, "aab").tolist() == [[0, 0, 1]]
-    monkeypatch.setattr(patterns, "MOST_SECONDS", 0.3)
+    monkeypatch.setattr(untrusted, "MOST_SECONDS", 0.3)
     text = "a" * 3000
     start = time.monotonic()
     with pytest.raises(InputError, match="the tokenizer cannot encode the prompt: it runs longer than 0.3 s; shorten"):
@@ -111,7 +110,7 @@ def test_a_pattern_that_is_slow_at_every_character_is_ended(chat: bool, monkeypa
     ],
 )  # fmt: skip
 def test_well_known_patterns_are_not_tried_first(pattern: str) -> None:
-    assert patterns.is_plain(pattern)
+    assert untrusted.is_plain(pattern)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_well_known_patterns_are_not_tried_first(pattern: str) -> None:
     [SLOW, "((a+)+)+b", "a|(a|aa)+b", "a?a?a?a?a?b", r"[a]*\[a*", "(a|b", "x{3}{3}", "(?:a?){22}"],
 )
 def test_others_are(pattern: str) -> None:
-    assert not patterns.is_plain(pattern)
+    assert not untrusted.is_plain(pattern)
 
 
 def test_tokens_that_cannot_be_decoded_are_one_sentence() -> None:

@@ -24,9 +24,9 @@ from ..errors import BundleError
 from ..generation.chat_turns import chat_turns
 from ..generation.checkpoint_settings import end_tokens
 from ..models.layers.layout import layer_types_and_windows, logits_size_of, vocab_size_of
-from ..models.loading.fingerprint import fingerprint
-from ..models.rope import rope_rule
+from ..models.positions import rope_rule
 from ..models.tokenizers.text import reads_alike
+from ..models.weights import fingerprint
 from ..program.inputs.multimodal import kinds_taken
 from ..program.lengths import needs_equal_rows
 from ..program.spec import Form, Logits

@@ -252,14 +252,14 @@ class Bundle:
     @cached_property
     def _tokenizer_folder(self) -> Path:
         """Folder of the tokenizer, whose config was seen to name no file outside of it."""
-        from ..models.tokenizers.config import check_tokenizer_config
+        from ..models.tokenizers.untrusted import check_tokenizer_config
 
         folder = self.path / TOKENIZER_FOLDER
         check_tokenizer_config(folder)
         return folder
 
     def _whole_tokenizer(self) -> PreTrainedTokenizerBase:
-        from ..models.tokenizers.tokenizers import load_tokenizer
+        from ..models.loading.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(self._tokenizer_folder)
         if tokenizer is None:

@@ -13,7 +13,7 @@ from ..cache.kernel import Kernel
 from ..cache.layers import layer_from
 from ..common.tensor_spec import TensorSpec
 from ..errors import InputError
-from ..models.rope import RopeRule
+from ..models.positions import RopeRule
 from ..program.items import FixedInput, ItemFacts
 from ..program.methods import ROPE_LENGTHS, ProgramMethod
 from ..program.spec import Form, Logits

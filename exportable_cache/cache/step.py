@@ -63,7 +63,7 @@ PLAIN = StepContext()
 
 
 class _Known(threading.local):
-    """Of this thread's step, see `scans.bound`."""
+    """Of this thread's step, see `models.scans`."""
 
     def __init__(self) -> None:
         self.start: torch.Tensor | None = None

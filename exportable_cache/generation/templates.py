@@ -15,7 +15,7 @@ import numpy as np
 
 from ..common.process.limited import LimitedProcess, WorkEnded, WorkFailed
 from ..errors import InputError
-from ..models.tokenizers.patterns import check_cost
+from ..models.tokenizers.untrusted import check_cost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin

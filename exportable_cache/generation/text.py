@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..errors import InputError
-from ..models.tokenizers.errors import tokenizer_errors
-from ..models.tokenizers.patterns import check_cost
+from ..models.tokenizers.text import tokenizer_errors
+from ..models.tokenizers.untrusted import check_cost
 from .control_tokens import ControlTokens, MarkedMessages
 from .stops import StopStrings
 from .templates import render_chat

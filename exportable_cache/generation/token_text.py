@@ -10,8 +10,7 @@ from functools import cache, cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..models.tokenizers.errors import tokenizer_errors
-from ..models.tokenizers.text import plain_backend
+from ..models.tokenizers.text import plain_backend, tokenizer_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

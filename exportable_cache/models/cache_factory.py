@@ -23,11 +23,16 @@ from ..cache.spec import CacheSpec
 from ..common.compat.transformers import attention_implementation, set_attention_implementation
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
 from ..pytree import register_node
-from .dtypes import asked_dtype
-from .layers.cross import check_in_one_place, item_slots_of
-from .layers.encoder import encoder_of
-from .layers.encoder_decoder import encoder_decoder_layers
-from .layers.layout import check_longest, check_model_type, check_sinks, layout_from_config, layout_from_model
+from .layers.encoder import encoder_decoder_layers, encoder_of
+from .layers.layout import (
+    check_in_one_place,
+    check_longest,
+    check_model_type,
+    check_sinks,
+    item_slots_of,
+    layout_from_config,
+    layout_from_model,
+)
 from .parallel.context import check_split, ranks_of_context
 from .parallel.heads import check_heads, parts_of_heads, repeat_heads
 from .parallel.ranks import ranks_of
@@ -143,7 +148,7 @@ class ExportableCache(LayeredCache):
         if spec.sinks is not None:
             check_sinks(config, layouts)
         text_config = config.get_text_config(decoder=True)
-        dtype = asked_dtype(spec) or getattr(text_config, "dtype", None) or torch.float32
+        dtype = _asked_dtype(spec) or getattr(text_config, "dtype", None) or torch.float32
         cache = cls([layout.build(spec, dtype, spec.device or "cpu") for layout in layouts])
         if attn_implementation is not None:
             set_attention_implementation(config, attn_implementation)
@@ -319,6 +324,12 @@ class ExportableEncoderDecoderCache(ExportableCache, EncoderDecoderLayeredCache)
     """An `ExportableCache` of an encoder-decoder: see `EncoderDecoderLayeredCache` for its layers and arguments."""
 
 
+def _asked_dtype(spec: CacheSpec) -> torch.dtype | None:
+    """Return the dtype that a spec asks for, after `CacheSpec` has replaced names; None where it asks for none."""
+    assert not isinstance(spec.dtype, str)
+    return spec.dtype
+
+
 def _layouts(model: PreTrainedModel, stage: Stage | None) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
     """`layout_from_model`; of quantised weights from the config where it tells, as a token through a model of billions
     of them takes a minute.
@@ -349,7 +360,7 @@ def _built(
     Raises:
         UnsupportedModelError: If they are to live elsewhere and others than they themselves look at their tensors.
     """
-    dtype, device = asked_dtype(spec), spec.device
+    dtype, device = _asked_dtype(spec), spec.device
     assert dtype is not None
     assert device is not None
     if spec.offload is None:

@@ -11,14 +11,13 @@ import torch
 from ..backends.executorch.options import NATIVE_KERNELS_NEEDED, needs_native_kernels
 from ..common.dtypes import dtype_name
 from ..errors import UnsupportedModelError
-from ..models.layers.positions import check_positions
 from ..models.loading.loading import live_model, load_config
 from ..models.loading.prequantized import stored_quantization
+from ..models.loading.tokenizer import has_tokenizer
 from ..models.loading.without_weights import model_without_weights
+from ..models.positions import check_positions, check_rope
 from ..models.quantization.quantize import check_quantizable
 from ..models.quantization.sizes import coverage_of, exact_bytes, quantized_bytes
-from ..models.rope import check_rope
-from ..models.tokenizers.tokenizers import has_tokenizer
 from .sizing import plan_cache
 from .split import Split
 from .steps import resolve

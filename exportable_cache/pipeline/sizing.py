@@ -14,16 +14,14 @@ from ..cache.policies import SinkPolicy
 from ..cache.spec import CacheSpec
 from ..common.dtypes import dtype_name
 from ..errors import InputError, UnsupportedModelError
-from ..models.dtypes import stored_dtype
-from ..models.layers.cross import item_slots_of
-from ..models.layers.layout import check_longest, check_model_type, check_sinks, layout_from_config
-from ..models.layers.positions import beyond_positions
-from ..models.loading.loading import live_model, load_config
+from ..models.layers.layout import check_longest, check_model_type, check_sinks, item_slots_of, layout_from_config
+from ..models.loading.loading import live_model, load_config, stored_dtype
 from ..models.loading.support import check_sizes
 from ..models.loading.without_weights import ask_without_weights, model_without_weights
 from ..models.parallel.plan import RankPlan, check_tensor_parallel, messages_of_token, split_layers, weights_of_rank
 from ..models.parallel.stage_plan import StagePlan, plan_stages
 from ..models.patches.registry import patch_model
+from ..models.positions import beyond_positions
 from .dtypes import DtypeChoice, check_dtype, choose_dtype
 from .spec import dtype_of
 from .split import Split
@@ -365,8 +363,7 @@ def _layouts(config: PreTrainedConfig, model: PreTrainedModel | None, spec: Cach
                 f"max_encoder_len is {spec.max_encoder_len}, but {config.model_type!r} has no encoder; leave it out"
             )
         return layout_from_config(config, model)
-    from ..models.layers.encoder import encoder_of
-    from ..models.layers.encoder_decoder import encoder_decoder_layers
+    from ..models.layers.encoder import encoder_decoder_layers, encoder_of
 
     found = ask_without_weights(
         config,

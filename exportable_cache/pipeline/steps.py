@@ -29,14 +29,19 @@ from ..common.progress import silent
 from ..errors import BundleError, InputError, UnsupportedModelError, VerificationError
 from ..generation.checkpoint_settings import CheckpointSettings
 from ..models.cache_factory import ExportableCache
-from ..models.dtypes import stored_dtype
 from ..models.layers.codebooks import codebooks_of
 from ..models.layers.layout import layer_types_and_windows, vocab_size_of
-from ..models.layers.positions import beyond_positions, check_positions
-from ..models.loading.loading import check_checkpoint, live_model, load_config, load_model, load_to_quantise
+from ..models.loading.loading import (
+    check_checkpoint,
+    live_model,
+    load_config,
+    load_model,
+    load_to_quantise,
+    stored_dtype,
+)
+from ..models.positions import beyond_positions, check_positions, check_rope
 from ..models.quantization.quantize import quantize
 from ..models.quantization.sizes import Coverage, coverage_of, exact_bytes
-from ..models.rope import check_rope
 from ..program.inputs.modalities import modalities_of
 from ..program.program import Program
 from ..verification.compare import compare, measure_stored

@@ -28,7 +28,7 @@ SMALLEST_BUCKET = 128
 ROPE_DELTAS = TensorSpec("rope_deltas", "int64", ("batch",))
 #: Name of the rotary positions of each token of a step, [axes, batch, length], such as time, height and width.
 POSITIONS = "position_ids"
-#: The length that the factors of RoPE are chosen by, of models whose factors change with it, see `models.rope`.
+#: The length that the factors of RoPE are chosen by, of models whose factors change with it, see `models.positions`.
 ROPE_LENGTHS = TensorSpec("rope_lengths", "int64", ("batch",))
 #: As long as the cache is to be read, its values unread: how a compiled step is told a length that it does not guard.
 KV_SLOTS = TensorSpec("kv_slots", "bool", ("kv_slots",))

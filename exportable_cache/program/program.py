@@ -24,7 +24,7 @@ from ..models.layers.layout import cache_argument
 from ..models.patches.mechanisms.rope_lengths import check_follows, rope_by
 from ..models.patches.mechanisms.speech import short_masks
 from ..models.patches.registry import patch_model
-from ..models.rope import check_rope, rope_rule
+from ..models.positions import check_rope, rope_rule
 from ..models.scans import longest_step
 from .inputs.cross_items import CrossModality, cross_methods, without_items
 from .inputs.deepstack import travelling_beside

@@ -13,10 +13,8 @@ from ..backends.live.staged import StagedRunner
 from ..errors import InputError
 from ..models.cache_factory import ExportableCache
 from ..models.layers.layout import check_layers, vocab_size_of
-from ..models.layers.positions import check_positions
-from ..models.loading.fingerprint import fingerprint
-from ..models.rope import rope_rule
-from ..models.split_weights import is_split
+from ..models.positions import check_positions, rope_rule
+from ..models.weights import fingerprint, is_split
 from ..program.inputs.modalities import modalities_of
 from ..program.methods import length_buckets
 from ..program.spec import ProgramSpec
@@ -24,7 +22,7 @@ from ..program.spec import ProgramSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..models.rope import RopeRule
+    from ..models.positions import RopeRule
     from .session import Session
 
 

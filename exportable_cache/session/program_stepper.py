@@ -12,7 +12,7 @@ import torch
 from ..backends.base import ChoosesInGraph, OverlapsSteps, state_of
 from ..cache.step import starting_at
 from ..errors import BundleError, InputError
-from ..models.rope import ANY
+from ..models.positions import ANY
 from ..program.items import ITEM_STATES, ITEMS_SEEN
 from ..program.methods import POSITIONS, ROPE_DELTAS, ROPE_LENGTHS, chunk_sizes, method_for
 from .checks import check_no_autocast, check_pieces, check_room, check_rows_may_differ
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..cache.layers import CacheLayer
     from ..generation.sampling import Sampler
     from ..models.parallel.ranks import Ranks
-    from ..models.rope import RopeRule
+    from ..models.positions import RopeRule
     from .checks import ProgramLimits
     from .inputs.image import PlacedImages
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..models.rope import MIXED
+from ..models.positions import MIXED
 
 if TYPE_CHECKING:
-    from ..models.rope import RopeRule
+    from ..models.positions import RopeRule
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ..generation.speculative import Draft
     from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
     from ..models.parallel.ranks import Ranks
-    from ..models.rope import RopeRule
+    from ..models.positions import RopeRule
     from ..program.methods import ProgramMethod
     from .inputs.stages import Prompt
 

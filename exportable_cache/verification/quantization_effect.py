@@ -14,8 +14,7 @@ from ..common.dtypes import dtype_name
 from ..common.progress import silent
 from ..demo.task import accuracy, make_questions
 from ..models.cache_factory import ExportableCache
-from ..models.dtypes import converted
-from ..models.loading.loading import MOST_WIDENED_BYTES
+from ..models.loading.loading import MOST_WIDENED_BYTES, converted
 from ..session.session import Session
 from .compare import compare
 from .spec import VerifySpec

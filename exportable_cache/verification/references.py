@@ -15,8 +15,8 @@ from ..cache.attention.implementation import attention_of
 from ..errors import UnsupportedModelError
 from ..models.layers.layout import cache_argument, vocab_size_of
 from ..models.loading.support import RIGHT_BY_TOKEN, WITHOUT_DYNAMIC_CACHE
+from ..models.positions import lengths_forgotten, rope_rule
 from ..models.quantized_rows import QuantizedRows
-from ..models.rope import lengths_forgotten, rope_rule
 from ..program.program import takes_positions
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.models.loading.fingerprint import fingerprint
+from exportable_cache.models.weights import fingerprint
 from exportable_cache.pipeline.sizing import plan
 
 from ..support.models import tiny_model, tokens

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from exportable_cache.models.scans import matrix_memory, weighted_values
-from exportable_cache.models.scans.matrix_memory import MemoryState
+from exportable_cache.models.scans import MemoryState, matrix_memory, weighted_values
 
 from .test_scans import LENGTHS, TOLERANCE, random
 

@@ -7,8 +7,14 @@ import pytest
 import torch
 from torch.export import Dim
 
-from exportable_cache.models.scans import delta_rule, doublings, longest_step, selective_scan, state_space_scan
-from exportable_cache.models.scans.delta_rule import unit_lower_inverse
+from exportable_cache.models.scans import (
+    delta_rule,
+    doublings,
+    longest_step,
+    selective_scan,
+    state_space_scan,
+    unit_lower_inverse,
+)
 
 LENGTHS = (1, 2, 7, 8, 9, 33)
 TOLERANCE = 1e-5

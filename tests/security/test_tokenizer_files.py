@@ -10,7 +10,7 @@ import pytest
 from exportable_cache import load
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import BundleError, InputError
-from exportable_cache.models.tokenizers.tokenizers import load_tokenizer
+from exportable_cache.models.loading.tokenizer import load_tokenizer
 
 from .conftest import reseal
 

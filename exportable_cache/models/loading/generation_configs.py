@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ...errors import InputError, first_line
-from ..places import Place, file_in
+from .location import Place, file_in
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

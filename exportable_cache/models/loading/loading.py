@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,13 +33,12 @@ from ...common.compat.transformers import has_adapters
 from ...common.dtypes import dtype_name, parse_dtype
 from ...common.progress import silent
 from ...errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError, first_line
-from ..dtypes import converted, stored_dtype
-from ..places import Place, file_in, place_of, quiet
-from ..tokenizers.tokenizers import tokenizer_of
 from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_folder, merged, merged_line
 from .generation_configs import check_generation_config, named_ends
+from .location import Place, file_in, place_of, quiet
 from .prequantized import check_plain, check_readable, dequantised, dequantising, stored_quantization
 from .support import check_sizes
+from .tokenizer import tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -365,3 +365,34 @@ def _check_gguf(place: Place) -> None:
             f"{place.source!r} is a GGUF file, and reading it needs {' and '.join(missing)}; "
             "pip install 'exportable-cache[gguf]', or pass the checkpoint it was made from"
         )
+
+
+def stored_dtype(model_or_config: PreTrainedModel | PreTrainedConfig) -> torch.dtype | None:
+    """The dtype of a model's weights, or the one that a config says they are stored in; None where it does not."""
+    if isinstance(model_or_config, PreTrainedModel):
+        return model_or_config.dtype
+    for config in (model_or_config, model_or_config.get_text_config(decoder=True)):
+        named = getattr(config, "dtype", None)
+        named = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
+        if isinstance(named, torch.dtype):
+            return named
+    return None
+
+
+@torch.no_grad()
+def converted(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy of a model in another dtype; the original is left alone, and no second copy in its own dtype is made on
+    the way.
+
+    Every floating parameter and buffer is converted, as `model.to(dtype)` does.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            value = tensor.detach().to(dtype, copy=True)
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            memo[id(tensor)] = torch.nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
+    made = copy.deepcopy(model, memo)
+    for config in {id(config): config for config in (made.config, made.config.get_text_config(decoder=True))}.values():
+        config.dtype = dtype
+    return made

@@ -12,7 +12,7 @@ from torch import nn
 from ...common.compat.transformers import is_split_by_transformers
 from ...errors import InputError, UnsupportedModelError
 from ..layers.layout import layout_from_config
-from ..split_weights import PartOf, is_split, part_of, split_tensor, whole_shape
+from ..weights import PartOf, is_split, part_of, split_tensor, whole_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

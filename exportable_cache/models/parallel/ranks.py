@@ -24,7 +24,7 @@ from torch import distributed as dist
 from ... import __version__
 from ...common.compat.torch_distributed import broadcast_in_graph
 from ...errors import ExportableCacheError, InputError, RankLostError, UnsupportedModelError, first_line
-from ..split_weights import split_tensor
+from ..weights import split_tensor
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...common.compat.transformers import pipeline_stage
 from ...errors import UnsupportedModelError
-from ..split_weights import is_split
+from ..weights import is_split
 from .ranks import Ranks
 
 if TYPE_CHECKING:

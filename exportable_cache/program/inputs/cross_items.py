@@ -19,7 +19,7 @@ from ...cache.policies import ItemsPolicy, NoPolicy
 from ...common.named_forward import name_forward
 from ...common.tensor_spec import TensorSpec
 from ...errors import InputError, UnsupportedModelError
-from ...models.layers.cross import item_slots_of, tiles_of
+from ...models.layers.layout import item_slots_of, tiles_of
 from ...models.patches.registry import patch_model
 from ..items import CROSS_MASK, ITEM_STATES, ITEMS_SEEN, ItemFacts
 from ..methods import ProgramMethod

@@ -12,7 +12,7 @@ from ...errors import InputError
 from ...generation.control_tokens import ControlTokens
 from ...generation.templates import apply_chat_template
 from ...generation.text import encode_prompt
-from ...models.tokenizers.errors import tokenizer_errors
+from ...models.tokenizers.text import tokenizer_errors
 from ...program.inputs.modality import AUDIO, IMAGE
 from .media_files import read_image, read_sound
 

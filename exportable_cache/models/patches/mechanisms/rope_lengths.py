@@ -23,7 +23,7 @@ import torch
 
 from ....common.patch import Patch
 from ....errors import UnsupportedModelError
-from ...rope import LONGROPE, changing, parameters_of, prefix
+from ...positions import LONGROPE, changing, parameters_of, prefix
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +38,7 @@ _KEPT = "_exportable_cache_{}frequencies"
 
 
 class _Lengths(threading.local):
-    """Of this thread's step, see `scans.bound`.
+    """Of this thread's step, see `models.scans`.
 
     Attributes:
         is_step: True inside `rope_by`.

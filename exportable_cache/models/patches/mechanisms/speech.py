@@ -35,7 +35,7 @@ class _Masks(threading.local):
     """Of this thread's step. TorchDynamo (2.13) traces the attributes of a `threading.local`, and no `ContextVar`."""
 
     def __init__(self) -> None:
-        # On the instance, see `scans.bound`.
+        # On the instance, see `models.scans`.
         self.are_short = False
 
 

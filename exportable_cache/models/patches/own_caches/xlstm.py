@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ....common.patch import Patch
-from ...scans import matrix_memory
-from ...scans.matrix_memory import MemoryState
+from ...scans import MemoryState, matrix_memory
 from ..conditions import over_our_cache
 
 

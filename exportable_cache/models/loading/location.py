@@ -16,9 +16,9 @@ from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.utils import get_session
 from transformers.utils import logging as transformers_logging
 
-from ..common.compat.transformers import file_or_none
-from ..demo import demo_path
-from ..errors import InputError, first_line
+from ...common.compat.transformers import file_or_none
+from ...demo import demo_path
+from ...errors import InputError, first_line
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_TIMEOUT = 10.0

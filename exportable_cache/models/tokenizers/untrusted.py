@@ -1,23 +1,28 @@
-"""Regular expressions of tokenizers: some take time without end on some texts, and come with a stranger's model.
+"""Checks of tokenizers from bundles: their regular expressions, and the files that their config names.
 
-The library `tokenizers` ends a match after 10 million steps, but begins one at each character. So a text is first cut
-in a subprocess, which is killed at a deadline, unless all patterns are of forms that cannot take long.
+Some regular expressions take unbounded time on some texts. The library `tokenizers` stops a match after 10 million
+steps, but starts a match at each character. So a text is first split in a subprocess that is killed at a deadline,
+unless every pattern has a form that is known to be fast.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.process.limited import LimitedProcess, WorkFailed
-from ...errors import InputError
+from ...errors import BundleError, InputError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from .text import TextTokenizer
+
 
 #: Seconds in which a text must be cut.
 MOST_SECONDS = 10.0
@@ -93,3 +98,39 @@ def _patterns(part: Any) -> list[str]:
         own = [part["Regex"]] if isinstance(part.get("Regex"), str) else []
         return own + [pattern for value in part.values() for pattern in _patterns(value)]
     return [pattern for value in part for pattern in _patterns(value)] if isinstance(part, list) else []
+
+
+def check_tokenizer_config(folder: Path) -> None:
+    """Refuse a tokenizer of a bundle whose config names files: transformers would read them, wherever they are.
+
+    Raises:
+        BundleError: If there is such a name, or the config cannot be read.
+    """
+    path = folder / "tokenizer_config.json"
+    if not path.exists():
+        return
+    try:
+        named = next(_named_files(json.loads(path.read_bytes()), folder), None)
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        raise BundleError(f"cannot read {path}: {first_line(error)[:200]}; export the model again") from error
+    if named is not None:
+        raise BundleError(
+            f"{path} names a file of its own, {named[0]}: {named[1]!r:.100}, which would be read from there; do not "
+            "trust this bundle, or remove the entry"
+        )
+
+
+def _named_files(value: Any, folder: Path, key: str = "", in_list: bool = False) -> Iterator[tuple[str, str]]:
+    """Keys and values that are taken for files."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _named_files(item, folder, name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _named_files(item, folder, key, in_list=True)
+    elif isinstance(value, str) and key in ("vocab", "merges") and not in_list:
+        yield key, value
+    elif isinstance(value, str) and key.endswith(("_file", "_path")) and key != "name_or_path":
+        path = Path(value)
+        if path.is_absolute() or ".." in path.parts or (os.path.exists(value) and not (folder / value).is_file()):
+            yield key, value

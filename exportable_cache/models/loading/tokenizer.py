@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from transformers import AutoTokenizer
 
 from ...errors import InputError
-from ..places import Place, file_in, place_of, quiet
-from .errors import tokenizer_errors
+from ..tokenizers.text import tokenizer_errors
+from .location import Place, file_in, place_of, quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,10 @@
-"""Weights of which each process has a part: what they are as a whole."""
+"""Weights of a model: their fingerprint, and tensors that are split over processes."""
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -96,3 +99,35 @@ def split_tensor(tensor: torch.Tensor) -> DTensor | None:
     from torch.distributed.tensor import DTensor
 
     return tensor if isinstance(tensor, DTensor) else None
+
+
+_SAMPLES = 64
+
+
+@torch.no_grad()
+def fingerprint(model: torch.nn.Module) -> str:
+    """sha256 over every parameter's name, shape, dtype and 64 of its elements, evenly spread.
+
+    Two models of one architecture agree only if these elements agree in every bit: other weights, another dtype or a
+    quantised copy differ. It is no checksum of all the weights: for that a checkpoint's own is there.
+
+    Args:
+        model: On any device. Split over several processes, it has the name of the whole; all of them have to ask.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {whole_shape(parameter)} {parameter.dtype} ".encode())
+        for sample in _samples(parameter):
+            digest.update(sample.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _samples(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    size = math.prod(whole_shape(tensor))
+    where = torch.linspace(0, size - 1, min(_SAMPLES, size), dtype=torch.float64).to(torch.int64)
+    try:
+        yield elements(tensor, where)
+    except NotImplementedError:
+        # Packed weights cannot be flattened: of the tensors that they are made of.
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from _samples(getattr(tensor, name))

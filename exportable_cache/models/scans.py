@@ -1,0 +1,369 @@
+"""Recurrences over the tokens of one step, computed without a loop over them.
+
+Each starts from a state and returns the outputs and the next state. Results are exact for any number of tokens, so one
+exported graph serves a prompt, its continuation and every length. The tests compare with the sequential recurrence.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+
+class _Longest(threading.local):
+    """Of this thread's step. TorchDynamo (2.13) traces the attributes of a `threading.local`, and no `ContextVar`."""
+
+    def __init__(self) -> None:
+        # On the instance, in every thread: guards of a thread's first graph would else fail once a step has set it.
+        self.tokens: int | None = None
+
+
+_longest = _Longest()
+
+
+@contextmanager
+def longest_step(tokens: int | None) -> Iterator[None]:
+    """State the limit for the steps inside the block, or None where the length of each step is known
+    when it is traced.
+    """
+    before = _longest.tokens
+    _longest.tokens = tokens
+    try:
+        yield
+    finally:
+        _longest.tokens = before
+
+
+def doublings(length: int) -> int:
+    """Rounds that doubling needs to span `length` tokens, which may be symbolic inside `longest_step`."""
+    return ((_longest.tokens or length) - 1).bit_length()
+
+
+def selective_scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    initial_state: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`h[t] = exp(A dt[t]) h[t-1] + dt[t] B[t] x[t]`, `y[t] = C[t] h[t] + D x[t]`, gated by `silu(z[t])`.
+
+    Args:
+        hidden_states: x, [batch, channels, length].
+        dt: [batch, channels, length].
+        A: [channels, states], negative.
+        B: [batch, states, length].
+        C: [batch, states, length].
+        initial_state: h before the first token, [batch, channels, states].
+        D: [channels].
+        z: [batch, channels, length].
+        delta_bias: Added to dt, [channels].
+        delta_softplus: Whether dt is then passed through softplus.
+
+    Returns:
+        y [batch, channels, length], and h after the last token [batch, channels, states].
+    """
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[..., None]
+    if delta_softplus:
+        dt = F.softplus(dt)
+    # [batch, channels, length, states]
+    decay = torch.exp(A[None, :, None, :] * dt[..., None])
+    inputs = dt[..., None] * B.transpose(1, 2)[:, None].float() * hidden_states[..., None].float()
+    state = linear_recurrence(decay.transpose(1, 2), inputs.transpose(1, 2), initial_state).transpose(1, 2)
+    output = (state.to(hidden_states.dtype) * C.transpose(1, 2)[:, None]).sum(-1)
+    if D is not None:
+        output = output + hidden_states * D[None, :, None]
+    if z is not None:
+        output = output * F.silu(z)
+    return output, state[:, :, -1]
+
+
+def linear_recurrence(decay: torch.Tensor, inputs: torch.Tensor, initial_state: torch.Tensor) -> torch.Tensor:
+    """`h[t] = decay[t] h[t-1] + inputs[t]`, elementwise.
+
+    Computed by doubling (Hillis and Steele 1986): after round k each position sums up the 2^k tokens up to it. Decays
+    are at most 1 and only ever multiplied, so nothing overflows.
+
+    Args:
+        decay: [batch, length, ...], between 0 and 1.
+        inputs: [batch, length, ...].
+        initial_state: h before the first token, [batch, ...].
+
+    Returns:
+        h after each token, [batch, length, ...].
+    """
+    state = inputs
+    for round_ in range(doublings(inputs.shape[1])):
+        shift = 2**round_
+        state = state + decay * shifted(state, shift, 0.0)
+        decay = decay * shifted(decay, shift, 1.0)
+    return state + decay * initial_state[:, None].to(state.dtype)
+
+
+def shifted(values: torch.Tensor, tokens: int, fill: float) -> torch.Tensor:
+    """`values` [batch, length, ...] moved `tokens` later, the front filled."""
+    front = values.new_full((values.shape[0], tokens, *values.shape[2:]), fill)
+    return torch.cat([front, values], dim=1).narrow(1, 0, values.shape[1])
+
+
+def state_space_scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    initial_state: torch.Tensor,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`h[t] = exp(A dt[t]) h[t-1] + dt[t] x[t] B[t]`, `y[t] = h[t] C[t] + D x[t]`, with one decay per head.
+
+    All tokens are one chunk of the paper's chunked form (section 6): attention with decays between them, and one
+    product for what the state gave before. Upstream pads to whole chunks of a fixed size instead, which fixes the
+    length of a traced step.
+
+    Args:
+        hidden_states: x, [batch, length, heads, head_dim].
+        dt: [batch, length, heads].
+        A: [heads], negative.
+        B: [batch, length, groups, states], `heads` a multiple of `groups`.
+        C: [batch, length, groups, states].
+        initial_state: h before the first token, [batch, heads, head_dim, states].
+        D: [heads].
+        dt_bias: Added to dt, [heads].
+        dt_softplus: Whether dt is then passed through softplus.
+        dt_limit: Range that dt is clamped to.
+
+    Returns:
+        y [batch, length, heads, head_dim] in float32, and h after the last token.
+    """
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1]).float()
+    groups = hidden_states.shape[2] // B.shape[2]
+    # [batch, heads, length, ...]
+    x, B, C = [tensor.transpose(1, 2).float() for tensor in (hidden_states, B, C)]
+    B, C = B.repeat_interleave(groups, dim=1), C.repeat_interleave(groups, dim=1)
+    state, step = initial_state.float(), dt.transpose(1, 2)
+    total = (A.float()[None, :, None] * step).cumsum(-1)[..., None]
+    at = torch.arange(x.shape[2], device=x.device)
+    later = at[:, None] < at[None, :]
+    between = (total - total.transpose(-1, -2)).masked_fill(later, float("-inf")).exp()
+    added = x * step[..., None]
+    output = ((C @ B.transpose(-1, -2)) * between) @ added + (C * total.exp()) @ state.transpose(-1, -2)
+    last = total[..., -1:, :]
+    state = last.exp() * state + added.transpose(-1, -2) @ (B * (last - total).exp())
+    if D is not None:
+        output = output + D[None, :, None, None] * x
+    return output.transpose(1, 2).contiguous(), state
+
+
+def delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor,
+    normalize: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`S[t] = exp(g[t]) S[t-1] + beta[t] k[t] (v[t] - k[t] exp(g[t]) S[t-1])`, `o[t] = q[t] S[t] / sqrt(dim)`.
+
+    All tokens are one chunk of the chunked form (sections 3.2 and 3.3 of the paper): attention between them, a
+    triangular system for what each adds to the state, and one product for what the state gave before. Per channel, it
+    keeps length x length x dim decays per head, so keep steps short there.
+
+    Args:
+        query: [batch, length, key_heads, dim].
+        key: [batch, length, key_heads, dim].
+        value: [batch, length, heads, value_dim], `heads` a multiple of `key_heads`.
+        decay: g, at most 0: [batch, length, heads], or [batch, length, heads, dim].
+        beta: [batch, length, heads].
+        initial_state: S before the first token, [batch, heads, dim, value_dim].
+        normalize: Whether queries and keys are scaled to length 1.
+
+    Returns:
+        o [batch, length, heads, value_dim], and S after the last token.
+    """
+    dtype, groups = query.dtype, value.shape[2] // key.shape[2]
+    query, key, value, beta, decay = [x.transpose(1, 2).float() for x in (query, key, value, beta, decay)]
+    if groups > 1:
+        query, key = query.repeat_interleave(groups, dim=1), key.repeat_interleave(groups, dim=1)
+    if normalize:
+        query, key = _normalized(query), _normalized(key)
+    query, state = query * query.shape[-1] ** -0.5, initial_state.float()
+    key_beta = key * beta[..., None]
+    at = torch.arange(query.shape[2], device=query.device)
+    later = at[:, None] < at[None, :]
+    if decay.dim() == 3:
+        total = decay.cumsum(-1)[..., None]
+        between = (total - total.transpose(-1, -2)).masked_fill(later, float("-inf")).exp()
+        mixing, scores = (key_beta @ key.transpose(-1, -2)) * between, (query @ key.transpose(-1, -2)) * between
+    else:
+        total = decay.cumsum(-2)
+        between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later[..., None], float("-inf")).exp()
+        mixing, scores = [
+            (left[..., :, None, :] * key[..., None, :, :] * between).sum(-1) for left in (key_beta, query)
+        ]
+    inverse = unit_lower_inverse(mixing)
+    added = inverse @ (value * beta[..., None]) - inverse @ (key_beta * total.exp()) @ state
+    output = (query * total.exp()) @ state + scores @ added
+    last = total[..., -1:, :]
+    state = last.transpose(-1, -2).exp() * state + (key * (last - total).exp()).transpose(-1, -2) @ added
+    return output.transpose(1, 2).to(dtype), state
+
+
+def unit_lower_inverse(matrix: torch.Tensor) -> torch.Tensor:
+    """Inverse of a lower triangular matrix [..., n, n] whose diagonal counts as ones and whose upper part as zeros.
+
+    Diagonal blocks are merged two by two, `[[A, 0], [C, D]]^-1 = [[A^-1, 0], [-D^-1 C A^-1, D^-1]]`: as stable as
+    forward substitution, in log2(n) rounds of products, for an n that need not be known, and without a solver, which
+    few runtimes have.
+    """
+    at = torch.arange(matrix.shape[-1], device=matrix.device)
+    inverse = (at[:, None] == at[None, :]).to(matrix.dtype).expand(matrix.shape)
+    for round_ in range(doublings(matrix.shape[-1])):
+        block = torch.div(at, 2**round_, rounding_mode="floor")
+        # Rows of the second of two neighbouring blocks, columns of the first.
+        below = (block[:, None] == block[None, :] + 1) & (torch.remainder(block, 2)[:, None] == 1)
+        inverse = inverse - inverse @ torch.where(below, matrix, 0.0) @ inverse
+    return inverse
+
+
+def _normalized(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+class MemoryState(NamedTuple):
+    """What a matrix memory keeps: zeros before the first token.
+
+    Attributes:
+        memory: Sum of weighted products of keys and values, [batch, heads, key_dim, value_dim].
+        normalizer: Sum of weighted keys, [batch, heads, key_dim].
+        largest: The exponent taken out of both, [batch, heads, 1].
+    """
+
+    memory: torch.Tensor
+    normalizer: torch.Tensor
+    largest: torch.Tensor
+
+
+def matrix_memory(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gates: tuple[torch.Tensor, torch.Tensor],
+    state: MemoryState,
+    eps: float,
+) -> tuple[torch.Tensor, MemoryState]:
+    """`C[t] = f[t] C[t-1] + i[t] k[t] v[t]`, `n[t] = f[t] n[t-1] + i[t] k[t]`, `h = q C / max(|q n|, 1)`.
+
+    All tokens are one chunk: attention with gates between them, and one product for what the state gave before.
+    Exponents are taken out of the sums as the sequential form takes them, so that `eps` weighs the same.
+
+    Args:
+        query: [batch, heads, length, key_dim].
+        key: [batch, heads, length, key_dim].
+        value: [batch, heads, length, value_dim].
+        gates: Input gate i, an exponent, and forget gate f before its sigmoid, [batch, heads, length] each.
+        state: Before the first token.
+        eps: Added to the denominator.
+
+    Returns:
+        h [batch, heads, length, value_dim] in float32, and the state after the last token.
+    """
+    query, key, value = query.float() * query.shape[-1] ** -0.5, key.float(), value.float()
+    length = query.shape[2]
+    entered = gates[0].float()[:, :, None, :]
+    total = F.logsigmoid(gates[1].float()).cumsum(-1)[..., None]
+    at = torch.arange(length, device=query.device)
+    later = at[:, None] < at[None, :]
+    # Exponent of what each token, a column, has left at each later one, a row.
+    between = (total - total.transpose(-1, -2) + entered).masked_fill(later, float("-inf"))
+    carried = total + state.largest[..., None]
+    largest = torch.maximum(carried, between.amax(-1, keepdim=True))
+    between, carried = torch.exp(between - largest), torch.exp(carried - largest)
+    weights = (query @ key.transpose(-1, -2)) * between
+    numerator = weights @ value + carried * (query @ state.memory)
+    norm = weights.sum(-1, keepdim=True) + carried * (query @ state.normalizer[..., None])
+    output = numerator / (torch.maximum(norm.abs(), torch.exp(-largest)) + eps)
+    kept, left = carried.narrow(2, length - 1, 1), between.narrow(2, length - 1, 1)
+    weighted = key * left.transpose(-1, -2)
+    return output, MemoryState(
+        kept * state.memory + weighted.transpose(-1, -2) @ value,
+        kept[..., 0] * state.normalizer + weighted.sum(2),
+        largest.narrow(2, length - 1, 1)[..., 0],
+    )
+
+
+#: Of the largest exponent where nothing was seen: finite, so that differences are.
+_NOTHING = -1e38
+
+
+def weighted_values(
+    decay: torch.Tensor, bonus: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean of values, each weighted by `exp(key)` and by `decay` per token since; the newest by `exp(bonus + key)`.
+
+    Sums are kept with the largest exponent taken out of them, so nothing overflows. Computed by doubling, as
+    `linear_recurrence`.
+
+    Args:
+        decay: Logarithm of what is left of a weight after a token, [channels], negative.
+        bonus: [channels].
+        key: [batch, length, channels].
+        value: [batch, length, channels].
+        state: Sum of weighted values, sum of weights, and the exponent taken out of both: [batch, 3, channels]. Zeros
+            where nothing was seen.
+
+    Returns:
+        Means [batch, length, channels], and the state after the last token.
+    """
+    key, value = key.float(), value.float()
+    # A sum of weights is at least 1 once something was seen.
+    before = torch.where(state[:, 1:2] == 0, _NOTHING, state[:, 2:3])
+    values, weights, largest = value, torch.ones_like(value), key
+    for round_ in range(doublings(key.shape[1])):
+        tokens = 2**round_
+        values, weights, largest = _joined(
+            (shifted(values, tokens, 0.0), shifted(weights, tokens, 0.0), shifted(largest, tokens, _NOTHING)),
+            decay * tokens,
+            (values, weights, largest),
+        )
+    seen = torch.arange(1, key.shape[1] + 1, device=key.device)[:, None]
+    sums = _joined((state[:, 0:1], state[:, 1:2], before), decay * seen, (values, weights, largest))
+    # What each token finds, itself left out.
+    found = [
+        torch.cat([first, rest], dim=1).narrow(1, 0, key.shape[1])
+        for first, rest in zip((state[:, 0:1], state[:, 1:2], before), sums, strict=True)
+    ]
+    values, weights, _ = _joined((found[0], found[1], found[2]), 0.0, (value, torch.ones_like(value), key + bonus))
+    last = torch.cat([one.narrow(1, key.shape[1] - 1, 1) for one in sums], dim=1)
+    return values / weights, last
+
+
+def _joined(
+    earlier: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    decay: torch.Tensor | float,
+    later: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums over two stretches of tokens, each with its exponent; the earlier one is `decay` away."""
+    exponent = earlier[2] + decay
+    largest = torch.maximum(exponent, later[2])
+    left, right = torch.exp(exponent - largest), torch.exp(later[2] - largest)
+    return left * earlier[0] + right * later[0], left * earlier[1] + right * later[1], largest
