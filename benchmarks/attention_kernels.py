@@ -199,7 +199,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Decode steps a round.")] = 5,
 ) -> None:
     """Time the forms, and print a table."""
-    from exportable_cache.common.native.processor import processor_name
+    from exportable_cache.common.native.machine_code import processor_name
 
     with tempfile.TemporaryDirectory() as temporary:
         kind = "operators" if folder is None else "bundle"

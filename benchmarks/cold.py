@@ -277,7 +277,7 @@ def cells_of(runs: list[Run]) -> Iterator[list[str]]:
 
 def markdown_of(runs: list[Run], begin: float) -> str:
     """The table as the documentation has it, with what it was measured on."""
-    from exportable_cache.common.native.processor import processor_name
+    from exportable_cache.common.native.machine_code import processor_name
 
     rows = [list(COLUMNS), ["---"] * len(COLUMNS), *cells_of(runs)]
     lines = ["| " + " | ".join(row) + " |" for row in rows]

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from exportable_cache.backends.live.ops import attention
-from exportable_cache.common.native.processor import processor_name
+from exportable_cache.common.native.machine_code import processor_name
 from exportable_cache.program.lengths import READ_STEP
 
 LAYERS = 12

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from exportable_cache.backends.live.ops import linear
 from exportable_cache.common.compat.torch import linear_by_onednn
-from exportable_cache.common.native.processor import processor_name
+from exportable_cache.common.native.machine_code import processor_name
 
 #: [in, out] of the linear layers of a layer.
 SHAPES = {

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from exportable_cache.common.native.processor import processor_name
+from exportable_cache.common.native.machine_code import processor_name
 
 
 def eight_bits(model: PreTrainedModel) -> None:

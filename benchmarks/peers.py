@@ -158,7 +158,7 @@ def main(
     without_avx512: Annotated[bool, typer.Option("--without-avx512", help="Hide AVX-512 from every form.")] = False,
 ) -> None:
     """Make what is missing, check logits, measure, write both kinds of results, and print the tables."""
-    from exportable_cache.common.native.processor import processor_name
+    from exportable_cache.common.native.machine_code import processor_name
 
     chosen = form or list(FORMS)
     unknown = set(chosen) - set(FORMS)

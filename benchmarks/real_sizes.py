@@ -179,7 +179,7 @@ def run_one(bundle: Path) -> dict[str, Any]:
 
 def processor() -> str:
     """Its name, and whether it has AVX-512."""
-    from exportable_cache.common.native.processor import instructions, processor_name
+    from exportable_cache.common.native.machine_code import instructions, processor_name
 
     return f"{processor_name()}, {'AVX-512' if 'avx512f' in instructions() else 'no AVX-512'}"
 

@@ -156,7 +156,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Of what takes seconds; exports and compilations are done once.")] = 3,
 ) -> None:
     """Measure both, and print a table."""
-    from exportable_cache.common.native.processor import processor_name
+    from exportable_cache.common.native.machine_code import processor_name
 
     trees = (before.resolve(), after.resolve())
     todo = ["export", "compiled", *["bundle", "eager"] * rounds]

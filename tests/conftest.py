@@ -32,7 +32,7 @@ from unittest import mock
 import pytest
 import torch
 
-from exportable_cache.common.process.garbage import RARELY
+from exportable_cache.common.process.tuning import RARELY
 
 from .support.compiling import DEFAULT_BACKEND
 from .support.readme import run_example

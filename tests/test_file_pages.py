@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from exportable_cache.common.fs import file_pages
-from exportable_cache.common.fs.file_pages import give_back_pages
+from exportable_cache.common.fs import files
+from exportable_cache.common.fs.files import give_back_pages
 
 from .support.memory import of_file
 
@@ -49,5 +49,5 @@ def test_what_was_written_stays(path: Path) -> None:
 
 
 def test_other_systems_keep_them(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_pages, "_MAPS", path.with_name("maps"))
+    monkeypatch.setattr(files, "_MAPS", path.with_name("maps"))
     give_back_pages(path)

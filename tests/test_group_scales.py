@@ -5,7 +5,7 @@ import torch
 
 from exportable_cache.backends.executorch.options import ExecutorchOptions
 from exportable_cache.cache.spec import CacheSpec
-from exportable_cache.common.fs.scratch import Scratch
+from exportable_cache.common.fs.tensor_files import Scratch
 from exportable_cache.models.quantization import group_scales
 from exportable_cache.models.quantization.group_scales import round_groups
 from exportable_cache.models.quantization.quantize import quantize

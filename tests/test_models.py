@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForSequenceClassification
 
-from exportable_cache.common.dtypes import parse_dtype
+from exportable_cache.common.tensors import parse_dtype
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models.loading.loading import load_config, load_model
 from exportable_cache.models.loading.tokenizer import load_tokenizer

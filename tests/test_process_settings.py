@@ -11,9 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from exportable_cache.common.process.garbage import RARELY, few_collections, put_off_full_collection
-from exportable_cache.common.process.settings import ProcessSetting
-from exportable_cache.common.process.threads import warn_if_threads_spin
+from exportable_cache.common.process.tuning import (
+    RARELY,
+    ProcessSetting,
+    few_collections,
+    put_off_full_collection,
+    warn_if_threads_spin,
+)
 
 
 class Circle:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exportable_cache.common.fs.scratch import Scratch
+from exportable_cache.common.fs.tensor_files import Scratch
 from exportable_cache.errors import BundleError
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization

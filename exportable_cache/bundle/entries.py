@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from ..cache.kernel import Kernel
 from ..cache.layers import layer_from
-from ..common.tensor_spec import TensorSpec
+from ..common.method_io import TensorSpec
 from ..errors import InputError
 from ..models.positions import RopeRule
 from ..program.items import FixedInput, ItemFacts

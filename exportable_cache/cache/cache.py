@@ -12,8 +12,8 @@ import torch
 from transformers import Cache
 
 from ..common.compat.transformers import attention_implementation
-from ..common.dtypes import dtype_name
-from ..common.fs.saved_tensors import damaged_if_malformed, read_tensors, write_tensors
+from ..common.fs.tensor_files import damaged_if_malformed, read_tensors, write_tensors
+from ..common.tensors import dtype_name
 from ..errors import BundleError, InputError
 from .attention import ATTENTION, ATTENTION_NAMES, RANKS_ATTENTION
 from .checks import check_rollback, check_room, check_rows_agree, check_some, is_traced

@@ -166,7 +166,7 @@ class CacheSpec:
                     f"split_context is given with {name}, which it does not go together with; leave one out"
                 )
         if self.dtype is not None:
-            from ..common.dtypes import parse_dtype
+            from ..common.tensors import parse_dtype
 
             object.__setattr__(self, "dtype", parse_dtype(self.dtype))
 

@@ -14,7 +14,7 @@ def main() -> None:
     # to take 1.8x as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-    from ..common.process.garbage import collect_seldom
+    from ..common.process.tuning import collect_seldom
 
     collect_seldom()
     from .app import app

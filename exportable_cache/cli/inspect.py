@@ -39,7 +39,7 @@ def inspect(
     json: JsonOption = False,
 ) -> None:
     """Show what a bundle holds, and check its files."""
-    from ..common.fs.saved_tensors import damaged_if_malformed
+    from ..common.fs.tensor_files import damaged_if_malformed
     from ..errors import InputError
 
     terminal: Terminal = ctx.obj

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.native.kernels import TARGET_VARIABLE, VARIABLE, load_native_kernels
-from ..common.native.processor import cpu_fields, processor_name
+from ..common.native.machine_code import cpu_fields, processor_name
 
 _BUILD = "exportable-cache kernels build"
 

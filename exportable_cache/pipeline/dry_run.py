@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..backends.executorch.options import NATIVE_KERNELS_NEEDED, needs_native_kernels
-from ..common.dtypes import dtype_name
+from ..common.tensors import dtype_name
 from ..errors import UnsupportedModelError
 from ..models.loading.loading import live_model, load_config
 from ..models.loading.prequantized import stored_quantization

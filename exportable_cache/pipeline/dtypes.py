@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..backends.dtypes import target_dtypes
-from ..common.dtypes import dtype_name
+from ..common.tensors import dtype_name
 from ..errors import InputError
 
 #: What quantised kernels take and give besides integers, in every scheme.

@@ -12,7 +12,7 @@ import torch
 from ..backends.registry import check_target
 from ..cache.policies import SinkPolicy
 from ..cache.spec import CacheSpec
-from ..common.dtypes import dtype_name
+from ..common.tensors import dtype_name
 from ..errors import InputError, UnsupportedModelError
 from ..models.layers.layout import check_longest, check_model_type, check_sinks, item_slots_of, layout_from_config
 from ..models.loading.loading import live_model, load_config, stored_dtype

@@ -153,7 +153,7 @@ class ExportSpec:
             check_schemes(self.quantization, self.target, linear, embeddings)
             if self.quantization.scales == "mse" and getattr(options, "native_linears", False):
                 object.__setattr__(self, "quantization", replace(self.quantization, scales="signed_mse"))
-        from ..common.dtypes import parse_dtype
+        from ..common.tensors import parse_dtype
         from .dtypes import check_dtype
 
         check_tolerance("tolerance", self.tolerance)

@@ -22,10 +22,10 @@ from ..backends.dtypes import target_dtypes
 from ..bundle import signature
 from ..bundle.builder import Provenance, check_free, new_folder, write_bundle
 from ..bundle.entries import Quantized, RoundedCache
-from ..common.dtypes import dtype_name
-from ..common.fs.scratch import Scratch
-from ..common.process.garbage import few_collections
+from ..common.fs.tensor_files import Scratch
+from ..common.process.tuning import few_collections
 from ..common.progress import silent
+from ..common.tensors import dtype_name
 from ..errors import BundleError, InputError, UnsupportedModelError, VerificationError
 from ..generation.checkpoint_settings import CheckpointSettings
 from ..models.cache_factory import ExportableCache

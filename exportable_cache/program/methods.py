@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..common.tensor_spec import TensorSpec
+from ..common.method_io import TensorSpec
 from ..errors import InputError
 from .spec import ProgramSpec
 

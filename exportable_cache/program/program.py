@@ -16,7 +16,7 @@ from torch.export import Dim, ShapesCollection
 from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import attention_of
 from ..cache.step import StepContext, known_length
-from ..common.named_forward import name_forward
+from ..common.method_io import name_forward
 from ..errors import InputError, UnsupportedModelError
 from ..models.cache_factory import ExportableEncoderDecoderCache
 from ..models.layers.codebooks import codebooks_of

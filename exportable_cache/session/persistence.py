@@ -12,7 +12,7 @@ import torch
 from ..backends.base import state_of
 from ..cache.kernel import PORTABLE
 from ..cache.policies import FullPolicy
-from ..common.fs.saved_tensors import damaged_if_malformed, read_tensors, write_tensors
+from ..common.fs.tensor_files import damaged_if_malformed, read_tensors, write_tensors
 from ..errors import ExportableCacheError, InputError
 from .inputs.image import PlacedImages
 from .rope_state import RopeState

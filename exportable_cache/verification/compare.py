@@ -9,8 +9,8 @@ import torch
 
 from ..cache.attention.implementation import attention_of
 from ..cache.layers import rounding_storage
-from ..common.dtypes import dtype_name
 from ..common.progress import silent
+from ..common.tensors import dtype_name
 from ..errors import InputError
 from ..models.layers.layout import layer_types_and_windows, vocab_size_of
 from ..program.inputs.modalities import modalities_of
@@ -34,8 +34,8 @@ from .tolerance import default_tolerance
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..common.method_io import TensorSpec
     from ..common.progress import Progress
-    from ..common.tensor_spec import TensorSpec
     from ..program.methods import ProgramMethod
     from ..session.session import Session
 

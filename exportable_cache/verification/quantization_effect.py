@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..common.dtypes import dtype_name
 from ..common.progress import silent
+from ..common.tensors import dtype_name
 from ..demo.task import accuracy, make_questions
 from ..models.cache_factory import ExportableCache
 from ..models.loading.loading import MOST_WIDENED_BYTES, converted

@@ -21,7 +21,7 @@ from exportable_cache.backends.live.graph_cache import GRAPH
 from exportable_cache.backends.live.graphs import OutdatedGraph
 from exportable_cache.backends.live.model_snapshot import from_skeleton, skeleton
 from exportable_cache.common.compat.torch import inductor_config
-from exportable_cache.common.process.threads import threads_of_torch
+from exportable_cache.common.process.tuning import threads_of_torch
 from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.errors import InputError
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live import background
 from exportable_cache.backends.live.ops import attention as few_queries
-from exportable_cache.common.process.threads import threads_of_torch
+from exportable_cache.common.process.tuning import threads_of_torch
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits

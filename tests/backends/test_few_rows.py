@@ -18,7 +18,7 @@ from exportable_cache.backends.live.ops.eager import eager_operators
 from exportable_cache.common.fs.user_files import HOME_VARIABLE
 from exportable_cache.common.native import machine_code
 from exportable_cache.common.native.machine_code import MachineCode
-from exportable_cache.common.process.threads import threads_of_torch
+from exportable_cache.common.process.tuning import threads_of_torch
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits

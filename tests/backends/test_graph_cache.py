@@ -20,7 +20,7 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live import graph_cache
 from exportable_cache.common.compat import torch_compile as private
 from exportable_cache.common.patch import ORIGINAL
-from exportable_cache.common.process.threads import threads_of_torch
+from exportable_cache.common.process.tuning import threads_of_torch
 from exportable_cache.errors import InputError
 
 from ..support.compiling import compiling_with

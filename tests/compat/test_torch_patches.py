@@ -20,14 +20,13 @@ from torch._inductor.async_compile import AsyncCompile
 
 from exportable_cache.common import patch as patching
 from exportable_cache.common.compat import torch as compat
-from exportable_cache.common.compat import torch_aoti, torch_compile, torch_kernels, torch_loading
+from exportable_cache.common.compat import torch_aoti, torch_compile, torch_loading
 from exportable_cache.common.patch import Patch
 
 PATCHES = (
     *compat.PATCHES,
     *torch_aoti.PATCHES,
     *torch_compile.PATCHES,
-    *torch_kernels.PATCHES,
     *torch_loading.PATCHES,
 )
 
@@ -204,7 +203,7 @@ def test_each_kernel_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     scope = {f"kernel_{index}": compiler.cpp_pybinding(["float*"], source) for index in range(2)}
     compiler.wait(scope)
     assert len(started) == 2
-    with torch_kernels.kernels_together():
+    with torch_compile.kernels_together():
         scope = {f"kernel_{index}": compiler.cpp_pybinding(["float*"], source) for index in range(2)}
         compiler.wait(scope)
     assert len(started) == 2

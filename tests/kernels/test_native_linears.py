@@ -12,7 +12,7 @@ from exportable_cache.backends.executorch.native.embeddings import tables_to_own
 from exportable_cache.backends.executorch.native.linears import linears_to_own
 from exportable_cache.backends.executorch.native.weights import BLOCK, pack, unpack
 from exportable_cache.backends.executorch.quantized.linears import FoldedLinears, int4_layer
-from exportable_cache.common.dtypes import exact_dtype
+from exportable_cache.common.tensors import exact_dtype
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization
 

@@ -21,7 +21,7 @@ from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.bundle.manifest import MANIFEST_FILE, checksum_of
 from exportable_cache.cli.app import app
 from exportable_cache.common.fs import user_files
-from exportable_cache.common.fs.saved_tensors import write_tensors
+from exportable_cache.common.fs.tensor_files import write_tensors
 from exportable_cache.common.fs.user_files import own_key
 from exportable_cache.errors import InputError
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from exportable_cache import ExportableCache, Session
 from exportable_cache.common.fs import files
 from exportable_cache.common.fs.files import LOCK_FILE, PARTIAL, atomic_path, clear_partials
-from exportable_cache.common.fs.saved_tensors import write_tensors
+from exportable_cache.common.fs.tensor_files import write_tensors
 from exportable_cache.errors import BundleError, InputError
 
 from ..support.models import tiny_model, tokens

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from exportable_cache.common.process.garbage import collect_seldom
+from exportable_cache.common.process.tuning import collect_seldom
 
 from .architectures import Architecture, architectures
 from .check import COLUMNS, check, is_asked, lower_only, read_result, write_json

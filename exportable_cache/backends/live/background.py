@@ -24,9 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from ...common.compat.torch import inductor_config
-from ...common.process.garbage import few_collections, put_off_full_collection
-from ...common.process.settings import ProcessSetting
-from ...common.process.threads import threads_of_torch
+from ...common.process.tuning import ProcessSetting, few_collections, put_off_full_collection, threads_of_torch
 from ...errors import InputError
 from .compile import CompileOptions, StepCompiler, check_background
 from .graph_cache import GRAPH, import_loader

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from ...common.process.garbage import collect_seldom
+from ...common.process.tuning import collect_seldom
 from ...generation.choosing_steps import Choice
 from .graphs import CHOICE, choice_graph
 from .model_snapshot import from_skeleton

@@ -25,8 +25,8 @@ from ... import __version__
 from ...common.compat.torch import inductor_config, unwritable_guards
 from ...common.fs.files import atomic_path, clear_partials
 from ...common.fs.user_files import is_own_file, own_folder, own_key, sealed, unsealed
-from ...common.native.processor import instructions, processor_name
-from ...common.process.garbage import few_collections
+from ...common.native.machine_code import instructions, processor_name
+from ...common.process.tuning import few_collections
 from ...common.tensors import kind_of_tensor
 from .layer_tensors import owners_of_tensors
 from .ops.eager import OWN_OPERATORS

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...common.tensor_spec import TensorSpec
+from ...common.method_io import TensorSpec
 from ...generation.choosing_steps import Choice, ChoosingSteps
 
 if TYPE_CHECKING:

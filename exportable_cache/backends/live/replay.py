@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...common.compat import torch_recording as private
+from ...common.compat import torch_loading as private
 from ...common.compat.torch import is_watched
 from .layer_tensors import OwnTensors
 from .ops.eager import OWN_OPERATORS

@@ -13,7 +13,7 @@ import torch
 
 from ...cache.attention.implementation import borrow_attention
 from ...common.compat import torch as private
-from ...common.process.threads import threads_of_torch, warn_if_threads_spin
+from ...common.process.tuning import threads_of_torch, warn_if_threads_spin
 from ...errors import InputError, UnsupportedModelError
 from ...generation.choosing_steps import Choice, of_step
 from ...program.lengths import shared_methods, slots_to_read

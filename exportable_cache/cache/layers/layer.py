@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ...common.dtypes import dtype_name
-from ...common.tensors import ordinary_tensors
+from ...common.tensors import dtype_name, ordinary_tensors
 from ...errors import InputError, first_line
 from ..checks import check_new_states, check_rollback, check_room, is_traced, row_numbers
 from ..component import check_count, names

@@ -17,8 +17,8 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ...common.process.garbage import no_collections
 from ...common.process.quiet import forget, without_chatter
+from ...common.process.tuning import no_collections
 from ...errors import shown, shown_generated
 
 # Wider than any table: where the terminal is narrower it continues on the next line, and nothing is lost.

@@ -32,7 +32,7 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MissingDependencyError
-from ..fs.file_pages import give_back_pages
+from ..fs.files import give_back_pages
 from ..native.kernels import load_native_kernels
 
 if TYPE_CHECKING:

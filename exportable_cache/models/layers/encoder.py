@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 
 from ...cache.attention.implementation import attention_of
 from ...cache.layout import CROSS_ATTENTION, LayerLayout
-from ...common.tensor_spec import TensorSpec
+from ...common.method_io import TensorSpec
 from ...errors import InputError, UnsupportedModelError
 from ..loading.support import WRONG_PADDED_IN_FLOAT16
 from ..patches.mechanisms.speech import shortened_lengths

@@ -30,8 +30,8 @@ from transformers import (
 )
 
 from ...common.compat.transformers import has_adapters
-from ...common.dtypes import dtype_name, parse_dtype
 from ...common.progress import silent
+from ...common.tensors import dtype_name, parse_dtype
 from ...errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError, first_line
 from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_folder, merged, merged_line
 from .generation_configs import check_generation_config, named_ends

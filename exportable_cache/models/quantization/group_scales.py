@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ...common.process.threads import one_thread
+from ...common.process.tuning import one_thread
 
 if TYPE_CHECKING:
-    from ...common.fs.scratch import Scratch
+    from ...common.fs.tensor_files import Scratch
 
 #: What a group's largest magnitude is divided by, to be a scale. More of them and finer ones gain less than 1 %.
 _STEPS_OF_LARGEST = (7.5, 7.0, 8.0, 8.5, 9.0)

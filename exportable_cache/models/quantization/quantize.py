@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from ...common.process.threads import one_thread
+from ...common.process.tuning import one_thread
 from ...errors import InputError, UnsupportedModelError
 from ..layers.layout import vocab_size_of
 from ..patches.registry import prepare_model
@@ -22,7 +22,7 @@ from .spec import DEFAULT_GROUP_SIZE, EMBEDDING_SCHEMES, GROUP_MULTIPLE, LINEAR_
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ...common.fs.scratch import Scratch
+    from ...common.fs.tensor_files import Scratch
     from ..quantized_rows import QuantizedWeight
     from .spec import Quantization
 

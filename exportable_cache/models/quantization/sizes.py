@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from ...common.dtypes import exact_dtype
+from ...common.tensors import exact_dtype
 from .spec import DEFAULT_GROUP_SIZE, EMBEDDING_SCHEMES, LINEAR_SCHEMES
 
 if TYPE_CHECKING:

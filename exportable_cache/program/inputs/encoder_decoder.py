@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...common.named_forward import name_forward
-from ...common.tensor_spec import TensorSpec
+from ...common.method_io import TensorSpec, name_forward
 from ...errors import InputError
 from ...models.layers.encoder import ENCODER_LENGTH, EncoderStates, run_encoder
 from ..methods import ProgramMethod, methods_for

@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...cache.attention.implementation import attention_of
-from ...common.named_forward import name_forward
-from ...common.tensor_spec import TensorSpec
+from ...common.method_io import TensorSpec, name_forward
 from ...errors import InputError, UnsupportedModelError, first_line
 from ..items import FixedInput, ItemFacts
 from ..methods import ProgramMethod

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...common.tensor_spec import TensorSpec
+from ...common.method_io import TensorSpec
 from ...errors import InputError
 from ...program.items import CROSS_MASK, ITEM_STATES, ITEMS_SEEN
 from .encoder import check_tensors

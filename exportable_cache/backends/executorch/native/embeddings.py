@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from executorch.backends.transforms.utils import get_param_tensor, is_param
 
-from ....common.dtypes import exact_dtype
+from ....common.tensors import exact_dtype
 from ..passes.graph_edits import insert_call, packed_weight, replace_call
 from .linears import is_own
 from .weights import NAMES, pack_float, unpack_float

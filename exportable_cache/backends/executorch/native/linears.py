@@ -22,7 +22,7 @@ import torch
 from executorch.backends.transforms.utils import get_param_tensor, is_param
 from torch.fx import Node
 
-from ....common.dtypes import exact_dtype
+from ....common.tensors import exact_dtype
 from ..passes.graph_edits import insert_call, packed_weight, replace_call
 from ..quantized.linears import fold_linears, int4_layer
 from .weights import BLOCK, GROUP_MULTIPLE, NAMES, pack, pack_float, unpack, unpack_float

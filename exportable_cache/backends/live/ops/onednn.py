@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ....common.compat.torch import linear_by_onednn
-from ....common.native.processor import cpu_fields
+from ....common.native.machine_code import cpu_fields
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node

@@ -1,10 +1,13 @@
-"""Files of tensors that this package writes and reads: saved states and saved caches, each with a checksum."""
+"""Tensors in files: saved states and caches with a checksum, and temporary tensors that are mapped from a file."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,3 +118,33 @@ def _checksum_of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode("ascii"))
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+class Scratch:
+    """Makes tensors that lie in files which nobody else sees and which go with them, also when the process is killed.
+
+    Args:
+        folder: Of the file system that they are on; it has to exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @staticmethod
+    def available() -> bool:
+        """Whether room can be taken first: a write into a map for which the disk has none ends the process."""
+        return hasattr(os, "posix_fallocate")
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of zeros.
+
+        Raises:
+            OSError: If the disk has no room for it.
+        """
+        import torch
+
+        size = math.prod(shape) * dtype.itemsize
+        with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".scratch-") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=size)
+        return torch.tensor([], dtype=dtype).set_(storage).view(*shape)  # type: ignore[arg-type]
