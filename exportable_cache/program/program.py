@@ -21,7 +21,7 @@ from ..errors import InputError, UnsupportedModelError
 from ..models.cache_factory import ExportableEncoderDecoderCache
 from ..models.layers.codebooks import codebooks_of
 from ..models.layers.layout import cache_argument
-from ..models.patches.mechanisms.rope_lengths import check_follows, rope_by
+from ..models.patches.mechanisms.rope import check_follows, rope_by
 from ..models.patches.mechanisms.speech import short_masks
 from ..models.patches.registry import patch_model
 from ..models.positions import check_rope, rope_rule

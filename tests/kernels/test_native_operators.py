@@ -25,7 +25,7 @@ from exportable_cache.cache.storage import KV_DTYPES, storage_of
 from exportable_cache.cli.output.elsewhere import opened_elsewhere
 from exportable_cache.common.native.kernels import VARIABLE
 from exportable_cache.errors import BundleError, MissingDependencyError
-from exportable_cache.models.patches.mechanisms import own_attention
+from exportable_cache.models.patches.mechanisms import fused_attention
 from exportable_cache.models.patches.registry import patch_model
 
 from ..support.kinds import KINDS, kind_model
@@ -245,7 +245,7 @@ def test_a_model_with_attention_of_its_own_is_whole_without_its_patch(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where transformers has another source, none of its layers is fused, and nothing else changes."""
-    (patch,) = own_attention.PATCHES[family]
+    (patch,) = fused_attention.PATCHES[family]
     digest = type(patch).digest
     monkeypatch.setattr(type(patch), "digest", lambda self: "another" if self is patch else digest(self))
     owner, name = patch._owner()

@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from exportable_cache.common.patch import Patch
 from exportable_cache.errors import UnsupportedModelError
-from exportable_cache.models.patches.mechanisms import rope_lengths
-from exportable_cache.models.patches.mechanisms.rope_lengths import check_follows, rope_by
+from exportable_cache.models.patches.mechanisms import rope
+from exportable_cache.models.patches.mechanisms.rope import check_follows, rope_by
 from exportable_cache.models.patches.registry import patch_model
 
 from ..support.models import tiny_model
@@ -87,11 +87,9 @@ def test_one_source_for_every_modeling_file() -> None:
         Patch(
             "llama.modeling_llama", "LlamaRotaryEmbedding.forward", None, "", (), source="dynamic_rope_update"
         ).digest()
-        == rope_lengths._DIGEST
+        == rope._DIGEST
     )
-    assert (
-        Patch("phimoe.modeling_phimoe", "PhimoeRotaryEmbedding.forward", None, "", ()).digest() == rope_lengths._PHIMOE
-    )
+    assert Patch("phimoe.modeling_phimoe", "PhimoeRotaryEmbedding.forward", None, "", ()).digest() == rope._PHIMOE
     for path in MODELS.glob("*/modeling_*.py"):
         source = path.read_text()
         if "@dynamic_rope_update" in source:

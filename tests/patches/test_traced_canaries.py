@@ -4,7 +4,7 @@ import pytest
 
 from exportable_cache.common.patch import ORIGINAL
 from exportable_cache.models.patches.families import glm5_next, jetmoe, led, zaya
-from exportable_cache.models.patches.mechanisms import decoder_masks, relative_shift
+from exportable_cache.models.patches.mechanisms import masks, speech
 from exportable_cache.models.patches.registry import PATCHES
 
 from ..zoo.architectures import architectures
@@ -15,9 +15,9 @@ NEEDED = {
     "causal-jetmoe": ("executorch", jetmoe, ()),
     "causal-zaya": ("compiled", zaya, ()),
     "image-glm5_next": ("executorch", glm5_next, ()),
-    "image-pix2struct": ("executorch", decoder_masks, ()),
+    "image-pix2struct": ("executorch", masks, ()),
     "seq2seq-led": ("pt2", led, ("LEDDecoderAttention",)),
-    "speech-seamless_m4t": ("executorch", relative_shift, ()),
+    "speech-seamless_m4t": ("executorch", speech, ("SeamlessM4TPreTrainedModel",)),
 }
 
 

@@ -10,7 +10,7 @@ from transformers.models.seamless_m4t import modeling_seamless_m4t
 
 from exportable_cache.common.patch import ORIGINAL
 from exportable_cache.models.patches.families import glm5_next, jetmoe
-from exportable_cache.models.patches.mechanisms import relative_shift
+from exportable_cache.models.patches.mechanisms import speech
 
 
 def original(function):
@@ -30,7 +30,7 @@ def test_scores_by_distance(length: int) -> None:
     )
     function = original(modeling_seamless_m4t._apply_relative_position_encoding)
     expected = function(module, query, key, embeddings)
-    found = relative_shift._relative_scores(module, query, key, embeddings, original=function)
+    found = speech._relative_scores(module, query, key, embeddings, original=function)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
 

@@ -27,28 +27,16 @@ from .families import (
     led,
     mllama,
     mpt,
+    openai_gpt,
     prophetnet,
     qwen4_exp,
     unlimited_ocr,
     xmod,
     zaya,
 )
-from .mechanisms import (
-    decoder_masks,
-    delta_rule,
-    experts,
-    host_tensors,
-    own_attention,
-    position_tables,
-    prepared_masks,
-    relative_shift,
-    rotary,
-    selective_scan,
-    speech,
-    state_space,
-)
-from .mechanisms.rope_lengths import patch_rope
-from .own_caches import minimax, openai_gpt, recurrent_gemma, rwkv, xlstm
+from .mechanisms import experts, fused_attention, host_tensors, masks, position_tables, rope, speech
+from .mechanisms.rope import patch_rope
+from .recurrent import minimax, recurrent_gemma, rwkv, scan_functions, xlstm
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,34 +46,30 @@ if TYPE_CHECKING:
 _FAMILIES = (
     bloom,
     ctrl,
-    decoder_masks,
     deepseek_v4,
-    delta_rule,
     experts,
     falcon,
     fsmt,
+    fused_attention,
     git,
     glm5_next,
     gpt_neo,
     host_tensors,
     jetmoe,
     led,
+    masks,
     minimax,
     mllama,
     mpt,
     openai_gpt,
-    own_attention,
     position_tables,
-    prepared_masks,
     prophetnet,
     qwen4_exp,
     recurrent_gemma,
-    relative_shift,
-    rotary,
+    rope,
     rwkv,
-    selective_scan,
+    scan_functions,
     speech,
-    state_space,
     unlimited_ocr,
     xlstm,
     xmod,
@@ -103,7 +87,7 @@ for _family in _FAMILIES:
     PREPARATIONS.update(getattr(_family, "PREPARATIONS", {}))
 
 #: Functions that every modeling file with one has a copy of: a copy without an entry is of a model that was overlooked.
-COPIED = frozenset({*selective_scan.COPIED, *state_space.COPIED, *delta_rule.COPIED})
+COPIED = frozenset(scan_functions.COPIED)
 
 
 def patch_model(model: nn.Module) -> list[str]:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ....common.patch import Patch
 from ..conditions import only_traced
-from ..mechanisms.own_attention import fusing_attention, with_config
+from ..mechanisms.fused_attention import fusing_attention, with_config
 
 if TYPE_CHECKING:
     from transformers.models.mpt.modeling_mpt import MptAttention

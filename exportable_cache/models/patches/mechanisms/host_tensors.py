@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ....common.patch import Patch
 from ..conditions import kept_hidden_states
-from .rope_lengths import phimoe_by_lengths
+from .rope import phimoe_by_lengths
 
 if TYPE_CHECKING:
     from torch import nn

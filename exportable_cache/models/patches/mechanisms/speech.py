@@ -25,7 +25,7 @@ import torch
 
 from ....common.compat.transformers import output_lengths_of_mask, output_lengths_of_samples
 from ....common.patch import Patch
-from ..conditions import over_our_cache
+from ..conditions import only_traced, over_our_cache
 
 if TYPE_CHECKING:
     from torch import nn
@@ -102,6 +102,35 @@ def _lengths(file: str, owner: str, *digests: str) -> tuple[Patch, ...]:
     )
 
 
+def _relative_scores(
+    self: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    relative_position_embeddings: torch.Tensor,
+    *,
+    original: Callable,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dai et al. 2019, arXiv:1901.02860, appendix B, where each score is looked up by its distance.
+
+    Args:
+        query: [batch, heads, length, head_dim].
+        key: [batch, heads, length, head_dim].
+        relative_position_embeddings: [1, 2 * length - 1, hidden], from the farthest earlier position to the farthest
+            later one.
+
+    Returns:
+        The query for scores by content, and scores by distance [batch, heads, length, length].
+    """
+    length = query.shape[2]
+    embeddings = self.linear_pos(relative_position_embeddings)
+    embeddings = embeddings.reshape(*relative_position_embeddings.shape[:2], -1, self.head_size).permute(0, 2, 3, 1)
+    scores = torch.matmul(query + self.pos_bias_v[None, :, None, :], embeddings)
+    at = torch.arange(length, device=query.device)
+    distance = length - 1 - at[:, None] + at[None, :]
+    scores = torch.gather(scores, -1, distance.expand(*scores.shape[:2], length, length))
+    return query + self.pos_bias_u[None, :, None, :], scores * self.scaling
+
+
 PATCHES = {
     # Encoders of a `SpeechEncoderDecoderModel`, which shortens the mask by the encoder's method.
     "data2vec-audio": _features("data2vec.modeling_data2vec_audio", "Data2VecAudioPreTrainedModel", "6b9955af64c23f98"),
@@ -121,7 +150,17 @@ PATCHES = {
     ),
     "wavlm": _features("wavlm.modeling_wavlm", "WavLMPreTrainedModel", "6b9955af64c23f98"),
     # Encoder-decoders.
-    "seamless_m4t": _lengths("seamless_m4t.modeling_seamless_m4t", "SeamlessM4TPreTrainedModel", "def8b90a1a5c399b"),
+    "seamless_m4t": (
+        *_lengths("seamless_m4t.modeling_seamless_m4t", "SeamlessM4TPreTrainedModel", "def8b90a1a5c399b"),
+        Patch(
+            "seamless_m4t.modeling_seamless_m4t",
+            "_apply_relative_position_encoding",
+            only_traced(_relative_scores),
+            "it shifts relative scores by reshaping rows of other lengths",
+            digests=("a1c4ee739337d77d",),
+            needed=False,
+        ),
+    ),
     "seamless_m4t_v2": _lengths(
         "seamless_m4t_v2.modeling_seamless_m4t_v2", "SeamlessM4Tv2PreTrainedModel", "def8b90a1a5c399b"
     ),

@@ -1,0 +1,1 @@
+"""Patches for recurrent models and layers, whose states move into the cache."""
