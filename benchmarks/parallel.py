@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from exportable_cache.pipeline.sizing import plan
+from exportable_cache.pipeline.plan import plan
 from tests.parallel import checks
 from tests.parallel.processes import run_ranks
 from tests.parallel.test_families import FAMILIES, family

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from exportable_cache.models.parallel.plan import RankPlan
 from exportable_cache.models.parallel.stage_plan import StagePlan
-from exportable_cache.pipeline.sizing import Plan, plan
+from exportable_cache.pipeline.plan import Plan, plan
 
 #: Assumed, in bytes, bytes a second and seconds: memory and its bandwidth; devices of one machine, what one sends
 #: another there, and how long a collective takes at least; the same between machines.

@@ -19,7 +19,7 @@ from exportable_cache.models.loading.generation_configs import named_ends
 from exportable_cache.models.loading.loading import load_config, load_model
 from exportable_cache.models.loading.location import place_of
 from exportable_cache.models.loading.tokenizer import load_tokenizer
-from exportable_cache.pipeline.sizing import plan
+from exportable_cache.pipeline.plan import plan
 
 from .support import checkpoints
 from .support.models import tiny_model, tokens

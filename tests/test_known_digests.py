@@ -14,10 +14,9 @@ import pytest
 
 from exportable_cache import export, load
 from exportable_cache.backends import TARGETS
-from exportable_cache.bundle import digests
-from exportable_cache.bundle import digests as known_digests
+from exportable_cache.bundle import files
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.bundle.digests import KnownDigests, digests_of, record_path
+from exportable_cache.bundle.files import KnownDigests, digests_of, record_path
 from exportable_cache.common.progress import silent
 from exportable_cache.errors import BundleError
 
@@ -32,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bundle whose files are old enough to be noted, and a user who has checked nothing."""
     monkeypatch.setitem(TARGETS, "fake", fake_target.ENTRY)
     monkeypatch.setenv("EXPORTABLE_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(known_digests, "SETTLED", -60)
+    monkeypatch.setattr(files, "SETTLED", -60)
     return export(tiny_model("llama"), "fake", 32, tmp_path / "bundle").path
 
 
@@ -45,7 +44,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.extend(path.name for path in paths)
         return digests_of(paths, *arguments)
 
-    monkeypatch.setattr(digests, "digests_of", noting)
+    monkeypatch.setattr(files, "digests_of", noting)
     return names
 
 
@@ -138,13 +137,13 @@ def test_without_a_folder_to_write_to_files_are_read_each_time(
 def test_files_that_have_just_changed_are_not_noted(
     folder: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known_digests, "SETTLED", 60)
+    monkeypatch.setattr(files, "SETTLED", 60)
     load(folder)
     assert reads(read, lambda: load(folder)) == sorted(FILES)
 
 
 def test_the_oldest_records_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_digests, "MOST_RECORDS", 4)
+    monkeypatch.setattr(files, "MOST_RECORDS", 4)
     for count in range(6):
         records = KnownDigests.read()
         records.note((count, 0, 0, 0, 0), "0" * 64)
@@ -153,7 +152,7 @@ def test_the_oldest_records_go_first(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_files_are_hashed_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(files.os, "cpu_count", lambda: 2)
     paths = [tmp_path / name for name in ("a", "b", "c")]
     for path in paths:
         path.write_bytes(path.name.encode() * 5)
@@ -163,7 +162,7 @@ def test_files_are_hashed_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def progress(stage: str, done: int, total: int) -> None:
         counts.append((done, total))
 
-    original = digests.version_of
+    original = files.version_of
     meeting = iter([True, True])
 
     def waiting(status: os.stat_result) -> Any:
@@ -171,7 +170,7 @@ def test_files_are_hashed_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyP
             barrier.wait()
         return original(status)
 
-    monkeypatch.setattr(digests, "version_of", waiting)
+    monkeypatch.setattr(files, "version_of", waiting)
     found = digests_of(paths, progress)
     assert found == [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
     assert counts == [(5, 15), (10, 15), (15, 15)] and digests_of([], silent) == []

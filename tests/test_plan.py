@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from exportable_cache import ExportableCache
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models.parallel.heads import check_type
-from exportable_cache.pipeline.sizing import MOST_TOKENS, plan
+from exportable_cache.pipeline.plan import MOST_TOKENS, plan
 
 from .support.models import FAMILIES, WINDOW, tiny_model, tokens
 

@@ -5,7 +5,7 @@ import pytest
 from exportable_cache import ExportableCache, Session
 from exportable_cache.errors import InputError
 from exportable_cache.models.positions import beyond_positions
-from exportable_cache.pipeline.sizing import plan
+from exportable_cache.pipeline.plan import plan
 
 from .support.models import tiny_model
 

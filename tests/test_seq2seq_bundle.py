@@ -8,7 +8,7 @@ import torch
 
 from exportable_cache import export, load
 from exportable_cache.errors import InputError
-from exportable_cache.pipeline.sizing import plan
+from exportable_cache.pipeline.plan import plan
 from exportable_cache.verification.verify import verify_session
 
 from .decoding.byte_tokenizer import byte_tokenizer

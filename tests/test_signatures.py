@@ -51,7 +51,7 @@ DICTATED = {
     "cli/bench.py:bench": "typer: its parameters are the command's options",
     "cli/chat.py:chat": "typer: its parameters are the command's options",
     "cli/generate.py:generate": "typer: its parameters are the command's options",
-    "cli/package.py:package": "typer: its parameters are the command's options",
+    "cli/device.py:package": "typer: its parameters are the command's options",
     "cli/serve.py:serve": "typer: its parameters are the command's options",
 }
 

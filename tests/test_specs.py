@@ -28,7 +28,7 @@ from exportable_cache.common.settings import keyword_of, setting_of
 from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
 from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.pipeline import steps
-from exportable_cache.pipeline.sizing import plan, plan_cache
+from exportable_cache.pipeline.plan import plan, plan_cache
 from exportable_cache.pipeline.spec import ExportSpec
 from exportable_cache.program.spec import Form, ProgramSpec
 from exportable_cache.verification.spec import VerifySpec

@@ -31,7 +31,6 @@ from ..program.inputs.multimodal import kinds_taken
 from ..program.lengths import needs_equal_rows
 from ..program.spec import Form, Logits
 from .bundle import PROCESSOR, TOKENIZER_FOLDER, Bundle
-from .digests import digests_of
 from .entries import (
     LOGITS,
     STATE_PREFIX,
@@ -44,10 +43,9 @@ from .entries import (
     Signature,
     Tensor,
 )
-from .listed import CHAT_TURNS, READS_ALIKE, TOKENIZER_FILE
-from .manifest import MANIFEST_FILE, SCHEMA_VERSION, Manifest
+from .files import CHAT_TURNS, READS_ALIKE, TOKENIZER_FILE, digests_of
+from .manifest import MANIFEST_FILE, SCHEMA_VERSION, Manifest, installed_versions
 from .signature import SIGNATURE_FILE
-from .versions import installed_versions
 
 if TYPE_CHECKING:
     import torch

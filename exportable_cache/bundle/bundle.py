@@ -16,11 +16,11 @@ from ..common.fs.files import atomic_path
 from ..common.progress import silent
 from ..errors import BundleError, InputError
 from . import signature
-from .digests import check_files as check_digests
 from .entries import rank_folder
-from .listed import READS_ALIKE, TOKENIZER_FILE, TOKENIZER_FOLDER, check_listed
+from .files import READS_ALIKE, TOKENIZER_FILE, TOKENIZER_FOLDER, check_listed
+from .files import check_files as check_digests
 from .manifest import MANIFEST_FILE, SCHEMA_VERSION, Manifest
-from .versions import check_versions as check_installed
+from .manifest import check_versions as check_installed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin

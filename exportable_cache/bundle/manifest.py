@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,6 +22,8 @@ from .entries import Count, Dtype, Entry, File, Layer, ProgramEntry, Quantized, 
 # 2: layers by their parts, not by a class.
 SCHEMA_VERSION = 2
 MANIFEST_FILE = "manifest.json"
+#: Packages that every program depends on.
+_PACKAGES = ("exportable-cache", "torch", "transformers")
 
 
 class Manifest(Entry):
@@ -230,3 +234,47 @@ def checksum_of(fields: Mapping[str, Any]) -> str:
     """
     content = {name: value for name, value in fields.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
+
+
+def installed_versions(packages: tuple[str, ...] = ()) -> dict[str, str]:
+    """Versions of Python, of the packages every program depends on, and of `packages`, where installed."""
+    versions = {"python": platform.python_version()}
+    for name in dict.fromkeys((*_PACKAGES, *packages)):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def check_versions(manifest: Manifest, packages: Sequence[str]) -> None:
+    """Refuse a bundle that was made with other versions of `packages` than those installed.
+
+    Raises:
+        BundleError: If one differs by more than a patch release. A build label, such as `+cpu`, makes no other version.
+    """
+    installed = installed_versions(tuple(packages))
+    for name in packages:
+        recorded, found = manifest.packages.get(name), installed.get(name)
+        if recorded is None or found is None or _series(recorded) != _series(found):
+            # A release of executorch goes with one series of torch, so both are named.
+            wanted = [one for one in dict.fromkeys((name, "torch")) if _differs(manifest.packages, installed, one)]
+            releases = " ".join(f"{one}=={_public(manifest.packages[one])}" for one in wanted)
+            remedy = f"pip install {releases}, " if recorded and releases else ""
+            raise BundleError(
+                f"the bundle was made with {name} {recorded or '(not recorded)'}, installed is {found or 'none'}; "
+                f"{remedy}export the model again, or try anyway with check_versions=False (--ignore-versions)"
+            )
+
+
+def _differs(recorded: Mapping[str, str], installed: Mapping[str, str], name: str) -> bool:
+    return name in recorded and _series(recorded[name]) != _series(installed.get(name, ""))
+
+
+def _public(version: str) -> str:
+    return version.partition("+")[0]
+
+
+def _series(version: str) -> list[str]:
+    """Major and minor number: patch releases of one series read each other's files."""
+    return _public(version).split(".")[:2]

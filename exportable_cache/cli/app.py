@@ -10,13 +10,11 @@ from .. import __version__
 from .bench import bench
 from .chat import chat
 from .command import Command
-from .doctor import doctor
+from .device import operators, package
+from .doctor import doctor, kernels
 from .export import export
 from .generate import generate
 from .inspect import inspect
-from .kernels import kernels
-from .operators import operators
-from .package import package
 from .plan import plan
 from .serve import serve
 from .verify import verify

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import BundleArgument, CheckOption, IgnoreVersionsOption, JsonOption, KeyOption, TrustOption
+from .options import BundleArgument, CheckOption, IgnoreVersionsOption, JsonOption, KeyOption, TrustOption, at_least
 from .output.tables import simple_table
 from .output.terminal import Terminal, bytes_text
-from .settings import at_least
 
 if TYPE_CHECKING:
     from ..pipeline.bench import BenchReport

@@ -12,8 +12,7 @@ from typer.core import TyperCommand
 
 from ..common.process.quiet import everything_shown, forget
 from ..errors import ExportableCacheError, VerificationError
-from .output.quiet import quiet_third_parties
-from .output.streams import EXIT_INPUT, exit_code_of, is_of_a_stream, unwritable
+from .output.streams import EXIT_INPUT, exit_code_of, is_of_a_stream, quiet_third_parties, unwritable
 from .output.terminal import Terminal
 
 EXIT_MISMATCH = 1

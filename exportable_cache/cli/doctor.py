@@ -1,9 +1,19 @@
-"""`exportable-cache doctor`"""
+"""`exportable-cache doctor` and `exportable-cache kernels`: what this machine runs ExecuTorch bundles with."""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Annotated, Any
+
 import typer
 
+from ..common.native.kernels import TARGET_VARIABLE, VARIABLE, load_native_kernels
+from .command import Command
 from .options import JsonOption
 from .output.tables import simple_table
 from .output.terminal import Terminal
@@ -13,8 +23,6 @@ def doctor(ctx: typer.Context, json: JsonOption = False) -> None:
     """Show what this machine runs bundles with, and what would be faster."""
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries"):
-        from ..pipeline.doctor import diagnose
-
         found = diagnose()
     if json:
         terminal.json(found.to_dict())
@@ -31,3 +39,139 @@ def doctor(ctx: typer.Context, json: JsonOption = False) -> None:
     terminal.print(table)
     for remedy in found.remedies or ["nothing is known to be faster here"]:
         terminal.print(remedy)
+
+
+kernels = typer.Typer(help="Compile attention kernels for ExecuTorch bundles.", no_args_is_help=True)
+
+
+@kernels.command(cls=Command)
+def build(
+    ctx: typer.Context,
+    sources: Annotated[
+        Path | None,
+        typer.Option(
+            "--sources", metavar="DIR", help="Folder kernels/ of the repository.", show_default="this checkout's"
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Library to write.", show_default="in this environment"),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Compile them, into this environment: they serve from then on."""
+    terminal: Terminal = ctx.obj
+    with terminal.progress("compiling the attention kernels"):
+        from ..backends.executorch.native.build import build_kernels
+
+        path = build_kernels(sources, output)
+    if json:
+        terminal.json({"path": str(path)})
+    else:
+        terminal.print(f"{path}\nbundles for ExecuTorch use it from now on; `exportable-cache doctor` shows it")
+
+
+_BUILD = "exportable-cache kernels build"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        processor: Name of it.
+        instruction_set: The best that torch uses on it.
+        cores: Logical ones that this process may run on.
+        torch: Its release, its threads, and its library for matrix products.
+        executorch: Its release, None where it is not installed.
+        runtime_threads: Of ExecuTorch's pool, None where only our kernels could tell and they are not loaded.
+        kernels: What serves attention over fused layers.
+        remedies: What would be faster, one sentence each.
+    """
+
+    processor: str
+    instruction_set: str
+    cores: int
+    torch: str
+    executorch: str | None
+    runtime_threads: int | None
+    kernels: str
+    remedies: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def diagnose() -> Diagnosis:
+    """Look at the machine and at the installed packages; it loads the ExecuTorch runtime where there is one.
+
+    Raises:
+        MissingDependencyError: If kernels were asked for by `EXPORTABLE_CACHE_KERNELS` that cannot be loaded.
+    """
+    import torch
+
+    from ..common.native.machine_code import processor_name
+
+    release = _release("executorch")
+    kernels = None
+    if release is not None:
+        from ..common.compat.executorch import runtime
+
+        runtime()
+        kernels = load_native_kernels()
+    served = "ExecuTorch's own" if release else "none: executorch is not installed"
+    if kernels is not None:
+        served = f"ours, {kernels.target}, {kernels.path}"
+    return Diagnosis(
+        processor=processor_name(),
+        instruction_set=torch.backends.cpu.get_cpu_capability(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        torch=f"{torch.__version__}, {torch.get_num_threads()} threads, {_blas(torch.__config__.show())}",
+        executorch=release,
+        runtime_threads=None if kernels is None else kernels.threads,
+        kernels=served,
+        remedies=list(_remedies(release, kernels is not None)),
+    )
+
+
+def _remedies(release: str | None, ours: bool):
+    if release is None:
+        yield "to run bundles for ExecuTorch: pip install 'exportable-cache[executorch]'"
+        return
+    if not ours and os.environ.get(VARIABLE):
+        yield f"attention is left to ExecuTorch's kernels by {VARIABLE}={os.environ[VARIABLE]}; unset it"
+    elif not ours:
+        lacking = [] if shutil.which("c++") or os.environ.get("CXX") else ["a C++ compiler (g++)"]
+        # A header-only look: CMake finds Highway in other places, too.
+        if not Path("/usr/include/hwy/highway.h").is_file() and not os.environ.get("hwy_ROOT"):
+            lacking.append("Google Highway (libhwy-dev)")
+        needs = f"; it needs {' and '.join(lacking)}" if lacking else ""
+        yield f"faster attention over long contexts: {_BUILD}{needs}"
+    if ours and os.environ.get(TARGET_VARIABLE):
+        yield f"the kernels are held to {os.environ[TARGET_VARIABLE]} by {TARGET_VARIABLE}; unset it"
+
+
+def _blas(config: str) -> str:
+    """What torch was built with, of `torch.__config__.show()`."""
+    found = re.search(r"(?:oneAPI )?Math Kernel Library Version (\S+)", config)
+    if found is None:
+        named = re.search(r"BLAS_INFO=(\w+)", config)
+        return f"BLAS {named.group(1)}" if named else "BLAS unknown"
+    from ..common.native.machine_code import cpu_fields
+
+    path = "" if cpu_fields().get("vendor_id", "GenuineIntel") == "GenuineIntel" else _NOT_INTEL
+    return f"MKL {found.group(1)}{path}"
+
+
+# A profile of an EPYC of Zen 3 showed `mkl_blas_def_sgemm` under ExecuTorch's attention.
+_NOT_INTEL = ", which may take its generic path, as this processor is not Intel's"
+
+
+def _release(package: str) -> str | None:
+    if util.find_spec(package) is None:
+        return None
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "of unknown release"

@@ -15,14 +15,13 @@ from ..errors import shown
 from ..models.quantization.spec import Quantization
 from ..pipeline.spec import ExportSpec
 from ..program.spec import ProgramSpec
-from .options import REQUIRED_OPTION, TARGET, JsonOption, ModelArgument
+from .options import REQUIRED_OPTION, TARGET, Changes, JsonOption, ModelArgument, declared, options_of, takes
 from .output.tables import simple_table
 from .output.terminal import Terminal, bytes_text
-from .settings import Changes, declared, options_of, takes
 
 if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
-    from ..pipeline.dry_run import DryRun
+    from ..pipeline.export import DryRun
 
 
 def _sides(text: str) -> tuple[int, ...]:

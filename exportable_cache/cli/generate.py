@@ -23,10 +23,10 @@ from .options import (
     TemperatureOption,
     TopPOption,
     TrustOption,
+    at_least,
 )
 from .output.streams import prompt_from_stdin
 from .output.terminal import Terminal
-from .settings import at_least
 
 if TYPE_CHECKING:
     from torch import Tensor

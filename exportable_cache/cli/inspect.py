@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..backends.executorch.options import needs_native_kernels
 from ..errors import shown
 from .export import print_files, print_verification
-from .options import BundleOrDemoArgument, JsonOption, KeyOption
-from .output.elsewhere import opened_elsewhere
+from .options import BundleOrDemoArgument, JsonOption, KeyOption, at_least
 from .output.tables import LayerRow, engine_table, engines, layer_table, simple_table
 from .output.terminal import Terminal, bytes_text
 from .plan import print_plan
-from .settings import at_least
 
 if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
+    from ..bundle.manifest import Manifest
 
 _DEMO_MAX_CACHE_LEN = 512
 
@@ -45,7 +45,7 @@ def inspect(
     terminal: Terminal = ctx.obj
     if folder == "demo":
         with terminal.progress("reading the config of demo"):
-            from ..pipeline.sizing import plan
+            from ..pipeline.plan import plan
 
             made = plan("demo", max_cache_len or _DEMO_MAX_CACHE_LEN)
         if json:
@@ -173,3 +173,36 @@ def _signature(tensors: list[dict[str, Any]]) -> str:
     # Programs that take the cache as an argument list every tensor of every layer, which the layer table shows already.
     others = [text for text in named if not text.startswith("cache.")]
     return ", ".join(others if len(others) == len(named) else [*others, f"cache ({len(named) - len(others)} tensors)"])
+
+
+def opened_elsewhere(manifest: Manifest) -> list[str]:
+    """Return lines of Python that open a bundle's program without this package; none where there is no way to.
+
+    They are run in the bundle's folder. docs/bundles.md explains them.
+    """
+    if manifest.ranks is not None:
+        return []
+    methods = list(manifest.program.methods)
+    if manifest.target == "pt2":
+        return [
+            *(["import torchao.quantization.quant_primitives"] if manifest.quantization is not None else []),
+            "from torch.export.pt2_archive._package import load_pt2",
+            'programs = load_pt2("program.pt2").exported_programs',
+            'for program in programs.values(): program.constants.update(programs["model"].constants)',
+        ]
+    # The other delegates are not in ExecuTorch's Python runtime.
+    if manifest.target != "executorch" or manifest.options.get("delegate", "xnnpack") != "xnnpack":
+        return []
+    lines = [
+        "from executorch.runtime import Runtime",
+        "import executorch.extension.llm.custom_ops.custom_ops, executorch.kernels.quantized",
+    ]
+    if needs_native_kernels(manifest.options):
+        from ..common.native.kernels import installed_path
+
+        lines.append(f"import ctypes; ctypes.CDLL({str(installed_path())!r})")
+    return [
+        *lines,
+        'program = Runtime.get().load_program("program.pte")',
+        f"methods = {{name: program.load_method(name) for name in {methods!r}}}",
+    ]

@@ -9,15 +9,14 @@ import typer
 
 from ..cache.spec import CacheSpec
 from ..errors import shown
-from ..pipeline.split import Split
-from .options import JsonOption, ModelArgument, PlanTargetOption
+from ..pipeline.spec import Split
+from .options import JsonOption, ModelArgument, PlanTargetOption, declared, options_of, takes
 from .output.tables import LayerRow, layer_table
 from .output.terminal import Terminal, bytes_text
-from .settings import declared, options_of, takes
 
 if TYPE_CHECKING:
     from ..models.parallel.plan import RankPlan
-    from ..pipeline.sizing import Plan
+    from ..pipeline.plan import Plan
 
 
 @takes(
@@ -32,7 +31,7 @@ def plan(ctx: typer.Context, model: str, target: str | None, json: bool, **given
 
     terminal: Terminal = ctx.obj
     with terminal.progress(f"reading the config of {model}"):
-        from ..pipeline.sizing import plan_cache
+        from ..pipeline.plan import plan_cache
 
         split = Split(**{one.name: given.pop(one.name) for one in fields(Split)})
         made = plan_cache(model, CacheSpec(**given), target, split)
@@ -46,7 +45,7 @@ def plan(ctx: typer.Context, model: str, target: str | None, json: bool, **given
 
 def print_plan(terminal: Terminal, made: Plan) -> None:
     """Tables and totals, for people."""
-    from ..pipeline.sizing import MOST_TOKENS
+    from ..pipeline.plan import MOST_TOKENS
 
     name = made.architecture or made.model_type
     terminal.print(

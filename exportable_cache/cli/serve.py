@@ -15,9 +15,9 @@ from .options import (
     KeyOption,
     SplitSpecialTokensOption,
     TrustOption,
+    at_least,
 )
 from .output.terminal import Terminal
-from .settings import at_least
 
 
 def serve(
@@ -84,8 +84,7 @@ def serve(
     with terminal.opening(folder):
         from ..decoding.completion import Completer
         from ..session.opening import load
-        from .server.app import ServerOptions, make_app
-        from .server.run import run
+        from .server.app import ServerOptions, make_app, run
 
         options = ServerOptions(
             name or Path(folder).resolve().name,

@@ -11,16 +11,20 @@ from ..verification.spec import VerifySpec
 from .command import EXIT_MISMATCH
 from .options import (
     BundleArgument,
+    Changes,
     IgnoreVersionsOption,
     JsonOption,
     KeyOption,
     LoraOption,
     ModelOption,
     TrustOption,
+    at_least,
+    declared,
+    options_of,
+    takes,
 )
 from .output.tables import simple_table
 from .output.terminal import Terminal
-from .settings import Changes, at_least, declared, options_of, takes
 
 RecordOption = Annotated[
     bool, typer.Option("--record", help="Write the report into the bundle's manifest, in place of the earlier one.")

@@ -1,4 +1,4 @@
-"""What an export is asked for: every option in one frozen value, checked before a model is looked at.
+"""Options of an export and of a plan, each in one frozen value that is checked before a model is read.
 
 Importing this module imports no torch: the command line makes its options from the fields.
 """
@@ -6,6 +6,7 @@ Importing this module imports no torch: the command line makes its options from 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from ..backends.options import TargetOptions
     from ..models.quantization.spec import Quantization
 
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _NO_OUTPUT = "name the folder to write, such as 'artifacts/model'"
 
 
@@ -233,3 +236,54 @@ def _checked_output(output_dir: str | os.PathLike | None) -> Path:
             f"output_dir is {os.fspath(output_dir)!r}, which is no name of a folder of its own; {_NO_OUTPUT}"
         )
     return output
+
+
+@dataclass(frozen=True)
+class Split:
+    """Ranks, stages, and what each may take.
+
+    Attributes:
+        tensor_parallel: Ranks that share every layer, None for one.
+        pipeline: Stages that have layers of their own, None for one.
+        memory: Bytes that a process may take for weights and cache; a text such as "16G" becomes a number (GiB).
+
+    Raises:
+        InputError: If a value is out of range.
+    """
+
+    tensor_parallel: int | None = setting(
+        None,
+        "Also plan for N ranks that share the model, by transformers' own plan of it.",
+        flags=("--tensor-parallel",),
+        metavar="N",
+        kind=int,
+        shown_default=False,
+    )
+    pipeline: int | None = setting(
+        None,
+        "Also plan for N stages of layers.",
+        flags=("--pipeline",),
+        metavar="N",
+        kind=int,
+        least=2,
+        shown_default=False,
+    )
+    memory: int | str | None = setting(
+        None,
+        "Say how many tokens fit, if a process may take SIZE for weights and cache, such as 16G.",
+        flags=("--memory",),
+        metavar="SIZE",
+        shown_default=False,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.memory is not None:
+            object.__setattr__(self, "memory", _bytes(self.memory))
+
+
+def _bytes(given: int | str) -> int:
+    found = _BYTES.fullmatch(str(given).strip())
+    if isinstance(given, bool) or found is None or float(found[1]) == 0:
+        raise InputError(f"memory is {given!r}; it must be bytes above 0, or a size such as 800M or 16G")
+    return int(float(found[1]) * _UNITS[found[2].upper()])

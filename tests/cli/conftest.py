@@ -33,7 +33,7 @@ def shell():
     """The same in a process of its own -> CompletedProcess."""
 
     def run_in_shell(*arguments, **options):
-        command = [sys.executable, "-m", "exportable_cache.cli", *(str(argument) for argument in arguments)]
+        command = [sys.executable, "-m", "exportable_cache", *(str(argument) for argument in arguments)]
         return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
 
     return run_in_shell

@@ -20,8 +20,7 @@ pytest.importorskip("openai", reason="the test extra is not installed")
 
 import openai
 
-from exportable_cache.cli.server.app import ServerOptions, make_app
-from exportable_cache.cli.server.run import run
+from exportable_cache.cli.server.app import ServerOptions, make_app, run
 from exportable_cache.decoding import Completer
 
 MAX_CACHE_LEN = 128

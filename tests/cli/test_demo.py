@@ -70,7 +70,7 @@ def test_a_process_of_its_own_says_nothing_it_was_not_asked(shell, demo_bundle, 
 
 
 def test_a_reader_that_stops_early_is_no_error(demo_bundle):
-    command = [sys.executable, "-m", "exportable_cache.cli", "inspect", demo_bundle, "--json"]
+    command = [sys.executable, "-m", "exportable_cache", "inspect", demo_bundle, "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     complaint = process.stderr.read()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.cli.output.elsewhere import opened_elsewhere
+from exportable_cache.cli.inspect import opened_elsewhere
 
 from ..support.models import tiny_model
 from ..support.sessions import bundle_of_both, exported_bundle, folded_bundle

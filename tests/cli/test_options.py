@@ -4,7 +4,7 @@ import pytest
 import typer
 
 from exportable_cache.backends.registry import TARGETS
-from exportable_cache.cli import options, settings
+from exportable_cache.cli import options
 
 
 def test_targets_are_those_of_the_registry():
@@ -52,12 +52,12 @@ def test_models_complete_to_demo_and_folders_with_a_config(folders):
 
 @pytest.mark.parametrize("given", [None, 1, 7, [1, 2], [], 1.0])
 def test_at_least_passes_what_is_large_enough(given):
-    assert settings.at_least(1)(given) == given
+    assert options.at_least(1)(given) == given
 
 
 @pytest.mark.parametrize("given", [0, -3, [2, 0], 0.5, float("nan")])
 def test_at_least_names_value_and_limit(given):
     with pytest.raises(typer.BadParameter) as caught:
-        settings.at_least(1)(given)
+        options.at_least(1)(given)
     value = given if not isinstance(given, list) else 0
     assert str(value) in str(caught.value) and "at least 1" in str(caught.value)

@@ -22,7 +22,7 @@ SCRIPT = """
 import sys
 from contextlib import redirect_stdout
 from exportable_cache.cli.chat import _answer_all
-from exportable_cache.cli.questions import Questions
+from exportable_cache.cli.chat import Questions
 from exportable_cache.cli.output.terminal import Terminal
 
 class Talk:

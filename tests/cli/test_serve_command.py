@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("fake_backend")
 
 @pytest.mark.full
 def test_the_command_says_where_it_listens_and_ends_when_interrupted(demo_bundle: Path) -> None:
-    command = [sys.executable, "-m", "exportable_cache.cli", "serve", str(demo_bundle), "--port", "0", "--name", "demo"]
+    command = [sys.executable, "-m", "exportable_cache", "serve", str(demo_bundle), "--port", "0", "--name", "demo"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None and process.stdout is not None
         lines = []

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("fake_backend")
 
 
 def test_connections_beyond_those_that_are_held_are_refused(server_bundle: Path, monkeypatch) -> None:
-    monkeypatch.setattr("exportable_cache.cli.server.run._MOST_CONNECTIONS", 2)
+    monkeypatch.setattr("exportable_cache.cli.server.app._MOST_CONNECTIONS", 2)
     with served(load(server_bundle)) as address:
         host, port = address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=20):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from exportable_cache.cli.output import terminal as module
-from exportable_cache.cli.output.quiet import quiet_third_parties
+from exportable_cache.cli.output.streams import quiet_third_parties
 from exportable_cache.cli.output.tables import simple_table
 from exportable_cache.cli.output.terminal import Terminal, bytes_text
 from exportable_cache.errors import InputError, MissingDependencyError

@@ -22,7 +22,7 @@ from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cache.attention.functions import matmul_attention
 from exportable_cache.cache.layers import layer_from
 from exportable_cache.cache.storage import KV_DTYPES, storage_of
-from exportable_cache.cli.output.elsewhere import opened_elsewhere
+from exportable_cache.cli.inspect import opened_elsewhere
 from exportable_cache.common.native.kernels import VARIABLE
 from exportable_cache.errors import BundleError, MissingDependencyError
 from exportable_cache.models.patches.mechanisms import fused_attention

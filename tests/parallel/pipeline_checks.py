@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from exportable_cache import load
-from exportable_cache.bundle import digests
+from exportable_cache.bundle import files
 from exportable_cache.decoding import ContinuousBatch, Sampling
 
 from ..support.models import tokens
@@ -75,13 +75,13 @@ def _over_stages(model: Any) -> dict[str, Any]:
 def files_read(me: Rank) -> dict[str, Any]:
     """What a rank reads of a bundle, whole; where it has its own part alone; and where the last rank's is damaged."""
     read: list[str] = []
-    digests_of = digests.digests_of
+    digests_of = files.digests_of
 
     def noting(paths: Any, *more: Any) -> Any:
         read.extend(path.relative_to(me.folder / "bundle").as_posix() for path in paths)
         return digests_of(paths, *more)
 
-    with mock.patch.object(digests, "digests_of", noting):
+    with mock.patch.object(files, "digests_of", noting):
         load(me.folder / "bundle", trust=True, check=True)
     found: dict[str, Any] = {"read": read}
     own = me.folder / f"own-{me.rank}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.pipeline.sizing import plan
+from exportable_cache.pipeline.plan import plan
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits

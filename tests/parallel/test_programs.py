@@ -279,7 +279,7 @@ def test_machine_code(tmp_path: Path) -> None:
     assert bundle.manifest.verification["max_difference"] < 1e-4
     whole.save_pretrained(tmp_path / "model")
     command = ("verify", tmp_path / "bundle", "--model", tmp_path / "model", "--trust")
-    subprocess.run([sys.executable, "-m", "exportable_cache.cli", *command], check=True, timeout=500)
+    subprocess.run([sys.executable, "-m", "exportable_cache", *command], check=True, timeout=500)
     session = Session.from_model(whole, ExportableCache.from_model(whole, CAPACITY))
     session.prefill(tokens(LENGTH)[:, :PROMPT])
     session.save_state(tmp_path / "by-one.safetensors")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.models.weights import fingerprint
-from exportable_cache.pipeline.sizing import plan
+from exportable_cache.pipeline.plan import plan
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits

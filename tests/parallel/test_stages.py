@@ -10,7 +10,7 @@ import torch
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.decoding import ContinuousBatch
-from exportable_cache.pipeline.sizing import plan
+from exportable_cache.pipeline.plan import plan
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits

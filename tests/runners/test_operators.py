@@ -18,7 +18,7 @@ from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cli.app import app
 from exportable_cache.common.compat.executorch import deserialized_program, operator_names
 from exportable_cache.errors import BundleError, InputError
-from exportable_cache.pipeline.operators import list_operators, write_list
+from exportable_cache.pipeline.package import list_operators, write_list
 
 from ..security.conftest import reseal
 from ..support.models import tiny_model

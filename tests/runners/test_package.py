@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.common.native.elf import read_program
 from exportable_cache.errors import BundleError, InputError, VerificationError
-from exportable_cache.pipeline.package import CHECK, PLATFORMS, PROGRAM, package
+from exportable_cache.pipeline.package import CHECK, PLATFORMS, PROGRAM, package, read_program
 from exportable_cache.session.opening import load
 from exportable_cache.session.session import Session
 

@@ -27,7 +27,7 @@ from typing import TextIO
 
 import torch
 
-from exportable_cache.bundle.digests import record_path
+from exportable_cache.bundle.files import record_path
 from exportable_cache.errors import ExportableCacheError
 
 from .attacks import Attack, attacks

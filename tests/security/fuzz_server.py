@@ -34,7 +34,7 @@ torch.set_num_threads(1)
 from transformers import LlamaConfig, LlamaForCausalLM
 from exportable_cache import ExportableCache, Session
 from exportable_cache.cli.server.app import ServerOptions, make_app
-from exportable_cache.cli.server.run import run
+from exportable_cache.cli.server.app import run
 from exportable_cache.decoding import Completer
 from tests.decoding.byte_tokenizer import SIZE, byte_tokenizer
 torch.manual_seed(0)

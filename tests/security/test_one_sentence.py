@@ -50,7 +50,7 @@ def test_a_full_device_and_a_closed_stdout(pt2_bundle: Path) -> None:
     import subprocess
     import sys
 
-    command = [sys.executable, "-m", "exportable_cache.cli", "inspect", str(pt2_bundle)]
+    command = [sys.executable, "-m", "exportable_cache", "inspect", str(pt2_bundle)]
     with Path("/dev/full").open("w") as full:
         ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert ran.returncode == 2
@@ -70,7 +70,7 @@ def test_a_reader_that_is_gone(pt2_bundle: Path, option: str) -> None:
 
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "exportable_cache.cli", "inspect", str(pt2_bundle), *filter(None, [option])]
+    command = [sys.executable, "-m", "exportable_cache", "inspect", str(pt2_bundle), *filter(None, [option])]
     ran = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
     assert ran.returncode == 141
     assert "error" not in ran.stderr
@@ -87,7 +87,7 @@ def test_stderr_that_takes_nothing_is_no_reason_to_stop(pt2_bundle: Path, redire
     import subprocess
     import sys
 
-    command = f"{sys.executable} -m exportable_cache.cli inspect {pt2_bundle}"
+    command = f"{sys.executable} -m exportable_cache inspect {pt2_bundle}"
     ran = subprocess.run(f"{command} {redirected}", shell=True, stdout=subprocess.PIPE, text=True)
     assert ran.returncode == 0
     assert "Qwen3ForCausalLM" in ran.stdout
@@ -109,7 +109,7 @@ def test_help_and_usage_that_nobody_can_read(arguments: str, code: int) -> None:
     import sys
 
     ran = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m exportable_cache.cli {arguments}"], capture_output=True, text=True
+        ["bash", "-c", f"{sys.executable} -m exportable_cache {arguments}"], capture_output=True, text=True
     )
     assert ran.returncode == code
     assert "Traceback" not in ran.stderr and "Exception ignored" not in ran.stderr

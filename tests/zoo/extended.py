@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.errors import ExportableCacheError
-from exportable_cache.pipeline.sizing import plan
+from exportable_cache.pipeline.plan import plan
 
 from .architectures import Architecture
 from .build import (

@@ -9,7 +9,7 @@ import pytest
 from exportable_cache import ExportableCache
 from exportable_cache.errors import UnsupportedModelError
 from exportable_cache.models.loading.without_weights import model_without_weights
-from exportable_cache.pipeline.sizing import Plan, plan
+from exportable_cache.pipeline.plan import Plan, plan
 
 from .architectures import Architecture, architectures
 from .build import LENGTH, encoder_inputs, encoder_options, tiny_model

@@ -1,13 +1,15 @@
-"""Standard streams that take no more, have gone, or hold something else than text."""
+"""Standard streams that fail, prompts on stdin, and the messages of other libraries."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...common.process.quiet import forget
+from ...common.process.quiet import forget, known_chatter_dropped
 from ...errors import InputError
 
 EXIT_INPUT = 2
@@ -15,6 +17,8 @@ EXIT_INPUT = 2
 EXIT_PIPE = 141
 #: Of a stream that takes no more: a full disk, a broken one, a closed one, one whose reader is gone.
 _ERRORS = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EPIPE)
+#: Loggers that report optional parts which are not installed, or talk to their own developers.
+_LOGGERS = ("torchao", "torch.utils._pytree", "torch.export", "executorch", "coremltools", "transformers")
 
 
 def is_of_a_stream(error: BaseException | None) -> bool:
@@ -80,3 +84,19 @@ def prompt_from_stdin() -> str:
         ) from error
     except OSError as error:
         raise InputError(f"cannot read the prompt from stdin: {error.strerror}; pass it by --prompt") from error
+
+
+@contextmanager
+def quiet_third_parties() -> Iterator[None]:
+    """Show no warnings, of the noisy libraries only errors, and no known chatter. Exceptions and other text pass."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), known_chatter_dropped():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,10 +1,11 @@
-"""The routes, and what is said of requests that are refused."""
+"""The server: its routes, its answers to refused requests, and the loop that serves it."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -24,13 +25,16 @@ from ...generation.token_text import TokenTexts
 from .answers import Answer, error_of
 from .engine import Busy, Engine
 from .origins import AllowedOrigins, OriginGuard
-from .refusals import sentence_of
-from .schema import ChatRequest, CompletionRequest
+from .schema import ChatRequest, CompletionRequest, sentence_of
 
 Result = TypeVar("Result")
 
 #: Seconds after which a request that was refused for a full queue may try again.
 _RETRY_AFTER = 1
+#: Connections beyond this are refused: each may hold a body of some megabytes.
+_MOST_CONNECTIONS = 512
+#: Seconds for which answers that are being given may go on when the server is ended.
+_GRACE = 5
 _GONE = 499
 _DONE = b"data: [DONE]\n\n"
 #: The page asks its own server alone, and is shown in no other site's frame.
@@ -303,3 +307,51 @@ def _refuse_in_the_form_of_the_api(app: FastAPI, completer: Completer, options: 
     @app.exception_handler(Exception)
     async def of_anything(request: Request, error: Exception) -> JSONResponse:
         return refuse(500, f"unexpected {type(error).__name__}; the server's log has more", "server_error")
+
+
+def run(app: FastAPI, host: str, port: int, started: Callable[[str], None]) -> None:
+    """Serve until interrupted, which ends it well.
+
+    Args:
+        app: What answers.
+        host, port: Where to listen; port 0 for a free one.
+        started: Called with the address, before requests are taken.
+
+    Raises:
+        InputError: If nothing can listen there.
+    """
+    import uvicorn
+
+    listening = _listen(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    started(f"http://{shown}:{listening.getsockname()[1]}")
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        limit_concurrency=_MOST_CONNECTIONS,
+        timeout_graceful_shutdown=_GRACE,
+        server_header=False,
+        # A second interrupt cancels the messages by which a server tells that it ends, with a traceback.
+        lifespan="off",
+    )
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    except KeyboardInterrupt:
+        pass
+    finally:
+        app.state.engine.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(128)
+    except OSError as error:
+        raise InputError(
+            f"cannot listen at {host}, port {port}: {error.strerror or error}; choose another with --host and --port"
+        ) from error
+    return found

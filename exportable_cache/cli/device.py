@@ -1,4 +1,4 @@
-"""`exportable-cache package`"""
+"""`exportable-cache package` and `exportable-cache operators`: bundles for a device."""
 
 from __future__ import annotations
 
@@ -59,3 +59,33 @@ def package(
     checked = "the check passed here" if made.ran else "it was not run here"
     terminal.print(f"\nthe program loads {loads}; {checked}")
     terminal.print(f"copy {made.path} to the device, then: ./{CHECK}, and ./{RUN} --prompt ...")
+
+
+def operators(
+    ctx: typer.Context,
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Folders of bundles for ExecuTorch.", show_default=False)
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="List to write, for -DEC_OPERATORS=FILE of runners/cpp."),
+    ] = None,
+    key: KeyOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List the operators that bundles call, from which a small C++ program for them is built."""
+    terminal: Terminal = ctx.obj
+    with terminal.progress("loading libraries") as progress:
+        from ..bundle.bundle import Bundle
+        from ..pipeline.package import list_operators, write_list
+
+        bundles = [Bundle.open(folder, key=key, progress=progress) for folder in folders]
+        found = list_operators(bundles)
+        if output is not None:
+            write_list(found, bundles, output)
+    if json:
+        terminal.json({"operators": found.operators, "path": None if output is None else str(output)})
+        return
+    terminal.print("\n".join(found.operators))
+    if output is not None:
+        terminal.print(f"\nbuild the C++ program from {output}: -DEC_OPERATORS={output.resolve()}")

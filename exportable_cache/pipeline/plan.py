@@ -23,8 +23,7 @@ from ..models.parallel.stage_plan import StagePlan, plan_stages
 from ..models.patches.registry import patch_model
 from ..models.positions import beyond_positions
 from .dtypes import DtypeChoice, check_dtype, choose_dtype
-from .spec import dtype_of
-from .split import Split
+from .spec import Split, dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -1,4 +1,4 @@
-"""Sizes and checksums of a bundle's files, and digests known from earlier checks."""
+"""Checks of a bundle's files: sizes, checksums, digests known from earlier checks, and files that are not listed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ..common.fs.files import atomic_path
 from ..common.fs.user_files import home_folder
 from ..errors import BundleError, InputError
+from .entries import rank_folder
 
 if TYPE_CHECKING:
     from ..common.progress import Progress
@@ -30,6 +31,18 @@ SETTLED = 2.0
 
 _FILE = "digests.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_HASH_PIECE = 1 << 20
+_MOST_THREADS = 8
+
+TOKENIZER_FOLDER = "tokenizer"
+#: What `tokenizers` reads by itself.
+TOKENIZER_FILE = f"{TOKENIZER_FOLDER}/tokenizer.json"
+#: Detail of that file: whether it gives, by itself, what transformers' tokenizer gives.
+READS_ALIKE = "reads_alike"
+#: Another: the chat template as texts between turns, see `ChatTurns`.
+CHAT_TURNS = "chat_turns"
+#: Of files that hold programs or weights. Others, such as a README of who copied the folder, are not read.
+_READ = (".pt", ".pt2", ".pte", ".ptd", ".plan", ".so", ".safetensors")
 
 
 def version_of(status: os.stat_result) -> tuple[int, int, int, int, int]:
@@ -103,10 +116,6 @@ def _private(status: os.stat_result) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-_HASH_PIECE = 1 << 20
-_MOST_THREADS = 8
-
-
 def check_files(
     folder: Path, manifest: Manifest, progress: Progress, known: bool = False, names: Sequence[str] | None = None
 ) -> None:
@@ -175,3 +184,41 @@ def digests_of(paths: Sequence[Path], progress: Progress, records: KnownDigests 
 
     with ThreadPoolExecutor(max_workers=min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
         return list(threads.map(digest_of, paths))
+
+
+def check_listed(folder: Path, manifest: Manifest) -> None:
+    """Refuse files that would be read and whose digest nobody checks, and links.
+
+    A tokenizer reads whatever its folder has: an `added_tokens.json` there changes tokens, a `chat_template.jinja` what
+    the model is asked.
+
+    Raises:
+        BundleError: If there is one.
+    """
+    folders = (
+        [""] if manifest.ranks is None else ["", *(f"{rank_folder(rank)}/" for rank in range(manifest.ranks.size))]
+    )
+    try:
+        names = [
+            place + entry.name
+            for place in folders
+            if os.path.isdir(folder / place)
+            for entry in os.scandir(folder / place)
+            if entry.name.endswith(_READ)
+        ]
+    except OSError as error:
+        raise BundleError(f"cannot read {folder}: {error.strerror or error}; check its permissions") from error
+    for place, inside, files in os.walk(folder):
+        for name in (*inside, *files):
+            if os.path.islink(os.path.join(place, name)):
+                raise BundleError(
+                    f"{Path(place, name)} is a link, so what it shows can lie anywhere; put the file there instead"
+                )
+    for place, _, files in os.walk(folder / TOKENIZER_FOLDER):
+        names += [Path(place, file).relative_to(folder).as_posix() for file in files]
+    unlisted = sorted(name for name in names if name not in manifest.files)
+    if unlisted:
+        raise BundleError(
+            f"{folder / unlisted[0]} would be read, but the manifest does not list it, so nobody has checked it; "
+            "remove it, or export the model again"
+        )
