@@ -3,7 +3,7 @@
 import torch
 
 from exportable_cache import ExportableCache
-from exportable_cache.bundle.entries import MethodEntry, Signature
+from exportable_cache.bundle.entries import MethodEntry, MethodIO
 from exportable_cache.common.method_io import TensorSpec
 from exportable_cache.program.methods import ProgramMethod
 from exportable_cache.program.program import Program
@@ -54,9 +54,9 @@ def test_a_manifest_gives_the_method_back_without_the_state() -> None:
         max_length=9,
         ranges={"tiles": (1, 4)},
         inputs=[
-            Signature(name="input_ids", dtype="int64", shape=["batch", "length"]),
-            Signature(name="cache.layers.0.keys", dtype="float32", shape=["batch", 2, 8, 4]),
+            MethodIO(name="input_ids", dtype="int64", shape=["batch", "length"]),
+            MethodIO(name="cache.layers.0.keys", dtype="float32", shape=["batch", 2, 8, 4]),
         ],
-        outputs=[Signature(name="features", dtype="float32", shape=["batch", "tiles", 5])],
+        outputs=[MethodIO(name="features", dtype="float32", shape=["batch", "tiles", 5])],
     )
     assert MethodEntry.model_validate_json(recorded.model_dump_json()).described("encode") == method

@@ -38,14 +38,14 @@ from .entries import (
     ItemEntry,
     Layer,
     MethodEntry,
+    MethodIO,
     ProgramEntry,
     RopeEntry,
-    Signature,
     Tensor,
 )
 from .files import CHAT_TURNS, READS_ALIKE, TOKENIZER_FILE, digests_of
 from .manifest import MANIFEST_FILE, SCHEMA_VERSION, Manifest, installed_versions
-from .signature import SIGNATURE_FILE
+from .signing import SIGNATURE_FILE
 
 if TYPE_CHECKING:
     import torch
@@ -181,17 +181,17 @@ def weights_bytes(model: torch.nn.Module) -> int:
 
 
 def _method(program: Program, method: ProgramMethod, logits_size: int) -> MethodEntry:
-    inputs, outputs = [_signature(spec) for spec in method.inputs], [_signature(spec) for spec in method.outputs]
+    inputs, outputs = [_io_entry(spec) for spec in method.inputs], [_io_entry(spec) for spec in method.outputs]
     if method.is_step:
         length = method.inputs[0].shape[1]
         gives_all = method.only_scores or program.logits is Logits.ALL
         shape: tuple[int | str, ...] = ("batch", logits_size)
         if gives_all or method.scored_tokens:
             shape = ("batch", length if gives_all else "scored", logits_size)
-        outputs = [_signature(TensorSpec(LOGITS, dtype_name(program.model.dtype), shape))]
+        outputs = [_io_entry(TensorSpec(LOGITS, dtype_name(program.model.dtype), shape))]
     if method.is_step and program.form is Form.EXPLICIT:
         state = [
-            Signature(name=f"{STATE_PREFIX}{name}", dtype=dtype_name(tensor.dtype), shape=["batch", *tensor.shape[1:]])
+            MethodIO(name=f"{STATE_PREFIX}{name}", dtype=dtype_name(tensor.dtype), shape=["batch", *tensor.shape[1:]])
             for name, tensor in program.cache.named_state()
         ]
         inputs, outputs = inputs + state, outputs + state
@@ -209,8 +209,8 @@ def _method(program: Program, method: ProgramMethod, logits_size: int) -> Method
     )
 
 
-def _signature(spec: TensorSpec) -> Signature:
-    return Signature(name=spec.name, dtype=spec.dtype, shape=list(spec.shape))
+def _io_entry(spec: TensorSpec) -> MethodIO:
+    return MethodIO(name=spec.name, dtype=spec.dtype, shape=list(spec.shape))
 
 
 def check_free(path: Path, overwrite: bool) -> None:

@@ -15,7 +15,7 @@ from ..cache.layers import layer_from
 from ..common.fs.files import atomic_path
 from ..common.progress import silent
 from ..errors import BundleError, InputError
-from . import signature
+from . import signing
 from .entries import rank_folder
 from .files import READS_ALIKE, TOKENIZER_FILE, TOKENIZER_FOLDER, check_listed
 from .files import check_files as check_digests
@@ -99,9 +99,9 @@ class Bundle:
         else:
             if not check_files:
                 raise InputError("key is given with check_files=False, and a signature covers files by their checksums")
-            public = signature.public_key(key)
-            manifest = Manifest.read(folder, lambda content: signature.check(folder, content, public))
-            signed_by = signature.fingerprint(public)
+            public = signing.public_key(key)
+            manifest = Manifest.read(folder, lambda content: signing.check(folder, content, public))
+            signed_by = signing.fingerprint(public)
         check_listed(folder, manifest)
         if check_versions:
             check_installed(manifest, backend_for(manifest.target).packages)
@@ -157,18 +157,18 @@ class Bundle:
             BundleError: If the bundle is signed and `sign` is missing, or the manifest cannot be written.
             InputError: If the key cannot be read.
         """
-        signed = (self.path / signature.SIGNATURE_FILE).exists()
+        signed = (self.path / signing.SIGNATURE_FILE).exists()
         if signed and sign is None:
             raise BundleError(
                 f"{self.path} is signed, and recording a verification changes the manifest that the signature covers; "
                 "pass the private key to sign it again with sign= (--sign)"
             )
-        key = None if sign is None else signature.private_key(sign)
+        key = None if sign is None else signing.private_key(sign)
         manifest = self.manifest.model_copy(update={"verification": dict(report)})
         content = manifest.content()
         try:
             if key is not None:
-                signature.sign(self.path, content, key)
+                signing.sign(self.path, content, key)
             with atomic_path(self.path / MANIFEST_FILE) as temporary:
                 temporary.write_bytes(content)
         except OSError as error:

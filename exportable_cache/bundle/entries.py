@@ -182,7 +182,7 @@ STATE_PREFIX = "cache."
 LOGITS = "logits"
 
 
-class Signature(Entry):
+class MethodIO(Entry):
     """One input or output: `shape` has numbers, and names of sizes: "batch", "length" and those of the method's
     `ranges`.
     """
@@ -230,8 +230,8 @@ class MethodEntry(Entry):
     scored_tokens: Count = 0
     # Least and most of every size named in a shape, besides "batch" and "length".
     ranges: dict[str, tuple[Count, Count]] = {}
-    inputs: list[Signature]
-    outputs: list[Signature]
+    inputs: list[MethodIO]
+    outputs: list[MethodIO]
     # image_grid_thw of every image that it takes.
     grid: tuple[int, int, int] | None = None
     # Of the items that it encodes; bundles from before have a grid alone.
@@ -248,18 +248,16 @@ class MethodEntry(Entry):
     @model_validator(mode="after")
     def _every_size_is_known(self) -> MethodEntry:
         known = {"batch", "length", *self.ranges}
-        for signature in self.inputs:
-            unknown = [size for size in signature.shape if isinstance(size, str) and size not in known]
+        for io in self.inputs:
+            unknown = [size for size in io.shape if isinstance(size, str) and size not in known]
             if unknown:
-                raise ValueError(
-                    f"input {signature.name!r} has a size {unknown[0]!r}, ranges has {names_of(self.ranges)}"
-                )
+                raise ValueError(f"input {io.name!r} has a size {unknown[0]!r}, ranges has {names_of(self.ranges)}")
         return self
 
     @property
     def is_step(self) -> bool:
         """Whether it feeds tokens over the cache and gives logits."""
-        return any(signature.name == LOGITS for signature in self.outputs)
+        return any(io.name == LOGITS for io in self.outputs)
 
     @property
     def only_scores(self) -> bool:
@@ -331,7 +329,7 @@ class ProgramEntry(Entry):
     @model_validator(mode="after")
     def _lengths_have_a_rule(self) -> ProgramEntry:
         for name, method in self.methods.items():
-            takes = any(signature.name == ROPE_LENGTHS.name for signature in method.inputs)
+            takes = any(io.name == ROPE_LENGTHS.name for io in method.inputs)
             if takes and self.rope is None:
                 raise ValueError(f"method {name!r} takes {ROPE_LENGTHS.name}, but rope is missing")
         return self
@@ -348,7 +346,7 @@ class ProgramEntry(Entry):
     @model_validator(mode="after")
     def _state_is_where_the_form_says(self) -> ProgramEntry:
         for name, method in self.methods.items():
-            explicit = any(signature.name.startswith(STATE_PREFIX) for signature in method.inputs)
+            explicit = any(io.name.startswith(STATE_PREFIX) for io in method.inputs)
             if method.is_step and explicit is not (self.form is Form.EXPLICIT):
                 takes = "takes" if explicit else "does not take"
                 raise ValueError(f"form is {self.form.value!r}, but method {name!r} {takes} the cache as an input")

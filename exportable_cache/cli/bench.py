@@ -54,7 +54,7 @@ def bench(
 
         session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
         if session.ranks is not None:
-            terminal.of_rank(session.ranks.rank)
+            terminal.set_rank(session.ranks.rank)
         report = run_bench(
             session, positions=positions or None, steps=steps, prompt_length=prompt_length, progress=progress
         )

@@ -44,7 +44,8 @@ def chat(
     ctx: typer.Context,
     folder: BundleArgument,
     system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="What the model is told before the first question.")
+        str | None,
+        typer.Option("--system", metavar="TEXT", help="System prompt: instructions before the first message."),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
@@ -90,35 +91,35 @@ def chat(
     # Bytes that are no text are one question's: a strict stream would be lost behind them.
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
-    talk = _Talk(terminal, completer, options, system)
+    conversation = _Conversation(terminal, completer, options, system)
     questions = Questions(terminal.stdout)
     terminal.note("/help lists commands")
-    _answer_all(talk, questions)
+    _answer_all(conversation, questions)
 
 
-def _answer_all(talk: _Talk, questions: Questions) -> None:
+def _answer_all(conversation: _Conversation, questions: Questions) -> None:
     """Take questions until the end of the input; two interrupts in a row end a conversation at a terminal."""
     was_interrupted = False
     while True:
         try:
             question = questions.next()
             was_interrupted = False
-            if question is None or not talk.take(question):
+            if question is None or not conversation.take(question):
                 return
         except KeyboardInterrupt:
             if not questions.is_typed:
                 raise
-            talk.terminal.write("\n")
+            conversation.terminal.write("\n")
             if was_interrupted:
                 return
             was_interrupted = True
-            talk.terminal.note("the conversation is kept; Ctrl+C again, or Ctrl+D, ends it")
+            conversation.terminal.note("the conversation is kept; Ctrl+C again, or Ctrl+D, ends it")
         except (InputError, CacheFullError) as error:
-            talk.terminal.error(f"error: {error}")
+            conversation.terminal.error(f"error: {error}")
 
 
 @dataclass
-class _Talk:
+class _Conversation:
     """A conversation.
 
     Attributes:
@@ -160,11 +161,11 @@ class _Talk:
 
     def _ask(self, question: str) -> None:
         """An answer as it comes. Interrupted, it stays as far as it is there; before it began, nothing does."""
-        told = [{"role": "system", "content": self.system}] if self.system else []
+        system = [{"role": "system", "content": self.system}] if self.system else []
         asked = {"role": "user", "content": question}
         answer, completion = "", None
         try:
-            ids = self.completer.encode([*told, *self.messages, asked])
+            ids = self.completer.encode([*system, *self.messages, asked])
             completion = self.completer.complete(ids, self.options)
             for piece in completion:
                 answer += piece.text

@@ -119,7 +119,7 @@ def generate(
     if prompt is None and not (image or audio):
         raise typer.BadParameter("pass the prompt", param_hint="'--prompt' / '-p'")
     text = prompt_from_stdin() if prompt == "-" else prompt or ""
-    form = _form(json_schema, regex)
+    form = _constraint_of(json_schema, regex)
     if form is not None and prompt_lookup:
         raise typer.BadParameter("proposals have no form; leave it out", param_hint="'--prompt-lookup'")
     with terminal.opening(folder):
@@ -131,19 +131,19 @@ def generate(
         bundle = Bundle.open(folder, check_versions=versions, trust=trust, key=key, known=not check, to_run=True)
         session = Session.from_bundle(bundle)
         if session.ranks is not None:
-            terminal.of_rank(session.ranks.rank)
+            terminal.set_rank(session.ranks.rank)
         files = {"image": image or (), "audio": audio or ()}
-        asked = _asked(bundle, session, text, files, chat, split_special_tokens)
+        prepared = _prompt_of(bundle, session, text, files, chat, split_special_tokens)
     terminal.note_all(session.generation_settings.remarks())
-    tokenised = _tokenised(session, asked, split_special_tokens)
+    tokenised = _tokenised(session, prepared, split_special_tokens)
     prompt_tokens, fed_tokens = _counts(session, tokenised)
     most = max_new_tokens or _default_new_tokens(session, fed_tokens)
     choice = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
     if form is None:
         draft = PromptLookup(prompt_lookup) if prompt_lookup else None
         # Messages are tokenised again, because the answer to them is a text of its own and does not go on from theirs.
-        asked = asked if chat and split_special_tokens else tokenised
-        pieces = session.generate_text(asked, most, *choice, stop=stop or None, draft=draft)
+        prepared = prepared if chat and split_special_tokens else tokenised
+        pieces = session.generate_text(prepared, most, *choice, stop=stop or None, draft=draft)
     else:
         # Here, because generation without a form begins sooner without them.
         from ..decoding.completion import CompletionOptions
@@ -151,7 +151,7 @@ def generate(
 
         sampling = Sampling(*choice)
         options = CompletionOptions(sampling, most, tuple(stop or ()), constraint=form, continues=not chat)
-        pieces = _formed(session, tokenised, options)
+        pieces = _constrained_text(session, tokenised, options)
     timed = _Timed(session, prompt_tokens, fed_tokens)
     try:
         for piece in timed.follow(pieces):
@@ -223,7 +223,7 @@ class _Timed:
         )
 
 
-def _asked(
+def _prompt_of(
     bundle: Bundle,
     session: Session,
     text: str,
@@ -259,7 +259,7 @@ def _check_kinds(session: Session, files: Mapping[str, Sequence[Path]]) -> None:
         raise InputError(f"the bundle takes {kinds[0]} and no prompt alone; pass --{kinds[0]} FILE")
 
 
-def _form(json_schema: Path | None, regex: str | None) -> Constraint | None:
+def _constraint_of(json_schema: Path | None, regex: str | None) -> Constraint | None:
     """The form that the answer is to have."""
     if json_schema is None and regex is None:
         return None
@@ -276,9 +276,9 @@ def _form(json_schema: Path | None, regex: str | None) -> Constraint | None:
         raise InputError(f"cannot read the schema {json_schema}: {error}; pass a file of JSON") from error
 
 
-def _formed(
+def _constrained_text(
     session: Session,
-    asked: str | list[dict[str, str]] | dict[str, Tensor],
+    prepared: str | list[dict[str, str]] | dict[str, Tensor],
     options: CompletionOptions,
 ) -> Iterator[str]:
     """Yield text of a given form."""
@@ -286,33 +286,33 @@ def _formed(
     from ..errors import InputError
 
     completer = Completer(session)
-    if not isinstance(asked, dict) or set(asked) != {"input_ids"}:
+    if not isinstance(prepared, dict) or set(prepared) != {"input_ids"}:
         raise InputError("an answer of a given form takes a prompt of text alone; leave out the files")
-    return (piece.text for piece in completer.complete(asked["input_ids"][0].tolist(), options))
+    return (piece.text for piece in completer.complete(prepared["input_ids"][0].tolist(), options))
 
 
 def _tokenised(
-    session: Session, asked: str | list[dict[str, str]] | dict[str, Tensor], split_special_tokens: bool
+    session: Session, prepared: str | list[dict[str, str]] | dict[str, Tensor], split_special_tokens: bool
 ) -> str | list[dict[str, str]] | dict[str, Tensor]:
     """The prompt as token ids, so that it is tokenised once; what the session refuses stays as it is, for its own
     words.
     """
     from ..generation.text import encode_prompt
 
-    if isinstance(asked, dict) or session.text_tokenizer is None or session.batch_size != 1:
-        return asked
-    ids = encode_prompt(session.text_tokenizer, asked, split_special_tokens=split_special_tokens)
+    if isinstance(prepared, dict) or session.text_tokenizer is None or session.batch_size != 1:
+        return prepared
+    ids = encode_prompt(session.text_tokenizer, prepared, split_special_tokens=split_special_tokens)
     return {"input_ids": ids.to(session.device)}
 
 
-def _counts(session: Session, asked: str | list[dict[str, str]] | dict[str, Tensor]) -> tuple[int, int]:
+def _counts(session: Session, prepared: str | list[dict[str, str]] | dict[str, Tensor]) -> tuple[int, int]:
     """Tokens of the prompt, and of them those that the decoder is fed."""
-    ids = asked.get("decoder_input_ids", asked.get("input_ids")) if isinstance(asked, dict) else None
+    ids = prepared.get("decoder_input_ids", prepared.get("input_ids")) if isinstance(prepared, dict) else None
     tokens = 0 if ids is None else ids.shape[1]
     if not session.has_encoder:
         return tokens, tokens
     # An encoder-decoder answers in a sequence of its own, which begins with one token.
-    return tokens, 1 + (tokens if isinstance(asked, dict) and "decoder_input_ids" in asked else 0)
+    return tokens, 1 + (tokens if isinstance(prepared, dict) and "decoder_input_ids" in prepared else 0)
 
 
 def _default_new_tokens(session: Session, prompt_tokens: int) -> int | None:

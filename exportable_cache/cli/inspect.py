@@ -164,11 +164,11 @@ def _method_table(bundle: Bundle) -> Any:
     for name, method in bundle.manifest.model_dump(mode="json")["program"]["methods"].items():
         low, high = method["min_length"], method["max_length"]
         tokens = str(low) if low == high else f"{low} to {high}"
-        table.add_row(name, tokens, _signature(method["inputs"]), _signature(method["outputs"]))
+        table.add_row(name, tokens, _io_text(method["inputs"]), _io_text(method["outputs"]))
     return table
 
 
-def _signature(tensors: list[dict[str, Any]]) -> str:
+def _io_text(tensors: list[dict[str, Any]]) -> str:
     named = [f"{tensor['name']} {tensor['dtype']} [{', '.join(map(str, tensor['shape']))}]" for tensor in tensors]
     # Programs that take the cache as an argument list every tensor of every layer, which the layer table shows already.
     others = [text for text in named if not text.startswith("cache.")]

@@ -28,7 +28,7 @@ def at_least(least: int) -> Callable[[Any], Any]:
     return check
 
 
-_FIELDS_OWN: Any = object()
+_FROM_FIELD: Any = object()
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Changes:
         about: Further arguments of `typer.Option`, such as a completion.
     """
 
-    default: Any = _FIELDS_OWN
+    default: Any = _FROM_FIELD
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -62,7 +62,7 @@ def options_of(owners: Iterable[type], changes: Mapping[str, Changes] | None = N
 
 def _option(one: Field, found: Setting, changes: Changes | None) -> Parameter:
     changes = changes or Changes()
-    default = one.default if changes.default is _FIELDS_OWN else changes.default
+    default = one.default if changes.default is _FROM_FIELD else changes.default
     about: dict[str, Any] = {"help": found.help, "metavar": found.metavar, "show_default": found.shown_default}
     if found.least is not None:
         about["callback"] = at_least(found.least)

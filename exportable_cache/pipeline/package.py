@@ -21,7 +21,7 @@ from ..backends.executorch.pte.kernels import WHOLE_LIBRARIES, KernelSignature, 
 from ..backends.executorch.target import FILE as PROGRAM_FILE
 from ..bundle.builder import cannot_write
 from ..bundle.manifest import MANIFEST_FILE
-from ..bundle.signature import SIGNATURE_FILE
+from ..bundle.signing import SIGNATURE_FILE
 from ..common.fs.files import atomic_folder, atomic_path
 from ..common.progress import Progress, silent
 from ..errors import BundleError, InputError, VerificationError
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 PLATFORMS = {"linux-x86_64": 62, "linux-aarch64": 183}
 PROGRAM, BUNDLE, RUN, CHECK, CHECK_INPUT = "generate", "bundle", "run.sh", "check.sh", "check-{}.bin"
 #: Of the libraries that only the program over the Python wheel loads.
-_OF_THE_WHEEL = ("libpython", "libtorch", "libc10", "_portable_lib")
+_WHEEL_LIBRARIES = ("libpython", "libtorch", "libc10", "_portable_lib")
 _SECONDS = 600
 #: Token ids before and behind images or sound, ids of an encoder's input, and how many are generated. The first ids are
 #: often special.
-_FIRST, _BEFORE, _BEHIND, _ENCODED, _NEW = 3, 4, 4, 11, 16
+_FIRST, _BEFORE, _AFTER, _ENCODED, _NEW = 3, 4, 4, 11, 16
 #: A name that means nothing to a shell.
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _LOAD, _DYNAMIC = 1, 2
@@ -115,11 +115,11 @@ def package(
     if folder.exists() or folder.is_symlink():
         raise BundleError(f"{folder} exists; choose another folder, or remove it")
     progress("asking the session for the expected tokens", 0, None)
-    question = question_of(bundle)
+    reference = reference_prompt(bundle)
     progress("copying", 0, None)
     try:
         with atomic_folder(folder) as made:
-            _fill(made, bundle, program, question)
+            _copy(made, bundle, program, reference)
             ran = platform == _here()
             if ran:
                 progress("running the check", 0, None)
@@ -127,7 +127,7 @@ def package(
             files = {path.relative_to(made).as_posix(): path.stat().st_size for path in _files(made)}
     except OSError as error:
         raise cannot_write(folder, error) from error
-    return Package(folder, platform, files, libraries, question.tokens, ran)
+    return Package(folder, platform, files, libraries, reference.tokens, ran)
 
 
 def _check_program(path: Path, platform: str) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ def _check_program(path: Path, platform: str) -> tuple[str, ...]:
         names = {machine: name for name, machine in PLATFORMS.items()}
         known = names.get(found.machine, f"processor {found.machine} of the ELF specification")
         raise InputError(f"{path} is for {known}, not for {platform}; name a program that was built for {platform}")
-    wheel = [name for name in found.libraries if name.startswith(_OF_THE_WHEEL)]
+    wheel = [name for name in found.libraries if name.startswith(_WHEEL_LIBRARIES)]
     if wheel:
         raise InputError(
             f"{path} loads {wheel[0]} of the Python wheel, which a device does not have; build it over an installed "
@@ -153,7 +153,7 @@ def _check_bundle(bundle: Bundle) -> None:
         raise BundleError(f"{bundle.path} is for {manifest.target}; export it with --target executorch for a device")
 
 
-def _fill(folder: Path, bundle: Bundle, program: Path, question: Question) -> None:
+def _copy(folder: Path, bundle: Bundle, program: Path, reference: ReferencePrompt) -> None:
     names = [*bundle.manifest.files, MANIFEST_FILE]
     names += [SIGNATURE_FILE] if (bundle.path / SIGNATURE_FILE).is_file() else []
     for name in names:
@@ -163,10 +163,10 @@ def _fill(folder: Path, bundle: Bundle, program: Path, question: Question) -> No
     shutil.copyfile(program, folder / PROGRAM)
     # Numbers and names of ours alone: what a manifest says goes into no script.
     check = _CHECK.format(
-        prompt=" ".join(map(str, question.prompt)),
-        inputs=_write_inputs(folder, question),
-        expected=" ".join(map(str, question.tokens)),
-        count=len(question.tokens),
+        prompt=" ".join(map(str, reference.prompt)),
+        inputs=_write_inputs(folder, reference),
+        expected=" ".join(map(str, reference.tokens)),
+        count=len(reference.tokens),
     )
     (folder / RUN).write_text(_RUN.format(program=PROGRAM, bundle=BUNDLE), encoding="ascii")
     (folder / CHECK).write_text(check, encoding="ascii")
@@ -174,14 +174,14 @@ def _fill(folder: Path, bundle: Bundle, program: Path, question: Question) -> No
         (folder / name).chmod(0o755)
 
 
-def _write_inputs(folder: Path, question: Question) -> str:
+def _write_inputs(folder: Path, reference: ReferencePrompt) -> str:
     """What the program is told of them."""
-    said = f' --encode "{" ".join(map(str, question.encoded))}"' if question.encoded else ""
-    if question.values:
+    said = f' --encode "{" ".join(map(str, reference.encoded))}"' if reference.encoded else ""
+    if reference.values:
         file = CHECK_INPUT.format("input")
-        (folder / file).write_bytes(question.values)
+        (folder / file).write_bytes(reference.values)
         said = f' --encode-file "$here/{file}"'
-    for name, content in question.inputs.items():
+    for name, content in reference.inputs.items():
         file = CHECK_INPUT.format(name)
         (folder / file).write_bytes(content)
         said += f' --input "{name}=$here/{file}"'
@@ -204,7 +204,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Question:
+class ReferencePrompt:
     """A prompt and what the session answers.
 
     Attributes:
@@ -222,7 +222,7 @@ class Question:
     inputs: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def question_of(bundle: Bundle) -> Question:
+def reference_prompt(bundle: Bundle) -> ReferencePrompt:
     """Ask the session of a bundle, on this machine.
 
     Raises:
@@ -242,7 +242,7 @@ def question_of(bundle: Bundle) -> Question:
         prompt += [method.item.token_id] * method.outputs[0].sizes({})[0]
         given |= {spec.name: _signal(spec.sizes({})).to(getattr(torch, spec.dtype)) for spec in method.inputs}
         fixed |= {name: one.tensor() for name, one in method.item.fixed.items()}
-    prompt += itertools.islice(text, _BEHIND)
+    prompt += itertools.islice(text, _AFTER)
     room = _NEW if session.max_length is None else min(_NEW, session.max_length - len(prompt))
     if room < 1:
         raise BundleError(
@@ -259,7 +259,9 @@ def question_of(bundle: Bundle) -> Question:
         else:
             values = _file(main)
     found = tuple(int(token) for token in session.generate(torch.tensor([prompt]), room, **given, **fixed))
-    return Question(tuple(prompt), found, encoded, values, {_plain(name): _file(given[name]) for name in given})
+    return ReferencePrompt(
+        tuple(prompt), found, encoded, values, {_checked_name(name): _file(given[name]) for name in given}
+    )
 
 
 def _encoder_input(method: ProgramMethod) -> torch.Tensor:
@@ -283,7 +285,7 @@ def _file(tensor: torch.Tensor) -> bytes:
     return (tensor.float() if tensor.is_floating_point() else tensor.long()).numpy().tobytes()
 
 
-def _plain(name: str) -> str:
+def _checked_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise BundleError(f"an input of the program is named {name[:80]!r}, which no script can hold; export it again")
     return name
@@ -340,8 +342,8 @@ def write_list(operators: OperatorList, bundles: Sequence[Bundle], path: str | o
 
 
 @dataclass(frozen=True)
-class Program:
-    """A program or library: `Program(62, ("libc.so.6",))`.
+class ElfProgram:
+    """A program or library: `ElfProgram(62, ("libc.so.6",))`.
 
     Attributes:
         machine: The number of its processor, `e_machine` of the ELF specification.
@@ -352,7 +354,7 @@ class Program:
     libraries: tuple[str, ...]
 
 
-def read_program(path: Path) -> Program:
+def read_program(path: Path) -> ElfProgram:
     """Read the headers of a 64-bit little-endian ELF file.
 
     Raises:
@@ -365,7 +367,7 @@ def read_program(path: Path) -> Program:
     if content[:6] != b"\x7fELF\x02\x01":
         raise InputError(f"{path} is no 64-bit ELF program; name the file that CMake built for the device")
     try:
-        return Program(*_read(content))
+        return ElfProgram(*_read(content))
     except (struct.error, ValueError, OverflowError) as error:
         raise InputError(f"{path} is a damaged ELF file ({error}); build it again") from error
 

@@ -51,7 +51,7 @@ class ExportSpec:
         tolerance: Largest |logit difference| that passes, see `VerifySpec`; None for the default of the dtype.
         overwrite: Replace a bundle that is there.
         tensor_parallel: Ranks to split the program over, None for a program of one process.
-        sign: File of the private key to sign the bundle with, see `bundle.signature`; None for no signature.
+        sign: File of the private key to sign the bundle with, see `bundle.signing`; None for no signature.
         tokenizer: Saved in the bundle; None for the one beside the model.
         lora: Folder of an adapter to merge into the weights, at most one.
         dry_run: Say what would be written, and write nothing.
@@ -171,7 +171,7 @@ class ExportSpec:
         object.__setattr__(self, "output_dir", _checked_output(self.output_dir))
         if self.sign is not None:
             # Before an hour's work: whether it can be signed.
-            from ..bundle.signature import private_key
+            from ..bundle.signing import private_key
 
             private_key(self.sign)
         if not isinstance(self.modalities, Mapping):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..backends import backend_for
 from ..backends.dtypes import target_dtypes
-from ..bundle import signature
+from ..bundle import signing
 from ..bundle.builder import Provenance, check_free, new_folder, write_bundle
 from ..bundle.entries import Quantized, RoundedCache
 from ..common.fs.tensor_files import Scratch
@@ -396,7 +396,7 @@ def publish(resolved: Resolved, bundle: Bundle) -> Bundle:
     """Write the manifest, which makes the folder a bundle; it is renamed to where it belongs when `new_folder` ends."""
     content = bundle.manifest.write(bundle.path)
     if resolved.spec.sign is not None:
-        signature.sign(bundle.path, content, signature.private_key(resolved.spec.sign))
+        signing.sign(bundle.path, content, signing.private_key(resolved.spec.sign))
     return replace(bundle, path=output_of(resolved.spec))
 
 

@@ -39,12 +39,12 @@ def test_questions_are_answered_in_turn(run, bundle: Path) -> None:
     result = run("chat", bundle, input=f"{QUESTION}\n\namber?\n/quit\nnever\n")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines() == answers(bundle, QUESTION, "amber?")
-    told = run("chat", bundle, "--system", "the code of amber is 7.", input="amber?\n")
-    assert told.stdout.splitlines() == answers(bundle, "amber?", system="the code of amber is 7.")
+    system = run("chat", bundle, "--system", "the code of amber is 7.", input="amber?\n")
+    assert system.stdout.splitlines() == answers(bundle, "amber?", system="the code of amber is 7.")
 
 
 def test_undo_reset_save_and_load(run, bundle: Path, tmp_path: Path) -> None:
-    saved = tmp_path / "talk.json"
+    saved = tmp_path / "conversation.json"
     lines = [
         QUESTION,
         "amber?",
@@ -119,8 +119,8 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
 
 def test_a_conversation_that_is_no_text_is_not_loaded(run, bundle: Path, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "x"}]
-    (tmp_path / "talk.json").write_text(json.dumps({"messages": turns}))
-    result = run("chat", bundle, input=f"/load {tmp_path}/talk.json\n{QUESTION}\n/save {tmp_path}/saved.json\n")
+    (tmp_path / "conversation.json").write_text(json.dumps({"messages": turns}))
+    result = run("chat", bundle, input=f"/load {tmp_path}/conversation.json\n{QUESTION}\n/save {tmp_path}/saved.json\n")
     assert result.exit_code == 0 and "is no UTF-8" in result.stderr, result.stderr
     assert json.loads((tmp_path / "saved.json").read_text())["messages"][0]["content"] == QUESTION
     assert run("chat", bundle, "--system", "\udcff", input="").exit_code == 2

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from exportable_cache import load
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.bundle.manifest import Manifest
-from exportable_cache.bundle.signature import private_key, sign
+from exportable_cache.bundle.signing import private_key, sign
 from exportable_cache.cli.output.streams import EXIT_INPUT
 
 from ..support.models import tiny_model, tokens

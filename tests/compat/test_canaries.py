@@ -188,9 +188,10 @@ def test_a_new_config_has_fields_of_its_own() -> None:
     from exportable_cache.common.compat import transformers as private
 
     config = LlamaConfig()
-    private.set_own_implementations(config, "eager", None)
+    private.set_config_implementations(config, "eager", None)
     assert (
-        private.own_implementations(config) == ("eager", None) and private.attention_implementation(config) == "eager"
+        private.config_implementations(config) == ("eager", None)
+        and private.attention_implementation(config) == "eager"
     )
 
 

@@ -22,7 +22,7 @@ from exportable_cache.bundle.manifest import MANIFEST_FILE, checksum_of
 from exportable_cache.cli.app import app
 from exportable_cache.common.fs import user_files
 from exportable_cache.common.fs.tensor_files import write_tensors
-from exportable_cache.common.fs.user_files import own_key
+from exportable_cache.common.fs.user_files import user_key
 from exportable_cache.errors import InputError
 
 from ..support.models import tiny_model, tokens
@@ -261,14 +261,14 @@ def _graph_attacks(work: Path) -> list[Attack]:
 
     def planted(folder: Path, choose: random.Random) -> None:
         path = next(folder.iterdir())
-        content = user_files.unsealed(path.read_bytes(), own_key(), path.name)
+        content = user_files.unsealed(path.read_bytes(), user_key(), path.name)
         if choose.random() < 0.5:
             content = choose.choice(MUTATIONS)(content, choose)
         # By somebody who does not know the key, or can write there, too.
         if choose.random() < 0.5:
             path.write_bytes(user_files.sealed(content, choose.randbytes(32), path.name))
         else:
-            path.write_bytes(user_files.sealed(content, own_key(), path.name))
+            path.write_bytes(user_files.sealed(content, user_key(), path.name))
             choose.choice((path, folder)).chmod(choose.choice((0o777, 0o766, 0o722)))
 
     return [

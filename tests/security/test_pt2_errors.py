@@ -12,7 +12,7 @@ import torch
 
 from exportable_cache.backends.pt2.archive import StoredProgram, read_archive
 from exportable_cache.backends.pt2.runner import ResidentRunner
-from exportable_cache.bundle import signature
+from exportable_cache.bundle import signing
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import BundleError
 
@@ -140,10 +140,10 @@ def test_bools_are_0_or_1_and_views_have_a_limit(pt2_bundle: Path, tmp_path: Pat
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 def test_a_signature_that_is_a_pipe_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    os.mkfifo(bundle / signature.SIGNATURE_FILE)
-    monkeypatch.setattr(signature, "fingerprint", lambda key: "x")
+    os.mkfifo(bundle / signing.SIGNATURE_FILE)
+    monkeypatch.setattr(signing, "fingerprint", lambda key: "x")
     with pytest.raises(BundleError, match="no regular file"):
-        signature.check(bundle, b"", None)
+        signing.check(bundle, b"", None)
 
 
 def test_a_whole_bundle_runs(pt2_bundle: Path) -> None:

@@ -13,7 +13,7 @@ from exportable_cache import Session, export, load
 from exportable_cache.backends import TARGETS, backend_for
 from exportable_cache.backends.pt2.target import Pt2Backend
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.bundle.signature import SIGNATURE_FILE
+from exportable_cache.bundle.signing import SIGNATURE_FILE
 from exportable_cache.cli.app import app
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError
 from exportable_cache.verification.verify import verify
@@ -155,9 +155,9 @@ def test_another_key_no_signature_and_a_changed_bundle_are_refused(
 
 
 def test_a_changed_file_of_a_signed_bundle_is_refused(bundle: Path, tmp_path: Path, keys: tuple[Path, Path]) -> None:
-    from exportable_cache.bundle import signature
+    from exportable_cache.bundle import signing
 
-    signature.sign(bundle, (bundle / "manifest.json").read_bytes(), signature.private_key(keys[0]))
+    signing.sign(bundle, (bundle / "manifest.json").read_bytes(), signing.private_key(keys[0]))
     assert load(bundle, key=keys[1])
     content = bytearray((bundle / "program.pt2").read_bytes())
     content[len(content) // 2] ^= 1

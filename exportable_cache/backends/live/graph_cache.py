@@ -24,7 +24,7 @@ import transformers
 from ... import __version__
 from ...common.compat.torch import inductor_config, unwritable_guards
 from ...common.fs.files import atomic_path, clear_partials
-from ...common.fs.user_files import is_own_file, own_folder, own_key, sealed, unsealed
+from ...common.fs.user_files import is_user_file, sealed, unsealed, user_folder, user_key
 from ...common.native.machine_code import instructions, processor_name
 from ...common.process.tuning import few_collections
 from ...common.tensors import kind_of_tensor
@@ -66,15 +66,15 @@ class GraphCache:
 
     Raises:
         InputError: If others than this user and root can write to the folder, or to one above it, or there is no
-            key, see `own_key`.
+            key, see `user_key`.
     """
 
     def __init__(
         self, folder: str | Path, model: nn.Module, cache: ExportableCache, limit: int = GRAPH_CACHE_MB
     ) -> None:
-        self.folder = own_folder(Path(folder))
+        self.folder = user_folder(Path(folder))
         self._owners = model, cache
-        self._key = own_key()
+        self._key = user_key()
         self._limit = limit * 10**6
         self._used: set[Path] = set()
         # Regions are shared by graphs, so each graph has the machine code of all.
@@ -118,7 +118,7 @@ class GraphCache:
         # Here, as it imports the compiler, which takes long.
         from ...common.compat import torch_compile as private
 
-        own_folder(private.code_folder())
+        user_folder(private.code_folder())
         if not self._libraries:
             private.forget_processor()
         by_layers = "backend" in options
@@ -137,7 +137,7 @@ class GraphCache:
             return None
         self.compiled += 1
         try:
-            own_folder(self.folder, make=True)
+            user_folder(self.folder, make=True)
             with atomic_path(self._path(key)) as temporary:
                 call.save_compiled_function(str(temporary), external_data=external)
                 plainly = not by_layers or not private.takes_short_cuts()
@@ -211,16 +211,16 @@ class GraphCache:
         if not path.exists():
             return None
         try:
-            own_folder(self.folder)
+            user_folder(self.folder)
             with path.open("rb") as file:
-                if not is_own_file(file.fileno()):
+                if not is_user_file(file.fileno()):
                     log.warning("%s is not read: it is not yours, or others can write to it", path)
                     return None
                 written = unsealed(file.read(), self._key, path.name)
             # Here, as it imports the compiler, which takes long.
             from ...common.compat.torch_compile import code_folder, compiled_here, libraries_noted
 
-            graph, plainly = unpacked(written, own_folder(code_folder()))
+            graph, plainly = unpacked(written, user_folder(code_folder()))
             for operators in OWN_OPERATORS:
                 if operators.are_called_in(graph):
                     operators.load()

@@ -26,12 +26,12 @@ class Implementations:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Implementations:
         """Those that it names now."""
-        return cls(tuple((config, *private.own_implementations(config)) for config in _configs_of(model)))
+        return cls(tuple((config, *private.config_implementations(config)) for config in _configs_of(model)))
 
     def restore(self) -> None:
         """Put them back."""
         for config, attention, experts in self.of_configs:
-            private.set_own_implementations(config, attention, experts)
+            private.set_config_implementations(config, attention, experts)
 
 
 def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -52,7 +52,7 @@ def _switch(model: PreTrainedModel, implementation: str) -> None:
     # static cache as they are.
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and not private.can_set_attention(module):
-            private.set_own_attention(module.config, implementation)
+            private.set_config_attention(module.config, implementation)
     if private.can_set_attention(model):
         model.set_attn_implementation(implementation)
 

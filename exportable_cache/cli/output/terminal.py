@@ -63,7 +63,7 @@ class Terminal:
         self._out = _Results(file=stdout, width=_WIDTH, highlight=False, markup=False, emoji=False)
         # The stream itself: what stands in for sys.stderr while a bar is drawn writes through this console.
         self._err = _Remarks(file=sys.stderr, highlight=False, markup=False, emoji=False)
-        self._who, self._is_silent = "", False
+        self._prefix, self._is_silent = "", False
 
     def print(self, renderable: RenderableType = "", style: str | None = None) -> None:
         """Print lines or a table to stdout. Neither is cut or wrapped; characters that do not print are spelled."""
@@ -100,12 +100,12 @@ class Terminal:
 
     def error(self, text: str) -> None:
         """A complaint, to stderr."""
-        self._err.print(self._who + shown(text, keep="\n"), style="red", soft_wrap=True)
+        self._err.print(self._prefix + shown(text, keep="\n"), style="red", soft_wrap=True)
 
-    def of_rank(self, rank: int) -> None:
+    def set_rank(self, rank: int) -> None:
         """Of several processes that run one command the first alone writes; the others say what they cannot do."""
         if rank:
-            self._who = f"rank {rank}: "
+            self._prefix = f"rank {rank}: "
             self._is_silent = True
 
     @contextmanager

@@ -22,9 +22,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...decoding.completion import Completer, Completion, CompletionOptions, Piece
 from ...errors import CacheFullError, ExportableCacheError, InputError
 from ...generation.token_text import TokenTexts
-from .answers import Answer, error_of
 from .engine import Busy, Engine
 from .origins import AllowedOrigins, OriginGuard
+from .responses import Response, error_of
 from .schema import ChatRequest, CompletionRequest, sentence_of
 
 Result = TypeVar("Result")
@@ -35,7 +35,7 @@ _RETRY_AFTER = 1
 _MOST_CONNECTIONS = 512
 #: Seconds for which answers that are being given may go on when the server is ended.
 _GRACE = 5
-_GONE = 499
+_CLIENT_CLOSED = 499
 _DONE = b"data: [DONE]\n\n"
 #: The page asks its own server alone, and is shown in no other site's frame.
 _PAGE_HEADERS = {
@@ -101,10 +101,10 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
     app = FastAPI(title="exportable-cache", lifespan=lifespan, openapi_url=None)
     api = APIRouter(prefix="/v1", dependencies=[Depends(with_key)])
     app.state.engine = engine
-    _refuse_in_the_form_of_the_api(app, completer, options)
+    _handle_errors(app, completer, options)
     # The application's own limit is outside of all middleware; what is added last is outermost.
     app.add_middleware(RequestBodyLimitMiddleware, max_body_size=options.most_bytes)
-    app.add_middleware(_TooLongInTheFormOfTheApi, most_bytes=options.most_bytes)
+    app.add_middleware(_BodyTooLong, most_bytes=options.most_bytes)
     app.add_middleware(OriginGuard, allowed=options.allowed())
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
@@ -131,7 +131,7 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
 
     @api.get("/cache")
     async def cache() -> dict[str, Any]:
-        return await engine.call(fill_of, completer)
+        return await engine.call(cache_fill, completer)
 
     @api.post("/chat/completions")
     async def chat(request: Request, asked: ChatRequest) -> Any:
@@ -150,22 +150,22 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
 
     async def answered(request: Request, asked: ChatRequest | CompletionRequest, ids: Callable[[], list[int]]) -> Any:
         how: CompletionOptions = asked.options()
-        answer = Answer(options.model_name, isinstance(asked, ChatRequest), TokenTexts(completer.tokenizer))
+        answer = Response(options.model_name, isinstance(asked, ChatRequest), TokenTexts(completer.tokenizer))
         pieces = engine.run(lambda follower: completer.complete(ids(), how, follower), how.constraint)
         # What is refused is refused with the first piece: before that no status was sent.
-        first = await _unless_gone(request, anext(pieces))
+        first = await _unless_disconnected(request, anext(pieces))
         if asked.stream:
             usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
             stream = _events(answer, first, pieces, usage)
             return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return await _unless_gone(request, _whole(answer, first, pieces))
+        return await _unless_disconnected(request, _whole(answer, first, pieces))
 
     app.include_router(api)
     return app
 
 
 async def _whole(
-    answer: Answer, first: tuple[Completion, Piece], pieces: AsyncIterator[tuple[Completion, Piece]]
+    answer: Response, first: tuple[Completion, Piece], pieces: AsyncIterator[tuple[Completion, Piece]]
 ) -> dict[str, Any]:
     completion, piece = first
     answer.add(piece)
@@ -176,7 +176,7 @@ async def _whole(
 
 
 async def _events(
-    answer: Answer, first: tuple[Completion, Piece], pieces: AsyncIterator[tuple[Completion, Piece]], usage: bool
+    answer: Response, first: tuple[Completion, Piece], pieces: AsyncIterator[tuple[Completion, Piece]], usage: bool
 ) -> AsyncIterator[bytes]:
     completion, piece = first
     async with aclosing(pieces):  # type: ignore[type-var]
@@ -200,13 +200,13 @@ def _event(document: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
+async def _unless_disconnected(request: Request, work: Awaitable[Result]) -> Result:
     """A result, unless the client goes away before it is there: then the work is given up.
 
     Raises:
         ClientGone: Then.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -218,12 +218,12 @@ async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def fill_of(completer: Completer) -> dict[str, Any]:
+def cache_fill(completer: Completer) -> dict[str, Any]:
     """How far the cache is filled, layer by layer. Slots are None where a layer keeps one state for any number of
     tokens.
     """
@@ -237,7 +237,7 @@ def fill_of(completer: Completer) -> dict[str, Any]:
     return {"length": length, "max_length": completer.session.max_length, "layers": layers}
 
 
-class _TooLongInTheFormOfTheApi:
+class _BodyTooLong:
     """Puts the API's form in place of the plain text that Starlette refuses a long body with, past all handlers."""
 
     def __init__(self, app: ASGIApp, most_bytes: int) -> None:
@@ -258,7 +258,7 @@ class _TooLongInTheFormOfTheApi:
         await self._app(scope, receive, checked)
 
 
-def _refuse_in_the_form_of_the_api(app: FastAPI, completer: Completer, options: ServerOptions) -> None:
+def _handle_errors(app: FastAPI, completer: Completer, options: ServerOptions) -> None:
     def refuse(status: int, message: str, kind: str = "invalid_request_error", **more: Any) -> JSONResponse:
         headers = {"Retry-After": str(_RETRY_AFTER)} if status == 503 else None
         return JSONResponse(error_of(message, kind, **more), status, headers=headers)
@@ -302,7 +302,7 @@ def _refuse_in_the_form_of_the_api(app: FastAPI, completer: Completer, options: 
 
     @app.exception_handler(ClientGone)
     async def of_client(request: Request, error: ClientGone) -> JSONResponse:
-        return refuse(_GONE, "the client closed the connection")
+        return refuse(_CLIENT_CLOSED, "the client closed the connection")
 
     @app.exception_handler(Exception)
     async def of_anything(request: Request, error: Exception) -> JSONResponse:

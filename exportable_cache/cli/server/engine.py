@@ -39,7 +39,7 @@ class Engine:
         self.answered = 0
         self._most_waiting = most_waiting
         self._waiting = 0
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="session")
         # Forms are compiled before the turn of a request, because some take seconds until they are refused.
         self._forms = asyncio.Semaphore(_MOST_FORMS)
@@ -66,7 +66,7 @@ class Engine:
         Raises:
             Busy: If too many wait.
         """
-        if self._waiting >= self._most_waiting and (self._turn.locked() or self._forms.locked()):
+        if self._waiting >= self._most_waiting and (self._lock.locked() or self._forms.locked()):
             raise Busy
         follower: Follower | None = None
         completion: Completion | None = None
@@ -77,7 +77,7 @@ class Engine:
                     await held.enter_async_context(self._forms)
                     loop = asyncio.get_running_loop()
                     follower = await loop.run_in_executor(self._compiler, self.completer.follow, form)
-                await held.enter_async_context(self._turn)
+                await held.enter_async_context(self._lock)
             finally:
                 self._waiting -= 1
             try:

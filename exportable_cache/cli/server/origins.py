@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import InputError
-from .answers import error_of
+from .responses import error_of
 
 ANY = "*"
 #: Longest foreign value that a refusal repeats.

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.middleware import Middleware
 
-from .answers import error_of
+from .responses import error_of
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -37,19 +37,19 @@ def set_attention_implementation(config: PreTrainedConfig, name: str | None) -> 
     config._attn_implementation = name
 
 
-def own_implementations(config: PreTrainedConfig) -> tuple[str | None, str | None]:
+def config_implementations(config: PreTrainedConfig) -> tuple[str | None, str | None]:
     """Attention and experts implementation of this config alone; None for experts where it has no such field."""
     return config._attn_implementation_internal, getattr(config, "_experts_implementation_internal", None)
 
 
-def set_own_implementations(config: PreTrainedConfig, attention: str | None, experts: str | None) -> None:
+def set_config_implementations(config: PreTrainedConfig, attention: str | None, experts: str | None) -> None:
     """Set both, on this config alone."""
     config._attn_implementation_internal = attention
     if hasattr(config, "_experts_implementation_internal"):
         config._experts_implementation_internal = experts
 
 
-def set_own_attention(config: PreTrainedConfig, attention: str | None) -> None:
+def set_config_attention(config: PreTrainedConfig, attention: str | None) -> None:
     """Set the attention implementation, on this config alone, whatever its model can be switched to."""
     config._attn_implementation_internal = attention
 

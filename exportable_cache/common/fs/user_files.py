@@ -30,7 +30,7 @@ def home_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exportable_cache"
 
 
-def own_folder(path: Path, make: bool = False) -> Path:
+def user_folder(path: Path, make: bool = False) -> Path:
     """A folder in which nobody else can exchange files, as it is to be used from then on: without links.
 
     Args:
@@ -56,7 +56,7 @@ def own_folder(path: Path, make: bool = False) -> Path:
     return found
 
 
-def is_own_file(descriptor: int) -> bool:
+def is_user_file(descriptor: int) -> bool:
     """Whether an open file is a regular one that is this user's, or root's, and that nobody else can write to."""
     status = os.fstat(descriptor)
     return not HAS_OWNERS or (stat.S_ISREG(status.st_mode) and _reason(status, sticky_is_safe=False) is None)
@@ -74,7 +74,7 @@ def sealed(content: bytes, key: bytes, name: str) -> bytes:
     """With a digest before it that only the holder of a key can make.
 
     Args:
-        key: See `own_key.own_key`.
+        key: See `user_key.user_key`.
         name: Of the file: one file is not taken for another.
     """
     return _mark(content, key, name) + content
@@ -125,7 +125,7 @@ _FILE = "key"
 _BYTES = 32
 
 
-def own_key() -> bytes:
+def user_key() -> bytes:
     """The user's key of 32 bytes, which is made when it is first asked for.
 
     Raises:

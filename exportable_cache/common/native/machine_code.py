@@ -24,7 +24,7 @@ import torch
 
 from ...errors import ExportableCacheError, first_line
 from ..fs.files import PARTIAL, atomic_path, clear_partials
-from ..fs.user_files import HAS_OWNERS, home_folder, is_own_file, own_folder
+from ..fs.user_files import HAS_OWNERS, home_folder, is_user_file, user_folder
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class MachineCode:
         if self._is_loaded or self._begun is not None or not self.can_be_loaded() or self.path.is_file():
             return
         try:
-            clear_partials(own_folder(self.path.parent, make=True))
+            clear_partials(user_folder(self.path.parent, make=True))
             handle, temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", suffix=PARTIAL, dir=self.path.parent)
             os.close(handle)
             ended, theirs = os.pipe()
@@ -113,9 +113,9 @@ class MachineCode:
                 self._wait()
             if not self.path.is_file():
                 self._compile()
-            folder = own_folder(self.path.parent)
+            folder = user_folder(self.path.parent)
             with self.path.open("rb") as file:
-                if not is_own_file(file.fileno()):
+                if not is_user_file(file.fileno()):
                     raise OSError(f"{self.path} is not yours, or others can write to it")
             torch.ops.load_library(str(folder / self.path.name))
             library = ctypes.CDLL(str(folder / self.path.name))
@@ -136,7 +136,7 @@ class MachineCode:
             process.poll()
 
     def _compile(self) -> None:
-        own_folder(self.path.parent, make=True)
+        user_folder(self.path.parent, make=True)
         with atomic_path(self.path) as temporary:
             command = self._command(str(temporary))
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)

@@ -13,7 +13,7 @@ from ...generation.token_text import TokenTexts
 
 
 @dataclass
-class Answer:
+class Response:
     """One request's answer as it comes.
 
     Args:
@@ -39,10 +39,10 @@ class Answer:
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         """The answer."""
-        said = {"message": {"role": "assistant", "content": self.text}} if self.chat else {"text": self.text}
+        fields = {"message": {"role": "assistant", "content": self.text}} if self.chat else {"text": self.text}
         choice = {
             "index": 0,
-            **said,
+            **fields,
             "logprobs": self._logprobs(self.pieces, 0),
             "finish_reason": completion.finish_reason,
         }
@@ -58,10 +58,10 @@ class Answer:
 
     def chunk(self, completion: Completion, piece: Piece) -> dict[str, Any]:
         """Of a stream, one piece, which was not added yet."""
-        said: dict[str, Any] = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
-        said["logprobs"] = self._logprobs([piece], len(self.text))
+        fields: dict[str, Any] = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
+        fields["logprobs"] = self._logprobs([piece], len(self.text))
         self.text += piece.text
-        return self._chunk(said, completion.finish_reason)
+        return self._chunk(fields, completion.finish_reason)
 
     def last(self, completion: Completion) -> dict[str, Any]:
         """Of a stream, the chunk that has the usage and no choice."""
@@ -69,8 +69,8 @@ class Answer:
             "usage": usage_of(completion)
         }
 
-    def _chunk(self, said: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, "logprobs": None, **said, "finish_reason": reason}
+    def _chunk(self, fields: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, "logprobs": None, **fields, "finish_reason": reason}
         return self._head("chat.completion.chunk" if self.chat else "text_completion", [choice])
 
     def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

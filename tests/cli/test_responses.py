@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import decoders
 
-from exportable_cache.cli.server.answers import Answer
+from exportable_cache.cli.server.responses import Response
 from exportable_cache.decoding import Piece
 from exportable_cache.generation.token_text import TokenTexts
 from tests.decoding.byte_tokenizer import byte_tokenizer
@@ -17,7 +17,7 @@ ASKED = SimpleNamespace(finish_reason="length", prompt_tokens=1, new_tokens=1, r
 
 
 def logprobs(tokenizer: Any, chat: bool, *pieces: Piece) -> Any:
-    answer = Answer("m", chat, TokenTexts(tokenizer))
+    answer = Response("m", chat, TokenTexts(tokenizer))
     for piece in pieces:
         answer.add(piece)
     return answer.whole(ASKED)["choices"][0]["logprobs"]

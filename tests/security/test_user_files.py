@@ -16,7 +16,7 @@ import torch
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live.graph_cache import GraphCache, packed, unpacked
 from exportable_cache.common.fs import user_files
-from exportable_cache.common.fs.user_files import own_key
+from exportable_cache.common.fs.user_files import user_key
 from exportable_cache.errors import InputError
 
 from ..support.models import tiny_model
@@ -27,17 +27,17 @@ pytestmark = pytest.mark.skipif(not user_files.HAS_OWNERS, reason="the system do
 def _open(folder: Path) -> bool:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        return user_files.is_own_file(descriptor)
+        return user_files.is_user_file(descriptor)
     finally:
         os.close(descriptor)
 
 
 def test_a_folder_of_the_users_own(tmp_path: Path) -> None:
-    assert user_files.own_folder(tmp_path) == tmp_path.resolve()
-    made = user_files.own_folder(tmp_path / "a" / "b", make=True)
+    assert user_files.user_folder(tmp_path) == tmp_path.resolve()
+    made = user_files.user_folder(tmp_path / "a" / "b", make=True)
     assert made.stat().st_mode & 0o777 == 0o700
     (tmp_path / "link").symlink_to(made)
-    assert user_files.own_folder(tmp_path / "link") == made
+    assert user_files.user_folder(tmp_path / "link") == made
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o757, 0o775])
@@ -49,7 +49,7 @@ def test_a_folder_that_others_can_write_to(tmp_path: Path, mode: int, monkeypatc
     (tmp_path / "link").symlink_to(folder)
     for given in (folder, tmp_path / "link"):
         with pytest.raises(InputError, match=rf"{folder} can be written by others \(mode {mode:o}\).*chmod go-w"):
-            user_files.own_folder(given)
+            user_files.user_folder(given)
 
 
 def test_a_folder_below_one_that_others_can_write_to(tmp_path: Path) -> None:
@@ -57,11 +57,11 @@ def test_a_folder_below_one_that_others_can_write_to(tmp_path: Path) -> None:
     (above / "mine").mkdir(parents=True)
     above.chmod(0o777)
     with pytest.raises(InputError, match=f"{above} can be written by others"):
-        user_files.own_folder(above / "mine")
+        user_files.user_folder(above / "mine")
     with pytest.raises(InputError, match=f"{above} can be written by others"):
-        user_files.own_folder(above / "not there yet", make=True)
+        user_files.user_folder(above / "not there yet", make=True)
     above.chmod(0o1777)
-    assert user_files.own_folder(above / "mine") == (above / "mine").resolve()
+    assert user_files.user_folder(above / "mine") == (above / "mine").resolve()
 
 
 def test_what_is_somebody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_what_is_somebody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     assert not _open(tmp_path / "file")
     with pytest.raises(InputError, match="belongs to user"):
-        user_files.own_folder(tmp_path)
+        user_files.user_folder(tmp_path)
 
 
 def test_a_group_of_its_own_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_a_planted_graph_is_not_read(tmp_path: Path, home: Path, caplog: pytest.
             assert cache._load(path, _step, {}, []) is None
         return caplog.text
 
-    ours = own_key()
+    ours = user_key()
     for stranger in (b"", bytes(32), os.urandom(32), ours[:-1]):
         assert "not written with this user's key" in read(stranger)
     # A digest without a key, as files had that earlier versions wrote.
@@ -211,13 +211,13 @@ def test_a_byte_of_a_sealed_file() -> None:
 
 
 def test_a_key_is_made_once_for_the_user_alone(home: Path) -> None:
-    key = own_key()
+    key = user_key()
     assert len(key) == 32 and len(set(key)) > 10
-    assert own_key() == key
+    assert user_key() == key
     assert [path.name for path in home.iterdir()] == ["key"]
     assert home.stat().st_mode & 0o777 == 0o700 and (home / "key").stat().st_mode & 0o777 == 0o600
     (home / "key").unlink()
-    assert own_key() != key
+    assert user_key() != key
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -233,26 +233,26 @@ def test_the_first_of_two_keys_counts(home: Path, links: bool, monkeypatch: pyte
         raise OSError("no links here")
 
     monkeypatch.setattr(os, "link", late)
-    key = own_key()
+    key = user_key()
     assert (key == bytes(range(32))) is links
     assert [path.name for path in home.iterdir()] == ["key"]
 
 
 def test_a_key_that_is_none_is_refused(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_key()
+    user_key()
     path = home / "key"
     for mode in (0o644, 0o640, 0o620, 0o602):
         path.chmod(mode)
         with pytest.raises(InputError, match=f"{path} is a key that others may know or have put there; remove it"):
-            own_key()
+            user_key()
     path.chmod(0o600)
     path.write_bytes(b"short")
     with pytest.raises(InputError, match="has 5 bytes, a key has 32; remove it"):
-        own_key()
+        user_key()
     path.unlink()
     path.mkdir()
     with pytest.raises(InputError, match="cannot be read or made.*name a folder"):
-        own_key()
+        user_key()
     (tmp_path / "file").touch()
     monkeypatch.setenv(user_files.HOME_VARIABLE, str(tmp_path / "file" / "home"))
     model = tiny_model("llama")
@@ -261,11 +261,11 @@ def test_a_key_that_is_none_is_refused(home: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_somebody_elses_key_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_key()
+    user_key()
     user = os.geteuid()
     if user == 0:
         os.chown(home / "key", 1234, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(InputError, match="others may know or have put there"):
-        own_key()
+        user_key()
