@@ -32,18 +32,23 @@ VERSION_TESTS ?= tests/compat tests/layers tests/patches/test_registry.py tests/
 	tests/backends/test_pt2.py tests/backends/test_executorch.py tests/backends/test_executorch_fused.py \
 	tests/backends/test_executorch_quantized.py tests/backends/test_executorch_stamping.py
 
+# Tests of documents, benchmarks and sources. Named, so that the others are not collected.
+PROJECT_TESTS = $(shell grep -rlE '^(pytestmark = |    )pytest\.mark\.project' tests --include=*.py)
+
 # Pythons by version, as `python3.10` on the path, and the tests that run on each.
 PYTHONS ?= 3.10 3.12 3.13
 PYTHON_TESTS ?= tests/test_python_versions.py tests/test_cache.py tests/test_session.py tests/backends/test_executorch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels kernels-sanitized demo check test test-full test-device test-canary test-versions test-pythons zoo zoo-media fuzz kills soak docs clean
+.PHONY: help setup kernels kernels-sanitized demo check test test-cpp test-full test-device test-canary test-versions test-pythons zoo zoo-media fuzz kills soak docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
-	@echo "make check   set up $(VENV) and run the formatter, the linter, the type checker and the import contract"
-	@echo "make test    set up $(VENV) and run the tests (PYTEST_ARGS='-k ring' to choose)"
-	@echo "make test-full    with every pair of family and target, and the canaries"
+	@echo "make check   set up $(VENV) and run the formatter, the linter, the type checker, the import contract,"
+	@echo "             and the tests of documents, benchmarks and sources"
+	@echo "make test    set up $(VENV) and run the tests of the package (PYTEST_ARGS='-k ring' to choose)"
+	@echo "make test-cpp     only the tests that compile C++: runners and kernels"
+	@echo "make test-full    all tests, with every pair of family and target, and the canaries"
 	@echo "make test-device  the C++ runner without libtorch and Python (EXECUTORCH=where ExecuTorch is installed; docs/device.md)"
 	@echo "make test-canary  only the canaries: workarounds that upstream may need no longer"
 	@echo "make test-versions  the tests of what others provide, at both ends of the ranges of torch, transformers, executorch"
@@ -92,12 +97,16 @@ check: $(VENV)/.installed-test
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@! grep -q '^\[tool\.importlinter' pyproject.toml || $(BIN)/lint-imports
+	@$(PYTEST) -q $(PROJECT_TESTS)
 
 # A file stays on one worker, whose fixtures its tests share; long files first, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed-test
 	@$(PYTEST) $(PYTEST_ARGS)
+
+test-cpp: $(VENV)/.installed-test
+	@$(PYTEST) -m cpp $(PYTEST_ARGS)
 
 test-full: $(VENV)/.installed-test
 	@$(PYTEST) --full $(PYTEST_ARGS)

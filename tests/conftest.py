@@ -47,13 +47,20 @@ logging.getLogger("torch.__trace").propagate = True
 #: What README's example exports with.
 DEMO_MAX_CACHE_LEN = 512
 
+#: Marker of a lane that is not part of every run, and how to run it.
 _ON_REQUEST = {
+    "cpp": "compiles C++: run it with --cpp, --full, make test-cpp, or by its path",
+    "project": "checks documents, benchmarks and sources: run it with --project, --full, make check, or by its path",
     "zoo": "the whole zoo takes an hour or more: run it with -m zoo, or make zoo",
     "slow": "takes more than a minute: run it with -m slow",
     "full": "one of a full product of families, targets and forms: run it with --full, -m full, or make test-full",
     "canary": "shows that upstream still needs a workaround: run it with --full, -m canary, or make test-canary",
 }
-_IN_FULL = ("full", "canary")
+_IN_FULL = ("full", "canary", "cpp", "project")
+#: Lanes with an option of their own. They also run if a path is named on the command line.
+_LANES = ("cpp", "project")
+#: Fixtures that compile C++ programs: tests that use one are in lane "cpp".
+_COMPILING = {"cpp_build", "kernels_build"}
 
 # Files that take longest, the longest first: a worker that is given one late works on when the others are done.
 _LONG_FIRST = (
@@ -71,7 +78,9 @@ _ON_ONE_WORKER = ("tests/backends/tensorrt/",)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help=f"run what is marked {' or '.join(_IN_FULL)}, too")
+    parser.addoption("--full", action="store_true", help=f"also run tests marked {', '.join(_IN_FULL)}")
+    for lane in _LANES:
+        parser.addoption(f"--{lane}", action="store_true", help=f"also run tests marked {lane}")
     parser.addoption(
         "--executorch", metavar="PREFIX",
         help="build the C++ runner against ExecuTorch installed there, in place of the wheel's (several with ;)",
@@ -90,15 +99,23 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     if not hasattr(config, "workerinput"):
         drop_other_generations()
+        if config.args_source is pytest.Config.ArgsSource.ARGS:
+            # Set here because workers get these options, and paths that are always explicit.
+            for lane in _LANES:
+                setattr(config.option, lane, True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put long files first; skip what takes long, saying so, unless it was asked for."""
-    places = {name: place for place, name in enumerate(_LONG_FIRST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    """Sort long files first. Skip, with the reason, tests of lanes that were not asked for."""
+    order = {name: index for index, name in enumerate(_LONG_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    for item in items:
+        if _COMPILING.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("cpp")
     for marker, reason in _ON_REQUEST.items():
         wanted = marker in (config.option.markexpr or "") or (config.getoption("--full") and marker in _IN_FULL)
-        if not wanted:
+        if not wanted and not config.getoption(marker, False):
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(pytest.mark.skip(reason=reason))

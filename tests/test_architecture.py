@@ -8,6 +8,8 @@ import pytest
 
 import exportable_cache
 
+pytestmark = pytest.mark.project
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(exportable_cache.__file__).parent
 MOST_ENTRIES = 17

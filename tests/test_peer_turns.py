@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
+pytestmark = [
+    pytest.mark.project,
+    pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc"),
+]
 
 #: A worker with a runtime that keeps a list of what it was asked, and threads that never rest.
 FAKE = """

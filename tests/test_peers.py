@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy
 import pytest
 
+pytestmark = pytest.mark.project
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 PROMPTS, ENDS = [128], [100, 4000]
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.project
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("exportable_cache", "runners", "benchmarks", "export_scripts", "tests")
 OLDEST = int(re.search(r'requires-python = ">=3\.(\d+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[1])

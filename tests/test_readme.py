@@ -29,6 +29,8 @@ from exportable_cache.errors import InputError, MissingDependencyError
 
 from .support.models import tiny_model
 
+pytestmark = pytest.mark.project
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 #: Written by hand. docs/architectures.md is generated.

@@ -8,7 +8,11 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import exportable_cache
+
+pytestmark = pytest.mark.project
 
 LIMIT = 6
 PACKAGE = Path(exportable_cache.__file__).parent

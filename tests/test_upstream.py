@@ -11,6 +11,8 @@ import pytest
 
 from .support.upstream_pages import Page, module_of
 
+pytestmark = pytest.mark.project
+
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "upstream"
 INDEX = (FOLDER / "index.md").read_text(encoding="utf-8")

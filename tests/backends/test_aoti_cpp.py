@@ -21,6 +21,7 @@ SOURCE = Path(__file__).parents[2] / "runners" / "aoti"
 
 # In the fast lane the C++ session is the other one, tests/runners; the same bundle is run from Python: test_aoti.py.
 pytestmark = [
+    pytest.mark.cpp,
     pytest.mark.full,
     pytest.mark.skipif(
         not (shutil.which("cmake") and (shutil.which("c++") or shutil.which("g++"))),

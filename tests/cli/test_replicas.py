@@ -87,6 +87,7 @@ def test_wrong_options(wrong: dict[str, Any], tmp_path: Path) -> None:
         ReplicaOptions(**{"folder": tmp_path, **wrong})
 
 
+@pytest.mark.project
 @pytest.mark.full
 @pytest.mark.skipif(util.find_spec("ray") is None, reason="Ray Serve is not installed: pip install 'ray[serve]'")
 def test_a_replica_that_is_killed_amid_a_load(tmp_path: Path) -> None:

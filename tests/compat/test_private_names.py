@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import exportable_cache
+
+pytestmark = pytest.mark.project
 
 ROOT = Path(exportable_cache.__file__).parent
 PACKAGES = ("torch", "transformers", "executorch", "torchao", "torch_tensorrt")

@@ -73,6 +73,7 @@ def test_what_the_android_project_names_is_there() -> None:
     assert f"add_library({loaded} SHARED" in (ANDROID / "CMakeLists.txt").read_text()
 
 
+@pytest.mark.cpp
 def test_cmake_configures_the_android_libraries(tmp_path: Path) -> None:
     """For this machine, over the wheel: there is no NDK."""
     cmake = cmake_program()
