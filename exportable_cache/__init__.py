@@ -15,7 +15,7 @@ _EXPORTS = {
     "ExportableCache": "exportable_cache.models.cache_factory",
     "Session": "exportable_cache.session.session",
     "export": "exportable_cache.pipeline.export",
-    "load": "exportable_cache.session.opening",
+    "load": "exportable_cache.session.session",
 }
 
 __all__ = ["__version__", *_EXPORTS]
@@ -28,8 +28,8 @@ if "torch" not in sys.modules:
 if TYPE_CHECKING:
     from .models.cache_factory import ExportableCache as ExportableCache
     from .pipeline.export import export as export
-    from .session.opening import load as load
     from .session.session import Session as Session
+    from .session.session import load as load
 
 
 def __getattr__(name: str) -> Any:

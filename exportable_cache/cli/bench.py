@@ -50,7 +50,7 @@ def bench(
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries") as progress:
         from ..pipeline.bench import bench as run_bench
-        from ..session.opening import load
+        from ..session.session import load
 
         session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
         if session.ranks is not None:

@@ -75,7 +75,7 @@ def chat(
         from ..decoding.completion import Completer, CompletionOptions
         from ..generation.sampling import Sampling
         from ..generation.text import check_text
-        from ..session.opening import load
+        from ..session.session import load
 
         options = CompletionOptions(Sampling(temperature, top_p=top_p, seed=seed), max_new_tokens)
         session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)

@@ -83,7 +83,7 @@ def serve(
         )
     with terminal.opening(folder):
         from ..decoding.completion import Completer
-        from ..session.opening import load
+        from ..session.session import load
         from .server.app import ServerOptions, make_app, run
 
         options = ServerOptions(

@@ -150,7 +150,7 @@ class ContinuousBatch:
             InputError: If an argument is wrong.
             CacheFullError: If the prompt does not fit a row, or not with `max_new_tokens`.
         """
-        from ..session.choosing import default_limit, sampler_after
+        from ..session.generate import default_limit, sampler_after
         from ..session.rows import TokenRows
 
         self.decode.check_same("submit", input_ids=input_ids, options=(max_new_tokens, sampling, stop))

@@ -51,7 +51,7 @@ def beam_search(
         InputError: If an argument is wrong, or the runtime does not give out its cache.
         CacheFullError: If the prompt with `max_new_tokens` does not fit.
     """
-    from ..session.choosing import sampler_after
+    from ..session.generate import sampler_after
     from ..session.persistence import runner_state
     from ..session.rows import TokenRows
 

@@ -129,7 +129,7 @@ class Completion(Iterator[Piece]):
             raise _GivenUp
 
     def _run(self, completer: Completer, ids: list[int], options: CompletionOptions) -> Generator[Piece]:
-        from ..session.choosing import sampler_after
+        from ..session.generate import sampler_after
         from ..session.rows import TokenRows
 
         session = completer.session

@@ -95,8 +95,7 @@ def bench(
             than 64 bits.
         BundleError: See `load`.
     """
-    from ..session.opening import load
-    from ..session.session import Session
+    from ..session.session import Session, load
 
     check_seed(seed)
     session = path if isinstance(path, Session) else load(path)

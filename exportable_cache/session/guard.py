@@ -17,8 +17,8 @@ from ..errors import InputError
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from .program_stepper import ProgramStepper
-    from .sequence_state import SequenceState
+    from .state import SequenceState
+    from .stepper import ProgramStepper
 
 Tokens = TypeVar("Tokens")
 

@@ -15,8 +15,7 @@ from ..cache.policies import FullPolicy
 from ..common.fs.tensor_files import damaged_if_malformed, read_tensors, write_tensors
 from ..errors import ExportableCacheError, InputError
 from .inputs.image import PlacedImages
-from .rope_state import RopeState
-from .sequence_state import SequenceState
+from .state import RopeState, SequenceState
 
 if TYPE_CHECKING:
     from ..cache.layers import CacheLayer

@@ -15,7 +15,7 @@ from .checks import check_ids
 
 if TYPE_CHECKING:
     from .checks import ProgramLimits
-    from .program_stepper import ProgramStepper
+    from .stepper import ProgramStepper
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,12 @@ class TokenRows:
         """Tokens of each row, int64 [length], without what stands before them."""
         longest = self.ids.shape[1]
         return [row[longest - length :] for row, length in zip(self.ids, self.lengths, strict=True)]
+
+    def mask_of(self, token: int) -> torch.Tensor:
+        """Return True where a prompt has this token, bool [batch, length]; False before a shorter row begins."""
+        columns = torch.arange(self.ids.shape[1])[None]
+        real = columns >= self.ids.shape[1] - torch.tensor(self.lengths)[:, None]
+        return (self.ids == token) & real.to(self.ids.device)
 
     @classmethod
     def whole(cls, ids: torch.Tensor) -> TokenRows:

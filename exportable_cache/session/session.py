@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 from ..backends.base import ChoosesInGraph, HasDevice, WaitsForGraphs
 from ..backends.live.fork import ForkedRunner
 from ..backends.live.graph_cache import GRAPH_CACHE_MB
+from ..common.process.quiet import quietly
 from ..common.progress import silent
 from ..common.tensors import ordinary_tensors
 from ..errors import InputError
@@ -33,9 +34,8 @@ from .checks import ProgramLimits, check_ids, check_max_new_tokens, check_one_id
 from .generate import checked_steps, generated_text, make_request
 from .inputs.items import recorded_placeholders
 from .inputs.stages import InputStages
-from .program_stepper import ProgramStepper
-from .row_groups import RowGroups
-from .sequence_state import SequenceState
+from .state import SequenceState
+from .stepper import ProgramStepper, RowGroups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -894,3 +894,38 @@ class Session:
         sampling = self.agreed(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed))
         request = make_request(self, max_new_tokens, sampling, stop, draft)
         return generated_text(self, prompt, request)
+
+
+@quietly
+def load(
+    path: str | Path,
+    *,
+    check_versions: bool = True,
+    trust: bool = False,
+    key: str | Path | None = None,
+    check: bool = False,
+    progress: Progress = silent,
+) -> Session:
+    """Open a bundle that `export` wrote, ready to run.
+
+    Args:
+        path: The folder.
+        check_versions: Refuse a bundle made with other versions of the packages its target depends on.
+        check: Read and check every file. By default those that this user has not checked as they are, going by size,
+            time stamps, inode and device.
+        trust: Let machine code in it run, as targets `aoti` and `tensorrt` have it: it can do what you can.
+        key: File of the public key that must have signed it (`export(..., sign=)`); None for no check of who made it.
+        progress: Told about bytes checked.
+
+    Raises:
+        BundleError: If it is missing, damaged, of another schema version or of other package versions, not signed with
+            the key, or machine code that is not trusted.
+        InputError: If the key cannot be read.
+        MissingDependencyError: If its target, or the check of a signature, needs a package that is not installed.
+    """
+    from ..bundle.bundle import Bundle
+
+    bundle = Bundle.open(
+        path, check_versions=check_versions, trust=trust, key=key, known=not check, to_run=True, progress=progress
+    )
+    return Session.from_bundle(bundle)

@@ -22,7 +22,7 @@ from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.backends.pt2.target import Pt2Backend
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError
-from exportable_cache.session.inputs import media_files as files
+from exportable_cache.session.inputs import prompt as files
 from exportable_cache.session.inputs.prompt import prompt_inputs
 
 from ..support.letters import letter_tokenizer

@@ -16,7 +16,7 @@ import torch
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.common.native.kernels import VARIABLE
 from exportable_cache.pipeline.package import list_operators, write_list
-from exportable_cache.session.opening import load
+from exportable_cache.session.session import load
 
 from ..kernels.conftest import kernels_build, native_library  # noqa: F401
 from ..support.kinds import kind_model

@@ -127,7 +127,7 @@ from exportable_cache.common.compat.executorch import runtime
 runtime()
 if sys.argv[2]:
     ctypes.CDLL(sys.argv[2], ctypes.RTLD_GLOBAL)
-from exportable_cache.session.opening import load
+from exportable_cache.session.session import load
 print(json.dumps([int(token) for token in load(sys.argv[1]).generate(torch.tensor([list(range(3, 30))]), 24)]))
 """
 

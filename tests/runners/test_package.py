@@ -13,8 +13,7 @@ import pytest
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import BundleError, InputError, VerificationError
 from exportable_cache.pipeline.package import CHECK, PLATFORMS, PROGRAM, package, read_program
-from exportable_cache.session.opening import load
-from exportable_cache.session.session import Session
+from exportable_cache.session.session import Session, load
 
 from ..support.models import tiny_model
 from ..support.sessions import exported_bundle

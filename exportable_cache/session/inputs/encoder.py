@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ...models.cache_factory import ExportableEncoderDecoderCache
     from ...program.methods import ProgramMethod
     from ..checks import ProgramLimits
-    from ..program_stepper import ProgramStepper
-    from ..sequence_state import SequenceState
+    from ..state import SequenceState
+    from ..stepper import ProgramStepper
 
 
 class EncoderStage:

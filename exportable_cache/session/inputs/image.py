@@ -12,12 +12,11 @@ import torch
 from ...errors import InputError
 from ...program.inputs.multimodal import IMAGE_IDS
 from ...program.methods import POSITIONS
-from .items import placeholders
 
 if TYPE_CHECKING:
     from ...program.methods import ProgramMethod
-    from ..program_stepper import ProgramStepper
     from ..rows import TokenRows
+    from ..stepper import ProgramStepper
     from .items import ItemStage
     from .stages import Prompt, Steps
 
@@ -336,7 +335,7 @@ class ItemPlaces:
         """Which stage's item each token is of, -1 on text: int64 [batch, length] on the host."""
         kinds = torch.full(rows.ids.shape, -1, dtype=torch.int64)
         for index, stage in enumerate(self.stages):
-            kinds[placeholders(rows, stage.token).cpu()] = index
+            kinds[rows.mask_of(stage.token).cpu()] = index
         return kinds
 
     def _is_seen(self, rows: TokenRows) -> torch.Tensor:

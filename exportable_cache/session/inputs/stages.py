@@ -10,16 +10,15 @@ import torch
 
 from ...errors import InputError
 from ..rows import TokenRows
-from .cross_items import CrossItemStage
 from .encoder import EncoderStage
 from .image import ItemPlaces
-from .items import ItemStage, placeholders
+from .items import CrossItemStage, ItemStage
 
 if TYPE_CHECKING:
     from ...program.methods import ProgramMethod
     from ..checks import ProgramLimits
-    from ..program_stepper import ProgramStepper
-    from ..sequence_state import SequenceState
+    from ..state import SequenceState
+    from ..stepper import ProgramStepper
     from .image import PlacedImages
 
 
@@ -146,7 +145,7 @@ class InputStages:
         items: dict[str, list[tuple[torch.Tensor, ...]]] = {}
         for stage in self._stages:
             items |= stage.check(rows, {name: given[name] for name in given if name in stage.names})
-            is_item |= placeholders(rows, stage.token)
+            is_item |= rows.mask_of(stage.token)
         self._places.check(rows)
         if self._places.sees_prompt and not items and any(name in given for name in _KINDS):
             raise InputError(

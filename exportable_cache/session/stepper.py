@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
@@ -17,12 +17,11 @@ from ..program.items import ITEM_STATES, ITEMS_SEEN
 from ..program.methods import POSITIONS, ROPE_DELTAS, ROPE_LENGTHS, chunk_sizes, method_for
 from .checks import check_no_autocast, check_pieces, check_room, check_rows_may_differ
 from .guard import StepGuard
-from .inputs.cross_items import seen_by_next
 from .inputs.image import shifted
+from .inputs.items import seen_by_next
 from .inputs.stages import Steps
-from .rope_state import RopeState
 from .rows import TokenRows, rows_to_set_aside, set_aside
-from .sequence_state import SequenceState
+from .state import RopeState, SequenceState
 
 if TYPE_CHECKING:
     from ..backends.base import BegunStep, Runner
@@ -508,3 +507,38 @@ def _common(lengths: torch.Tensor) -> int | None:
     """The one number of int64 [batch] on the host, None where rows differ."""
     first, *others = lengths.tolist()
     return first if all(length == first for length in others) else None
+
+
+class RowGroups:
+    """The groups of a session, each a range of rows; none where all rows take a step together. For decoding loops.
+
+    Args:
+        stepper: Of the session.
+    """
+
+    def __init__(self, stepper: ProgramStepper) -> None:
+        self._stepper = stepper
+
+    def __iter__(self) -> Iterator[range]:
+        runner = self._stepper.runner
+        return iter(runner.row_groups if isinstance(runner, OverlapsSteps) else ())
+
+    def begin(self, tokens: torch.Tensor, rows: range) -> BegunStep:
+        """`decode` of one group, as far as this process's part of it goes.
+
+        Ranks compare nothing here, which would have each wait for all: the tokens follow from logits that all got.
+
+        Args:
+            tokens: int64 [len(rows)], taken as they are.
+            rows: The group, of which no other step is under way.
+
+        Raises:
+            CacheFullError: If a row has no slot left.
+        """
+        stepper = self._stepper
+        check_room(int(stepper.state.length[rows.start : rows.stop].max()), stepper.max_length, 1)
+        return stepper.begin(tokens, rows)
+
+    def finish(self, begun: BegunStep) -> torch.Tensor:
+        """Logits [len(rows), vocab] of the step that was begun first."""
+        return self._stepper.finish(begun)
