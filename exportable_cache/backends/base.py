@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ..program.spec import Form, Logits, ProgramSpec
     from .options import TargetOptions
 
+#: Default size limit in megabytes of a folder of compiled graphs: some hundred graphs.
+GRAPH_CACHE_MB = 1024
+
 
 @dataclass(frozen=True)
 class LoweredFile:

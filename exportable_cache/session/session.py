@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from transformers import GenerationConfig
 
-from ..backends.base import ChoosesInGraph, HasDevice, WaitsForGraphs
+from ..backends.base import GRAPH_CACHE_MB, ChoosesInGraph, HasDevice, WaitsForGraphs
 from ..backends.live.fork import ForkedRunner
-from ..backends.live.graph_cache import GRAPH_CACHE_MB
 from ..common.process.quiet import quietly
 from ..common.progress import silent
 from ..common.tensors import ordinary_tensors

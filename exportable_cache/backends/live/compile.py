@@ -17,7 +17,8 @@ from ...common.progress import Progress, silent
 from ...common.settings import check_settings, setting
 from ...errors import InputError
 from ...program.methods import KV_SLOTS, ProgramMethod
-from .graph_cache import GRAPH_CACHE_MB, GraphCache
+from ..base import GRAPH_CACHE_MB
+from .graph_cache import GraphCache
 from .graphs import OutdatedGraph
 from .ops.eager import OWN_OPERATORS
 

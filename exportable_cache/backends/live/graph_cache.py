@@ -28,6 +28,7 @@ from ...common.fs.user_files import is_user_file, sealed, unsealed, user_folder,
 from ...common.native.machine_code import instructions, processor_name
 from ...common.process.tuning import few_collections
 from ...common.tensors import kind_of_tensor
+from ..base import GRAPH_CACHE_MB
 from .layer_tensors import owners_of_tensors
 from .ops.eager import OWN_OPERATORS
 
@@ -40,8 +41,6 @@ log = logging.getLogger(__name__)
 
 #: Suffix of a graph's file.
 GRAPH = ".graph"
-#: Megabytes that a folder holds unless told otherwise: some hundred graphs.
-GRAPH_CACHE_MB = 1024
 _MAIN, _PLAIN = "graph", b"plain"
 _LIBRARY = re.compile(r"\w+/[\w.]+\.so")
 
