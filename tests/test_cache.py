@@ -272,7 +272,7 @@ def test_pytree_keys_and_constant_spec() -> None:
         ({"max_cache_len": 8.5}, "max_cache_len is 8.5"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"dtype": torch.int8}, "torch.int8"),
-        ({"rollback_slots": -1}, "rollback_slots is -1; it must be an int of at least 0"),
+        ({"rollback_slots": -1}, "rollback_slots must be an int of at least 0, got -1"),
     ],
 )
 def test_bad_sizes(options: dict, message: str) -> None:

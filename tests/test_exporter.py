@@ -245,9 +245,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "unknown target 'abacus'; choose one of pt2, aoti, executorch, tensorrt",
     ),
     "option": ({"colour": "red"}, InputError, "has no option 'colour'"),
-    "cache length": ({"max_cache_len": 0}, InputError, "max_cache_len is 0; it must be an int of at least 1"),
+    "cache length": ({"max_cache_len": 0}, InputError, "max_cache_len must be an int of at least 1, got 0"),
     "fractional length": ({"max_cache_len": 64.0}, InputError, "max_cache_len is 64.0"),
-    "batch size": ({"batch_size": -1}, InputError, "batch_size is -1; it must be an int of at least 1"),
+    "batch size": ({"batch_size": -1}, InputError, "batch_size must be an int of at least 1, got -1"),
     "chunk": ({"prefill_chunk": 0}, InputError, "prefill_chunk is 0"),
     "dtype": ({"dtype": "int8"}, InputError, "dtype is 'int8'"),
     "no folder": ({"output_dir": None}, InputError, "output_dir is missing"),
@@ -334,5 +334,5 @@ def test_rollback_slots_let_a_bundle_of_rings_take_back_and_speculate(tmp_path: 
 
 @pytest.mark.parametrize("count", [-1, 1.5, True])
 def test_rollback_slots_are_a_count(tmp_path: Path, count: Any) -> None:
-    with pytest.raises(InputError, match=f"rollback_slots is {count!r}; it must be an int of at least 0"):
+    with pytest.raises(InputError, match=f"rollback_slots must be an int of at least 0, got {count!r}"):
         export("demo", "pt2", 64, tmp_path / "bundle", rollback_slots=count)

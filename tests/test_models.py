@@ -223,7 +223,7 @@ def test_offloaded_models_are_refused_with_the_remedy() -> None:
 
 @pytest.mark.parametrize("dtype", ["int64", "float33", torch.int8, 32])
 def test_wrong_dtype(dtype: Any) -> None:
-    with pytest.raises(InputError, match="dtype is .*pass one of 'float32'"):
+    with pytest.raises(InputError, match="dtype must be 'float32'.*, got "):
         parse_dtype(dtype)
 
 

@@ -199,7 +199,7 @@ def test_methods_follow_the_cache() -> None:
     with pytest.raises(InputError, match="prefill_chunk is 65; it must be 1 to 64"):
         methods_for(ExportableCache.from_model(llama, 64), ProgramSpec(65))
     for length in (0, -1, True, 1.5):
-        with pytest.raises(InputError, match=f"prefill_chunk is {length}; it must be an int of at least 1"):
+        with pytest.raises(InputError, match=f"prefill_chunk must be an int of at least 1, got {length}"):
             ProgramSpec(length)
 
 

@@ -29,9 +29,7 @@ def test_the_layers_are_those_of_the_model() -> None:
     assert {layer.label for layer in sinks.layers} == {"sinks int8"}
     by_config = ExportableCache.from_config(model.config, CAPACITY, kv_dtype="int8")
     assert [layer.config() for layer in by_config.layers] == [layer.config() for layer in cache.layers]
-    with pytest.raises(
-        InputError, match="kv_dtype is 'int2'; it must be one of float16, bfloat16, int8, int4, or None"
-    ):
+    with pytest.raises(InputError, match="kv_dtype must be one of float16, bfloat16, int8, int4, or None, got 'int2'"):
         ExportableCache.from_model(model, CAPACITY, kv_dtype="int2")
 
 

@@ -148,7 +148,7 @@ def test_the_layers_of_a_cache_and_their_bytes() -> None:
     ("options", "message"),
     [
         ({"attention_window": 8}, "attention_window is 8, but there are no attention_sinks"),
-        ({"attention_sinks": 0}, "attention_sinks is 0; it must be an int of at least 1"),
+        ({"attention_sinks": 0}, "attention_sinks must be an int of at least 1, got 0"),
         (
             {"attention_sinks": 4, "attention_window": 29},
             "attention_sinks 4 and attention_window 29 take 33 slots, max_cache_len is 32",

@@ -45,22 +45,22 @@ pytestmark = pytest.mark.usefixtures("fake_backend")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_cache_len": 0}, "max_cache_len is 0; it must be an int of at least 1"),
-        ({"max_cache_len": None}, "max_cache_len is None; it must be an int of at least 1"),
+        ({"max_cache_len": 0}, "max_cache_len must be an int of at least 1, got 0"),
+        ({"max_cache_len": None}, "max_cache_len must be an int of at least 1, got None"),
         ({"max_cache_len": 64.0}, "max_cache_len is 64.0"),
-        ({"batch_size": True}, "batch_size is True; it must be an int of at least 1"),
-        ({"rollback_slots": -1}, "rollback_slots is -1; it must be an int of at least 0"),
+        ({"batch_size": True}, "batch_size must be an int of at least 1, got True"),
+        ({"rollback_slots": -1}, "rollback_slots must be an int of at least 0, got -1"),
         ({"rollback_slots": None}, "rollback_slots is None"),
-        ({"max_encoder_len": 0}, "max_encoder_len is 0; it must be an int of at least 1"),
-        ({"attention_sinks": 0}, "attention_sinks is 0; it must be an int of at least 1"),
+        ({"max_encoder_len": 0}, "max_encoder_len must be an int of at least 1, got 0"),
+        ({"attention_sinks": 0}, "attention_sinks must be an int of at least 1, got 0"),
         ({"attention_sinks": "4"}, "attention_sinks is '4'"),
         ({"attention_window": 8}, "attention_window is 8, but there are no attention_sinks; pass them too"),
         ({"attention_sinks": 4, "attention_window": 61}, "take 65 slots, max_cache_len is 64; raise max_cache_len, or"),
         ({"attention_sinks": 64}, "take 65 slots, max_cache_len is 64"),
-        ({"kv_dtype": "int3"}, "kv_dtype is 'int3'; it must be .*int8.*, or None"),
-        ({"kv_dtype": torch.int8}, "kv_dtype is torch.int8"),
-        ({"dtype": "int8"}, "dtype is 'int8'; pass one of 'float32', 'float16', 'bfloat16'"),
-        ({"dtype": torch.int32}, "dtype is torch.int32"),
+        ({"kv_dtype": "int3"}, "kv_dtype must be .*int8.*, or None, got 'int3'"),
+        ({"kv_dtype": torch.int8}, "kv_dtype must be .*, got torch.int8"),
+        ({"dtype": "int8"}, "dtype must be 'float32', 'float16', 'bfloat16', or None for the stored dtype, got 'int8'"),
+        ({"dtype": torch.int32}, "dtype must be .*, got torch.int32"),
     ],
 )
 def test_a_cache_spec_is_checked_where_it_is_made(options: dict[str, Any], message: str) -> None:
@@ -82,11 +82,11 @@ def test_a_cache_spec_holds_what_it_was_checked_for() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefill_chunk": 0}, "prefill_chunk is 0; it must be an int of at least 1"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be an int of at least 1, got 0"),
         ({"score_length": 1}, "score_length is 1; it must be an int of at least 2, or 0"),
         ({"score_length": "8"}, "score_length is '8'"),
         ({"buckets": 128}, "buckets is 128; it must be a list of ints"),
-        ({"buckets": [128, 0]}, "a length bucket is 0; it must be an int of at least 1"),
+        ({"buckets": [128, 0]}, "a length bucket must be an int of at least 1, got 0"),
         ({"form": "other"}, "form is 'other'; it must be one of resident, explicit"),
         ({"logits": "none"}, "logits is 'none'; it must be one of last, all"),
     ],
@@ -120,8 +120,8 @@ def test_a_verify_spec_is_checked_where_it_is_made(options: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"verify": "no"}, "verify is 'no'; it must be true or false"),
-        ({"overwrite": 1}, "overwrite is 1; it must be true or false"),
+        ({"verify": "no"}, "verify must be True or False, got 'no'"),
+        ({"overwrite": 1}, "overwrite must be True or False, got 1"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"output_dir": None}, "output_dir is missing; name the folder to write"),
         ({"quantization": Quantization("8w")}, "quantize is '8w', for which target 'fake' has no kernels"),
@@ -168,12 +168,12 @@ def test_options_are_recorded_as_given() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Pt2Options(strict="no"), "strict is 'no'; it must be true or false"),
+        (lambda: Pt2Options(strict="no"), "strict must be True or False, got 'no'"),
         (lambda: Pt2Options(form="other"), "form is 'other'"),
         (lambda: Pt2Options(buckets=[0]), "a length bucket is 0"),
         (lambda: TensorRTOptions(opt_length=1), "opt_length is 1; it must be an int of at least 2"),
         (lambda: TensorRTOptions(sm="81"), "sm is '81'; it must be one or more of"),
-        (lambda: ExecutorchOptions(methods="two"), "methods is 'two'; it must be one of auto, forward, split, both"),
+        (lambda: ExecutorchOptions(methods="two"), "methods must be one of auto, forward, split, both, got 'two'"),
         (lambda: ExecutorchOptions(methods="split", llm_runner=True), "methods is 'split', but the llm_runner calls"),
         (
             lambda: ExecutorchOptions(kernels="native", llm_runner=True),

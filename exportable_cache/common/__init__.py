@@ -1,1 +1,1 @@
-"""What every room uses: progress, files, small tools that know nothing of caches."""
+"""Tools for every room: files, processes, native code, settings, progress, and access to private names of packages."""

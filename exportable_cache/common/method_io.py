@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that a method takes or gives: `TensorSpec("input_ids", "int64", ("batch", "length"))`.
+    """An input or output of a method: `TensorSpec("input_ids", "int64", ("batch", "length"))`.
 
     Attributes:
-        name: Of the argument.
+        name: Name of the argument.
         dtype: Name of a torch dtype.
-        shape: Numbers, and names of sizes: "batch" is the program's batch size, "length" runs over the method's range,
-            others over the range that `ProgramMethod.ranges` gives them.
+        shape: Sizes, as numbers or names. "batch" is the program's batch size, "length" has the method's range, and
+            other names have the range in `ProgramMethod.ranges`.
     """
 
     name: str
@@ -24,7 +24,7 @@ class TensorSpec:
     shape: tuple[int | str, ...]
 
     def sizes(self, named: Mapping[str, int]) -> list[int]:
-        """The shape, with a number for each name."""
+        """Return the shape with each name replaced by its number."""
         return [named[size] if isinstance(size, str) else size for size in self.shape]
 
 
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 
 def name_forward(module: nn.Module, names: Sequence[str]) -> None:
-    """Give `module` a `forward(*names)` that passes them all by name to its method `call`."""
+    """Give `module` a `forward(*names)` that passes its arguments by name to `module.call`.
+
+    The tracer names a graph's inputs after the parameters of `forward`.
+    """
     namespace: dict[str, FunctionType] = {}
     passed = ", ".join(f"{name}={name}" for name in names)
     exec(f"def forward(self, {', '.join(names)}):\n    return self.call({passed})\n", namespace)

@@ -1,4 +1,4 @@
-"""One function or method of another package that is replaced: where it is, why, by what, and the digest of it."""
+"""Replacements of functions and methods of other packages, each with a reason, a link and a digest of the original."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..errors import UnsupportedModelError
 
 log = logging.getLogger(__name__)
 
-#: Attribute of a replacement: the function that it stands for.
+#: Attribute of a replacement: the original function.
 ORIGINAL = "_exportable_cache_original"
 _MODELS = "transformers.models."
 
@@ -29,17 +29,18 @@ class Patch:
     """A replacement for one function or method of a modeling file, or of another package.
 
     Attributes:
-        file: Below `transformers.models`, as `gpt_neo.modeling_gpt_neo`; of another package, the whole module name.
+        file: Module below `transformers.models`, such as `gpt_neo.modeling_gpt_neo`; for another package, the full
+            module name.
         name: `function`, or `Class.method`.
-        replace: Makes the replacement from the original. It acts where a cache of ours is stepped, or a step is traced,
-            and hands everything else to the original. None where it is replaced for the time of a block, see `during`.
-        reason: What the original does that a static cache, or a traced step, cannot use.
-        digests: Of the sources that the replacement was written for, one for each release that has a source of its own.
-        source: Name of what the digest is taken of, `name` by default: the whole class where the replacement stands for
-            several of its methods, and several names, apart by spaces, where it stands for several classes.
-        package: Whose function it is.
-        url: Of the original, where that is not a modeling file.
-        needed: Whether a model is wrong without it. Where it is not, an original that has changed is left alone.
+        replace: Makes the replacement from the original. The replacement acts on this package's caches or under a
+            tracer, and forwards everything else to the original. None if the patch is only used with `during`.
+        reason: Why the original does not work with a static cache or a traced step.
+        digests: Digests of the sources that the replacement was written for, one per distinct upstream source.
+        source: Names whose source is digested, separated by spaces; `name` by default. A whole class if several of its
+            methods are replaced.
+        package: Distribution that has the function.
+        url: Link to the original, unless it is a modeling file.
+        needed: True if a model is wrong without the patch. Otherwise a changed original is left unpatched.
     """
 
     file: str
@@ -54,30 +55,31 @@ class Patch:
 
     @property
     def label(self) -> str:
-        """What reports call it: the class for a `forward`, the function's or method's own name otherwise."""
+        """Name in reports: the class for a `forward`, otherwise the function or method."""
         return self.name.removesuffix(".forward").rsplit(".", 1)[-1]
 
     @property
     def module_name(self) -> str:
-        """Of the module that has the name."""
+        """Full name of the patched module."""
         return _MODELS + self.file if self.package == "transformers" else self.file
 
     @property
     def link(self) -> str:
-        """The original in its repository."""
+        """Link to the original in its repository."""
         if self.url is not None:
             return self.url
         path = self.module_name.replace(".", "/")
         return f"https://github.com/huggingface/transformers/blob/v5.23.0/src/{path}.py"
 
     def apply(self) -> bool:
-        """Replace it for the whole process, unless that was done before.
+        """Replace the function for the whole process, once.
 
         Returns:
-            Whether it is replaced: always, if that is needed.
+            True if the function is replaced; always True if the patch is needed.
 
         Raises:
-            UnsupportedModelError: If there is no such function, or the replacement was written for another one.
+            UnsupportedModelError: If the function does not exist, or its source differs from the one the patch was
+                written for.
         """
         try:
             self._apply()
@@ -89,16 +91,16 @@ class Patch:
 
     @contextmanager
     def during(self, replace: Callable[[Callable], Callable]) -> Iterator[bool]:
-        """Replace it for the time of a block, where its source is one that the replacement was written for.
+        """Replace the function within a block, if its source is known.
 
-        Blocks of several threads may overlap: each replacement is there as long as its block, for all threads.
+        Blocks of several threads may overlap: each replacement lasts as long as its block and is seen by all threads.
 
         Args:
-            replace: Makes the replacement from the original, which may be one of another block that began before, and
-                again when that one ends.
+            replace: Makes the replacement from the original, which may be the replacement of an earlier block. It is
+                called again when that block ends.
 
         Yields:
-            Whether it is replaced; where not, the block runs with the original.
+            True if the function is replaced, False if the block runs with the original.
         """
         if not _is_known(self):
             yield False
@@ -135,10 +137,12 @@ class Patch:
             )
 
     def digest(self) -> str:
-        """Of the installed source, 16 hex digits: comments count, indentation and the ends of lines do not.
+        """Return the digest of the installed source, 16 hex digits.
+
+        Indentation and line ends do not count, comments do.
 
         Raises:
-            UnsupportedModelError: If it does not exist, or its source cannot be read.
+            UnsupportedModelError: If the source does not exist or cannot be read.
         """
         sources = [self._source_of(name) for name in (self.source or self.name).split()]
         lines = [line.rstrip() for source in sources for line in textwrap.dedent(source).strip().splitlines()]
@@ -151,7 +155,7 @@ class Patch:
         while hasattr(found, ORIGINAL):
             found = getattr(found, ORIGINAL)
         if inspect.isbuiltin(found):
-            # Written in C: the signature, which its documentation begins with.
+            # Written in C: use the signature at the start of the docstring.
             return (found.__doc__ or "").partition("\n\n")[0]
         try:
             return inspect.getsource(found if inspect.isclass(found) else inspect.unwrap(found))
@@ -177,7 +181,7 @@ class Patch:
 
     def _remedy(self) -> str:
         if self.package != "transformers":
-            return f"without its patch it is as it was ({self.reason})"
+            return f"it stays unpatched ({self.reason})"
         return (
             f"without its patch the model is wrong, or cannot be traced, with a static cache ({self.reason}); install "
             "a release of transformers that this package is tested with, or use DynamicCache"
@@ -185,33 +189,33 @@ class Patch:
 
 
 def torch_patch(file: str, name: str, reason: str, *digests: str) -> Patch:
-    """A function of torch that is replaced for the time of a block.
+    """Return a patch of a torch function, for use with `Patch.during`.
 
     Args:
-        file: Below `torch`.
+        file: Module below `torch`.
         name: See `Patch`.
-        reason: What it does that is replaced.
-        digests: In 2.13, and in 2.14 where it is another.
+        reason: See `Patch`.
+        digests: Digests in torch 2.13, and in 2.14 if it differs.
     """
     url = f"https://github.com/pytorch/pytorch/blob/v2.13.0/torch/{file.replace('.', '/')}.py"
     return Patch(f"torch.{file}", name, None, reason, digests, package="torch", url=url, needed=False)
 
 
-#: Held while blocks begin and end, and never while one runs: that may wait for another thread, which has blocks, too.
+#: Held while blocks begin and end, but not while they run, because a block may wait for another thread's block.
 _CHANGING = threading.Lock()
-#: Attribute of a replacement: the blocks that it is of.
+#: Attribute of a replacement: its `_Blocks`.
 _BLOCKS = "_exportable_cache_blocks"
 
 
 @dataclass(eq=False)
 class _Blocks:
-    """Blocks of any threads in which a function is replaced.
+    """The active blocks of all threads that replace one function.
 
     Attributes:
-        owner, attribute: Where the function is.
-        stored: What is there without them.
-        replacements: What makes the replacement of each, those that began first first.
-        installed: What is there now.
+        owner, attribute: Location of the function.
+        stored: Original, without the blocks' replacements.
+        replacements: Makers of the replacements by block, oldest first.
+        installed: Current value of the attribute.
     """
 
     owner: Any
@@ -222,7 +226,7 @@ class _Blocks:
 
     @classmethod
     def of(cls, owner: Any, attribute: str) -> _Blocks:
-        """Those that run, or none yet: also where somebody else has put a function in the place of theirs."""
+        """Return the active blocks of a function, or new ones if another package has replaced it since."""
         stored = inspect.getattr_static(owner, attribute)
         running = getattr(_function(stored), _BLOCKS, None)
         return running if running is not None and running.installed is stored else cls(owner, attribute, stored)
@@ -251,16 +255,15 @@ class _Blocks:
 
 
 def _function(stored: Any) -> Any:
-    """What is called, of a function as a class has it."""
     return getattr(stored, "__func__", stored)
 
 
 @functools.cache
 def _is_known(patch: Patch) -> bool:
-    """Whether the installed source is one that a replacement was written for; said in the log where it is not."""
+    """Return True if the installed source has a known digest; log it otherwise."""
     try:
         patch._check_digest()
     except UnsupportedModelError as error:
-        log.info("%s; it is left as it is (%s)", error, patch.reason)
+        log.info("%s; it is not patched (%s)", error, patch.reason)
         return False
     return True

@@ -1,12 +1,12 @@
-"""How long-running calls report what they do. The library calls it; the command line draws it."""
+"""Progress reports of long-running calls: the library makes them, the command line draws them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-#: Called with the stage ("verifying"), how much of it is done, and the total, or None where that is unknown.
+#: A callback `(stage, done, total)`, such as ("verifying", 3, 10); the total is None if unknown.
 Progress = Callable[[str, int, "int | None"], None]
 
 
 def silent(stage: str, done: int, total: int | None) -> None:
-    """Report nothing."""
+    """Ignore a progress report."""

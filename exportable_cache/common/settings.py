@@ -1,4 +1,4 @@
-"""Options that are written once: default, check and help stand at the field of a dataclass; the command line reads it.
+"""Options that are stated once, at a dataclass field: default, check, help and command-line spelling.
 
 Nothing here imports torch, so that the command line starts without it.
 """
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ..errors import InputError
 
-#: Default of an option that must be given.
+#: Default of a required option.
 REQUIRED = MISSING
 
 _KEY = "setting"
@@ -20,21 +20,21 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Setting:
-    """What a field says of itself beside its type and default.
+    """Metadata of an option, in addition to the field's type and default.
 
     Attributes:
         help: One sentence for the command line.
-        keyword: Name of the argument where users give it, in errors too; the field's own by default.
-        flags: Spellings on the command line, such as ("--batch-size", "-b"); none by default, and then it has no option
-            there.
-        metavar: Stands for the value in the help.
+        keyword: Name of the argument in Python and in errors; the field's name by default.
+        flags: Spellings on the command line, such as ("--batch-size", "-b"). Without flags there is no command-line
+            option.
+        metavar: Placeholder for the value in the help.
         kind: Type of one value.
-        repeats: Whether it may be given several times.
-        least: Smallest int it takes; None where it is no int, or has a check of its own.
-        choices: All values it takes; empty for any.
-        offered: Those the command line takes, where a call takes others too, such as a torch.dtype; `choices` by
-            default.
-        shown_default: What the help says where the default is worked out later.
+        repeats: True if the option may be given several times.
+        least: Smallest int allowed; None if the value is not an int or has another check.
+        choices: All values allowed; empty for any.
+        offered: Values that the command line offers; `choices` by default. A call may accept more, such as a
+            torch.dtype.
+        shown_default: Default as the help shows it, if it is computed later.
     """
 
     help: str
@@ -50,38 +50,41 @@ class Setting:
 
 
 def setting(default: Any, help: str, **about: Any) -> Any:
-    """Make a dataclass field an option: `batch_size: int = setting(1, "Rows.", flags=("-b",), kind=int, least=1)`.
+    """Return a dataclass field that is an option.
 
     Args:
-        default: `REQUIRED` where one must be given.
+        default: `REQUIRED` if the option has none.
         help: See `Setting`.
-        **about: Further fields of `Setting`.
+        **about: Other fields of `Setting`.
+
+    Example:
+        >>> batch_size: int = setting(1, "Number of rows.", flags=("-b",), kind=int, least=1)
     """
     return field(default=default, metadata={_KEY: Setting(help, **about)})
 
 
 def same_setting(owner: type, name: str) -> Any:
-    """A field that is the option `name` of another dataclass."""
+    """Return a field that repeats the option `name` of another dataclass."""
     found = next(one for one in fields(owner) if one.name == name)
     return field(default=found.default, metadata=found.metadata)
 
 
 def setting_of(one: Field) -> Setting | None:
-    """What a field says of itself, None where it is no option."""
+    """Return a field's metadata, or None if the field is not an option."""
     return one.metadata.get(_KEY)
 
 
 def keyword_of(one: Field) -> str:
-    """What users call a field."""
+    """Return the name of a field's argument in Python."""
     found = setting_of(one)
     return one.name if found is None or found.keyword is None else found.keyword
 
 
 def check_settings(spec: Any) -> None:
-    """Refuse values that the fields of a dataclass do not take. An option whose default is None may be None.
+    """Check the values of a dataclass against its fields. An option whose default is None may be None.
 
     Raises:
-        InputError: If one is no int of at least `least`, or none of `choices`.
+        InputError: If a value is below `least`, not in `choices`, or not a bool where one is expected.
     """
     for one in fields(spec):
         found, value = setting_of(one), getattr(spec, one.name)
@@ -96,32 +99,32 @@ def check_settings(spec: Any) -> None:
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Refuse what is no int, or a smaller one.
+    """Check that `value` is an int of at least `least`.
 
     Raises:
-        InputError: Then.
+        InputError: If it is not.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(f"{name} is {value!r}; it must be an int of at least {least}")
+        raise InputError(f"{name} must be an int of at least {least}, got {value!r}")
 
 
 def check_choice(name: str, value: Any, choices: Collection[str], optional: bool = False) -> None:
-    """Refuse what is none of `choices`.
+    """Check that `value` is one of `choices`.
 
     Raises:
-        InputError: Then.
+        InputError: If it is not.
     """
-    # A value of any type: what cannot be hashed is none of them either.
+    # A tuple, because the value may not be hashable.
     if value not in tuple(choices):
         known = ("one of " if len(choices) > 1 else "") + ", ".join(choices) + (", or None" if optional else "")
-        raise InputError(f"{name} is {value!r}; it must be {known}")
+        raise InputError(f"{name} must be {known}, got {value!r}")
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither true nor false: the word "False" is true in Python.
+    """Check that `value` is a bool, because strings such as "False" are true in Python.
 
     Raises:
-        InputError: Then.
+        InputError: If it is not.
     """
     if not isinstance(value, bool):
-        raise InputError(f"{name} is {value!r}; it must be true or false")
+        raise InputError(f"{name} must be True or False, got {value!r}")

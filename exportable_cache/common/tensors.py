@@ -12,9 +12,9 @@ from ..errors import InputError
 
 
 def kind_of_tensor(tensor: torch.Tensor) -> list[str]:
-    """Class, dtype, device, shape and strides.
+    """Return class, dtype, device, shape and strides of a tensor, as strings.
 
-    Of a quantised weight also what it is made of, and what its class keeps beside: the size of groups, say.
+    For a quantized weight, also describe its inner tensors and its metadata, such as the group size.
     """
     described = [str(tensor.dtype), str(tensor.device), str(tuple(tensor.shape)), str(tensor.stride())]
     flatten = getattr(tensor, "__tensor_flatten__", None)
@@ -28,43 +28,39 @@ def kind_of_tensor(tensor: torch.Tensor) -> list[str]:
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """A block that makes tensors which steps outside of `torch.inference_mode` can write, even if it is on here.
+    """Make tensors that can be written outside `torch.inference_mode`, even if it is on here.
 
-    Gradients stay off: to leave inference mode turns them on.
+    Gradients stay off, because leaving inference mode would turn them on.
     """
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
-# Of a number of 32 bits, the half with the bits that float32 has and bfloat16 has not.
+# Index of the int16 half of a float32 that bfloat16 drops.
 _LOWER = 0 if sys.byteorder == "little" else 1
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A floating dtype from itself or its name; None and "auto" stand for the stored one.
+    """Return a floating dtype from a dtype or its name; None and "auto" mean the stored dtype and give None.
 
     Raises:
-        InputError: If it is no floating dtype.
+        InputError: If it is not a floating dtype.
     """
     if dtype is None or dtype == "auto":
         return None
     parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
-        raise InputError(
-            f"dtype is {dtype!r}; pass one of 'float32', 'float16', 'bfloat16', or None for the stored one"
-        )
+        raise InputError(f"dtype must be 'float32', 'float16', 'bfloat16', or None for the stored dtype, got {dtype!r}")
     return parsed
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
+    """Return the name of a dtype, such as `float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def exact_dtype(weight: torch.Tensor) -> torch.dtype:
-    """The type that has each number of a float32 tensor without loss: bfloat16 or float16, as of a checkpoint that is
-    stored so, or float32.
-    """
+    """Return the smallest of bfloat16, float16 and float32 that holds every value of a float32 tensor exactly."""
     numbers = weight.detach().contiguous()
     if not numbers.view(torch.int16)[..., _LOWER::2].any():
         return torch.bfloat16

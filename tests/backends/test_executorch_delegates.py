@@ -63,7 +63,7 @@ def test_methods_that_a_delegate_cannot_share_a_cache_among_are_refused(delegate
 
 @pytest.mark.parametrize("name", ["none", "qnn", "mlx", "openvino", "XNNPACK", ""])
 def test_other_names_are_refused_with_what_is_offered(name: str) -> None:
-    with pytest.raises(InputError, match=f"delegate is '{name}'; it must be one of xnnpack, vulkan, coreml, tensorrt"):
+    with pytest.raises(InputError, match=f"delegate must be one of xnnpack, vulkan, coreml, tensorrt, got '{name}'"):
         backend_for("executorch").options.parse({"delegate": name})
 
 

@@ -145,7 +145,7 @@ def test_one_method_where_it_decodes_as_fast_as_two() -> None:
 
 def test_methods_that_do_not_go_together_are_refused() -> None:
     options = backend_for("executorch").options.parse
-    with pytest.raises(InputError, match="methods is 'two'; it must be one of auto, forward, split, both"):
+    with pytest.raises(InputError, match="methods must be one of auto, forward, split, both, got 'two'"):
         options({"methods": "two"})
     with pytest.raises(InputError, match="methods is 'split', but the llm_runner calls 'forward'"):
         options({"methods": "split", "llm_runner": True})

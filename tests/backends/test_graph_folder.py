@@ -95,7 +95,7 @@ def test_what_was_used_longest_ago_is_dropped(model, tmp_path, monkeypatch) -> N
 
 
 def test_how_much_is_kept_is_checked(model, tmp_path) -> None:
-    with pytest.raises(InputError, match="graph_cache_mb is 0; it must be an int of at least 1"):
+    with pytest.raises(InputError, match="graph_cache_mb must be an int of at least 1, got 0"):
         Session.from_model(
             model, ExportableCache.from_model(model, CAPACITY), compile="wait", graph_cache=tmp_path, graph_cache_mb=0
         )

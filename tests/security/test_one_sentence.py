@@ -177,7 +177,7 @@ def test_only_files_are_written_over(path: str, tmp_path: Path) -> None:
     session = Session.from_model(model, ExportableCache.from_model(model, 32))
     place = tmp_path / path if path.isalpha() else path
     for save in (session.save_state, session.cache.save):
-        with pytest.raises(InputError, match="is no file, so nothing is written over it"):
+        with pytest.raises(InputError, match="path must be a file or a new name"):
             save(place)
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
     assert sorted(found.name for found in tmp_path.iterdir()) == ["folder", "link", "pipe"]

@@ -98,7 +98,7 @@ def test_a_group_of_its_own_may_write(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_session_refuses_a_graph_cache_that_others_can_write_to(tmp_path: Path) -> None:
     model = tiny_model("llama")
     tmp_path.chmod(0o777)
-    with pytest.raises(InputError, match="no place for files that run code"):
+    with pytest.raises(InputError, match="must be writable by you only"):
         Session.from_model(model, ExportableCache.from_model(model, 32), compile=True, graph_cache=tmp_path)
 
 
@@ -138,7 +138,7 @@ def test_inductors_own_folder_is_looked_at_too(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(code))
     code.mkdir()
     code.chmod(0o777)
-    with pytest.raises(InputError, match=f"{code} is no place for files that run code"):
+    with pytest.raises(InputError, match=f"{code} must be writable by you only"):
         cache.get("step", _step, {}, [torch.tensor([1])])
 
 
@@ -243,11 +243,11 @@ def test_a_key_that_is_none_is_refused(home: Path, tmp_path: Path, monkeypatch: 
     path = home / "key"
     for mode in (0o644, 0o640, 0o620, 0o602):
         path.chmod(mode)
-        with pytest.raises(InputError, match=f"{path} is a key that others may know or have put there; remove it"):
+        with pytest.raises(InputError, match=f"{path} must be readable by you only; remove it"):
             user_key()
     path.chmod(0o600)
     path.write_bytes(b"short")
-    with pytest.raises(InputError, match="has 5 bytes, a key has 32; remove it"):
+    with pytest.raises(InputError, match="must have 32 bytes, got 5; remove it"):
         user_key()
     path.unlink()
     path.mkdir()

@@ -1,1 +1,1 @@
-"""Files: atomic writes, mapped files, and files that only this user can have written."""
+"""Files: atomic writes, tensors in files, and files that only the current user can have written."""

@@ -1,4 +1,4 @@
-"""Writing files and folders so that an interrupted write leaves nothing behind that loads."""
+"""Atomic writes of files and folders: an interrupted write leaves nothing that loads."""
 
 from __future__ import annotations
 
@@ -21,36 +21,35 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-#: Suffix of what is being written; names begin with a dot.
+#: Suffix of an unfinished file or folder, whose name begins with a dot.
 PARTIAL = ".partial"
-#: Suffix of a folder that is being replaced, between two renames.
+#: Suffix of the previous folder between the two renames that replace it.
 RETIRED = ".retired"
-#: In a folder that is being written, held by the process that writes it.
+#: Lock file in an unfinished folder, held by the writing process.
 LOCK_FILE = ".exporting"
-#: Seconds since its last change after which a folder counts as left behind, where the system has no locks: a day.
+#: Age in seconds after which an unfinished folder counts as abandoned, on systems without locks.
 _YOUNG = 86400.0
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, moved onto `path` when the block ends well and removed when it does not.
+    """Yield a temporary path, which is moved onto `path` if the block succeeds and removed otherwise.
 
-    The temporary file lies in a locked folder next to `path`, because libraries write temporary files of their own next
-    to what they write. What a killed process leaves is removed by the next one: `clear_partials`.
+    The temporary file is in a locked folder next to `path`, because libraries write further temporary files next to
+    their output. Files left by a killed process are removed by the next one, see `clear_partials`.
 
     Raises:
-        InputError: If `path` is a folder, a device or anything else than a file: it would be replaced, and /dev/null is
-            needed.
+        InputError: If `path` is a folder, a device or anything else than a file.
         OSError: If it cannot be written.
     """
     if path.exists() and not path.is_file():
-        raise InputError(f"{path} is no file, so nothing is written over it; name a file, or one that is to be made")
+        raise InputError(f"path must be a file or a new name, got {path}, which is something else; choose another path")
     path.parent.mkdir(parents=True, exist_ok=True)
     clear_partials(path.parent, path.name)
     folder, lock = _new_locked(path)
     temporary = folder / f"written{path.suffix}"
     try:
-        # Readable by this user alone: states hold what somebody asked, and graphs of others are not loaded.
+        # Readable by this user only, because states hold prompts.
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         yield temporary
         with temporary.open("rb") as file:
@@ -64,16 +63,16 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path, remove: Callable[[Path], None] | None = None) -> Iterator[Path]:
-    """A temporary folder beside `path`, which takes its place when the block ends well and is removed when it does not.
+    """Yield a temporary folder, which replaces `path` if the block succeeds and is removed otherwise.
 
-    An existing `path` is replaced only at that moment, when the new one is on disk. Where the system exchanges two
-    folders in one call (Linux, macOS), there is a whole folder at `path` at any time. Elsewhere it takes two renames:
-    it goes aside, the new one takes its place; if the second fails, the first is undone; a process killed between them
-    (kill -9, a power failure) leaves the earlier folder beside it, see `retired_folder`. What a killed process leaves
-    is removed, or put back, by the next one: `clear_leftovers`.
+    An existing `path` is replaced at the end, when the new folder is on disk. On Linux and macOS the two are exchanged
+    in one call, so `path` is complete at any time. Other systems need two renames: if the second fails, the first is
+    undone, and a process killed between them leaves the previous folder for `retired_folder`. The next call cleans up
+    after a killed process, see `clear_leftovers`.
 
     Args:
-        remove: Removes the earlier folder; by default with all that is in it.
+        path: Folder to write.
+        remove: Removes the previous folder; by default with everything in it.
 
     Raises:
         OSError: If the temporary folder cannot be created, or a rename fails.
@@ -104,17 +103,18 @@ def atomic_folder(path: Path, remove: Callable[[Path], None] | None = None) -> I
     finally:
         if lock is not None:
             os.close(lock)
-    # The new folder is in place: what is left of the earlier one is no failure.
+    # Not an error if this fails, because the new folder is already installed.
     for earlier in (retired, temporary):
         if earlier.exists():
             (remove or _remove)(earlier)
 
 
 def clear_leftovers(path: Path, remove: Callable[[Path], None] | None = None) -> None:
-    """Remove what killed processes left of `atomic_folder(path)`; where they left `path` aside, put it back.
+    """Remove the folders that killed calls of `atomic_folder(path)` left; restore `path` if they had renamed it.
 
     Args:
-        remove: Removes a folder that was at `path`; by default with all that is in it.
+        path: Folder that was to be written.
+        remove: Removes a previous folder; by default with everything in it.
     """
     if not path.exists() and (aside := retired_folder(path)) is not None:
         os.replace(aside, path)
@@ -123,20 +123,21 @@ def clear_leftovers(path: Path, remove: Callable[[Path], None] | None = None) ->
         if name.endswith(RETIRED):
             (remove or _remove)(left)
         elif name.endswith(PARTIAL) and left.is_dir() and not left.is_symlink() and _is_abandoned(left):
-            # Without a lock it is what was at `path` before an exchange.
+            # A folder without a lock is the previous `path`, from before an exchange.
             ((remove or _remove) if not (left / LOCK_FILE).exists() else _remove)(left)
 
 
 def clear_partials(folder: Path, name: str | None = None) -> None:
-    """Remove what killed processes left of `atomic_path` in a folder.
+    """Remove the files that killed calls of `atomic_path` left in a folder.
 
     Args:
+        folder: Folder to clean.
         name: Name of the file that was to be written; None for all files of the folder.
     """
     mine = "*" if name is None else f"{glob.escape(name)}.*"
     for found in glob.glob(f".{mine}{PARTIAL}", root_dir=folder):
         left = folder / found
-        # Another user's, or gone by now.
+        # The file may belong to another user, or be gone by now.
         with suppress(OSError):
             if left.is_symlink():
                 continue
@@ -148,7 +149,7 @@ def clear_partials(folder: Path, name: str | None = None) -> None:
                 if _is_abandoned(left):
                     _remove(left)
             elif any(left.iterdir()):
-                # File systems without locks.
+                # The file system has no locks.
                 if _is_old(left):
                     _remove(left)
             else:
@@ -160,7 +161,7 @@ def _is_old(path: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    # The lock last: without it a folder counts as one that was at its place.
+    # Remove the lock last, because a folder without one counts as the previous `path`.
     for path in folder.iterdir() if (folder / LOCK_FILE).exists() else ():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -170,13 +171,12 @@ def _remove(folder: Path) -> None:
 
 
 def _new_locked(path: Path) -> tuple[Path, int | None]:
-    """A new folder beside `path`, and the lock in it."""
     while True:
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent))
         try:
             return temporary, _locked(temporary / LOCK_FILE)
         except FileNotFoundError:
-            # Another process took the empty folder for one that was left behind.
+            # Another process has removed the empty folder as abandoned.
             continue
 
 
@@ -195,12 +195,12 @@ def _locked(path: Path) -> int | None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether no process writes it any more."""
+    """Return True if no process is writing the folder."""
     lock = folder / LOCK_FILE
     if fcntl is None:
         return _is_old(folder)
     if not lock.exists():
-        # Empty, or what was at `path` before an exchange.
+        # The folder is empty, or the previous `path` from before an exchange.
         return True
     handle = os.open(lock, os.O_RDWR)
     try:
@@ -213,7 +213,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two folders take each other's place in one call; False where the system, or the file system, cannot.
+    """Exchange two folders in one call; return False if the system or the file system cannot.
 
     Linux has `renameat2` with RENAME_EXCHANGE (2), macOS `renamex_np` with RENAME_SWAP (2).
     """
@@ -228,7 +228,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have all files of a folder on disk, and their names."""
+    """Flush all files of a folder, and their names, to disk."""
     for place, _, files in os.walk(folder):
         for file in files:
             _sync(Path(place, file))
@@ -242,7 +242,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        # File systems that keep nothing on a disk have nothing to sync; a disk that is full says so here.
+        # File systems without a disk cannot sync; a full disk is reported here.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
             raise
     finally:
@@ -250,7 +250,7 @@ def _sync(path: Path) -> None:
 
 
 def retired_folder(path: Path) -> Path | None:
-    """The newest folder that was at `path` when `atomic_folder` was killed between its two renames, or None."""
+    """Return the newest previous version of `path` that a killed `atomic_folder` left, or None."""
     found = (path.parent / name for name in glob.glob(f".{glob.escape(path.name)}.*{RETIRED}", root_dir=path.parent))
     return max(found, key=lambda folder: folder.stat().st_mtime, default=None)
 
@@ -260,9 +260,9 @@ _MAPS = Path("/proc/self/maps")
 
 
 def give_back_pages(path: Path) -> None:
-    """Let go of the pages of a file that this process maps, locked ones too: what is used of them is read again.
+    """Release the pages of a file that this process has mapped, locked ones too. They are read again when used.
 
-    On Linux; elsewhere, or where the system refuses it, nothing changes. What can be written to is left alone.
+    Linux only; elsewhere, or if the system refuses, nothing changes. Writable mappings are left alone.
     """
     if not _MAPS.is_file():
         return

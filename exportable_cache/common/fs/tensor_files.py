@@ -24,17 +24,18 @@ _CHECKSUM = "checksum"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file atomically, with a checksum over all that it holds.
+    """Write a safetensors file atomically, with a checksum of its tensors and metadata.
 
     Args:
+        path: File to write.
         tensors: Contiguous tensors on the host, by name.
-        metadata: What is written alongside, its `format` included.
+        metadata: Strings to store alongside, including `format`.
 
     Raises:
-        InputError: If there is something else than a file at `path`.
+        InputError: If `path` exists and is not a file.
         OSError: If it cannot be written.
     """
-    # Not at the top: it imports torch, and running a bundle of ExecuTorch does without.
+    # Not at the top, because it imports torch, which an ExecuTorch bundle does not need.
     from safetensors.torch import save_file
 
     checksum = _checksum_of(tensors, metadata)
@@ -45,13 +46,14 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 def read_tensors(
     path: Path | str, what: str, expected: str, writer: str, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return tensors and metadata of a file that `write_tensors` wrote.
+    """Return the tensors and metadata of a file written by `write_tensors`.
 
     Args:
-        what: What the file holds, for messages.
-        expected: The `format` that its metadata must state. Files of earlier formats have no checksum and are refused.
-        writer: What writes such files, for messages.
-        device: Where to put the tensors.
+        path: File to read.
+        what: Name of the content, for messages.
+        expected: Required `format` of the metadata. Files of earlier formats have no checksum and are refused.
+        writer: Function that writes such files, for messages.
+        device: Device of the returned tensors.
 
     Raises:
         BundleError: If the file is missing, damaged, of another format, or its checksum is wrong.
@@ -80,7 +82,7 @@ def read_tensors(
         )
     try:
         with ordinary_tensors():
-            # Copied, because a tensor in the file is not aligned as torch's own are, and kernels then round otherwise.
+            # Copied, because tensors in the file are not aligned as torch aligns them, which changes how kernels round.
             return {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}, metadata
     except (RuntimeError, AssertionError) as error:
         raise InputError(
@@ -90,14 +92,15 @@ def read_tensors(
 
 @contextmanager
 def damaged_if_malformed(path: Path | str, what: str, remedy: str = "save it again") -> Iterator[None]:
-    """Turn whatever does not fit in the parts of a file that was opened into one error.
+    """Convert errors of malformed data within a block into `BundleError`.
 
     Args:
-        what: What the file holds, for the message.
-        remedy: What to do then.
+        path: File that was read.
+        what: Name of the content, for the message.
+        remedy: Advice at the end of the message.
 
     Raises:
-        BundleError: If a part is missing, or is of another type or size.
+        BundleError: If a part is missing, or has another type or size.
     """
     try:
         yield
@@ -110,7 +113,7 @@ def damaged_if_malformed(path: Path | str, what: str, remedy: str = "save it aga
 
 
 def _checksum_of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Return the sha256 of metadata, and of name, dtype, shape and bytes of each tensor, whatever their order."""
+    """Return the sha256 of metadata and of each tensor's name, dtype, shape and bytes, in sorted order."""
     import torch
 
     digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode("ascii"))
@@ -121,10 +124,12 @@ def _checksum_of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
 
 
 class Scratch:
-    """Makes tensors that lie in files which nobody else sees and which go with them, also when the process is killed.
+    """A factory of tensors in temporary files, which the system can write out if memory is short.
+
+    No other process sees the files. They disappear with their tensors, also when the process is killed.
 
     Args:
-        folder: Of the file system that they are on; it has to exist.
+        folder: Existing folder on the file system to use.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -132,11 +137,11 @@ class Scratch:
 
     @staticmethod
     def available() -> bool:
-        """Whether room can be taken first: a write into a map for which the disk has none ends the process."""
+        """Return True if disk space can be reserved, because writing to a map on a full disk kills the process."""
         return hasattr(os, "posix_fallocate")
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of zeros.
+        """Return a tensor of zeros.
 
         Raises:
             OSError: If the disk has no room for it.

@@ -1,4 +1,4 @@
-"""Check that a file was written by this user, by its permissions and by the user's key."""
+"""Checks that the current user wrote a file, by its permissions and by the user's key."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 
 from ...errors import InputError
 
-#: Whether the system says who a file belongs to. Windows does not in this form: no owner is checked there.
+#: True if files have POSIX owners. Windows has none, so owners are not checked there.
 HAS_OWNERS = hasattr(os, "geteuid")
-#: Folder of what this package notes for a user; by default `exportable_cache` in XDG_CACHE_HOME, or ~/.cache.
+#: Variable with the user's folder; by default `exportable_cache` in XDG_CACHE_HOME or ~/.cache.
 HOME_VARIABLE = "EXPORTABLE_CACHE_HOME"
 
 
 def home_folder() -> Path:
-    """Where this package keeps what it notes for the user, and the user's key.
+    """Return the folder of the user's records and key.
 
     Raises:
-        RuntimeError: If the user has no home.
+        RuntimeError: If the user has no home directory.
     """
     named = os.environ.get(HOME_VARIABLE)
     if named:
@@ -31,15 +31,15 @@ def home_folder() -> Path:
 
 
 def user_folder(path: Path, make: bool = False) -> Path:
-    """A folder in which nobody else can exchange files, as it is to be used from then on: without links.
+    """Return a folder with links resolved, checked to be writable by the current user only.
 
     Args:
-        path: Where it is. One that does not exist is judged by what is above it.
-        make: Whether to make one that does not exist, for this user alone.
+        path: The folder. If it does not exist, its parents are checked.
+        make: True to create a missing folder, for this user only.
 
     Raises:
-        InputError: If it, or a folder above it, is somebody else's, or others can write to it.
-        OSError: If it cannot be made.
+        InputError: If the folder, or one above it, belongs to or can be written by another user.
+        OSError: If it cannot be created.
     """
     found = path.resolve()
     if make:
@@ -50,20 +50,20 @@ def user_folder(path: Path, make: bool = False) -> Path:
         reason = _reason(folder.stat(), sticky_is_safe=folder != found)
         if reason is not None:
             raise InputError(
-                f"{path} is no place for files that run code when they are read: {folder} {reason}; use a folder that "
-                "only you can write to, or make it one (chown, chmod go-w)"
+                f"{path} must be writable by you only, because files in it run code; {folder} {reason}; use another "
+                "folder, or change it (chown, chmod go-w)"
             )
     return found
 
 
 def is_user_file(descriptor: int) -> bool:
-    """Whether an open file is a regular one that is this user's, or root's, and that nobody else can write to."""
+    """Return True for an open regular file of this user or root that no other user can write."""
     status = os.fstat(descriptor)
     return not HAS_OWNERS or (stat.S_ISREG(status.st_mode) and _reason(status, sticky_is_safe=False) is None)
 
 
 def is_private_file(descriptor: int) -> bool:
-    """Whether an open file is a regular one that is this user's and that nobody else can read or write."""
+    """Return True for an open regular file of this user that no other user can read or write."""
     status = os.fstat(descriptor)
     return not HAS_OWNERS or (
         stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
@@ -71,20 +71,21 @@ def is_private_file(descriptor: int) -> bool:
 
 
 def sealed(content: bytes, key: bytes, name: str) -> bytes:
-    """With a digest before it that only the holder of a key can make.
+    """Return `content` with a keyed digest (HMAC) in front.
 
     Args:
-        key: See `user_key.user_key`.
-        name: Of the file: one file is not taken for another.
+        content: Bytes to protect.
+        key: See `user_key`.
+        name: Name of the file, so that one file cannot replace another.
     """
     return _mark(content, key, name) + content
 
 
 def unsealed(written: bytes, key: bytes, name: str) -> bytes:
-    """What `sealed` was given.
+    """Return the content that was given to `sealed`.
 
     Raises:
-        ValueError: If a byte of it has changed, or it was sealed with another key or under another name.
+        ValueError: If a byte has changed, or the key or the name is another.
     """
     size = hashlib.sha256().digest_size
     if not hmac.compare_digest(_mark(written[size:], key, name), written[:size]):
@@ -97,7 +98,7 @@ def _mark(content: bytes, key: bytes, name: str) -> bytes:
 
 
 def _reason(status: os.stat_result, sticky_is_safe: bool) -> str | None:
-    """Why others can change it, None where they cannot."""
+    """Return why other users can change the file, or None if they cannot."""
     if status.st_uid not in (0, os.geteuid()):
         return f"belongs to user {status.st_uid}"
     if sticky_is_safe and status.st_mode & stat.S_ISVTX:
@@ -108,7 +109,7 @@ def _reason(status: os.stat_result, sticky_is_safe: bool) -> str | None:
 
 
 def _only_group_is_the_users(status: os.stat_result) -> bool:
-    """Whether it can be written by a group in which the user is alone, as many systems give each one."""
+    """Return True if only a group can write it whose single member is the user, as many systems create."""
     if status.st_mode & stat.S_IWOTH:
         return False
     try:
@@ -126,10 +127,10 @@ _BYTES = 32
 
 
 def user_key() -> bytes:
-    """The user's key of 32 bytes, which is made when it is first asked for.
+    """Return the user's key of 32 bytes; create it on first use.
 
     Raises:
-        InputError: If there is no place for it, it is damaged, or others can read or change it.
+        InputError: If the key cannot be created or read, is damaged, or can be read or changed by another user.
     """
     try:
         path = home_folder() / _FILE
@@ -139,25 +140,25 @@ def user_key() -> bytes:
             is_private, key = is_private_file(file.fileno()), file.read()
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         raise InputError(
-            f"compiled graphs are kept under a key of your own, which cannot be read or made: {error}; name a folder "
-            f"that you can write to by {HOME_VARIABLE}"
+            f"the key that protects compiled graphs cannot be read or created: {error}; set {HOME_VARIABLE} to a "
+            "folder that you can write to"
         ) from error
     if not is_private:
-        raise InputError(f"{path} is a key that others may know or have put there; remove it, a new one is made then")
+        raise InputError(f"{path} must be readable by you only; remove it, and a new key will be created")
     if len(key) != _BYTES:
-        raise InputError(f"{path} has {len(key)} bytes, a key has {_BYTES}; remove it, a new one is made then")
+        raise InputError(f"{path} must have {_BYTES} bytes, got {len(key)}; remove it, and a new key will be created")
     return key
 
 
 def _make(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Readable by the user alone from its first byte on.
+    # mkstemp creates the file readable by the user only.
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(secrets.token_bytes(_BYTES))
         try:
-            # Unlike a rename, it fails where another process was first, whose key counts.
+            # A link fails if another process was faster, unlike a rename; that key is used.
             os.link(name, path)
         except FileExistsError:
             return
