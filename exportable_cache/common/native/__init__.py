@@ -1,1 +1,1 @@
-"""Native code of this package: compiled on demand, found, and loaded."""
+"""Native code of this package: how it is compiled on demand, found and loaded."""

@@ -1,8 +1,8 @@
-"""The compiled attention kernels of this package, from `kernels/`, and which of them a process uses.
+"""The compiled attention kernels of this package, from `kernels/`, and how a process chooses them.
 
-They serve ExecuTorch's operators `llama::custom_sdpa`, `update_cache` and `update_cache_with_indices` in place of the
-kernels of its wheel. `exportable-cache kernels build` compiles them into the environment. Where they are not there, the
-wheel's serve: programs are the same.
+They implement ExecuTorch's operators `llama::custom_sdpa`, `update_cache` and `update_cache_with_indices`.
+`exportable-cache kernels build` compiles them into the environment. Without them, the kernels of ExecuTorch's wheel run
+the same programs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 
 from ...errors import MissingDependencyError, first_line
 
-#: Chooses the kernels: the path of a compiled library, or `executorch` for those of the wheel. By default the compiled
-#: ones if they are in this environment.
+#: Variable that chooses the kernels: the path of a compiled library, or `executorch` for those of the wheel. The
+#: default is the compiled library of this environment, if there is one.
 VARIABLE = "EXPORTABLE_CACHE_KERNELS"
-#: Holds them to an instruction set, by Highway's name: `SSE4`, `AVX2`, `AVX3` for AVX-512, `NEON`.
+#: Variable that limits the instruction set, by Highway's name: `SSE4`, `AVX2`, `AVX3` for AVX-512, `NEON`.
 TARGET_VARIABLE = "EXPORTABLE_CACHE_KERNELS_TARGET"
 FILE = "libexportable_cache_kernels.so"
 _NONE_OF_OURS = "executorch"
@@ -30,11 +30,11 @@ _BUILD = "exportable-cache kernels build"
 
 @dataclass(frozen=True, eq=False)
 class NativeKernels:
-    """A loaded library.
+    """A loaded library of kernels.
 
     Attributes:
-        path: Where it lies.
-        library: Its functions.
+        path: File of the library.
+        library: Its C functions.
     """
 
     path: Path
@@ -42,15 +42,15 @@ class NativeKernels:
 
     @property
     def target(self) -> str:
-        """The instruction set in use, as Highway names it: `AVX3` is AVX-512."""
+        """Instruction set in use, by Highway's name: `AVX3` is AVX-512."""
         self.library.exportable_cache_kernels_target.restype = ctypes.c_char_p
         return self.library.exportable_cache_kernels_target().decode()
 
     def limit_target(self, name: str) -> None:
-        """Use nothing better than an instruction set, in this process.
+        """Use at most this instruction set in this process.
 
         Raises:
-            MissingDependencyError: If this processor, or the library, has none of that name.
+            MissingDependencyError: If the processor or the library does not have it.
         """
         if not self.library.exportable_cache_kernels_limit_target(name.encode()):
             raise MissingDependencyError(
@@ -59,28 +59,29 @@ class NativeKernels:
 
     @property
     def threads(self) -> int:
-        """Threads of ExecuTorch's pool, which the kernels share."""
+        """Number of threads of ExecuTorch's pool, which the kernels share."""
         return int(self.library.exportable_cache_kernels_threads())
 
     @property
     def attention_calls(self) -> int:
-        """How often attention was computed since the library was loaded."""
+        """Number of attention calls since the library was loaded."""
         self.library.exportable_cache_kernels_attention_calls.restype = ctypes.c_longlong
         return int(self.library.exportable_cache_kernels_attention_calls())
 
 
 def installed_path() -> Path:
-    """Where `exportable-cache kernels build` puts the library: by release of executorch, whose layout of tensors is
-    compiled in.
+    """Return where `exportable-cache kernels build` puts the library.
+
+    The path has the release of executorch, because the library depends on its tensor layout.
     """
     return Path(sysconfig.get_path("platlib")) / "exportable_cache_kernels" / f"executorch-{_release()}" / FILE
 
 
 def chosen_path() -> Path | None:
-    """The library that a process loads, None for the wheel's kernels.
+    """Return the library that this process loads, or None for the wheel's kernels.
 
     Raises:
-        MissingDependencyError: If the variable names a file that is not there.
+        MissingDependencyError: If the variable names a missing file.
     """
     wish = os.environ.get(VARIABLE, "")
     if wish == _NONE_OF_OURS:
@@ -99,11 +100,11 @@ def chosen_path() -> Path | None:
 
 @functools.cache
 def load_native_kernels() -> NativeKernels | None:
-    """Register them with ExecuTorch's runtime, which is loaded already; None where the wheel's kernels serve.
+    """Register the kernels with ExecuTorch's loaded runtime; return None if the wheel's kernels are used.
 
     Raises:
-        MissingDependencyError: If a library that the variable names cannot be loaded. One that was found by itself is
-            passed over with a warning.
+        MissingDependencyError: If a library named by the variable cannot be loaded. An installed library that fails to
+            load gives a warning instead.
     """
     path = chosen_path()
     if path is None:

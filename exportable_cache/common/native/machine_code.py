@@ -1,6 +1,7 @@
-"""C++ of this package, compiled for the processor at hand when it is first needed and kept for the user.
+"""C++ of this package, compiled for this processor on first use and cached for the user.
 
-The compiler is the one that Inductor takes. What is kept is loaded as it is, so the folder has to be the user's own.
+The compiler is the one that Inductor uses. Cached libraries are loaded without a check, so only the user may write
+their folder.
 """
 
 from __future__ import annotations
@@ -29,54 +30,54 @@ from ..fs.user_files import HAS_OWNERS, home_folder, is_user_file, user_folder
 log = logging.getLogger(__name__)
 
 _FOLDER = "machine_code"
-#: Seconds after which a compiler is given up; it takes some five.
+#: Time limit of a compilation in seconds; it usually takes about five.
 _SECONDS = 300.0
 
 
 class MachineCode:
-    """A library with operators of torch.
+    """A library of torch operators that is compiled on first use.
 
     Args:
-        source: A file of C++ that needs torch's headers and nothing else.
-        headers: Files of ours that it includes.
-        results: What its functions of C give, by their names, where that is no int.
+        source: C++ file that needs only torch's headers.
+        headers: Headers of this package that it includes.
+        results: Result types of its C functions by name, if not int.
     """
 
     def __init__(self, source: Path, *headers: Path, results: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.source, self.headers, self._results = source, headers, results
         self._is_loaded = False
-        #: Once it is loaded: functions of C.
+        #: C functions, once the library is loaded.
         self.library: ctypes.CDLL | None = None
-        #: What compiles it meanwhile, and a pipe that ends with it.
+        #: The running compiler, and a pipe that closes when it ends.
         self._begun: tuple[subprocess.Popen[bytes], int] | None = None
-        #: Why there is none, "" as long as nothing has failed.
+        #: Why the library is not available; "" if nothing has failed.
         self.reason = ""
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of the sources, the compiler's options, torch's release and the processor."""
+        """Digest of the sources, the compiler options, torch's release and the processor."""
         sources = (path.read_text() for path in (self.source, *self.headers))
-        told = [*sources, *_OPTIONS, torch.__version__, processor_name(), instructions()]
-        return hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
+        parts = [*sources, *_OPTIONS, torch.__version__, processor_name(), instructions()]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
     @property
     def path(self) -> Path:
-        """Where it is kept.
+        """Path of the cached library.
 
         Raises:
-            RuntimeError: If the user has no home.
+            RuntimeError: If the user has no home directory.
         """
         return home_folder() / _FOLDER / f"{self.source.stem}-{self.digest}.so"
 
     def can_be_loaded(self) -> bool:
-        """Whether it is there, or there is a compiler for it. Where owners are unknown, nothing is loaded."""
+        """Return True if the library is cached or can be compiled. Systems without file owners load nothing."""
         try:
             return not self.reason and HAS_OWNERS and (self.path.is_file() or _compiler() is not None)
         except (OSError, RuntimeError):  # there is no home
             return False
 
     def begin(self) -> None:
-        """Have it compiled beside this process, where it is not kept yet; `load` waits for it, also in a fork."""
+        """Start compiling in a subprocess unless the library is cached; `load` waits for it, also in a fork."""
         if self._is_loaded or self._begun is not None or not self.can_be_loaded() or self.path.is_file():
             return
         try:
@@ -94,19 +95,19 @@ class MachineCode:
             log.info("%s is not compiled ahead: %s", self.source.name, error)
 
     def load(self, compiles: bool = True) -> bool:
-        """Have its operators in this process, compiling it where it is not kept yet; a second call does nothing.
+        """Load the operators into this process, once; compile them if they are not cached.
 
         Args:
-            compiles: Whether to compile it; otherwise it is loaded only if it is there.
+            compiles: False to load a cached library only.
 
         Returns:
-            Whether they are there. Where they cannot be, the log has one line.
+            True if the operators are loaded. Failures are logged in one line.
         """
         if self._is_loaded or self.reason:
             return self._is_loaded
         try:
             if not HAS_OWNERS:
-                raise OSError("the system does not say whose files are")
+                raise OSError("this system does not report file owners")
             if not self.path.is_file():
                 if not compiles:
                     return False
@@ -116,7 +117,7 @@ class MachineCode:
             folder = user_folder(self.path.parent)
             with self.path.open("rb") as file:
                 if not is_user_file(file.fileno()):
-                    raise OSError(f"{self.path} is not yours, or others can write to it")
+                    raise OSError(f"{self.path} must belong to you and be writable by you only")
             torch.ops.load_library(str(folder / self.path.name))
             library = ctypes.CDLL(str(folder / self.path.name))
             for name, kind in self._results.items():
@@ -125,11 +126,11 @@ class MachineCode:
             self._is_loaded = True
         except (ExportableCacheError, OSError, RuntimeError, subprocess.SubprocessError) as error:
             self.reason = first_line(error.__cause__ or error)
-            log.warning("%s is not compiled, and torch's own operators serve: %s", self.source.name, self.reason)
+            log.warning("%s is not compiled, so torch's operators are used: %s", self.source.name, self.reason)
         return self._is_loaded
 
     def _wait(self) -> None:
-        """For what `begin` has begun. If it fails, `_compile` tells why."""
+        """Wait for the compilation that `begin` started. If it failed, `_compile` reports why."""
         if self._begun is not None:
             process, ended = self._begun
             select.select([ended], [], [], _SECONDS)
@@ -151,14 +152,14 @@ class MachineCode:
         return [compiler, *_OPTIONS, str(self.source), "-o", target, *_torch_options()]
 
 
-#: Runs what follows, and puts the file that it makes in its place, or away.
+#: Shell script that runs a command and then moves its output to the final path, or removes it on failure.
 _IN_PLACE = 'path=$1; shift; "$@" && mv -f "$0" "$path" || rm -f "$0"'
 _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 _OPTIONS = ("-std=c++17", "-O2", _NATIVE, "-ffp-contract=fast", "-fPIC", "-shared", "-w")
 
 
 def _compiler() -> str | None:
-    """As Inductor chooses it."""
+    """Return the compiler that Inductor would choose."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
@@ -172,7 +173,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 @functools.cache
 def cpu_fields() -> dict[str, str]:
-    """Of the first processor; empty where the system has no such file."""
+    """Return the fields of the first processor in /proc/cpuinfo; empty on systems without that file."""
     fields: dict[str, str] = {}
     if _CPU_INFO.is_file():
         for line in _CPU_INFO.read_text(errors="replace").splitlines():
@@ -182,7 +183,7 @@ def cpu_fields() -> dict[str, str]:
 
 
 def processor_name() -> str:
-    """As the processor calls itself, with family and model where it gives them."""
+    """Return the processor's name, with family and model if they are known."""
     fields = cpu_fields()
     name = fields.get("model name") or platform.processor() or platform.machine()
     numbers = ", ".join(f"{key} {fields[key]}" for key in ("cpu family", "model") if key in fields)
@@ -190,8 +191,9 @@ def processor_name() -> str:
 
 
 def instructions() -> str:
-    """What the processor can do, as far as the system says. Code compiled for one may be illegal for another, even if
-    both bear the same name: a virtual machine may hide some.
+    """Return the processor's instruction sets as the system reports them.
+
+    The name is not enough, because a virtual machine may hide some of them.
     """
     fields = cpu_fields()
     return fields.get("flags") or fields.get("Features") or fields.get("isa") or ""

@@ -1,1 +1,1 @@
-"""Settings of the whole process: threads, garbage collection, output of other libraries."""
+"""Processes: subprocesses with limits, process-wide settings, and messages of other libraries."""

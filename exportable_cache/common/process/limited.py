@@ -63,13 +63,13 @@ class LimitedProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: Any = None
-        #: Counts the processes, so that a caller can see that one began which knows nothing yet.
+        #: Number of processes started, so that a caller can notice a new one without state.
         self.starts = 0
         _ALL.add(self)
 
     @property
     def is_alive(self) -> bool:
-        """True if a process is there that knows what it was sent before."""
+        """True if the current process is running and keeps its state."""
         return self._process is not None and self._process.poll() is None
 
     def call(self, seconds: float, request: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytes]:
@@ -103,12 +103,12 @@ class LimitedProcess:
             except (OSError, EOFError, ValueError) as error:
                 raise WorkEnded(self._ended(watch, seconds, error)) from None
             except BaseException:
-                # Interrupted amid a message: the next call would read the rest of it.
+                # Interrupted during a message: the next call would read the rest of it.
                 self._stop()
                 raise
         if ERROR in reply:
             if NO_MEMORY in reply:
-                # What is left of the memory may not do for the next call.
+                # The remaining memory may be too little for the next call.
                 self.stop()
             raise WorkFailed(str(reply[ERROR]))
         return reply, out
@@ -167,7 +167,7 @@ class LimitedProcess:
             self._finalizer.detach()
             self._finalizer = None
         if process is not None:
-            process.returncode = 0  # not ours to wait for
+            process.returncode = 0  # a child of the other process, which waits for it
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     # Not by `close`, which would flush what the other process is writing.

@@ -1,7 +1,7 @@
-"""The process that `LimitedProcess` starts: it does one piece of work after another, within limits of the system's.
+"""The subprocess that `LimitedProcess` starts: it serves one request after another, within system limits.
 
-It imports the standard library and the module that does the work, nothing else of this package. What comes back from it
-is JSON and bytes, never a pickle, because the library that works in it may be broken by what it is given.
+It imports only the standard library and the module that does the work. Replies are JSON and bytes, never a pickle,
+because the input may have compromised the library that works on it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import IO, Any
 
-#: Work on a request and its bytes: the reply and its bytes.
+#: A function from a request and its bytes to a reply and its bytes.
 Handler = Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]
 
-#: Key of a reply that is an error's text.
+#: Key of an error's text in a reply.
 ERROR = "error"
-#: Key of an error that had no memory.
+#: Key of a reply that reports a lack of memory.
 NO_MEMORY = "no_memory"
-#: Key of a request: seconds after which the system ends this process.
+#: Key of the time limit in a request: seconds until the system ends this process.
 SECONDS = "seconds"
-#: Sizes of a message's JSON and of its bytes.
+#: Header of a message: the sizes of its JSON and of its bytes.
 _SIZES = struct.Struct("<QQ")
-#: Seconds between two looks at whether the other process still lives.
+#: Seconds between checks that the parent process is alive.
 _LOOK = 2.0
 
 
@@ -42,29 +42,29 @@ def receive(file: IO[bytes], most_bytes: int) -> tuple[dict[str, Any], bytes]:
     """Read one message.
 
     Args:
-        file: Where it comes from.
-        most_bytes: The largest size of either part.
+        file: Stream to read.
+        most_bytes: Largest size of either part.
 
     Raises:
-        EOFError: If the other process is gone, or amid a message.
-        ValueError: If this is not a message, or one that is too long.
+        EOFError: If the other process has ended, also during a message.
+        ValueError: If the message is malformed or too long.
     """
     text_size, data_size = _SIZES.unpack(_exactly(file, _SIZES.size))
     if max(text_size, data_size) > most_bytes:
-        raise ValueError(f"a message of {max(text_size, data_size)} bytes")
+        raise ValueError(f"a message must have at most {most_bytes} bytes, got {max(text_size, data_size)}")
     message = json.loads(_exactly(file, text_size))
     if not isinstance(message, dict):
-        raise ValueError("a message that is no object")
+        raise ValueError("a message must be a JSON object")
     return message, _exactly(file, data_size)
 
 
 def main() -> None:
-    """Serve the process at the other end of the standard streams until it is gone."""
-    # Ctrl-C in a terminal reaches every process of the group. The other process decides what it ends.
+    """Serve the parent process over the standard streams until it ends."""
+    # Ctrl-C in a terminal reaches every process of the group, but the parent decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = json.loads(sys.argv[1])
     requests, replies = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb")
-    # What a library prints is no reply.
+    # Discard what libraries print, because stdout carries replies.
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
@@ -80,7 +80,7 @@ def main() -> None:
             reply, out = handler(request, data)
         except MemoryError:
             reply, out = {ERROR: "it ran out of memory", NO_MEMORY: True}, b""
-        except BaseException as error:  # a panic of a library in Rust is no Exception
+        except BaseException as error:  # a panic of a Rust library is not an Exception
             reply, out = {ERROR: _first_line(error)}, b""
         _end_after(0)
         send(replies, reply, out)
@@ -89,12 +89,12 @@ def main() -> None:
 def _limit_this_process(memory: int) -> None:
     try:
         import resource
-    except ImportError:  # Windows, where the other process alone watches the time
+    except ImportError:  # Windows, where only the parent watches the time
         return
     for limit, most in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CORE, 0),
-        # It has no file to write.
+        # It writes no files.
         (resource.RLIMIT_FSIZE, 0),
     ):
         _, hard = resource.getrlimit(limit)
@@ -104,19 +104,19 @@ def _limit_this_process(memory: int) -> None:
             resource.setrlimit(limit, (most, most))
         except (OSError, ValueError):  # macOS does not limit the address space
             pass
-    # The system's own action, which needs no line of Python to run.
+    # The default action ends the process without running Python code.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
 
 
 def _end_after(seconds: float) -> None:
-    """Have the system end this process after some seconds, also if the other one is gone by then; 0 takes it back."""
+    """Set a timer of the system that ends this process after some seconds, even without its parent; 0 cancels it."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _waits(requests: IO[bytes], parent: int) -> bool:
-    """Wait for a request. False if the other process is gone: a fork of it may hold the stream open."""
+    """Wait for a request. Return False if the parent has ended; its fork may hold the stream open."""
     if os.name == "nt":
         return True
     from select import select

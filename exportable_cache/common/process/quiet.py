@@ -1,11 +1,11 @@
-"""Other libraries' chatter, kept off the screen while this package imports them and works: known messages, no others.
+"""Known messages of other libraries that are hidden while this package imports and runs them.
 
-| who | what | why it says nothing to a user |
+| library | message | why a user does not need it |
 |---|---|---|
-| torchao | an extension could not be loaded | they are for GPUs, or for another Python |
+| torchao | an extension could not be loaded | it is for a GPU, or for another Python |
 | torch's pytrees | `register_constant()` of an enum is deprecated | torchao calls it |
-| executorch.exir | a buffer that is mutated has no initial state | a cache has none |
-| ExecuTorch's thread pool | files that tell a phone's processor are not there | on a PC they never are |
+| executorch.exir | a mutated buffer has no initial state | a cache has none |
+| ExecuTorch's thread pool | files that name a phone's processor are missing | a PC never has them |
 
 Nothing here imports torch, so that the command line starts without it.
 """
@@ -24,16 +24,16 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TextIO, TypeVar
 
-#: Logger -> what it is not to say.
+#: Messages to hide, by logger.
 _MESSAGES = {
     "torchao": re.compile(r"Failed to load .*\.so"),
     "torch.utils._pytree": re.compile(r".*register_constant\(\) on Enum subclasses is deprecated"),
 }
-#: Beginnings of warnings, as patterns.
+#: Patterns for the beginnings of warnings to hide.
 _WARNINGS = (r"Mutation on a buffer in the model is detected",)
 
-# ExecuTorch's thread pool says so whenever a program is opened on a machine without these files, which is any x86 one.
-# It writes through sys.stderr, in pieces, and no logging level reaches it.
+# ExecuTorch's thread pool writes this whenever a program is opened on an x86 machine. It writes to sys.stderr in
+# several parts, and no logging level applies.
 _CHATTER_START = "[cpuinfo_utils.cpp:"
 _CHATTER = re.compile(
     r"\[cpuinfo_utils\.cpp:\d+\] (Reading file|Failed to open midr file|CPU info and manual query) .*\n"
@@ -45,7 +45,7 @@ _SHOWN: ContextVar[bool] = ContextVar("shown", default=False)
 
 @contextmanager
 def everything_shown() -> Iterator[None]:
-    """Let all of it through, for who looks for a fault, and what this package logs beside."""
+    """Show all messages of other libraries, and this package's log, within a block."""
     token = _SHOWN.set(True)
     ours, handler = logging.getLogger("exportable_cache"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
@@ -62,7 +62,7 @@ def everything_shown() -> Iterator[None]:
 
 @contextmanager
 def known_chatter_dropped() -> Iterator[None]:
-    """Drop the messages of the table above for the length of a block; others pass, and so do exceptions."""
+    """Hide the messages of the table above within a block."""
     if _SHOWN.get():
         yield
         return
@@ -77,7 +77,7 @@ def known_chatter_dropped() -> Iterator[None]:
 
 
 def quietly(call: _Call) -> _Call:
-    """A function that runs under `known_chatter_dropped`."""
+    """Return a function that runs under `known_chatter_dropped`."""
 
     @wraps(call)
     def quiet_call(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ def without_chatter() -> Iterator[None]:
 
 
 def forget(stream: TextIO | None) -> None:
-    """Let what is written to a stream go nowhere: one that takes no more would fail again when Python ends."""
+    """Redirect a broken stream to the null device, because it would fail again when Python exits."""
     with suppress(OSError, ValueError):
         if stream is not None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -120,9 +120,9 @@ def _filtered(logger: logging.Logger, pattern: re.Pattern[str]) -> Iterator[None
 
 
 class _ChatterFilter(io.TextIOBase):
-    """Passes text on at once, but for lines that begin like chatter: those wait until they are complete.
+    """A stream that passes text on, except known lines. Text that begins like one is held until the line is complete.
 
-    What stderr does not take is no reason to stop.
+    Errors of the underlying stream are ignored.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -159,7 +159,7 @@ class _ChatterFilter(io.TextIOBase):
             forget(self._stream)
 
     def finish(self) -> None:
-        """Write what still waits."""
+        """Write held text."""
         self._pass(self._held)
         self._held = ""
 

@@ -1,4 +1,4 @@
-"""Settings of the whole process: garbage collection, and threads of torch.
+"""Process-wide settings: garbage collection, and threads of torch.
 
 Nothing here imports torch, so that the command line starts without it.
 """
@@ -17,13 +17,13 @@ Value = TypeVar("Value")
 
 
 class ProcessSetting(Generic[Value]):
-    """Changed by the first of the blocks that run at a time, and put back by the last one.
+    """A process-wide setting that blocks of several threads change.
 
-    A block that put back what it found would, where it began in another thread's block and outlasts that one, leave the
-    change for good.
+    The first running block changes it, and the last one restores it. If each block restored the value it found, a block
+    that began within another thread's block and outlasted it would keep the change for good.
 
     Args:
-        get: Gives the setting.
+        get: Returns the setting.
         set: Sets it.
     """
 
@@ -34,10 +34,10 @@ class ProcessSetting(Generic[Value]):
 
     @contextmanager
     def during(self, chosen: Callable[[Value], Value]) -> Iterator[None]:
-        """A block with another setting.
+        """Run a block with another value.
 
         Args:
-            chosen: Makes it from the one that is found. Not asked where another block has made the change.
+            chosen: Computes the value from the current one. Not called while another block has made the change.
         """
         with self._lock:
             if not self._blocks:
@@ -50,7 +50,7 @@ class ProcessSetting(Generic[Value]):
         finally:
             with self._lock:
                 self._blocks -= 1
-                # Whoever has set it since wants that one.
+                # If the setting has changed since, leave it.
                 if not self._blocks and self._get() == self._changed:
                     self._set(self._before)
 
@@ -61,27 +61,27 @@ _THRESHOLDS = ProcessSetting(gc.get_threshold, lambda thresholds: gc.set_thresho
 
 
 def collect_seldom() -> None:
-    """Collect garbage seldom for the rest of a process that imports torch and transformers: with Python's own
-    thresholds a fifth of the time that takes goes into looking through modules.
+    """Raise the thresholds of garbage collection for the rest of the process.
+
+    With Python's defaults, a fifth of the time to import torch and transformers is garbage collection.
     """
     gc.set_threshold(5 * RARELY[0], *RARELY[1:])
 
 
 def few_collections() -> AbstractContextManager[None]:
-    """A block, of any thread, in which garbage is collected seldom.
+    """Raise the thresholds of garbage collection within a block, of any thread.
 
-    A trace makes millions of small objects, few of them in cycles, among millions that stay: with Python's own
-    thresholds a tenth of an export to ExecuTorch goes into looking through them again and again. Where a graph is
-    loaded, looking through all that torch and transformers are made of holds the interpreter for 0.2 s.
+    A trace allocates millions of small objects, few of them in cycles. With Python's defaults, a tenth of an export to
+    ExecuTorch is garbage collection, and a full collection while a graph is loaded blocks the interpreter for 0.2 s.
     """
     return _THRESHOLDS.during(lambda found: RARELY if 0 < found[0] < RARELY[0] else found)
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Collect no garbage while packages are imported, and look no more at what came of it.
+    """Turn garbage collection off within a block that imports packages, and freeze the imported objects.
 
-    Modules stay: of a start that imports torch and transformers a fifth went into looking through them.
+    A fifth of the time to import torch and transformers is garbage collection, and modules are never freed.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -89,18 +89,18 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            # Once, and not of what a longer process made before: what is garbage by then would never be collected.
+            # Only once, because freezing objects of a longer-running process would keep its garbage.
             if not gc.get_freeze_count():
                 gc.freeze()
             gc.enable()
 
 
 def put_off_full_collection() -> None:
-    """Count from now on until all objects are looked through, and take those that are there for old ones.
+    """Reset the count towards the next full collection, and treat all current objects as old.
 
-    Behind `few_collections` that would be due at once.
+    After `few_collections`, a full collection would otherwise be due at once.
     """
-    # What an application has frozen stays so.
+    # Keep objects frozen that the application has frozen.
     if not gc.get_freeze_count():
         gc.freeze()
         gc.unfreeze()
@@ -108,14 +108,14 @@ def put_off_full_collection() -> None:
 
 @contextmanager
 def threads_of_torch(number: int) -> Iterator[None]:
-    """A block whose operators run on so many threads, the calling one among them.
+    """Run a block whose operators use `number` threads, including the calling one.
 
-    A thread that runs its first operator meanwhile keeps the number.
+    A thread that runs its first operator during the block keeps the number.
     """
     import torch
 
     before = torch.get_num_threads()
-    # To tell every library of it takes longer than to ask.
+    # Checked first, because setting it takes longer than reading it.
     if before != number:
         torch.set_num_threads(number)
     try:
@@ -125,12 +125,12 @@ def threads_of_torch(number: int) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-#: Load of the machine per core from which on another process is at work.
+#: Load per core above which another process counts as busy.
 _BUSY = 0.5
 
 
 def warn_if_threads_spin() -> None:
-    """Warn where OpenMP threads spin while they wait, and other processes are at work on this machine.
+    """Warn if OpenMP threads spin while they wait and other processes are busy on this machine.
 
     OpenMP reads `OMP_WAIT_POLICY` once, when torch is imported. This package sets it if it is imported first.
     """
@@ -148,5 +148,5 @@ def warn_if_threads_spin() -> None:
 
 
 def one_thread() -> AbstractContextManager[None]:
-    """A block whose operators run on the calling thread: small ones wait longer for others than they take."""
+    """Run a block on the calling thread only, because small operators wait longer for threads than they run."""
     return threads_of_torch(1)
