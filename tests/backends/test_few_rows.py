@@ -365,4 +365,4 @@ def test_without_a_compiler_torch_computes(tmp_path, monkeypatch, caplog) -> Non
             assert few_rows.linears_of_few_rows(graph) == 0 == few_rows.linears_of_few_rows(graph)
         assert not few_rows.OPERATORS.is_wanted()
     (line,) = caplog.messages
-    assert "torch's own operators serve" in line and "ends with 1" in line
+    assert "torch's operators are used" in line and "ends with 1" in line

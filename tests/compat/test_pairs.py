@@ -69,7 +69,7 @@ def test_the_target_is_refused_before_anything_of_it_is_loaded(monkeypatch: pyte
     compat.check_pair.cache_clear()
     try:
         for use in (lambda: backend_for("executorch"), compat.runtime.__wrapped__):
-            with pytest.raises(MissingDependencyError, match=r"executorch 1\.4\.1 is installed beside torch 2\.14\.1"):
+            with pytest.raises(MissingDependencyError, match=r"executorch 1\.4\.1 is installed with torch 2\.14\.1"):
                 use()
     finally:
         compat.check_pair.cache_clear()

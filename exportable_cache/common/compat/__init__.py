@@ -1,7 +1,6 @@
-"""Every private name of torch, transformers, executorch and torch_tensorrt that is used: a module for each package.
+"""Access to private names of torch, transformers, executorch and torch_tensorrt, with one module per package.
 
-Of torchao none is used.
-
-Each accessor says in which version the name was seen and what happens without it; tests/compat has a canary for each.
-Importing a module here imports no package that an accessor of it needs, but torch and transformers themselves.
+No private name of torchao is used. Each module lists the version in which a name was seen and what happens without it;
+`tests/compat` has a canary for each name. A module here imports only torch or transformers at the top; other packages
+are imported by its functions.
 """

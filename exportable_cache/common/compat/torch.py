@@ -3,31 +3,31 @@
 | name | without it |
 |---|---|
 | `torch._check` | facts about symbolic sizes cannot be stated while a program is traced |
-| `torch._subclasses.fake_tensor.FakeTensor` | a traced length is not told from a real one, and is read back to Python |
+| `torch._subclasses.fake_tensor.FakeTensor` | a traced length is taken for a real one, and is read back to Python |
 | `torch._subclasses.fake_tensor.FakeTensorMode` | `plan` refuses four architectures of encoder-decoders |
 | `FakeTensorMode.cache_clear` of the same module | a process keeps the weights of all that it lowered |
 | `torch._ops.OperatorBase`, `OpOverload` | types of operators in annotations; `Any` would do |
 | `torch._C._aoti.AOTIModelPackageLoader`: `run`, `load_constants`, `get_constant_fqns` | no target `aoti` |
 | `torch._export.serde.serialize.serialize` | no target `pt2` with several methods in a file |
 | `torch.utils._python_dispatch._disable_current_modes` | nothing can be traced inside a pass over a graph |
-| `torch.utils._pytree.tree_map` | results are cloned by a loop of one's own |
+| `torch.utils._pytree.tree_map` | a loop has to clone results |
 | `torch.utils._pytree.tree_flatten`, `tree_unflatten` | caches are not passed along as inputs and outputs |
-| `torch._ops.OpOverload._schema` | inputs of operators that a file names cannot be told by position, nor writes found |
+| `torch._ops.OpOverload._schema` | inputs of operators that a file names have no positions, and writes are not found |
 | `torch._C.parse_schema` | programs for a device hold kernels of every operator |
-| `torch.ops.aten._reshape_copy` | networks of TensorRT have reshapes with sizes that it does not know |
-| `torch.ops.aten._assert_tensor_metadata` | equal layers are lowered one by one |
-| `torch._C._nn.linear`, `torch.ops.mkldnn._linear_pointwise` | linear layers are MKL's where it is slow |
+| `torch.ops.aten._reshape_copy` | TensorRT networks have reshapes of unknown sizes |
+| `torch.ops.aten._assert_tensor_metadata` | equal layers are lowered separately |
+| `torch._C._nn.linear`, `torch.ops.mkldnn._linear_pointwise` | linear layers use MKL even if it is slow |
 | `torch.fx.experimental.symbolic_shapes.is_concrete_int` | some steps leave linear layers to oneDNN or MKL |
 | `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic`, `exc.TorchDynamoException` | each length of a prompt is a graph |
 | `torch._inductor.list_mode_options`, `config.save_config_portable`, `load_config` | no compiled graphs on disk |
 | `torch._dynamo.guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES` | the same |
 | `torch.nn.Module._parameters`, `_buffers` | each step takes longer to find the tensors of its layers |
 | `torch.fx.Graph._codegen` | a graph keeps the signature of the module that it was traced from |
-| `torch._C._len_torch_dispatch_stack`, `torch.autograd._profiler_enabled` | who watches operators misses some |
+| `torch._C._len_torch_dispatch_stack`, `torch.autograd._profiler_enabled` | profilers miss some operators |
 | `torch._C._CudaDeviceProperties`, `torch._library.register_fake_class` | torch_tensorrt needs CUDA |
 
-What is private about pytrees is in `exportable_cache/pytree/_torch_private.py`, beside the registry that it is a part
-of. Modules that take long to import, `torch._dynamo` and `torch._inductor`, are imported where they are needed.
+Private names of pytrees are in `exportable_cache/pytree/_torch_private.py`, next to the registry. `torch._dynamo` and
+`torch._inductor` take long to import, so functions import them when they are called.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ _REGISTER = torch_patch(
     "it fails for classes of C++ that are not loaded",
     *("d86928da6e62332f", "c7b0ea0e13e83457"),
 )
-_SLOWLY = "it is slower for few rows than what this package has"
-#: As models call them; written in C.
+_SLOWLY = "it is slower for few rows than this package's operators"
+#: Functions that models call; they are written in C.
 LINEAR_CALL = torch_patch("nn.functional", "linear", _SLOWLY, "1f4a94a62629969f")
 ATTENTION_CALL = torch_patch("nn.functional", "scaled_dot_product_attention", _SLOWLY, "04fa2797b22091d5")
-#: Functions of torch that are replaced for the time of a block.
+#: Functions of torch that are replaced within a block.
 PATCHES: tuple[Patch, ...] = (_REGISTER, LINEAR_CALL, ATTENTION_CALL)
-#: States a fact about sizes: the object itself, which tracers know.
+#: `torch._check`, which states a fact about sizes. Tracers recognise the object itself.
 check = torch._check
-#: What a trace leaves where a dtype was looked at.
+#: Operators that a trace inserts.
 RESHAPE_COPY = torch.ops.aten._reshape_copy.default
 METADATA_ASSERTION = torch.ops.aten._assert_tensor_metadata.default
-#: `torch.nn.functional.linear` as it runs.
+#: The function that `torch.nn.functional.linear` calls.
 LINEAR = torch._C._nn.linear
 
 __all__ = ["FakeTensor", "OpOverload", "OperatorBase", "check", "tree_flatten", "tree_map", "tree_unflatten"]
 
 
 def linear_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear` of float32 on a CPU, without a gradient."""
+    """Compute `torch.nn.functional.linear` with oneDNN, for float32 on a CPU without gradients."""
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
 def fixed_size(size: int | torch.SymInt) -> int | None:
-    """A size that tracing has found to be one number, None of one that may be several."""
+    """Return a size as an int if tracing knows it to be constant, otherwise None."""
     if isinstance(size, int):
         return size
     from torch.fx.experimental.symbolic_shapes import is_concrete_int
@@ -87,55 +87,57 @@ def fixed_size(size: int | torch.SymInt) -> int | None:
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Tensors made inside have shapes, dtypes and a device, and no values."""
+    """Return a mode in which new tensors have shapes, dtypes and a device, but no values."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def load_machine_code(path: Path, name: str) -> Any:
-    """One model of an AOTInductor package, for calls that wait for each other: `run(inputs)` gives a list of tensors.
+    """Load one model of an AOTInductor package.
+
+    `run(inputs)` of the result returns a list of tensors; calls are serialized.
 
     Raises:
-        RuntimeError: If there is no such model, or it does not fit this torch.
+        RuntimeError: If the package has no such model, or does not fit this torch.
     """
     return torch._C._aoti.AOTIModelPackageLoader(str(path), name, True, 1, -1)
 
 
 def operator_arguments(operator: OpOverload) -> Sequence[Any]:
-    """What an operator takes, in order: `name`, `type` and `kwarg_only` of each."""
+    """Return the arguments of an operator in order, each with `name`, `type` and `kwarg_only`."""
     return operator._schema.arguments
 
 
 def writes_in_place(operator: OpOverload) -> bool:
-    """Whether an operator changes one of its arguments."""
+    """Return True if an operator changes one of its arguments."""
     return operator._schema.is_mutable
 
 
 def written_arguments(operator: OpOverload) -> Iterator[tuple[int, str]]:
-    """Positions and names of the arguments that an operator changes."""
+    """Yield positions and names of the arguments that an operator changes."""
     for index, argument in enumerate(operator._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield index, argument.name
 
 
 def gives_views(operator: OpOverload) -> bool:
-    """Whether a result may share memory with an argument."""
+    """Return True if a result may share memory with an argument."""
     return any(result.alias_info is not None for result in operator._schema.returns)
 
 
 def schema_of(operator: str) -> Any:
-    """Schema of an operator of torch's dispatcher by its name, such as "aten::add.out"."""
+    """Return the schema of an operator by its dispatcher name, such as "aten::add.out"."""
     library, name = operator.split("::")
     base, _, overload = name.partition(".")
     return getattr(getattr(getattr(torch.ops, library), base), overload or "default")._schema
 
 
 def schema_of_text(text: str) -> Any:
-    """Schema that a text describes, such as "add.out(Tensor self, Tensor other, *, Tensor(a!) out) -> Tensor(a!)"."""
+    """Parse a schema, such as "add.out(Tensor self, Tensor other, *, Tensor(a!) out) -> Tensor(a!)"."""
     return torch._C.parse_schema(text)
 
 
 def serialized_program(program: ExportedProgram) -> dict[str, Any]:
-    """A program as torch's schema has it: JSON, without weights, constants and sample inputs."""
+    """Return a program as JSON in torch's schema, without weights, constants and sample inputs."""
     from torch._export.serde.serialize import serialize
 
     artifact = serialize(program, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False)
@@ -143,71 +145,71 @@ def serialized_program(program: ExportedProgram) -> dict[str, Any]:
 
 
 def without_modes() -> AbstractContextManager:
-    """A block outside of every dispatch mode that is on, such as the fake mode of a pass."""
+    """Run a block outside all dispatch modes, such as the fake mode of a pass."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int, lowest: int, highest: int) -> None:
-    """Have the next compilation take a size for any from `lowest` to `highest`, or fail."""
+    """Mark a size as dynamic within `lowest` to `highest`; compiling fails if it cannot be."""
     torch._dynamo.mark_dynamic(tensor, dim, min=lowest, max=highest)
 
 
 def maybe_mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Have the next compilation take a size for any where it can."""
+    """Mark a size as dynamic if compiling supports it."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def tracing_errors() -> tuple[type[Exception], ...]:
-    """What TorchDynamo raises, also where a size is not as free as it is said to be."""
+    """Return the exceptions that TorchDynamo raises, including those for sizes that cannot be dynamic."""
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
     return torch._dynamo.exc.TorchDynamoException, ConstraintViolationError
 
 
 def mode_options(mode: str) -> dict[str, Any]:
-    """Inductor's options that a mode of torch.compile stands for."""
+    """Return the Inductor options of a mode of torch.compile."""
     return torch._inductor.list_mode_options(mode)
 
 
 def inductor_config() -> dict[str, Any]:
-    """Inductor's settings, as far as they decide what a session compiles; those of the thread's context."""
+    """Return the Inductor settings of this thread that affect what a session compiles."""
     settings = torch._inductor.config.save_config_portable()
-    # AOTInductor notes there what it compiled last.
+    # AOTInductor stores its last compilation there.
     return {name: value for name, value in settings.items() if not name.startswith("aot_inductor.")}
 
 
 def set_inductor_config(settings: dict[str, Any]) -> None:
-    """Take over what `inductor_config` gave in another process."""
+    """Apply settings that `inductor_config` returned in another process."""
     torch._inductor.config.load_config(settings)
 
 
 def unwritable_guards() -> frozenset[str]:
-    """Types of guards that TorchDynamo cannot write to a file."""
+    """Return the types of guards that TorchDynamo cannot serialize."""
     from torch._dynamo.guards import CheckFunctionManager
 
     return frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
 
 
 def is_watched() -> bool:
-    """Whether somebody looks at each operator of this thread."""
+    """Return True if a dispatch mode or a profiler observes the operators of this thread."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch.autograd._profiler_enabled()
 
 
 def module_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
-    """Where a module has its tensors by name. Its own `__getattr__` takes longer, for hundreds in each step."""
+    """Return a module's dicts of tensors by name, because `__getattr__` is slow for hundreds of tensors per step."""
     return module._parameters, module._buffers, vars(module)
 
 
 def reset_signature(graph: torch.fx.Graph) -> None:
-    """Have a graph take its placeholders, in order, and give its outputs as they are."""
+    """Reset a graph's code generator, so that it takes its placeholders in order and returns its outputs unchanged."""
     graph._codegen = torch.fx.graph.CodeGen()
 
 
 @contextmanager
 def cuda_properties() -> Iterator[None]:
-    """A block in which torch without CUDA names the class of a device's properties, which annotations ask for."""
+    """Define the class of CUDA device properties within a block, for annotations in builds of torch without CUDA."""
     if hasattr(torch._C, "_CudaDeviceProperties"):
         yield
         return
@@ -216,10 +218,10 @@ def cuda_properties() -> Iterator[None]:
 
 
 def without_fake_classes() -> AbstractContextManager:
-    """A block in which descriptions of C++ classes are not registered: the classes are not there."""
+    """Skip the registration of fake classes within a block, because their C++ classes are missing."""
     return _REGISTER.during(lambda register: lambda name: lambda described: described)
 
 
 def forget_fake_results() -> None:
-    """Let go of what operators gave on fake tensors, which torch remembers by their arguments: modules among them."""
+    """Clear torch's cache of operator results on fake tensors, which keeps their arguments alive, modules included."""
     FakeTensorMode.cache_clear()

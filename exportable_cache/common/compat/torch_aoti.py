@@ -1,14 +1,12 @@
-"""Private names of torch by which graphs become machine code in files, seen in 2.13.0. Importing this imports the
-compiler.
+"""Private names of torch that compile graphs ahead of time, seen in 2.13.0. Importing this imports the compiler.
 
 | name | without it |
 |---|---|
 | `torch._inductor.aot_compile`, `package.package_aoti` | no target `aoti` |
-| `torch._inductor.cpp_builder.CppBuilder.build` and what it is made of | seven seconds more for each region |
+| `torch._inductor.cpp_builder.CppBuilder.build` and its parts | seven seconds more for each region |
 
-Into each graph's source AOTInductor puts the same 660 lines, by which whoever loads the machine code talks to it: with
-the headers behind them they take the C++ compiler four of the five seconds that a small graph takes. Here they are
-compiled once, and linked to each.
+AOTInductor adds the same 660 lines of C++ interface to each graph's source. With their headers they take four of the
+five seconds that a small graph takes to compile. They are compiled once here and linked to each graph.
 """
 
 from __future__ import annotations
@@ -40,18 +38,17 @@ _BUILD = torch_patch(
     "it compiles the interface of machine code again for each graph",
     "e2d627e9f24e793c",
 )
-#: Functions of torch that are replaced for the time of a block.
+#: Functions of torch that are replaced within a block.
 PATCHES: tuple[Patch, ...] = (_BUILD,)
-#: Constants are given when the code is loaded; lines of the source, by which a debugger would find its way, are three
-#: quarters of the code's size.
+#: Constants are passed when the code is loaded. Line tables for debuggers would be three quarters of the code's size.
 _OPTIONS = {
     "aot_inductor.package": True,
     "aot_inductor.package_constants_in_so": False,
     "aot_inductor.enable_line_tables": False,
 }
-#: The last line of the interface, and functions that it has.
+#: The last line of the interface.
 _END = '} // extern "C"\n'
-#: Regular expressions, by which names of devices are read, take as long again: libstdc++'s are compiled once, too.
+#: The interface parses device names with regular expressions, which take as long again, so they are compiled once, too.
 _REGEX = """
 #include <regex>
 #ifdef __GLIBCXX__
@@ -61,15 +58,16 @@ namespace std::__detail {
 }
 #endif
 """
+#: Functions of the interface.
 _INTERFACE = ("AOTInductorModelContainerCreateWithDevice(", "AOTInductorGetLastError(")
 
 
 def compile_ahead_of_time(module: GraphModule, inputs: Sequence[Any]) -> list[str]:
-    """Files of a module that is compiled by AOTInductor, for `write_package`.
+    """Compile a module with AOTInductor and return its files, for `write_package`.
 
     Args:
-        module: A graph as torch.export gives it, or one with a fake tensor `val` of each input.
-        inputs: Positional ones, and a dict of those by keyword.
+        module: A graph from torch.export, or one with a fake tensor `val` for each input.
+        inputs: Positional inputs, and a dict of keyword inputs.
     """
 
     def compiled() -> list[str]:
@@ -80,13 +78,13 @@ def compile_ahead_of_time(module: GraphModule, inputs: Sequence[Any]) -> list[st
 
 
 def write_package(path: Path, files: Mapping[str, list[str]]) -> None:
-    """Write what `compile_ahead_of_time` gave for each name as one package."""
+    """Write one package from the files that `compile_ahead_of_time` returned for each name."""
     package_aoti(str(path), dict(files))  # type: ignore[arg-type]
 
 
 @contextmanager
 def _interface_once() -> Iterator[None]:
-    """A block in which the interface is taken from Inductor's folder, where it was compiled before."""
+    """Reuse the compiled interface in Inductor's cache folder within a block."""
     if sys.platform != "linux":
         yield
         return
@@ -103,7 +101,7 @@ def _in_two(build: Callable[[CppBuilder], None]) -> Callable[[CppBuilder], None]
                 try:
                     _build_in_two(self, build, target, interface + end, own)
                     return
-                except Exception as error:  # of a compiler that knows these names otherwise, and it comes again if not
+                except Exception as error:  # an unknown compiler may fail here; a real error occurs again below
                     log.info("compiled as one file: %s", error)
         build(self)
 
@@ -120,7 +118,7 @@ def _build_in_two(
     if not compiled.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         object_file = _built(builder, build, interface + _REGEX % {"extern": ""}, folder, name)
-        # Whole or not at all, whoever else compiles it meanwhile.
+        # Renamed atomically, because another process may compile it at the same time.
         os.replace(object_file, compiled)
     includes = "".join(line for line in interface.splitlines(keepends=True) if line.startswith("#include"))
     declared = _REGEX % {"extern": "extern"}

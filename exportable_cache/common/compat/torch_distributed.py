@@ -5,8 +5,8 @@
 | `torch.distributed._functional_collectives.broadcast` | several steps in one graph cannot agree on tokens |
 | `all_reduce`, `wait_tensor` of the same | no context over ranks |
 | `torch.ops._c10d_functional.all_reduce`, `wait_tensor` | programs of ranks cannot sum over them |
-| `_register_process_group`, `_unregister_process_group` of `distributed_c10d` | they cannot be run |
-| `ProcessGroup._get_backend`, `options._timeout` of a backend | a lost rank is waited for as torch's default says |
+| `_register_process_group`, `_unregister_process_group` of `distributed_c10d` | programs of ranks cannot be run |
+| `ProcessGroup._get_backend`, `options._timeout` of a backend | a lost rank is detected after torch's default timeout |
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: What programs call the processes that they sum over: a name that no group has until a program is opened.
+#: Name of the process group in programs. No group has it until a program is opened.
 GROUP = "exportable_cache.ranks"
-#: What a sum is in a graph: the operators, by the names that torch writes.
+#: Names of a sum's operators in a graph.
 SUM, WAIT = "torch.ops._c10d_functional.all_reduce.default", "torch.ops._c10d_functional.wait_tensor.default"
 
 
 def broadcast_in_graph(tensor: torch.Tensor, first: int, group: ProcessGroup) -> torch.Tensor:
-    """What global rank `first` has, as an operator that graphs may have inside."""
-    # Here, as most programs are one process's.
+    """Return the tensor of global rank `first`, by an operator that can be captured in a graph."""
+    # Imported here, because most programs run in one process.
     from torch.distributed import _functional_collectives as functional
 
     return functional.broadcast(tensor, first, group)
 
 
 def sum_in_graph(tensor: torch.Tensor, group: str = GROUP) -> torch.Tensor:
-    """The sum of the tensors of a group's processes, as operators that a program may have inside.
+    """Return the sum of a tensor over a group's processes, by operators that can be captured in a program.
 
     Args:
-        tensor: Of the same shape and dtype in each.
+        tensor: Tensor of the same shape and dtype in each process.
         group: Name of the group, which need not exist while a program is traced.
     """
-    # The import brings what the operators give on tensors without values.
+    # The import registers the operators for fake tensors.
     from torch.distributed import _functional_collectives  # noqa: F401
 
     functional = torch.ops._c10d_functional
-    # Seen as another shape, as the tensor that the sum writes must never be a result that Python holds: gloo's thread
-    # would need the interpreter to let go of it, and machine code keeps the interpreter while it waits for that thread.
+    # Viewed as another shape, because Python must not hold the tensor that the sum writes. Gloo's thread would need the
+    # interpreter to release it, while machine code holds the interpreter and waits for that thread.
     return functional.wait_tensor(functional.all_reduce(tensor.flatten(), "sum", group)).view(tensor.shape)
 
 
 def reduced(tensor: torch.Tensor, operation: str, group: ProcessGroup) -> torch.Tensor:
-    """The sum (`sum`) or the largest (`max`) of a group's tensors, as an operator that graphs may have inside."""
+    """Return the sum (`sum`) or maximum (`max`) over a group's tensors, by an operator that a graph can contain."""
     from torch.distributed import _functional_collectives as functional
 
     return functional.wait_tensor(functional.all_reduce(tensor, operation, group))
 
 
 def is_sum(operator: object) -> bool:
-    """Whether it is the operator that sums over ranks."""
+    """Return True for the operator that sums over ranks."""
     return str(operator) == "_c10d_functional.all_reduce.default"
 
 
 def name_group(group: ProcessGroup, name: str = GROUP) -> None:
-    """Give a group the name that programs know it by, in the place of one that had it."""
+    """Give a group the name that programs use; a previous group of that name loses it."""
     from torch.distributed import distributed_c10d as private
 
     _forget_name(name)
@@ -71,19 +71,22 @@ def name_group(group: ProcessGroup, name: str = GROUP) -> None:
 
 
 def group_apart(group: ProcessGroup) -> ProcessGroup:
-    """Another group of the same processes, with threads of its own and the same timeout; all have to call it."""
+    """Return a new group of the same processes with separate threads and the same timeout.
+
+    All processes have to call it.
+    """
     from torch import distributed
 
     backend = group._get_backend(torch.device("cpu"))
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    # Not of the whole default group, which may be larger.
+    # With local synchronization, because the default group may be larger.
     made = distributed.new_group(distributed.get_process_group_ranks(group), timeout, use_local_synchronization=True)
     return made
 
 
 @contextmanager
 def group_to_come(rank: int, size: int, name: str = GROUP) -> Iterator[None]:
-    """A block in which a name stands for processes that are not there: a compiler asks how many they will be."""
+    """Register a placeholder group within a block, because the compiler needs the number of processes."""
     from torch import distributed
 
     group = distributed.ProcessGroup(distributed.HashStore(), rank, size)
@@ -97,6 +100,6 @@ def group_to_come(rank: int, size: int, name: str = GROUP) -> Iterator[None]:
 def _forget_name(name: str) -> None:
     from torch.distributed import distributed_c10d as private
 
-    # torch has no question for whether there is one.
+    # torch cannot tell whether the name is registered.
     with suppress(RuntimeError):
         private._unregister_process_group(name)  # type: ignore[arg-type]

@@ -11,10 +11,10 @@ Importing this imports a part of the compiler.
 | `torch._inductor.graph`, `torch._inductor.select_algorithm.extern_kernels`, `KernelNamespace` | the same |
 | `torch._inductor.hooks`, `torch._functorch._aot_autograd.subclass_codegen` | they are imported with the first graph |
 | `torch._inductor.codecache.PyCodeCache.modules`, and how generated modules name kernels | Python calls them |
-| `torch.utils._python_dispatch.is_traceable_wrapper_subclass` | steps of quantised models fail |
+| `torch.utils._python_dispatch.is_traceable_wrapper_subclass` | steps of quantized models fail |
 
-Of the 0.7 processor seconds that the first graph of a process takes to load, 0.45 are imports of what lowers graphs,
-for three names: a hook of tests, and two imports in generated code, which seldom uses them.
+Of the 0.7 processor seconds that the first graph of a process takes to load, 0.45 are imports of the compiler for three
+names: a hook of tests, and two imports in generated code that seldom uses them.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from ..patch import Patch, torch_patch
 from .torch import OpOverload
 
-#: What lowers graphs: once it is imported, nothing is saved by doing without.
+#: The compiler's module. Once it is imported, avoiding it saves nothing.
 _COMPILER = "torch._inductor.graph"
-#: Imports of generated code that import it, by the name that the code may use.
+#: Imports of the compiler in generated code, by the imported name.
 IMPORTS = {
     "align": "from torch._inductor.codegen.memory_planning import _align as align\n",
     "extern_kernels": "from torch._inductor.select_algorithm import extern_kernels\n",
 }
-#: Attributes of `extern_kernels` that are functions of torch.
+#: Attributes of `extern_kernels` that are torch functions.
 PLAIN_KERNELS = ("mm", "addmm", "bmm", "baddbmm")
 _PLAIN = "from types import SimpleNamespace\nextern_kernels = SimpleNamespace({})\n".format(
     ", ".join(f"{name}=torch.{name}" for name in PLAIN_KERNELS)
@@ -71,7 +71,7 @@ _POST = torch_patch(
     "31b15504593fd6b2",
 )
 PATCHES: tuple[Patch, ...] = (_HIT, _WRITE, _POST)
-#: What torch imports when a process loads its first graph.
+#: Modules that torch imports when a process loads its first graph.
 _IMPORTED_LATE = (
     "torch._functorch._aot_autograd.subclass_codegen",
     "torch._inductor.hooks",
@@ -81,21 +81,21 @@ _IMPORTED_LATE = (
 
 
 def import_loader() -> None:
-    """Import it now."""
+    """Import the modules that loading a graph needs."""
     for name in _IMPORTED_LATE:
-        # Another release has it elsewhere, and imports it with the graph.
+        # Another release may not have the module; it then imports its own with the graph.
         with suppress(ImportError):
             import_module(name)
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """A block that loads graphs from disk and does not import what compiles graphs, unless one of them needs it.
+    """Load graphs from disk within a block without importing the compiler, unless a graph needs it.
 
-    What is loaded is called in fewer steps: nothing of it can be written again, and no profiler has a row for it.
+    Loaded graphs are called in fewer steps; they cannot be written again, and profilers do not list them.
     """
     with ExitStack() as stack:
-        # All of them, or none: each is in vain without the others.
+        # All patches or none, because each is useless without the others.
         if all(stack.enter_context(patch.during(replace)) for patch, replace in _REPLACEMENTS):
             yield
             return
@@ -136,7 +136,7 @@ def _callable(finish: Callable[..., Any]) -> Callable[..., Any]:
         def call(inputs: Sequence[Any]) -> Any:
             return code(inputs)
 
-        # The end of a graph takes from its code what that calls.
+        # The graph reads this attribute from its code.
         vars(call)["graph"] = graph
         return call
 
@@ -147,7 +147,7 @@ _REPLACEMENTS = ((_HIT, _loaded), (_WRITE, _written), (_POST, _callable))
 
 
 def self_contained(code: str) -> str:
-    """A generated module without the imports of what it does not use, or that are functions of torch."""
+    """Return a generated module without imports that it does not use, or that only import functions of torch."""
     for name, line in IMPORTS.items():
         used = set(re.findall(rf"\b{name}\b(?:\.(\w+))?", code.replace(line, "")))
         if not used:
@@ -159,31 +159,31 @@ def self_contained(code: str) -> str:
 
 _KERNEL = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(\[([^\]]*)\]", re.MULTILINE)
 _LIBRARY = ".so"
-#: One thread notes at a time: what another has put in the place of a module's functions would be put back for good.
+#: Held while recording, because a second recorder would restore the first one's replacements for good.
 _NOTING = threading.RLock()
 
 
 class GeneratedKernel(NamedTuple):
-    """A function that Inductor has generated.
+    """A function that Inductor generated.
 
     Attributes:
-        address: Of the function, which takes tensors as pointers.
-        kinds: Its arguments' types, in C++.
+        address: Address of the function, which takes tensors as pointers.
+        kinds: C++ types of its arguments.
     """
 
     address: int
     kinds: tuple[str, ...]
 
 
-#: Told of each kernel, None where it is not known what it is, and its arguments in Python.
+#: Called with each kernel (None if unknown) and its Python arguments.
 OnKernel = Callable[["GeneratedKernel | None", tuple[Any, ...]], None]
-#: Told of each operator of torch, its arguments, and what it gave.
+#: Called with each torch operator, its arguments and its results.
 OnOperator = Callable[[OpOverload, tuple[Any, ...], Any], None]
 
 
 @contextmanager
 def calls_noted(on_kernel: OnKernel, on_operator: OnOperator) -> Iterator[None]:
-    """A block in which this thread's calls of generated kernels and of operators are told of, in their order."""
+    """Report this thread's calls of generated kernels and torch operators within a block, in order."""
     thread = threading.get_ident()
     with _NOTING:
         replaced = [
@@ -203,7 +203,7 @@ def calls_noted(on_kernel: OnKernel, on_operator: OnOperator) -> Iterator[None]:
 
 
 def is_wrapper(value: Any) -> bool:
-    """Whether it is a tensor that is made of others."""
+    """Return True for a tensor that wraps other tensors."""
     return is_traceable_wrapper_subclass(value)
 
 
@@ -232,11 +232,11 @@ def _noting(
 
 
 def _library_of(value: Any) -> str:
-    """The file of machine code that a function is from, "" of what is none."""
+    """Return the library file of a generated function, or "" for other values."""
     if not isinstance(value, BuiltinFunctionType) or not isinstance(value.__self__, ModuleType):
         return ""
     origin = getattr(getattr(value.__self__, "__spec__", None), "origin", None) or ""
-    # Those of torch are not from files that come with generated modules.
+    # Libraries of torch do not belong to generated modules.
     return origin if origin.endswith(_LIBRARY) and not value.__self__.__name__.startswith("torch.") else ""
 
 
@@ -250,7 +250,7 @@ def _kernel(names: Mapping[str, Any], name: str, function: Any) -> GeneratedKern
 
 @functools.lru_cache(maxsize=256)
 def _argument_kinds(path: str) -> dict[str, tuple[str, ...]]:
-    """Of each kernel of a generated module."""
+    """Return the argument types of each kernel of a generated module."""
     return {
         name: tuple(kind.strip(" '\"") for kind in kinds.split(","))
         for name, kinds in _KERNEL.findall(Path(path).read_text())

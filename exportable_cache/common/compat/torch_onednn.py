@@ -1,12 +1,13 @@
-"""Private names of torch by which compiled code calls oneDNN's linear layer, seen in 2.13.0. Importing this imports the
-compiler.
+"""Private names of torch that call oneDNN's linear layer from compiled code, seen in 2.13.0.
+
+Importing this imports the compiler.
 
 | name | without it |
 |---|---|
-| `torch._inductor.mkldnn_ir.LinearUnary` | compiled steps multiply by MKL |
+| `torch._inductor.mkldnn_ir.LinearUnary` | compiled steps use MKL |
 | `torch._inductor.lowering.register_lowering`, `torch._inductor.ir.TensorBox` | the same |
 
-Inductor has a lowering of its own for that operator, for weights that are constants of a graph; ours are inputs of it.
+Inductor lowers that operator only for constant weights; here the weights are inputs of the graph.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 | name | without it |
 |---|---|
-| `torch_tensorrt.dynamo._settings.CompilationSettings` | a network cannot be told what to build for |
+| `torch_tensorrt.dynamo._settings.CompilationSettings` | a network has no build settings |
 | `torch_tensorrt.dynamo.conversion._conversion.infer_module_output_dtypes` | TensorRT chooses the dtypes of outputs |
 | `torch_tensorrt.dynamo.conversion._ConverterRegistry.DYNAMO_CONVERTERS` | lacking converters are not known |
 | `torch_tensorrt.dynamo.conversion._TRTInterpreter.TRTInterpreter` | no network without an engine |
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def conversion() -> SimpleNamespace:
-    """CompilationSettings, infer_module_output_dtypes, DYNAMO_CONVERTERS and TRTInterpreter."""
+    """Return CompilationSettings, infer_module_output_dtypes, DYNAMO_CONVERTERS and TRTInterpreter."""
     from torch_tensorrt.dynamo._settings import CompilationSettings
     from torch_tensorrt.dynamo.conversion._conversion import infer_module_output_dtypes
     from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_CONVERTERS
@@ -31,10 +31,10 @@ def conversion() -> SimpleNamespace:
 
 
 def construct_network(interpreter: Any) -> None:
-    """Convert the graph of a `TRTInterpreter` to a network, and build nothing."""
+    """Convert the graph of a `TRTInterpreter` to a network, without building an engine."""
     interpreter._construct_trt_network_def()
 
 
 def builder_config(interpreter: Any) -> Any:
-    """TensorRT's builder config for the settings of a `TRTInterpreter`."""
+    """Return TensorRT's builder config for the settings of a `TRTInterpreter`."""
     return interpreter._populate_trt_builder_config()
