@@ -44,7 +44,7 @@ torch.compiler.set_default_backend(DEFAULT_BACKEND)
 # compilation then writes what it does, with graphs and stacks, which takes as long again.
 logging.getLogger("torch.__trace").propagate = True
 
-#: What README's example exports with.
+#: What the quick start's example exports with.
 DEMO_MAX_CACHE_LEN = 512
 
 #: Marker of a lane that is not part of every run, and how to run it.
@@ -141,7 +141,7 @@ def fake_backend() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo_bundle() -> Path:
-    """Folder of the demo model's bundle, exported and verified for ExecuTorch by README's example. Read it only."""
+    """Return the folder of the ExecuTorch bundle that the quick start exports. Read it only."""
     pytest.importorskip("executorch")
     return run_example().bundle
 

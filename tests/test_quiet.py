@@ -20,7 +20,7 @@ from .support.readme import bare, example, run_example
 THEIRS = re.compile(r"\r?Loading weights: +\d+%\|.*?\|[^\r\n]*")
 
 
-def test_the_examples_of_the_readme_print_their_own_lines(tmp_path: Path) -> None:
+def test_the_example_of_the_quick_start_prints_its_own_lines(tmp_path: Path) -> None:
     pytest.importorskip("executorch")
     done = run_example()
     assert done.stdout == re.search(r'# -> "(.*)"', example())[1] + "\n"

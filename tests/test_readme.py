@@ -84,7 +84,7 @@ def shell_commands(path: Path) -> Iterator[list[str]]:
 
 
 def test_it_is_short() -> None:
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 90
 
 
 # -- every document --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The Python example of README.md, run once as a new user runs it: what it prints, and the bundle that it leaves."""
+"""The Python example of docs/quickstart.md, run once as a new user runs it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .store import REPOSITORY, stored
 
 
 def example() -> str:
-    """The Python block of README.md."""
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    """Return the Python block of docs/quickstart.md."""
+    text = (REPOSITORY / "docs" / "quickstart.md").read_text(encoding="utf-8")
     return re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
 
 
@@ -51,6 +51,6 @@ def run_example() -> Example:
         (folder / "stdout").write_text(done.stdout, encoding="utf-8")
         (folder / "stderr").write_text(done.stderr, encoding="utf-8")
 
-    folder = stored({"readme": hashlib.sha256(example().encode()).hexdigest()}, run)
+    folder = stored({"quickstart": hashlib.sha256(example().encode()).hexdigest()}, run)
     stdout, stderr = ((folder / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
     return Example(stdout, stderr, folder / "artifacts" / "demo")

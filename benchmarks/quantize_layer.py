@@ -1,6 +1,6 @@
 """How long it takes to round a decoder layer of true size to 4 bits: scales of least squared error beside torchao's.
 
-    python benchmarks/quantise_layer.py                # a layer of Llama 3.1 8B, each kind of scales in turns
+    python benchmarks/quantize_layer.py                # a layer of Llama 3.1 8B, each kind of scales in turns
 
 Weights are random, in bfloat16, as checkpoints have them. Nanoseconds are of a weight: on the clock, and of processors.
 """
