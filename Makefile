@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OUTPUT ?= artifacts/demo
 MAX_CACHE_LEN ?= 512
-PROMPT ?= the code of amber is 4821. the quiet farmer slept near the garden. the code of walnut is 6073. it took about 12 days. the code of tiger is 9158. the old doctor sang in the kitchen. the code of comet is 3340. nobody saw maple today. the code of ivory is 7702. the bright sailor walked behind the barn. amber?
+PROMPT ?= the code of amber is 4821. the quiet farmer slept near the garden. the code of walnut is 6073. it took about 12 days. the code of tiger is 9158. the old doctor sang in the kitchen. the code of comet is 3340. it took about 12 days. the code of ivory is 7702. the bright sailor walked near the barn. amber?
 PYTEST_ARGS ?=
 # Test processes; each runs on one thread.
 JOBS ?= 2
@@ -20,11 +20,11 @@ BIN := $(VENV)/bin
 # The packages of the docs extra, quoted. The pages are made from sources that are read, not imported: no torch is needed.
 DOCS := $(shell sed -n '/^docs = \[/,/^\]/s/^ *\("[^"]*"\),.*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# The releases that are installed: those of this file, whatever the ranges of pyproject.toml allow.
+# The releases that are installed, within the ranges of pyproject.toml.
 CONSTRAINTS ?= constraints/default.txt
-# torch first and by itself: a locally configured build of exactly this version is then taken instead of the default one.
+# torch is installed first and alone, so that a locally configured build of this version replaces the default one.
 TORCH = $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' $(CONSTRAINTS))
-# Pairs of releases at the ends of the ranges, each in an environment of its own under .envs/, and the tests that see one.
+# Pairs of releases at the ends of the ranges, each in its own environment under .envs/, and the tests that depend on them.
 VERSIONS ?= oldest newest
 VERSION_TESTS ?= tests/compat tests/layers tests/patches/test_registry.py tests/patches/test_traced_methods.py \
 	tests/test_cache.py tests/test_attention.py tests/test_masks.py tests/test_session.py tests/test_program.py \
@@ -50,21 +50,21 @@ help:
 	@echo "make test-cpp     only the tests that compile C++: runners and kernels"
 	@echo "make test-full    all tests, with every pair of family and target, and the canaries"
 	@echo "make test-device  the C++ runner without libtorch and Python (EXECUTORCH=where ExecuTorch is installed; docs/device.md)"
-	@echo "make test-canary  only the canaries: workarounds that upstream may need no longer"
-	@echo "make test-versions  the tests of what others provide, at both ends of the ranges of torch, transformers, executorch"
+	@echo "make test-canary  only the canaries: is each workaround for upstream still needed?"
+	@echo "make test-versions  the tests that depend on other packages, at both ends of the ranges of torch, transformers, executorch"
 	@echo "             (downloads both; VERSIONS=newest to choose)"
 	@echo "make test-pythons  the package on Python 3.10, 3.12 and 3.13, each from the path (PYTHONS=3.13 to choose)"
 	@echo "make zoo     every generative architecture of transformers on every target, into docs/architectures.md"
 	@echo "             (hours; resumes; ZOO_ARGS='--only llama,mamba2 --targets eager,pt2' to choose)"
-	@echo "make zoo-media  pictures, film and sound of every architecture that takes them, into docs/media.md (hours; resumes)"
-	@echo "make fuzz    10,000 mutated bundles, states and caches, and what each does (an hour; FUZZ_ARGS=...);"
+	@echo "make zoo-media  images, video and audio of every architecture that takes them, into docs/media.md (hours; resumes)"
+	@echo "make fuzz    10,000 mutated bundles, states and caches (an hour; FUZZ_ARGS=...);"
 	@echo "             then 10,000 odd requests to a server (minutes; FUZZ_SERVER_ARGS=...)"
 	@echo "make kills   exports killed at random times and at each call to the file system (minutes; KILLS_ARGS=...)"
 	@echo "make soak    1,000,000 steps of a ring, and 24 sessions in 8 threads for ten minutes (SOAK_ARGS=...)"
 	@echo "make docs    build the pages of docs/ into site/; a warning is an error"
 	@echo "make setup   only set up $(VENV), with the executorch extra"
 	@echo "make kernels also compile attention kernels for this processor (a C++ compiler and libhwy-dev)"
-	@echo "make kernels-sanitized  the tests of these kernels under the address and undefined-behaviour sanitizers"
+	@echo "make kernels-sanitized  the tests of these kernels under the address and undefined-behavior sanitizers"
 	@echo "make clean   remove $(VENV), $(OUTPUT) and caches"
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON) (3.10 to 3.13)  VENV=$(VENV)  OUTPUT=$(OUTPUT)  MAX_CACHE_LEN=$(MAX_CACHE_LEN)  PROMPT='...'"
@@ -156,7 +156,7 @@ clean:
 	rm -rf $(VENV) $(OUTPUT) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find exportable_cache tests export_scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The environment is made anew only if it is missing or was left half-made; a changed pyproject.toml installs into it again.
+# The environment is created only if it is missing or incomplete; a changed pyproject.toml installs into it again.
 $(VENV)/bin/python:
 	@command -v $(PYTHON) >/dev/null || { \
 		echo "make: there is no '$(PYTHON)'; install Python 3.10 to 3.13, or name one: make PYTHON=python3.12 ..." >&2; exit 1; }
@@ -170,7 +170,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(PIP) install '$(TORCH)'
 	@echo "installing the rest ..."
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[executorch]'
-	@echo "ExecuTorch's own attention kernels serve bundles; 'make kernels' compiles faster ones"
+	@echo "bundles use ExecuTorch's attention kernels; 'make kernels' compiles faster ones"
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed | $(VENV)/bin/python

@@ -187,9 +187,9 @@ def page(rows: list[Row]) -> str:
     counts = [sum(getattr(row, column) == CLEAN for row in asked) for column in ("plain", "traced")]
     lines = [
         f"Of {len(rows)} architectures {len(rows) - len(asked)} are refused. Of the other {len(asked)}, a prompt and a step",
-        f"as they are wait for nothing and stay on one device in {counts[0]}, traced in {counts[1]}. The rest:",
+        f"run without a wait and on one device in {counts[0]} eagerly, and in {counts[1]} traced. The rest:",
         "",
-        "| architecture | as it is | traced |",
+        "| architecture | eager | traced |",
         "|---|---|---|",
     ]
     for row in asked:
