@@ -78,7 +78,7 @@ def test_it_refuses_what_the_export_would(config_only: Path, tmp_path: Path) -> 
         return export(**given, dry_run=True)
 
     (tmp_path / "file").touch()
-    with pytest.raises(BundleError, match="exists and is no folder"):
+    with pytest.raises(BundleError, match="exists and is not a folder"):
         dry(output_dir=tmp_path / "file")
     with pytest.raises(InputError, match="unknown target"):
         dry(target="abacus")

@@ -273,7 +273,7 @@ def test_refused_before_the_model_is_looked_at(case: str, tmp_path: Path) -> Non
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
 def test_unwritable_folder_is_refused_before_the_model_is_looked_at(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="cannot write /proc/out: .*; choose a folder one may write to"):
+    with pytest.raises(BundleError, match="cannot write /proc/out: .*; choose a folder that you can write to"):
         export(str(tmp_path / "no-such-model"), "fake", CAPACITY, "/proc/out")
 
 

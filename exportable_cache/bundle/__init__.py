@@ -1,1 +1,1 @@
-"""The folder on disk: manifest, files, checks."""
+"""Bundles: the folder that an export writes, its manifest, and the checks of its files."""

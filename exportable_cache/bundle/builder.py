@@ -1,4 +1,4 @@
-"""Write the folder of an export: its files and its manifest."""
+"""Write a bundle: the files of an export and their manifest."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a program comes from, as its manifest records it.
+    """The origin of a program, as its manifest records it.
 
     Attributes:
-        source: Where the model came from, see `LoadedModel`.
-        target: What it was lowered for.
-        max_cache_len: As asked for.
-        options: Of the target, as given.
-        whole: The model that the program's is one rank's part of; None of a program in one part.
+        source: Origin of the model, see `LoadedModel`.
+        target: Target that the program was lowered for.
+        max_cache_len: Requested length of the cache in tokens.
+        options: Options of the target, as given.
+        whole: The whole model, if the program has one rank's part of it; otherwise None.
     """
 
     source: str
@@ -84,16 +84,16 @@ def describe(
     tokenizer: PreTrainedTokenizerBase | None,
     files: Mapping[str, File],
 ) -> Manifest:
-    """The manifest of a program that has been lowered, not verified yet.
+    """Return the manifest of a lowered program, without a verification report.
 
     Args:
-        program: What was lowered.
-        provenance: Of it.
-        packages: Those whose versions decide whether it can be opened.
-        tokenizer: None where there is none.
-        files: What is in the folder.
+        program: The lowered program.
+        provenance: Its origin.
+        packages: Packages whose versions must match when it is opened.
+        tokenizer: The tokenizer, or None.
+        files: Files in the folder.
     """
-    # A rank's part has the same config, and names nobody would find its weights by.
+    # The whole model, because a rank's part has other weight names.
     model, cache = provenance.whole or program.model, program.cache
     layer_types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
     layers = [
@@ -157,7 +157,7 @@ def _rope(program: Program) -> RopeEntry | None:
 
 
 def config_fields(model: PreTrainedModel) -> dict[str, Any]:
-    """The model's config as JSON, with its class and dtype, without where it was loaded from."""
+    """Return the model's config as JSON, with its class and dtype, but without the path it was loaded from."""
     fields = json.loads(model.config.to_json_string(use_diff=False))
     fields.pop("_name_or_path", None)
     return {**fields, "architectures": [type(model).__name__], "dtype": dtype_name(model.dtype)}
@@ -166,7 +166,10 @@ def config_fields(model: PreTrainedModel) -> dict[str, Any]:
 def generation_config_fields(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> dict[str, Any]:
-    """Return what the model's generation config sets, as JSON, with the tokenizer's end token if it names none."""
+    """Return the settings of the model's generation config as JSON.
+
+    If it names no end token, the tokenizer's is added.
+    """
     config = model.generation_config
     fields = json.loads((config or GenerationConfig()).to_json_string(use_diff=True))
     ends = end_tokens(config, vocab_size_of(model), tokenizer)
@@ -176,7 +179,7 @@ def generation_config_fields(
 
 
 def weights_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the parameters, tied ones counted once."""
+    """Return the bytes of the parameters, counting tied ones once."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -214,33 +217,36 @@ def _io_entry(spec: TensorSpec) -> MethodIO:
 
 
 def check_free(path: Path, overwrite: bool) -> None:
-    """Refuse a folder that exists, unless it is empty, or a bundle that may be overwritten, and one that cannot be
-    created.
+    """Check that a bundle can be written to a folder: it is missing, empty, or a bundle that may be overwritten.
 
-    A folder is created beside it, or in the nearest parent that exists, and removed again: permissions alone do not
-    tell, neither to root nor on file systems that are no storage.
+    A folder is created next to it, or in the nearest existing parent, and removed again, because permissions alone do
+    not tell whether it can be written.
+
+    Args:
+        path: Folder of the bundle.
+        overwrite: True if an existing bundle may be replaced.
 
     Raises:
-        BundleError: If it may not be written to.
+        BundleError: If it may not be written.
     """
     try:
         _check_unused(path, overwrite)
-        # Where a link leads: that is the folder to be replaced.
+        # Resolve links, because the target of a link is the folder to replace.
         real = Path(os.path.realpath(path))
         parent = next(parent for parent in real.parents if parent.exists())
         if not parent.is_dir():
-            raise BundleError(f"cannot write {path}: {parent} is no folder one may write to; choose another")
+            raise BundleError(f"cannot write {path}: {parent} is not a folder; choose another folder")
         made = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=parent)
-        with suppress(FileNotFoundError):  # another export has cleared it up
+        with suppress(FileNotFoundError):  # another export has removed it
             os.rmdir(made)
     except (OSError, ValueError) as error:
         raise cannot_write(path, error) from error
 
 
 def cannot_write(path: Path, error: Exception) -> BundleError:
-    """What is said of a folder that cannot be written."""
+    """Return the error for a folder that cannot be written."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return BundleError(f"cannot write {path}: {reason}; choose a folder one may write to")
+    return BundleError(f"cannot write {path}: {reason}; choose a folder that you can write to")
 
 
 def _check_unused(path: Path, overwrite: bool) -> None:
@@ -248,24 +254,24 @@ def _check_unused(path: Path, overwrite: bool) -> None:
         if not any(path.iterdir()):
             return
         if not (path / MANIFEST_FILE).is_file():
-            raise BundleError(f"{path} exists and is no bundle, so it is never overwritten; choose another folder")
+            raise BundleError(f"{path} exists and is not a bundle, so it is never overwritten; choose another folder")
         if not overwrite:
             raise BundleError(f"{path} exists; choose another folder, or overwrite it (overwrite=True, --overwrite)")
         ours, others = _files_of(path)
         if others or not ours:
-            found = f"it holds {others[0]}, which" if others else "its manifest.json is one that"
+            found = f"it holds {others[0]}, which" if others else "it has a manifest.json that"
             raise BundleError(
                 f"{path} exists, and {found} no export wrote, so it is not overwritten; choose another folder, or move "
-                "that away"
+                "that file"
             )
     elif path.exists() or path.is_symlink():
-        raise BundleError(f"{path} exists and is no folder; choose another one")
+        raise BundleError(f"{path} exists and is not a folder; choose another path")
 
 
 def _files_of(folder: Path) -> tuple[list[Path], list[str]]:
-    """Files in a folder that its manifest says an export wrote, and the names of all others.
+    """Return the files in a folder that its manifest lists, and the names of all other files.
 
-    There are none of the former where the manifest is not ours, as other programs have files of that name.
+    The first list is empty if the manifest was not written by this package.
     """
     try:
         fields = json.loads((folder / MANIFEST_FILE).read_bytes())
@@ -289,8 +295,8 @@ def _files_of(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def remove_bundle(folder: Path) -> None:
-    """Remove what an export wrote into a folder, and the folder if that is all."""
-    # The manifest last, which says what else is ours.
+    """Remove the files of an export from a folder, and the folder if nothing else is in it."""
+    # The manifest last, because it lists the other files.
     for path in sorted(_files_of(folder)[0], key=lambda path: path == folder / MANIFEST_FILE):
         path.unlink(missing_ok=True)
     for place, _, _ in sorted(os.walk(folder), reverse=True):
@@ -302,13 +308,17 @@ def remove_bundle(folder: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder that becomes `path` when the block ends well, and is removed when it does not.
+    """Yield a temporary folder, which becomes `path` if the block succeeds and is removed otherwise.
+
+    Args:
+        path: Folder of the bundle.
+        overwrite: True if an existing bundle may be replaced.
 
     Raises:
-        BundleError: If `path` may not be written to, see `check_free`, now or at the end of the block, or the temporary
-            folder cannot be created.
+        BundleError: If `path` may not be written at the start or the end of the block, see `check_free`, or the
+            temporary folder cannot be created.
     """
-    # A link is followed first: renaming onto it would replace the link.
+    # Follow links first, because renaming onto a link would replace it.
     real = Path(os.path.realpath(path))
     try:
         clear_leftovers(real, remove_bundle)
@@ -334,17 +344,18 @@ def write_bundle(
     loaded: LoadedModel,
     progress: Progress = silent,
 ) -> Bundle:
-    """Add configs and tokenizer to the lowered files and describe them all.
+    """Add configs and tokenizer to the lowered files, and describe them all.
 
-    The manifest is not written, so that nothing loads until the caller has checked the bundle: `bundle.manifest.write`.
+    The manifest is not written, so that nothing loads until the caller has checked the bundle, see `Manifest.write`.
 
     Args:
-        folder: Where the backend has written `lowered`.
-        program: What was lowered.
-        provenance: Of it.
-        loaded: What it was made from: its tokenizer is saved with the chat template; its processor's files are copied
-            beside it, where there is one and the program takes more than text.
-        progress: Told about bytes read.
+        folder: Folder with the lowered files.
+        program: The lowered program.
+        lowered: Files that the backend has written.
+        provenance: Origin of the program.
+        loaded: Model that the program was made from. Its tokenizer is saved with the chat template; files of its
+            processor are copied if the program takes more than text.
+        progress: Called with the bytes read.
     """
     tokenizer = loaded.tokenizer
     holds = {file.name: file.holds for file in lowered}

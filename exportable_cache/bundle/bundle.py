@@ -1,4 +1,4 @@
-"""The folder an export writes, opened: program files, tokenizer, configs, and the manifest that makes it a bundle."""
+"""An opened bundle: program files, tokenizer, configs, and the manifest."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 
 __all__ = ["MANIFEST_FILE", "SCHEMA_VERSION", "TOKENIZER_FOLDER", "Bundle", "Manifest"]
 
-#: What the manifest says that its files are; they lie beside the tokenizer's.
+#: Content of the processor's files in the manifest. They are in the tokenizer's folder.
 PROCESSOR = "processor"
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A folder and its manifest.
+    """A folder that an export wrote, and its manifest.
 
     Attributes:
         path: The folder.
-        manifest: What it holds.
-        trusted: Whether machine code in it may be run: said so by who opened it, or made by this process.
-        signed_by: Fingerprint of the key whose signature was checked, None where none was.
-        unread: How the files of ranks' parts are checked when one is opened to be run: going by earlier checks, or not;
-            None where nothing is left to be checked.
+        manifest: Its content and checks.
+        trusted: True if machine code in it may run, because the caller said so or this process made it.
+        signed_by: Fingerprint of the key whose signature was checked, or None.
+        unread: How the files of ranks are checked when the runner is opened: True to rely on earlier checks, False to
+            read them, None if nothing is left to check.
     """
 
     path: Path
@@ -68,37 +68,36 @@ class Bundle:
         to_run: bool = False,
         progress: Progress = silent,
     ) -> Bundle:
-        """Open a bundle; its program is not loaded yet.
+        """Open a bundle without loading its program.
 
         Args:
             path: The folder.
-            check_versions: Refuse other versions of the packages its target depends on. A build label, such as `+cpu`,
-                makes no other version.
+            check_versions: Refuse other versions of the packages that the target depends on. A build label such as
+                `+cpu` is ignored.
             check_files: Compare every file with its recorded size and checksum.
-            known: Go by what this user's earlier checks found of the same file versions, and read the other files
-                only, see `known_digests`.
-            trust: Let machine code in it run, as targets `aoti` and `tensorrt` have it: it can do what you can.
-            key: File of the public key that must have signed it; None for no check of who made it.
-            to_run: `open_runner` is what comes next: of a program in parts, one for each of several processes, each
-                process reads its own there, and here only what all have in common.
-            progress: Told about bytes read.
+            known: Rely on this user's earlier checks of unchanged files, and read only the others, see `KnownDigests`.
+            trust: Allow machine code in the bundle to run (targets `aoti` and `tensorrt`). It can do anything you can.
+            key: File of the public key that must have signed it; None to skip the check.
+            to_run: True if `open_runner` follows. Of a program for several ranks, only shared files are then checked
+                here, and each process checks its own part later.
+            progress: Called with the bytes read.
 
         Raises:
-            BundleError: If there is no manifest, it cannot be read or is of another schema version, a file is missing,
-                truncated, changed or not listed, a version differs, or it is not signed with the key.
-            InputError: If versions are checked and this release has no such target, or the key cannot be read, or is
+            BundleError: If the manifest is missing, unreadable or of another schema version, a file is missing,
+                truncated, changed or not listed, a version differs, or the signature is not valid.
+            InputError: If versions are checked and this release has no such target, or the key cannot be read or is
                 given without `check_files`.
-            MissingDependencyError: If the target, or the check of a signature, needs a package that is not installed.
+            MissingDependencyError: If the target or the check of a signature needs a package that is not installed.
         """
         if not os.fspath(path):
-            # As a path it would stand for the working folder.
-            raise InputError("the folder of the bundle is an empty name; pass a folder that export wrote")
+            # As a path, "" would mean the working folder.
+            raise InputError("path must be a folder that export wrote, got an empty name; pass its path")
         folder, signed_by = Path(path), None
         if key is None:
             manifest = Manifest.read(folder)
         else:
             if not check_files:
-                raise InputError("key is given with check_files=False, and a signature covers files by their checksums")
+                raise InputError("key cannot be combined with check_files=False, because a signature covers checksums")
             public = signing.public_key(key)
             manifest = Manifest.read(folder, lambda content: signing.check(folder, content, public))
             signed_by = signing.fingerprint(public)
@@ -107,25 +106,27 @@ class Bundle:
             check_installed(manifest, backend_for(manifest.target).packages)
         unread = None
         if check_files:
-            # A signature stands for what is there now.
+            # Read every file if a key is given, because a signature vouches for the current content.
             known = known and key is None
             unread = known if to_run and manifest.ranks is not None else None
             check_digests(folder, manifest, progress, known, None if unread is None else manifest.files_of(None))
         return cls(folder, manifest, trust, signed_by, unread)
 
     def open_runner(self) -> tuple[Runner, list[CacheLayer]]:
-        """The program, ready to run, and its cache layers without tensors; of one for ranks this process's part.
+        """Return the program ready to run, and its cache layers without tensors.
+
+        Of a program for ranks, return this process's part.
 
         Raises:
-            InputError: If it is for another number of processes than there are.
-            BundleError: If it is machine code and nobody has said that it is trusted, or it cannot be opened.
+            InputError: If the number of processes differs from the program's.
+            BundleError: If the program is machine code that is not trusted, or cannot be opened.
         """
         self.check_trusted()
         backend = backend_for(self.manifest.target)
         layers, ranked = self.layers(), self.manifest.ranks
         if ranked is None:
             return backend.open(self.path, self.manifest.description()), layers
-        # Here, as most programs are one process's.
+        # Imported here, because most programs run in one process.
         from ..backends.ranked import RankedRunner
         from ..models.parallel.ranks import ranks_of_program
 
@@ -139,7 +140,7 @@ class Bundle:
             runner = backend.open(folder, self.manifest.description(ranks.rank))
         except BundleError as refused:
             error = refused
-        # One that is left alone would wait for the others in its first step.
+        # Fail on all ranks together, because a single rank would wait for the others in its first step.
         ranks.check_all(error)
         return RankedRunner(runner, ranks), layers  # type: ignore[arg-type]
 
@@ -147,8 +148,8 @@ class Bundle:
         """Replace the verification report in the manifest on disk.
 
         Args:
-            report: What `VerifyReport.to_dict` gives.
-            sign: File of the private key to sign the new manifest with; needed where the bundle is signed.
+            report: Result of `VerifyReport.to_dict`.
+            sign: File of the private key to sign the new manifest with; required if the bundle is signed.
 
         Returns:
             The bundle with the new manifest.
@@ -173,31 +174,31 @@ class Bundle:
                 temporary.write_bytes(content)
         except OSError as error:
             raise BundleError(
-                f"cannot write {self.path / MANIFEST_FILE}: {error.strerror or error}; copy the bundle to a folder one "
-                "may write to"
+                f"cannot write {self.path / MANIFEST_FILE}: {error.strerror or error}; copy the bundle to a folder "
+                "that you can write to"
             ) from error
         return replace(self, manifest=manifest)
 
     def check_trusted(self) -> None:
-        """Refuse machine code that nobody has said is trusted.
+        """Refuse machine code that the caller has not declared trusted.
 
         Raises:
-            BundleError: Then.
+            BundleError: If the bundle holds such code.
         """
         backend = backend_for(self.manifest.target)
         if backend.machine_code and not self.trusted:
             raise BundleError(
-                f"{self.path} holds {backend.machine_code}, which can do whatever you can on this machine, and nothing "
-                "can check it; if you trust who made it, load it with trust=True (--trust)"
+                f"{self.path} holds {backend.machine_code}, which can do anything that you can on this machine and "
+                "cannot be checked; if you trust its author, load it with trust=True (--trust)"
             )
 
     def layers(self) -> list[CacheLayer]:
-        """The cache layers, without tensors.
+        """Return the cache layers, without tensors.
 
         Raises:
-            BundleError: If one has a kernel that this release does not have, or its tensors do not fit its parts.
+            BundleError: If this release lacks a layer's kernel, or a layer's tensors do not fit its parts.
         """
-        # A target may bring kernels of its own.
+        # Importing the target registers its kernels.
         backend_for(self.manifest.target)
         layers = []
         for index, layer in enumerate(self.manifest.layers):
@@ -206,7 +207,7 @@ class Bundle:
                     f"layer {index} of {self.path} has the kernel {layer.kernel.get('kind')!r}, this release has "
                     f"{', '.join(Kernel.kinds)}; install the release that wrote it, or export the model again"
                 )
-            # Read did so for the kernels known then, not for those the target has just brought.
+            # `Manifest.read` could not check kernels that the target has just registered.
             problem = layer.problem()
             if problem is not None:
                 raise BundleError(
@@ -217,11 +218,11 @@ class Bundle:
 
     @property
     def has_processor(self) -> bool:
-        """Whether it holds the model's processor of images or sound."""
+        """True if the bundle has the model's processor of images or audio."""
         return any(file.holds == PROCESSOR for file in self.manifest.files.values())
 
     def processor(self) -> ProcessorMixin:
-        """The model's processor of images or sound.
+        """Return the model's processor of images or audio.
 
         Raises:
             BundleError: If the model was exported without one, or it cannot be read.
@@ -231,13 +232,13 @@ class Bundle:
 
         if not self.has_processor:
             raise BundleError(
-                f"{self.path} holds no processor of images or sound; export the folder of the model with its "
+                f"{self.path} holds no processor of images or audio; export the folder of the model with its "
                 "preprocessor_config.json"
             )
         return load_processor(self._tokenizer_folder, self.path)
 
     def text_tokenizer(self) -> PreTrainedTokenizerBase | TextTokenizer | None:
-        """What reads and writes text as the tokenizer does; its file alone, where the export saw that to be enough."""
+        """Return what encodes and decodes text: the tokenizer's file alone if the export found it sufficient."""
         file = self.manifest.files.get(TOKENIZER_FILE)
         if file is None or file.details.get(READS_ALIKE) is not True:
             return self.tokenizer()
@@ -246,12 +247,12 @@ class Bundle:
         return TextTokenizer(self._tokenizer_folder, self._whole_tokenizer)
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer with its chat template, or None if the model was exported without one."""
+        """Return the tokenizer with its chat template, or None if the model was exported without one."""
         return None if self.manifest.tokenizer is None else self._whole_tokenizer()
 
     @cached_property
     def _tokenizer_folder(self) -> Path:
-        """Folder of the tokenizer, whose config was seen to name no file outside of it."""
+        """Folder of the tokenizer, after checking that its config names no file outside it."""
         from ..models.tokenizers.untrusted import check_tokenizer_config
 
         folder = self.path / TOKENIZER_FOLDER

@@ -18,7 +18,7 @@ from ..program.items import FixedInput, ItemFacts
 from ..program.methods import ROPE_LENGTHS, ProgramMethod
 from ..program.spec import Form, Logits
 
-#: A number of bytes, or a size: what 64 bits hold.
+#: A size or a number of bytes that fits into 64 bits.
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -33,13 +33,13 @@ Dtype = Annotated[str, AfterValidator(_is_dtype)]
 
 
 class Entry(BaseModel):
-    """A part of the manifest: no other fields than these, and never changed."""
+    """A part of the manifest: unknown fields are refused, and it is immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class File(Entry):
-    """One file of the bundle, by its path inside the folder; `details` are its target's."""
+    """A file of the bundle, by its path inside the folder; `details` are set by its target."""
 
     sha256: str
     bytes: Count
@@ -48,20 +48,18 @@ class File(Entry):
 
 
 class Quantized(Entry):
-    """How weights were quantised, and what that did to the logits: the program against the float model, on random
-    tokens.
+    """A record of quantized weights, and of how far the logits moved from the float model on random tokens.
 
-    `compared_in` is the dtype of the float model. `accuracy_before` and `accuracy_after` are shares of `questions` of
-    the demo model's task, for that model only.
+    `compared_in` is the dtype of the float model. `accuracy_before` and `accuracy_after` are shares of correct answers
+    to `questions` of the demo model's task, for that model only.
     """
 
     linear: str | None
     group_size: int | None
     embeddings: str | None
-    # None in bundles of releases that had `absmax` only.
+    # None in bundles of releases that only had `absmax`.
     scales: str | None = None
-    # Bytes of the integers with their scales, and of all weights that stay in float32; None in bundles of earlier
-    # releases.
+    # Bytes of the integers with their scales, and of the weights that stay float32; None in older bundles.
     quantized_bytes: int | None = None
     other_bytes: int | None = None
     positions: int | None = None
@@ -74,10 +72,10 @@ class Quantized(Entry):
 
 
 class RoundedCache(Entry):
-    """A cache that keeps fewer bits than the model writes: what it would take otherwise, and how far the logits moved.
+    """A cache that stores fewer bits than the model computes: its size without rounding, and the change of the logits.
 
-    The differences are between the program and the float model over an exact cache, so where weights are quantised as
-    well they are of both; None where nothing was compared.
+    The differences compare the program with the float model over an exact cache, so they include the effect of
+    quantized weights. They are None if nothing was compared.
     """
 
     dtype: str
@@ -88,10 +86,10 @@ class RoundedCache(Entry):
 
 
 class RankedProgram(Entry):
-    """A program in parts, one for each of `size` processes (tensor parallelism), in a folder of its own, `rank-0`.
+    """A program in `size` parts for tensor parallelism, each in a folder such as `rank-0`.
 
-    Layers and bytes of the cache are one rank's, `weights_bytes` those of the rank that has most; the manifest's own
-    are of the whole model. `parts_of_heads` says of each layer into how many parts its heads are cut.
+    Layers and cache bytes of the manifest are those of one rank. `weights_bytes` is the largest of any rank, while the
+    manifest's field counts the whole model. `parts_of_heads` is the number of parts of each layer's heads.
     """
 
     size: int = Field(ge=2)
@@ -100,17 +98,17 @@ class RankedProgram(Entry):
 
 
 def rank_folder(rank: int) -> str:
-    """Name of a rank's folder in a bundle."""
+    """Return the name of a rank's folder in a bundle."""
     return f"rank-{rank}"
 
 
 def names_of(names: Iterable[str]) -> str:
-    """Names for a message."""
+    """Return names for a message."""
     return ", ".join(names) or "none"
 
 
 class Tensor(Entry):
-    """One state tensor of a layer; `dims` names the dimensions of `shape`."""
+    """A state tensor of a layer; `dims` names the dimensions of `shape`."""
 
     shape: list[Count]
     dims: list[str]
@@ -125,10 +123,9 @@ class Tensor(Entry):
 
 
 class Layer(Entry):
-    """One cache layer: `layer_type` is the model's name for it, the parts of `CacheLayer.config` say what ours is
-    composed of.
+    """A cache layer. `layer_type` is the model's name for it; the other parts are those of `CacheLayer.config`.
 
-    `states` and `indexer` are there where a layer keeps more than keys and values, `storage` where it keeps those.
+    `storage` is set if the layer keeps keys and values, `states` and `indexer` if it keeps more.
     """
 
     layer_type: str
@@ -149,15 +146,15 @@ class Layer(Entry):
 
     @property
     def config(self) -> dict[str, Any]:
-        """What `layer_from` takes."""
+        """Argument of `layer_from`."""
         parts = {name: getattr(self, name) for name in ("policy", "storage", "kernel", "states", "indexer")}
         return {name: part for name, part in parts.items() if part is not None}
 
     def problem(self) -> str | None:
-        """What keeps the layer from being rebuilt of this, or None.
+        """Return why the layer cannot be rebuilt from this entry, or None.
 
-        A kernel that no one has imported yet is not judged: a target may bring it, so ask again when the target is
-        there.
+        Layers with an unknown kernel give None, because their target may not be imported yet; call this again
+        afterwards.
         """
         if not Kernel.has_kind(self.kernel.get("kind")):
             return None
@@ -169,13 +166,13 @@ class Layer(Entry):
             declared = layer.state.get(name)
             if declared is not None and tuple(tensor.dims) != declared.dims:
                 return (
-                    f"tensors.{name}.dims: are {names_of(tensor.dims)}, those of a layer of {layer.label} are "
-                    f"{names_of(declared.dims)}"
+                    f"tensors.{name}.dims: must be {names_of(declared.dims)} for a {layer.label} layer, got "
+                    f"{names_of(tensor.dims)}"
                 )
         return layer.misfit({name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()})
 
 
-# What the names of an explicit program's state tensors begin with, among the inputs and outputs of its methods.
+# Prefix of state tensors among the inputs and outputs of an explicit program's methods.
 STATE_PREFIX = "cache."
 
 #: Name of a step's first output.
@@ -183,8 +180,9 @@ LOGITS = "logits"
 
 
 class MethodIO(Entry):
-    """One input or output: `shape` has numbers, and names of sizes: "batch", "length" and those of the method's
-    `ranges`.
+    """An input or output of a method.
+
+    `shape` has numbers and names of sizes: "batch", "length" and those in `ranges`.
     """
 
     name: str
@@ -193,7 +191,7 @@ class MethodIO(Entry):
 
 
 class FixedEntry(Entry):
-    """See `FixedInput`."""
+    """A fixed input, see `FixedInput`."""
 
     dtype: Dtype
     shape: list[Count]
@@ -201,7 +199,7 @@ class FixedEntry(Entry):
 
 
 class ItemEntry(Entry):
-    """What a session has to know of the items that a method encodes, see `ItemFacts`."""
+    """Properties of the items that a method encodes, such as images, see `ItemFacts`."""
 
     token_id: int
     fixed: dict[str, FixedEntry] = {}
@@ -212,37 +210,37 @@ class ItemEntry(Entry):
     tiles: int = Field(0, ge=0)
 
     def described(self) -> ItemFacts:
-        """The same as a program knows it."""
+        """Return the entry as a program's `ItemFacts`."""
         fixed = {name: FixedInput(one.dtype, tuple(one.shape), tuple(one.values)) for name, one in self.fixed.items()}
         positions = tuple(map(tuple, self.positions))
         return ItemFacts(self.token_id, fixed, positions, self.advance, self.sees, self.apart, self.tiles)
 
 
 class MethodEntry(Entry):
-    """One method of the program, see `ProgramMethod`."""
+    """A method of the program, see `ProgramMethod`."""
 
     min_length: int = Field(ge=1, lt=2**63)
     max_length: int = Field(ge=1, lt=2**63)
-    # `ProgramMethod.kv_read_len`, under the name that the format has had from the start.
+    # `ProgramMethod.kv_read_len`, under the name in the file format.
     read_length: int | None = Field(default=None, ge=1, lt=2**63)
-    # Of files that were written before `scored_tokens`: it is max_length then.
+    # Set in files from before `scored_tokens`, which then equals max_length.
     scores: bool = False
     scored_tokens: Count = 0
-    # Least and most of every size named in a shape, besides "batch" and "length".
+    # Smallest and largest value of every size named in a shape, besides "batch" and "length".
     ranges: dict[str, tuple[Count, Count]] = {}
     inputs: list[MethodIO]
     outputs: list[MethodIO]
-    # image_grid_thw of every image that it takes.
+    # image_grid_thw of every image that the method takes.
     grid: tuple[int, int, int] | None = None
-    # Of the items that it encodes; bundles from before have a grid alone.
+    # Items that the method encodes; older bundles have a grid only.
     item: ItemEntry | None = None
-    # Of what "length" is a multiple.
+    # "length" must be a multiple of this.
     multiple: int = Field(default=1, ge=1, lt=2**63)
 
     @model_validator(mode="after")
     def _range(self) -> MethodEntry:
         if self.min_length > self.max_length:
-            raise ValueError(f"min_length is {self.min_length}, above max_length {self.max_length}")
+            raise ValueError(f"min_length must be at most max_length {self.max_length}, got {self.min_length}")
         return self
 
     @model_validator(mode="after")
@@ -251,21 +249,23 @@ class MethodEntry(Entry):
         for io in self.inputs:
             unknown = [size for size in io.shape if isinstance(size, str) and size not in known]
             if unknown:
-                raise ValueError(f"input {io.name!r} has a size {unknown[0]!r}, ranges has {names_of(self.ranges)}")
+                raise ValueError(
+                    f"input {io.name!r} must have sizes of ranges ({names_of(self.ranges)}), got {unknown[0]!r}"
+                )
         return self
 
     @property
     def is_step(self) -> bool:
-        """Whether it feeds tokens over the cache and gives logits."""
+        """True if the method feeds tokens over the cache and returns logits."""
         return any(io.name == LOGITS for io in self.outputs)
 
     @property
     def only_scores(self) -> bool:
-        """See `ProgramMethod.only_scores`."""
+        """True if the method only scores tokens, see `ProgramMethod.only_scores`."""
         return self.described("").only_scores
 
     def described(self, name: str) -> ProgramMethod:
-        """The same as a runner knows it: without the state tensors."""
+        """Return the method as a runner's `ProgramMethod`, without state tensors."""
         inputs, outputs = (
             tuple(
                 TensorSpec(item.name, item.dtype, tuple(item.shape))
@@ -290,12 +290,12 @@ class MethodEntry(Entry):
 
     @property
     def kv_read_len(self) -> int | None:
-        """`read_length`, as `ProgramMethod` calls it; files keep the name that they have."""
+        """Value of `read_length`, under the name that `ProgramMethod` uses."""
         return self.read_length
 
 
 class RopeEntry(Entry):
-    """When the factors of the model's RoPE change, see `RopeRule`."""
+    """The lengths at which the factors of the model's RoPE change, see `RopeRule`."""
 
     kind: Literal["longrope", "dynamic"]
     borders: list[int] = Field(min_length=1, max_length=64)
@@ -305,11 +305,11 @@ class RopeEntry(Entry):
     @classmethod
     def _ascend(cls, borders: list[int]) -> list[int]:
         if borders[0] < 1 or any(before >= after for before, after in itertools.pairwise(borders)):
-            raise ValueError(f"borders are {borders}, which do not ascend from 1 on")
+            raise ValueError(f"borders must ascend from 1 on, got {borders}")
         return borders
 
     def described(self) -> RopeRule:
-        """Return it as a session knows it."""
+        """Return the entry as a session's `RopeRule`."""
         return RopeRule(self.kind, tuple(self.borders), self.recomputes)
 
 
@@ -321,9 +321,9 @@ class ProgramEntry(Entry):
     batch_size: int = Field(ge=1, lt=2**63)
     max_cache_len: int = Field(ge=1, lt=2**63)
     methods: dict[str, MethodEntry]
-    # Whether all rows have to hold as many tokens, see `row_lengths.needs_equal_rows`.
+    # True if all rows must have the same length, see `needs_equal_rows`.
     equal_rows: bool = False
-    # Where its steps are handed the lengths that RoPE's factors are chosen by.
+    # Set if steps take the lengths that select RoPE's factors.
     rope: RopeEntry | None = None
 
     @model_validator(mode="after")
@@ -340,7 +340,9 @@ class ProgramEntry(Entry):
         if not any(
             method.is_step and method.min_length == 1 and method.read_length is None for method in methods.values()
         ):
-            raise ValueError(f"none of the methods {', '.join(methods) or '(none)'} takes one token at every position")
+            raise ValueError(
+                f"one of the methods must take one token at every position, got {', '.join(methods) or 'none'}"
+            )
         return methods
 
     @model_validator(mode="after")

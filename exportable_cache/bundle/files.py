@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from .manifest import Manifest
 
 
-#: The oldest go first.
+#: Largest number of known digests; the oldest are dropped.
 MOST_RECORDS = 4096
-#: Seconds: a file that changed so lately can change again and keep its time stamp, which has the clock's steps.
+#: Age in seconds after which a file's digest is remembered. A younger file can change again within the clock's
+#: resolution and keep its time stamp.
 SETTLED = 2.0
 
 _FILE = "digests.json"
@@ -35,31 +36,34 @@ _HASH_PIECE = 1 << 20
 _MOST_THREADS = 8
 
 TOKENIZER_FOLDER = "tokenizer"
-#: What `tokenizers` reads by itself.
+#: The file that `tokenizers` reads.
 TOKENIZER_FILE = f"{TOKENIZER_FOLDER}/tokenizer.json"
-#: Detail of that file: whether it gives, by itself, what transformers' tokenizer gives.
+#: Detail of that file: True if it alone gives the same results as transformers' tokenizer.
 READS_ALIKE = "reads_alike"
-#: Another: the chat template as texts between turns, see `ChatTurns`.
+#: Detail of that file: the chat template as texts between turns, see `ChatTurns`.
 CHAT_TURNS = "chat_turns"
-#: Of files that hold programs or weights. Others, such as a README of who copied the folder, are not read.
+#: Suffixes of programs and weights. Other unlisted files, such as a README, are never read.
 _READ = (".pt", ".pt2", ".pte", ".ptd", ".plan", ".so", ".safetensors")
 
 
 def version_of(status: os.stat_result) -> tuple[int, int, int, int, int]:
-    """Device, inode, size, and when contents and the inode last changed, in nanoseconds: no user can set the last."""
+    """Return device, inode, size, and the times of the last change of content and inode in ns.
+
+    Users cannot set the last.
+    """
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def record_path() -> Path:
-    """Where the record is."""
+    """Return the path of the record of known digests."""
     return home_folder() / _FILE
 
 
 class KnownDigests:
-    """Digests by file version; `KnownDigests.read().of(path)` is None of a file that nobody has checked as it is.
+    """SHA-256 digests of files that this user has checked before, by file version.
 
     Args:
-        records: SHA-256 in hex by version, the oldest first.
+        records: Digests in hex by version, oldest first.
     """
 
     def __init__(self, records: dict[str, str]) -> None:
@@ -68,7 +72,7 @@ class KnownDigests:
 
     @classmethod
     def read(cls) -> KnownDigests:
-        """The user's record; empty where there is none, it is damaged, or others can write to it."""
+        """Return the user's record; empty if it is missing, damaged, or can be written by other users."""
         try:
             path = record_path()
             with path.open("rb") as file:
@@ -83,16 +87,16 @@ class KnownDigests:
         return cls(records if fits else {})
 
     def of(self, path: Path) -> str | None:
-        """The digest of a file, None where this version of it is not known."""
+        """Return the digest of a file, or None if this version of it is unknown."""
         return self._records.get(_key(version_of(path.stat())))
 
     def note(self, version: tuple[int, ...], digest: str) -> None:
-        """Remember the digest of a version, unless it is too new to be told from the next one. Threads may call it."""
+        """Remember the digest of a version, unless it is too recent. Threads may call this."""
         if time.time_ns() - max(version[-2:]) > SETTLED * 1e9:
             self._noted[_key(version)] = digest
 
     def write(self) -> None:
-        """Add what was noted to the user's record; without one, files are read again next time."""
+        """Add the new digests to the user's record. If that fails, the files are read again next time."""
         if not self._noted:
             return
         records = {**self._records, **self._noted}
@@ -119,15 +123,17 @@ def _private(status: os.stat_result) -> bool:
 def check_files(
     folder: Path, manifest: Manifest, progress: Progress, known: bool = False, names: Sequence[str] | None = None
 ) -> None:
-    """Refuse files that are not those that the manifest lists, by size and SHA-256.
+    """Check files against their size and SHA-256 in the manifest.
 
     Args:
-        progress: Told about bytes read.
-        known: Go by what this user's earlier checks found of the same file versions, see `KnownDigests`, and read the
-            other files only.
+        folder: The bundle.
+        manifest: Its manifest.
+        progress: Called with the bytes read.
+        known: Rely on this user's earlier checks of unchanged files, see `KnownDigests`, and read only the others.
+        names: Files to check; all by default.
 
     Raises:
-        BundleError: If one is missing, truncated or changed.
+        BundleError: If a file is missing, truncated or changed.
     """
     files = {name: manifest.files[name] for name in (manifest.files if names is None else names)}
     for name, file in files.items():
@@ -156,11 +162,12 @@ def check_files(
 
 
 def digests_of(paths: Sequence[Path], progress: Progress, records: KnownDigests | None = None) -> list[str]:
-    """SHA-256 of files, in hex.
+    """Return the SHA-256 digests of files, in hex.
 
     Args:
-        progress: Told about bytes read.
-        records: Where the digests are noted, for `KnownDigests.write`.
+        paths: The files.
+        progress: Called with the bytes read.
+        records: Record to add the digests to, for `KnownDigests.write`.
     """
     total, done, lock = sum(path.stat().st_size for path in paths), 0, threading.Lock()
 
@@ -178,7 +185,7 @@ def digests_of(paths: Sequence[Path], progress: Progress, records: KnownDigests 
                 digest.update(memoryview(piece)[:count])
                 read(count)
         if records is not None:
-            # Of before it was read: a file that changes meanwhile has another version, and no one looks for this one.
+            # The version from before reading, because a file that changes meanwhile gets another version.
             records.note(version, digest.hexdigest())
         return digest.hexdigest()
 
@@ -187,13 +194,13 @@ def digests_of(paths: Sequence[Path], progress: Progress, records: KnownDigests 
 
 
 def check_listed(folder: Path, manifest: Manifest) -> None:
-    """Refuse files that would be read and whose digest nobody checks, and links.
+    """Refuse links, and files that would be read although the manifest does not list them.
 
-    A tokenizer reads whatever its folder has: an `added_tokens.json` there changes tokens, a `chat_template.jinja` what
-    the model is asked.
+    A tokenizer reads every known file in its folder: an `added_tokens.json` changes tokens, a `chat_template.jinja` the
+    prompt.
 
     Raises:
-        BundleError: If there is one.
+        BundleError: If there is such a file.
     """
     folders = (
         [""] if manifest.ranks is None else ["", *(f"{rank_folder(rank)}/" for rank in range(manifest.ranks.size))]
@@ -212,13 +219,13 @@ def check_listed(folder: Path, manifest: Manifest) -> None:
         for name in (*inside, *files):
             if os.path.islink(os.path.join(place, name)):
                 raise BundleError(
-                    f"{Path(place, name)} is a link, so what it shows can lie anywhere; put the file there instead"
+                    f"{Path(place, name)} is a link and may lead outside the bundle; replace it by the file"
                 )
     for place, _, files in os.walk(folder / TOKENIZER_FOLDER):
         names += [Path(place, file).relative_to(folder).as_posix() for file in files]
     unlisted = sorted(name for name in names if name not in manifest.files)
     if unlisted:
         raise BundleError(
-            f"{folder / unlisted[0]} would be read, but the manifest does not list it, so nobody has checked it; "
+            f"{folder / unlisted[0]} would be read, but the manifest does not list it, so it cannot be checked; "
             "remove it, or export the model again"
         )

@@ -1,4 +1,4 @@
-"""What a bundle says about itself: manifest.json, its fields and their meaning."""
+"""The manifest of a bundle, manifest.json: its fields, checks, and the package versions it requires."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..common.fs.files import PARTIAL, retired_folder
 from ..errors import BundleError, first_line
 from .entries import Count, Dtype, Entry, File, Layer, ProgramEntry, Quantized, RankedProgram, RoundedCache, rank_folder
 
-# 2: layers by their parts, not by a class.
+# Version 2 describes layers by their parts instead of a class name.
 SCHEMA_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 #: Packages that every program depends on.
@@ -27,9 +27,9 @@ _PACKAGES = ("exportable-cache", "torch", "transformers")
 
 
 class Manifest(Entry):
-    """The whole of manifest.json.
+    """The content of manifest.json.
 
-    Two exports of one model differ in `created` and so in `checksum` only, if the target's files do not.
+    Two exports of one model differ only in `created` and `checksum`, if the target's files are reproducible.
     """
 
     schema_version: int
@@ -40,7 +40,7 @@ class Manifest(Entry):
     architecture: str
     program: ProgramEntry
     vocab_size: int = Field(ge=1, lt=2**63)
-    #: Tokens that have a logit, where that is another number.
+    #: Number of logits, if it differs from `vocab_size`.
     logits_size: int | None = Field(default=None, ge=1, lt=2**63)
     dtype: Dtype
     layers: list[Layer] = Field(min_length=1)
@@ -56,11 +56,11 @@ class Manifest(Entry):
     verification: dict[str, Any] | None
     quantization: Quantized | None = None
     kv_cache: RoundedCache | None = None
-    # Of the weights before they were converted to `dtype`; None in bundles of releases that always kept it.
+    # Dtype of the weights before they were converted to `dtype`; None in bundles of releases that did not convert.
     stored_dtype: Dtype | None = None
-    # What was done to the weights as they came, such as merging an adapter, a line each.
+    # Changes made to the weights before the export, such as merging an adapter, one per line.
     remarks: list[str] = Field(default_factory=list)
-    # Of a program in parts, one for each of several processes.
+    # Set if the program has one part for each of several processes.
     ranks: RankedProgram | None = None
 
     @field_validator("files")
@@ -70,7 +70,7 @@ class Manifest(Entry):
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts:
                 raise ValueError(f"file {name!r} lies outside the bundle")
-            # What file systems take; others raise errors of their own, or take another file's name.
+            # Other names raise errors in file systems, or are shortened to another file's name.
             if not name.isprintable() or any(len(part.encode()) > 255 for part in path.parts) or len(name) > 1024:
                 raise ValueError(f"file {name[:64]!r}... must have a name of printable characters, at most 255 bytes")
         return files
@@ -81,15 +81,15 @@ class Manifest(Entry):
         for name in ("eos_token_id", "pad_token_id"):
             given = fields.get(name)
             ids = given if name == "eos_token_id" and isinstance(given, list) else [] if given is None else [given]
-            # By type: True is an int, too, and these are compared with tokens unconverted.
+            # Checked by type, because True is also an int.
             if not all(type(token) is int for token in ids):
-                raise ValueError(f"{name} is {given!r}; it must be a token id")
+                raise ValueError(f"{name} must be a token id, got {given!r}")
         verbosity = transformers_logging.get_verbosity()
-        # What it would advise on is for who loads the config to use it, not for who reads a manifest.
+        # Hide transformers' advice, which is for users of the config, not for readers of a manifest.
         transformers_logging.set_verbosity_error()
         try:
             GenerationConfig.from_dict(dict(fields))
-        except Exception as error:  # fields are checked with errors of several classes
+        except Exception as error:  # the config's checks raise errors of several classes
             raise ValueError(first_line(error)) from error
         finally:
             transformers_logging.set_verbosity(verbosity)
@@ -102,8 +102,8 @@ class Manifest(Entry):
                 rows = dict(zip(tensor.dims, tensor.shape, strict=True)).get("batch_size", self.program.batch_size)
                 if rows != self.program.batch_size:
                     raise ValueError(
-                        f"program.batch_size: is {self.program.batch_size}, layers.{index}.tensors.{name} has {rows} "
-                        "rows"
+                        f"program.batch_size: is {self.program.batch_size}, but layers.{index}.tensors.{name} has "
+                        f"{rows} rows"
                     )
         return self
 
@@ -111,9 +111,13 @@ class Manifest(Entry):
     def _a_part_for_each_rank(self) -> Manifest:
         if self.ranks is not None:
             if len(self.ranks.parts_of_heads) != len(self.layers):
-                raise ValueError(f"ranks: parts of {len(self.ranks.parts_of_heads)} layers, of {len(self.layers)}")
+                raise ValueError(
+                    f"ranks: parts_of_heads must have {len(self.layers)} entries, got {len(self.ranks.parts_of_heads)}"
+                )
             if any(parts < 1 or self.ranks.size % parts for parts in self.ranks.parts_of_heads):
-                raise ValueError(f"ranks: {self.ranks.size} ranks have no equal parts of {self.ranks.parts_of_heads}")
+                raise ValueError(
+                    f"ranks: parts_of_heads must divide {self.ranks.size}, got {self.ranks.parts_of_heads}"
+                )
             for rank in range(self.ranks.size):
                 if not any(name.startswith(f"{rank_folder(rank)}/") for name in self.files):
                     raise ValueError(f"ranks: size is {self.ranks.size}, but no file is in {rank_folder(rank)}")
@@ -122,23 +126,23 @@ class Manifest(Entry):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def checksum(self) -> str:
-        """sha256 of every other field, see `checksum_of`."""
+        """Sha256 of every other field, see `checksum_of`."""
         return checksum_of(self.model_dump(mode="json", exclude={"checksum"}))
 
     @property
     def parts_of_heads(self) -> tuple[int, ...]:
-        """Of each layer, into how many parts its heads are cut over ranks; nothing of a program in one part."""
+        """Number of parts of each layer's heads over ranks; empty for a program in one part."""
         return () if self.ranks is None else tuple(self.ranks.parts_of_heads)
 
     def files_of(self, rank: int | None) -> list[str]:
-        """Names of the files of one rank's part, or, of None, of those that no rank has for itself."""
+        """Return the names of one rank's files, or with None the names of the files that all ranks share."""
         if rank is not None:
             return [name for name in self.files if name.startswith(f"{rank_folder(rank)}/")]
         parts = tuple(f"{rank_folder(one)}/" for one in range(0 if self.ranks is None else self.ranks.size))
         return [name for name in self.files if not name.startswith(parts)]
 
     def description(self, rank: int | None = None) -> ProgramDescription:
-        """What the target's runner is told, of a program for ranks the one of `rank`."""
+        """Return the description that the target's runner takes; of a program for ranks, that of `rank`."""
         folder = "" if rank is None else f"{rank_folder(rank)}/"
         return ProgramDescription(
             methods={name: method.described(name) for name, method in self.program.methods.items()},
@@ -160,11 +164,11 @@ class Manifest(Entry):
         )
 
     def content(self) -> bytes:
-        """Return the content of manifest.json."""
+        """Return the bytes of manifest.json."""
         return (json.dumps(self.model_dump(mode="json"), indent=2) + "\n").encode()
 
     def write(self, folder: Path) -> bytes:
-        """Write manifest.json, which makes the folder a bundle, and return the content of the file."""
+        """Write manifest.json, which makes the folder a bundle, and return its bytes."""
         content = self.content()
         (folder / MANIFEST_FILE).write_bytes(content)
         return content
@@ -174,37 +178,40 @@ class Manifest(Entry):
         """Read manifest.json.
 
         Args:
-            check: Given the bytes that are read, before anything is made of them; raises where they are refused.
+            folder: The bundle.
+            check: Called with the file's bytes before they are parsed; raises to refuse them.
 
         Raises:
-            BundleError: If it is missing, unreadable, of another schema version, or is not what was written.
+            BundleError: If the file is missing, unreadable, damaged, or of another schema version.
         """
         path = folder / MANIFEST_FILE
         if not folder.is_dir():
             retired = retired_folder(folder)
             if retired is not None:
                 raise BundleError(
-                    f"there is no folder {folder}, but an export that was killed while it replaced it left the earlier "
-                    f"one: rename {retired} to it, or export the model again"
+                    f"there is no folder {folder}, but an export that was killed while replacing it left the previous "
+                    f"bundle; rename {retired} to {folder.name}, or export the model again"
                 )
             raise BundleError(f"there is no folder {folder}; export a model to it first")
         if not path.is_file():
-            raise BundleError(f"{folder} is no bundle: it has no {MANIFEST_FILE}; pass a folder that export wrote")
+            raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_FILE}; pass a folder that export wrote")
         # Killed between writing the manifest and the rename, an export leaves a folder that looks whole.
         if folder.name.startswith(".") and folder.name.endswith(PARTIAL):
-            raise BundleError(f"{folder} is what an interrupted export left; delete it, and export the model again")
+            raise BundleError(
+                f"{folder} is the remainder of an interrupted export; delete it, and export the model again"
+            )
         try:
             content = path.read_bytes()
             if check is not None:
                 check(content)
             fields = json.loads(content)
-            # Half a character, which JSON can spell, is none that a name or a message can have.
+            # Refuse lone surrogates, which JSON can spell but UTF-8 cannot.
             json.dumps(fields, ensure_ascii=False).encode()
         except (OSError, ValueError, RecursionError, MemoryError) as error:
             raise BundleError(f"cannot read {path}: {error}; export the model again") from error
         if not isinstance(fields, dict):
-            raise BundleError(f"{path} is damaged: it holds no JSON object; export the model again")
-        # Before anything else is looked at: other versions have other fields.
+            raise BundleError(f"{path} is damaged: it must hold a JSON object; export the model again")
+        # Checked first, because other versions have other fields.
         version = fields.get("schema_version")
         if version != SCHEMA_VERSION:
             raise BundleError(
@@ -229,15 +236,13 @@ class Manifest(Entry):
 
 
 def checksum_of(fields: Mapping[str, Any]) -> str:
-    """sha256 of a manifest's fields, all but `checksum`, as JSON that does not depend on their order
-    or on white space.
-    """
+    """Return the sha256 of a manifest's fields except `checksum`, as sorted JSON without white space."""
     content = {name: value for name, value in fields.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
 
 
 def installed_versions(packages: tuple[str, ...] = ()) -> dict[str, str]:
-    """Versions of Python, of the packages every program depends on, and of `packages`, where installed."""
+    """Return the installed versions of Python, of packages that every program depends on, and of `packages`."""
     versions = {"python": platform.python_version()}
     for name in dict.fromkeys((*_PACKAGES, *packages)):
         try:
@@ -248,22 +253,23 @@ def installed_versions(packages: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def check_versions(manifest: Manifest, packages: Sequence[str]) -> None:
-    """Refuse a bundle that was made with other versions of `packages` than those installed.
+    """Check that the installed `packages` have the versions that a bundle was made with.
 
     Raises:
-        BundleError: If one differs by more than a patch release. A build label, such as `+cpu`, makes no other version.
+        BundleError: If a version differs by more than a patch release. A build label such as `+cpu` is ignored.
     """
     installed = installed_versions(tuple(packages))
     for name in packages:
         recorded, found = manifest.packages.get(name), installed.get(name)
         if recorded is None or found is None or _series(recorded) != _series(found):
-            # A release of executorch goes with one series of torch, so both are named.
+            # Name torch as well, because a release of executorch needs one series of it.
             wanted = [one for one in dict.fromkeys((name, "torch")) if _differs(manifest.packages, installed, one)]
             releases = " ".join(f"{one}=={_public(manifest.packages[one])}" for one in wanted)
             remedy = f"pip install {releases}, " if recorded and releases else ""
             raise BundleError(
-                f"the bundle was made with {name} {recorded or '(not recorded)'}, installed is {found or 'none'}; "
-                f"{remedy}export the model again, or try anyway with check_versions=False (--ignore-versions)"
+                f"the bundle was made with {name} {recorded or '(not recorded)'}, but {found or 'no version'} is "
+                f"installed; {remedy}export the model again, or try anyway with check_versions=False "
+                "(--ignore-versions)"
             )
 
 
@@ -276,5 +282,5 @@ def _public(version: str) -> str:
 
 
 def _series(version: str) -> list[str]:
-    """Major and minor number: patch releases of one series read each other's files."""
+    """Return major and minor version, because patch releases of one series read each other's files."""
     return _public(version).split(".")[:2]

@@ -1,7 +1,7 @@
-"""Who made a bundle: an Ed25519 signature over its manifest, which lists the digest of every file.
+"""Ed25519 signatures of bundles: the manifest is signed, and it lists the digest of every file.
 
-A checksum finds damage; whoever changes a file can compute it anew. A signature cannot be made without the private key.
-Keys are files of OpenSSL (`openssl genpkey -algorithm ed25519`) or of OpenSSH (`ssh-keygen -t ed25519`).
+A checksum detects damage, but anyone who changes a file can compute a new one. A signature requires the private key.
+Keys are files of OpenSSL (`openssl genpkey -algorithm ed25519`) or OpenSSH (`ssh-keygen -t ed25519`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 SIGNATURE_FILE = "manifest.sig"
-#: Before what is signed, so that no signature made for something else fits.
+#: Prefix of the signed bytes, so that signatures made for other purposes do not match.
 _CONTEXT = b"exportable_cache bundle manifest 1\n"
 _MOST_BYTES = 1 << 16
 
 
 def private_key(path: str | os.PathLike) -> Ed25519PrivateKey:
-    """The private key in a file, to sign with.
+    """Return the private key in a file.
 
     Raises:
-        InputError: If it cannot be read, is encrypted, or is of another kind.
+        InputError: If the file cannot be read, or the key is encrypted or not an Ed25519 key.
         MissingDependencyError: If `cryptography` is not installed.
     """
     keys, serialization = _library()
@@ -38,9 +38,9 @@ def private_key(path: str | os.PathLike) -> Ed25519PrivateKey:
         key = load(data, password=None)
     except TypeError as error:
         raise InputError(
-            f"the key in {path} is encrypted; pass one that is not, kept where others cannot read"
+            f"the key in {path} must not be encrypted; pass an unencrypted key that only you can read"
         ) from error
-    except Exception as error:  # the library has errors of several classes
+    except Exception as error:  # the library raises errors of several classes
         raise InputError(
             f"{path} holds no private key ({first_line(error)}); make one: openssl genpkey -algorithm ed25519 -out FILE"
         ) from error
@@ -50,10 +50,10 @@ def private_key(path: str | os.PathLike) -> Ed25519PrivateKey:
 
 
 def public_key(path: str | os.PathLike) -> Ed25519PublicKey:
-    """The public key in a file, to check with; a private key's file has it, too.
+    """Return the public key in a file, which may also be a private key's file.
 
     Raises:
-        InputError: If it cannot be read, or is of another kind.
+        InputError: If the file cannot be read, or the key is not an Ed25519 key.
         MissingDependencyError: If `cryptography` is not installed.
     """
     keys, serialization = _library()
@@ -63,9 +63,9 @@ def public_key(path: str | os.PathLike) -> Ed25519PublicKey:
     load = serialization.load_ssh_public_key if data.startswith(b"ssh-") else serialization.load_pem_public_key
     try:
         key = load(data)
-    except Exception as error:  # the library has errors of several classes
+    except Exception as error:  # the library raises errors of several classes
         raise InputError(
-            f"{path} holds no public key ({first_line(error)}); ask who signs for theirs, a file in PEM or OpenSSH form"
+            f"{path} holds no public key ({first_line(error)}); pass the signer's public key in PEM or OpenSSH format"
         ) from error
     if not isinstance(key, keys.Ed25519PublicKey):
         raise InputError(f"the key in {path} is a {type(key).__name__}; bundles are signed with Ed25519 keys")
@@ -73,10 +73,12 @@ def public_key(path: str | os.PathLike) -> Ed25519PublicKey:
 
 
 def sign(folder: Path, manifest: bytes, key: Ed25519PrivateKey) -> None:
-    """Write the signature of a manifest beside it.
+    """Write the signature of a manifest next to it.
 
     Args:
-        manifest: The bytes of its file.
+        folder: The bundle.
+        manifest: Bytes of the manifest's file.
+        key: The private key.
     """
     content = {
         "algorithm": "ed25519",
@@ -87,34 +89,36 @@ def sign(folder: Path, manifest: bytes, key: Ed25519PrivateKey) -> None:
 
 
 def check(folder: Path, manifest: bytes, key: Ed25519PublicKey) -> None:
-    """Refuse a manifest that the owner of a key has not signed.
+    """Check that a manifest is signed with a key.
 
     Args:
-        manifest: The bytes that were read, and no others read later.
+        folder: The bundle.
+        manifest: Bytes that were read from the manifest; the file is not read again.
+        key: The public key.
 
     Raises:
-        BundleError: If there is no signature, it is by another key, or of another manifest.
+        BundleError: If the signature is missing, was made with another key, or does not match the manifest.
     """
     path, wanted = folder / SIGNATURE_FILE, fingerprint(key)
     try:
-        # Opening a pipe would wait for ever.
+        # Checked first, because opening a pipe would block.
         if path.exists() and not path.is_file():
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         with path.open("rb") as file:
             content = json.loads(file.read(_MOST_BYTES))
         algorithm, signer = content["algorithm"], content["key"]
         signature = base64.b64decode(content["signature"], validate=True)
     except FileNotFoundError as error:
         raise BundleError(
-            f"{folder} is not signed: it has no {SIGNATURE_FILE}, and key= (--key) asks for the signature of {wanted}; "
-            "get a signed copy, or leave the key out if you trust where it came from"
+            f"{folder} must be signed by {wanted} (key=, --key), but it has no {SIGNATURE_FILE}; get a signed copy, or "
+            "leave the key out if you trust its origin"
         ) from error
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise BundleError(f"cannot read {path}: {first_line(error)}; get the bundle again") from error
     if algorithm != "ed25519" or signer != wanted:
         raise BundleError(
-            f"{folder} is signed by {signer!r:.80}, not by the key that was given, {wanted}; do not trust it, or pass "
-            "the key of who made it"
+            f"{folder} must be signed by the given key {wanted}, got a signature by {signer!r:.80}; do not trust it, "
+            "or pass its author's key"
         )
     from cryptography.exceptions import InvalidSignature
 
@@ -122,13 +126,13 @@ def check(folder: Path, manifest: bytes, key: Ed25519PublicKey) -> None:
         key.verify(signature, _CONTEXT + manifest)
     except InvalidSignature as error:
         raise BundleError(
-            f"the signature in {path} is not one of this manifest: the bundle was changed after it was signed; "
-            "do not trust it, get it again from who made it"
+            f"the signature in {path} does not match the manifest, so the bundle was changed after it was signed; "
+            "do not trust it, and get it again from its author"
         ) from error
 
 
 def fingerprint(key: Ed25519PublicKey) -> str:
-    """A short name of a public key: `SHA256:` and the digest of its 32 bytes."""
+    """Return a short name of a public key: `SHA256:` and the digest of its 32 bytes."""
     from cryptography.hazmat.primitives import serialization
 
     raw = key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)

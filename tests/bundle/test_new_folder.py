@@ -50,19 +50,19 @@ def test_only_bundles_are_overwritten(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(BundleError, match="bundle exists; choose another folder, or overwrite it"):
         check_free(folder, overwrite=False)
     for overwrite in (False, True):
-        with pytest.raises(BundleError, match="home exists and is no bundle, so it is never overwritten"):
+        with pytest.raises(BundleError, match="home exists and is not a bundle, so it is never overwritten"):
             check_free(tmp_path / "home", overwrite=overwrite)
-        with pytest.raises(BundleError, match="file exists and is no folder"):
+        with pytest.raises(BundleError, match="file exists and is not a folder"):
             check_free(tmp_path / "file", overwrite=overwrite)
-        with pytest.raises(BundleError, match="cannot write .*file is no folder one may write to"):
+        with pytest.raises(BundleError, match="cannot write .*file is not a folder"):
             check_free(tmp_path / "file" / "new", overwrite=overwrite)
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
 def test_where_no_folder_can_be_created() -> None:
-    with pytest.raises(BundleError, match="cannot write /proc/out: .*; choose a folder one may write to"):
+    with pytest.raises(BundleError, match="cannot write /proc/out: .*; choose a folder that you can write to"):
         check_free(Path("/proc/out"), overwrite=False)
-    with pytest.raises(BundleError, match="cannot write /proc/deep/out: .*; choose a folder one may write to"):
+    with pytest.raises(BundleError, match="cannot write /proc/deep/out: .*; choose a folder that you can write to"):
         check_free(Path("/proc/deep/out"), overwrite=False)
 
 
@@ -95,7 +95,7 @@ def test_own_errors_of_the_block_pass(tmp_path: Path) -> None:
 
 def test_killed_overwrite_is_told_where_the_earlier_bundle_is(folder: Path) -> None:
     retired = folder.rename(folder.with_name(".bundle.abc123.retired"))
-    refused(folder, "there is no folder", "killed while it replaced it", f"rename {retired} to it")
+    refused(folder, "there is no folder", "killed while replacing it", f"rename {retired} to ")
     retired.rename(folder)
     assert Bundle.open(folder).manifest.target == "fake"
 

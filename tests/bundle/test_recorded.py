@@ -64,7 +64,7 @@ def test_manifest_records_the_program(original: Path, model: Any) -> None:
 def test_an_interrupted_export_is_refused_even_where_it_looks_whole(original: Path, tmp_path: Path) -> None:
     left = tmp_path / ".out.abc123.partial"
     shutil.copytree(original, left)
-    with pytest.raises(BundleError, match="interrupted export left; delete it"):
+    with pytest.raises(BundleError, match="interrupted export; delete it"):
         Bundle.open(left)
 
 

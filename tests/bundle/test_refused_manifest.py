@@ -21,7 +21,7 @@ def test_no_folder(tmp_path: Path) -> None:
 
 def test_no_manifest(folder: Path) -> None:
     (folder / "manifest.json").unlink()
-    refused(folder, "is no bundle", "no manifest.json")
+    refused(folder, "is not a bundle", "no manifest.json")
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,8 @@ def test_no_manifest(folder: Path) -> None:
         (b"", "cannot read"),
         (b"{", "cannot read"),
         (b"\xff\xfe", "cannot read"),
-        (b"[]", "it holds no JSON object"),
-        (b"3", "it holds no JSON object"),
+        (b"[]", "it must hold a JSON object"),
+        (b"3", "it must hold a JSON object"),
     ],
 )
 def test_unreadable_manifest(folder: Path, contents: bytes, said: str) -> None:
@@ -94,8 +94,7 @@ DAMAGE: dict[str, tuple[Callable[[dict], Any], str]] = {
     ),
     "other dims": (
         lambda fields: fields["layers"][1]["tensors"]["keys"]["dims"].reverse(),
-        "layers.1: tensors.keys.dims: are head_dim, capacity, num_heads, batch_size, those of a layer of full are "
-        "batch_size",
+        "layers.1: tensors.keys.dims: must be batch_size, num_heads, capacity, head_dim for a full layer, got head_dim",
     ),
     "fewer dims": (
         lambda fields: fields["layers"][1]["tensors"]["keys"]["dims"].pop(),
@@ -104,11 +103,11 @@ DAMAGE: dict[str, tuple[Callable[[dict], Any], str]] = {
     "no layers": (lambda fields: fields.update(layers=[]), "layers: List should have at least 1 item"),
     "no decode": (
         lambda fields: fields["program"]["methods"].pop("decode"),
-        "program.methods: none of the methods prefill takes one token at every position",
+        "program.methods: one of the methods must take one token at every position, got prefill",
     ),
     "empty range": (
         lambda fields: fields["program"]["methods"]["prefill"].update(min_length=14),
-        "program.methods.prefill: min_length is 14, above max_length 13",
+        "program.methods.prefill: min_length must be at most max_length 13, got 14",
     ),
     "other form": (
         lambda fields: fields["program"].update(form="explicit"),
@@ -120,19 +119,19 @@ DAMAGE: dict[str, tuple[Callable[[dict], Any], str]] = {
     ),
     "other batch size": (
         lambda fields: fields["program"].update(batch_size=2),
-        "program.batch_size: is 2, layers.0.tensors.keys has 1 rows",
+        "program.batch_size: is 2, but layers.0.tensors.keys has 1 rows",
     ),
     "end token": (
         lambda fields: fields["generation_config"].update(eos_token_id="x"),
-        "generation_config: eos_token_id is 'x'; it must be a token id",
+        "generation_config: eos_token_id must be a token id, got 'x'",
     ),
     "end tokens": (
         lambda fields: fields["generation_config"].update(eos_token_id=[1, None]),
-        "generation_config: eos_token_id is [1, None]; it must be a token id",
+        "generation_config: eos_token_id must be a token id, got [1, None]",
     ),
     "padding token": (
         lambda fields: fields["generation_config"].update(pad_token_id=[1]),
-        "generation_config: pad_token_id is [1]; it must be a token id",
+        "generation_config: pad_token_id must be a token id, got [1]",
     ),
     "a long name": (
         lambda fields: fields["files"].update({"x" * 5000: {"sha256": "0", "bytes": 0, "holds": "x"}}),

@@ -209,7 +209,7 @@ def test_bundles_of_text_take_no_files(run, tmp_path):
     result = run("generate", path, "-p", "a", "--image", "x.png")
     assert result.exit_code == 2
     assert "but the bundle takes text only" in " ".join(result.stderr.split())
-    with pytest.raises(BundleError, match="holds no processor of images or sound"):
+    with pytest.raises(BundleError, match="holds no processor of images or audio"):
         Bundle.open(path).processor()
 
 

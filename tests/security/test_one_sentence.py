@@ -33,7 +33,7 @@ def test_an_empty_name_is_no_folder(command: str) -> None:
     arguments = [command, "", *(["-p", "x"] if command == "generate" else [])]
     ran = CliRunner().invoke(app, arguments)
     assert ran.exit_code == 2
-    assert ("empty name" if command == "inspect" else "is no bundle") in ran.stderr
+    assert ("empty name" if command == "inspect" else "is not a bundle") in ran.stderr
 
 
 def test_a_top_k_past_every_integer(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_bools_are_0_or_1_and_views_have_a_limit(pt2_bundle: Path, tmp_path: Pat
 def test_a_signature_that_is_a_pipe_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(bundle / signing.SIGNATURE_FILE)
     monkeypatch.setattr(signing, "fingerprint", lambda key: "x")
-    with pytest.raises(BundleError, match="no regular file"):
+    with pytest.raises(BundleError, match="not a regular file"):
         signing.check(bundle, b"", None)
 
 
