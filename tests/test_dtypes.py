@@ -74,8 +74,11 @@ def test_bytes_of_weights_that_are_kept_are_those_of_layers_and_tables(stored: t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "bfloat16"}, "'bfloat16', in which target 'executorch' cannot be right: XNNPACK .*leave dtype out"),
-        ({"dtype": "float16", "quantize": "8da4w"}, "'float16', but quantised kernels compute in float32; leave dtype"),
+        (
+            {"dtype": "bfloat16"},
+            "dtype must not be 'bfloat16' for target 'executorch', because XNNPACK .*leave dtype out",
+        ),
+        ({"dtype": "float16", "quantize": "8da4w"}, "dtype must be float32 with quantize, got 'float16'; leave dtype"),
     ],
 )
 def test_what_cannot_be_had_is_refused_before_the_model_is_looked_at(

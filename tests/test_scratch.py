@@ -67,6 +67,6 @@ def test_a_disk_that_fills_up_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(steps, "_MOST_IN_MEMORY", 0)
     monkeypatch.setattr(os, "posix_fallocate", fill)
     model = tiny_model("llama", hidden_size=64, head_dim=16)
-    with pytest.raises(BundleError, match=r"cannot write beside .*out: No space left on device; choose another disk"):
+    with pytest.raises(BundleError, match=r"cannot write next to .*out: No space left on device; choose another disk"):
         export(model, "executorch", 32, tmp_path / "out", quantize="8da4w", verify=False)
     assert not list(tmp_path.iterdir())

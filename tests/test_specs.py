@@ -75,7 +75,7 @@ def test_a_cache_spec_holds_what_it_was_checked_for() -> None:
     assert replace(spec, attention_window=10).sinks == Sinks(4, 10)
     with pytest.raises(FrozenInstanceError):
         spec.batch_size = 0
-    with pytest.raises(InputError, match="batch_size is 0"):
+    with pytest.raises(InputError, match="batch_size must be .*, got 0"):
         replace(spec, batch_size=0)
 
 
@@ -123,7 +123,7 @@ def test_a_verify_spec_is_checked_where_it_is_made(options: dict[str, Any], mess
         ({"verify": "no"}, "verify must be True or False, got 'no'"),
         ({"overwrite": 1}, "overwrite must be True or False, got 1"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
-        ({"output_dir": None}, "output_dir is missing; name the folder to write"),
+        ({"output_dir": None}, "output_dir must be given; name the folder to write"),
         ({"quantization": Quantization("8w")}, "quantize is '8w', for which target 'fake' has no kernels"),
         ({"options": Pt2Options()}, "options are Pt2Options, target 'fake' takes FakeOptions"),
     ],
@@ -135,7 +135,7 @@ def test_an_export_spec_is_checked_where_it_is_made(tmp_path: Path, options: dic
 
 def test_rows_that_a_target_does_not_take_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_target.FakeBackend, "max_batch_size", 2)
-    with pytest.raises(InputError, match="batch_size is 3, target 'fake' takes at most 2; export with that"):
+    with pytest.raises(InputError, match="batch_size must be at most 2 for target 'fake', got 3; reduce it"):
         ExportSpec("no such model", "fake", tmp_path / "out", cache=CacheSpec(64, 3))
 
 

@@ -1,4 +1,4 @@
-"""How fast a session runs: prefill, decode at several fill levels, and the most memory the process ever took."""
+"""Measure a session's speed: prefill, decode at several positions, and the peak memory of the process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class DecodeTiming:
-    """Decoding from one fill level: `DecodeTiming(256, 32, 4.1, 4.6)`.
+    """Timing of decode steps from one position: `DecodeTiming(256, 32, 4.1, 4.6)`.
 
     Attributes:
         position: Tokens in the cache before the first timed step.
-        steps: Timed steps.
-        median_ms: Milliseconds per step.
-        p90_ms: The ninth decile of the same.
+        steps: Number of timed steps.
+        median_ms: Median step in milliseconds.
+        p90_ms: 90th percentile in milliseconds.
     """
 
     position: int
@@ -44,16 +44,16 @@ class DecodeTiming:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What `bench` measured.
+    """The result of `bench`.
 
     Attributes:
         batch_size: Rows per step.
         prompt_length: Tokens per row of the timed prompt.
-        prefill_tokens_per_second: Over all rows, median of several runs from an empty cache.
+        prefill_tokens_per_second: Tokens of all rows per second; median of several runs from an empty cache.
         decode: One timing per position, ascending.
-        peak_rss_bytes: The most physical memory the process took in its life, imports and loading included; None where
-            the system does not say.
-        threads: Torch's; a target may use threads of its own.
+        peak_rss_bytes: Peak physical memory of the process, including imports and loading; None if the system does not
+            report it.
+        threads: Number of torch threads; a target may use other threads.
     """
 
     batch_size: int
@@ -64,7 +64,7 @@ class BenchReport:
     threads: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values."""
+        """Return the report as JSON values."""
         return {**asdict(self), "decode": [asdict(timing) for timing in self.decode]}
 
 
@@ -79,16 +79,16 @@ def bench(
 ) -> BenchReport:
     """Time prefill and decode with random tokens. The session is reset before and after.
 
-    An encoder-decoder's encoder gets a random input of its greatest length before each run, outside the timed parts.
+    An encoder gets a random input of its maximum length before each run, outside the timed parts.
 
     Args:
-        path: A bundle's folder, or a session.
-        positions: Fill levels at which decoding is timed; some between empty and full by default, or up to 1024 where
-            the cache has no limit.
+        path: Folder of a bundle, or a session.
+        positions: Numbers of tokens in the cache at which decoding is timed. By default five between empty and full, or
+            up to 1024 if the cache has no limit.
         steps: Timed steps at each position.
-        prompt_length: Of the timed prompt; one chunk of prefill by default.
-        seed: Of the tokens.
-        progress: Called as the work goes on.
+        prompt_length: Tokens of the timed prompt; one chunk of prefill by default.
+        seed: Seed of the tokens.
+        progress: Called as the work proceeds.
 
     Raises:
         InputError: If a number is not positive, a position and its steps do not fit the cache, or the seed has more
@@ -102,7 +102,7 @@ def bench(
     report = progress or silent
     limit = session.max_length
     chunk = max(method.max_length for method in session.runner.methods.values() if method.is_step)
-    # The steps that warm up take room, too.
+    # Warm-up steps need slots, too.
     needed = steps + _WARM_UP_STEPS
     _check("steps", steps, 1, None if limit is None else limit - _WARM_UP_STEPS)
     if prompt_length is None:
@@ -112,7 +112,7 @@ def bench(
         positions = _spread(1024 if limit is None else limit - needed)
     positions = sorted(set(positions))
     if not positions:
-        raise InputError("positions is empty; name at least one, such as 0")
+        raise InputError("positions must not be empty; pass at least one, such as 0")
     for position in positions:
         _check("position", position, 0, None if limit is None else limit - needed)
 
@@ -121,7 +121,7 @@ def bench(
     encode = session.runner.methods.get("encode")
 
     def restart() -> None:
-        """Empty the cache; an encoder-decoder gets another input of its encoder."""
+        """Empty the cache, and feed the encoder another input if there is one."""
         session.reset()
         if encode is not None:
             length = encoder_lengths(encode)[0]
@@ -132,7 +132,7 @@ def bench(
 
     try:
         seconds = []
-        # The first run pays for allocations and, in a compiled session, for compiling.
+        # Ignore the first run, because it includes allocations and compiling.
         for run in range(_PREFILL_RUNS + 1):
             report("timing prefill", run, _PREFILL_RUNS + 1)
             prompt = tokens(prompt_length)
@@ -146,7 +146,7 @@ def bench(
         for index, position in enumerate(positions):
             report("timing decode", index, len(positions))
             if position < held:
-                # The steps of the position before went past this one.
+                # The steps of the previous position went past this one.
                 restart()
                 held = 0
             if position > held:
@@ -173,15 +173,15 @@ def _time_decode(session: Session, tokens: Any, position: int, steps: int) -> De
         session.decode(token)
         if step >= _WARM_UP_STEPS:
             milliseconds.append(1000 * (time.perf_counter() - start))
-    # One step has no deciles.
+    # One step has no percentiles.
     p90 = quantiles(milliseconds, n=10, method="inclusive")[-1] if steps > 1 else milliseconds[0]
     return DecodeTiming(position, steps, median(milliseconds), p90)
 
 
 def _check(name: str, value: int, least: int, most: int | None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        allowed = f"at least {least}" if most is None else f"{least} to {most}, which is what fits the cache"
-        raise InputError(f"{name} is {value!r}; it must be {allowed}")
+        allowed = f"at least {least}" if most is None else f"{least} to {most}, to fit the cache"
+        raise InputError(f"{name} must be {allowed}, got {value!r}")
 
 
 def _spread(last: int) -> list[int]:
@@ -189,7 +189,7 @@ def _spread(last: int) -> list[int]:
 
 
 def peak_rss_bytes() -> int | None:
-    """The most physical memory this process ever held, or None where the system does not say."""
+    """Return the peak physical memory of this process, or None if the system does not report it."""
     try:
         import resource
     except ImportError:

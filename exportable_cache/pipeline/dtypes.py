@@ -1,4 +1,4 @@
-"""Which dtype a model is exported in: what was asked for, or what its target computes best in."""
+"""Choice of the dtype that a model is exported in: the requested one, or the best one of the target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..backends.dtypes import target_dtypes
 from ..common.tensors import dtype_name
 from ..errors import InputError
 
-#: What quantised kernels take and give besides integers, in every scheme.
+#: Floating dtype of quantized kernels, in every scheme.
 QUANTIZED_COMPUTES_IN = torch.float32
 
 
@@ -23,10 +23,10 @@ class DtypeChoice:
     `DtypeChoice(torch.bfloat16, torch.float32, "executorch computes best")`.
 
     Attributes:
-        stored: Of the weights as they are.
-        chosen: Of the weights that are exported.
-        reason: What the chosen one is for, where nobody asked for it.
-        kept: Whether weights are stored as they are, and become the chosen one where they are multiplied.
+        stored: Dtype of the stored weights.
+        chosen: Dtype of the exported weights.
+        reason: Reason for the choice, if it was not requested.
+        kept: True if weights keep their stored dtype in the file and are converted when they are multiplied.
     """
 
     stored: torch.dtype
@@ -36,7 +36,7 @@ class DtypeChoice:
 
     @property
     def widened(self) -> bool:
-        """Whether weights stored in 16 bits are exported in another dtype, so that both round differently."""
+        """True if weights stored in 16 bits are exported in another dtype, so that the two round differently."""
         return self.stored != self.chosen and self.stored.itemsize == 2
 
     def __str__(self) -> str:
@@ -48,15 +48,16 @@ class DtypeChoice:
 
 
 def check_dtype(asked: torch.dtype | None, target: str, options: Mapping[str, Any], quantized: bool = False) -> None:
-    """Refuse a dtype that was asked for and cannot be had, before any weights are read.
+    """Check that a requested dtype is possible, before any weights are read.
 
     Args:
-        asked: None for none.
-        options: Of the target.
-        quantized: Whether weights are to be quantised.
+        asked: Requested dtype, or None.
+        target: Name of the target.
+        options: Options of the target.
+        quantized: True if weights are to be quantized.
 
     Raises:
-        InputError: If the target is not right in it, or quantised kernels do not compute in it.
+        InputError: If the target is not correct in this dtype, or quantized kernels do not compute in it.
     """
     if asked is None:
         return
@@ -65,13 +66,13 @@ def check_dtype(asked: torch.dtype | None, target: str, options: Mapping[str, An
     if reason is not None:
         best = dtype_name(target_dtypes(target, options).preferred(asked))
         raise InputError(
-            f"dtype is {name!r}, in which target {target!r} cannot be right: {reason}; leave dtype out, which gives "
+            f"dtype must not be {name!r} for target {target!r}, because {reason}; leave dtype out, which gives "
             f"{best}, or export for target 'pt2'"
         )
     if quantized and asked != QUANTIZED_COMPUTES_IN:
         raise InputError(
-            f"dtype is {name!r}, but quantised kernels compute in {dtype_name(QUANTIZED_COMPUTES_IN)}; leave dtype "
-            "out: weights are quantised from any stored dtype"
+            f"dtype must be {dtype_name(QUANTIZED_COMPUTES_IN)} with quantize, got {name!r}; leave dtype out, because "
+            "weights are quantised from any stored dtype"
         )
 
 
@@ -82,7 +83,14 @@ def choose_dtype(
     options: Mapping[str, Any],
     quantized: bool = False,
 ) -> DtypeChoice:
-    """The dtype to export weights in that are stored in `stored`.
+    """Return the dtype to export weights in that are stored in `stored`.
+
+    Args:
+        stored: Dtype of the stored weights.
+        asked: Requested dtype, or None.
+        target: Name of the target.
+        options: Options of the target.
+        quantized: True if weights are to be quantized.
 
     Raises:
         InputError: See `check_dtype`.

@@ -1,4 +1,4 @@
-"""The main job: a model goes in, a verified bundle comes out."""
+"""Export a model to a verified bundle, or preview an export."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .spec import ExportSpec
 
 
-# What it gives, by `dry_run`; the arguments are those below.
+# The result depends on `dry_run`; the arguments are those below.
 @overload
 def export(*args: Any, dry_run: Literal[True], **options: Any) -> DryRun: ...
 
@@ -79,56 +79,60 @@ def export(
 ) -> Bundle | DryRun:
     """Export a causal LM with its static cache, verify the result against the model, and write a bundle.
 
-    The bundle appears under `output_dir` when everything has succeeded; whatever stops the export before leaves nothing
-    that loads. What can be checked without the weights is checked before they are loaded.
+    The bundle appears under `output_dir` when everything has succeeded; a failed export leaves nothing that loads.
+    Checks that need no weights run before the weights are loaded.
 
     Args:
-        model_or_path: `demo`, a local folder or GGUF file, a hub id, or a loaded model in eval mode; the adapters of a
-            PEFT model are merged, in a copy of the weights that they change.
+        model_or_path: `demo`, a local folder or GGUF file, a hub id, or a loaded model in eval mode. The adapters of a
+            PEFT model are merged into a copy of the weights that they change.
         target: One of `backends.TARGETS`.
-        max_cache_len: Tokens a full-attention layer can hold.
+        max_cache_len: Tokens that a full-attention layer can hold.
         output_dir: Folder of the bundle; must not exist, be empty, or be a bundle to overwrite.
-        batch_size: Rows.
-        dtype: Of the weights; by default the one that the target computes best in: float32 for ExecuTorch and for
-            quantised weights, as stored for the others. See `dtypes.choose_dtype`.
+        batch_size: Number of rows.
+        dtype: Dtype of the weights. By default float32 for ExecuTorch and quantized weights, and the stored dtype for
+            other targets, see `dtypes.choose_dtype`.
         prefill_chunk: Longest chunk of a prompt, see `ProgramSpec`.
         quantize: Scheme of the linear layers' weights, such as "8da4w", see `Quantization`; None for none. The program
-            is then verified against the quantised model, and its distance from the float one is recorded.
-        group_size: Weights that share a scale in 4-bit schemes.
-        quantize_embeddings: Scheme of the embedding table, "8w" or "4w", or "none" to leave it as it is; by default
-            "8w" with `quantize`, where the target takes it.
-        attention_sinks, attention_window: Have full-attention layers keep the first and the newest tokens only, and run
-            without end, see `ExportableCache.from_config`.
-        max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples, see
+            is then verified against the quantized model, and its distance from the float model is recorded.
+        group_size: Number of weights that share a scale in 4-bit schemes.
+        quantize_embeddings: Scheme of the embedding table: "8w", "4w", or "none". By default "8w" with `quantize`, if
+            the target supports it.
+        attention_sinks: First tokens that full-attention layers keep, see `ExportableCache.from_config`.
+        attention_window: Newest tokens that full-attention layers keep, so that generation has no end.
+        max_encoder_len: Longest input of an encoder-decoder's encoder in tokens, frames or samples, see
             `ExportableCache.from_model`.
-        modalities: What is fed beside text, of `image`, `video` and `audio`; or by kind what the model's processor
-            gives for one item, see `modalities_of`. The processor beside the model goes into the bundle then, or with
-            an encoder of images or sound. Encoders are verified on random numbers, see `verify_encoders`.
-        image_size: Height and width of every image in pixels, where the model's config leaves it open, see there.
-        kv_dtype: `float16`, `bfloat16`, `int8` or `int4` to keep keys and values in fewer bits, see
+        modalities: Further inputs besides text: `image`, `video`, `audio`; or a dict from kind to the processor's
+            output for one item, see `modalities_of`. The model's processor is then saved in the bundle. Encoders are
+            verified on random numbers, see `verify_encoders`.
+        image_size: Height and width of every image in pixels, if the model's config does not fix it.
+        kv_dtype: `float16`, `bfloat16`, `int8` or `int4` to store keys and values in fewer bits, see
             `ExportableCache.from_config`. The program is then verified against the model with the same rounding, and
-            its distance from the model without it is recorded.
+            its distance from the model without rounding is recorded.
         rollback_slots: Extra slots of each ring, so that `rollback_slots + 1` tokens can be taken back past the window,
-            as drafts need it.
-        tensor_parallel: Ranks to split the program over, by transformers' plan of the model (targets `pt2` and `aoti`):
-            the bundle has a program for each, with its weights only, and as many processes open it together.
-        verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
-        tolerance: Largest |logit difference| that `verify` accepts; by default one that follows from the dtype and from
-            the spread of the model's logits, see `VerifySpec`.
-        overwrite: Replace a bundle that is there.
+            for speculative decoding.
+        tensor_parallel: Number of ranks to split the program over, by transformers' plan of the model (targets `pt2`
+            and `aoti`). The bundle has one program with part of the weights per rank, and that many processes open it
+            together.
+        verify: Compare the program with the model, see `verify_session`; the report is recorded in the manifest.
+        tolerance: Largest |logit difference| that `verify` accepts. The default depends on the dtype and the spread of
+            the model's logits, see `VerifySpec`.
+        overwrite: Replace an existing bundle.
         sign: File of the private Ed25519 key to sign the bundle with, for `load(..., key=)`; needs the extra `sign`.
-        tokenizer: Saved in the bundle; by default the one beside the model, if there is one.
+        tokenizer: Tokenizer to save in the bundle; by default the model's, if it has one.
         lora: Folder of a LoRA adapter (PEFT) to merge into the weights.
-        dry_run: Read no weights and write nothing; give a `DryRun`, which says what would be written.
-        progress: Told about each stage.
-        **options: Of the target.
+        dry_run: Read no weights, write nothing, and return a `DryRun` that describes the export.
+        progress: Called at each stage.
+        **options: Options of the target.
+
+    Returns:
+        The bundle, or a `DryRun` with `dry_run=True`.
 
     Raises:
         InputError: If an argument is out of range or unknown, or the model cannot be loaded.
-        UnsupportedModelError: If the model is no causal LM, or needs a mechanism the cache does not have.
+        UnsupportedModelError: If the model is not a causal LM, or needs a mechanism that the cache does not have.
         MissingDependencyError: If the target needs a package that is not installed.
         BundleError: If `output_dir` may not be written.
-        VerificationError: If the program disagrees with the model; no bundle is left then.
+        VerificationError: If the program disagrees with the model; no bundle is written.
 
     Example:
         >>> bundle = export("demo", target="executorch", max_cache_len=512, output_dir="artifacts/demo")
@@ -139,7 +143,7 @@ def export(
         model_or_path,
         target,
         output_dir,
-        # First of all, so that an unknown target or option is what is complained about.
+        # Parsed first, so that an unknown target or option is reported before anything else.
         options=backend.options.parse(options),
         cache=CacheSpec(
             max_cache_len,
@@ -173,20 +177,20 @@ def export(
 
 @dataclass(frozen=True)
 class DryRun:
-    """What `export` would do.
+    """A preview of an export.
 
     Attributes:
-        output_dir: Where the bundle would be.
-        target: It would be for.
-        architecture: Class of the model, where it could be told.
-        dtype: Of the weights that are exported, or that are quantised.
-        quantization: Of the weights, as the manifest would record it.
-        files: That would be written, with what they hold.
-        weights_bytes: Of the weights in them; None where the model cannot be built without its weights.
-        cache_bytes: Of the cache, which the program allocates when it is opened.
-        least_memory_bytes: The weights as written and one cache: the export holds these at least, and the opened
-            program does. What it takes beyond depends on the target and is not foreseen.
-        remarks: What would be done to the weights as they are, and what the program needs to run, a line each.
+        output_dir: Folder of the bundle.
+        target: Target of the export.
+        architecture: Class of the model, if it is known.
+        dtype: Dtype of the weights that are exported, or that are quantized.
+        quantization: Quantization of the weights, as in the manifest.
+        files: Content of each file, by name.
+        weights_bytes: Bytes of the weights in the files; None if the model cannot be built without its weights.
+        cache_bytes: Bytes of the cache, which the opened program allocates.
+        least_memory_bytes: Bytes of the weights and one cache: the minimum for the export and for the opened program.
+            What a target needs beyond that is unknown.
+        remarks: Changes to the weights and requirements of the program, one per line.
     """
 
     output_dir: str
@@ -201,15 +205,15 @@ class DryRun:
     remarks: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the preview as JSON values."""
         return {**asdict(self), "remarks": list(self.remarks)}
 
 
 def preview(spec: ExportSpec) -> DryRun:
-    """Check an export and say what it would write. No weights are read, nothing is lowered or written.
+    """Check an export and describe its result, without reading weights, lowering or writing.
 
-    What it cannot see: tensors that a checkpoint lacks, models that cannot be traced or lowered, and whether the
-    program agrees with the model.
+    This cannot detect missing tensors of a checkpoint, models that cannot be traced or lowered, or a program that
+    disagrees with the model.
 
     Raises:
         BundleError, InputError, UnsupportedModelError, MissingDependencyError: As the export would.
@@ -222,7 +226,7 @@ def preview(spec: ExportSpec) -> DryRun:
     made = plan_cache(live or config, replace(spec.cache, dtype=dtype), split=split)
     if made.cache_bytes is None:
         raise UnsupportedModelError(made.refusal)
-    # Of a live model, too: its shapes alone, and no tensor is copied.
+    # Shapes only, also for a live model, so that no tensor is copied.
     model: Any = model_without_weights(config)
     weights = made.weights_bytes
     if model is not None:
@@ -242,7 +246,7 @@ def preview(spec: ExportSpec) -> DryRun:
     remarks = [] if stored is None else [stored.remark.replace("were dequantised", "would be dequantised")]
     remarks += [made.positions] if made.positions else []
     remarks += [coverage.remark] if coverage is not None and coverage.remark else []
-    # A tuple of paths, since the spec was made.
+    # A tuple of paths, because `ExportSpec` has converted it.
     remarks += [f"the adapter in {folder} would be merged into the weights" for folder in tuple(spec.lora)]  # type: ignore[arg-type]
     if made.tensor_parallel is not None:
         each = made.tensor_parallel

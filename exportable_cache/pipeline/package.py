@@ -1,4 +1,4 @@
-"""Bundles for a device: a folder with bundle, C++ program and check, and the list of operators to build it with."""
+"""Packages for a device: a bundle with its C++ program and a check, and the operators to build the program with."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
     from ..program.methods import ProgramMethod
 
-#: Numbers of the processors in ELF files, by platform.
+#: Processor numbers in ELF files, by platform.
 PLATFORMS = {"linux-x86_64": 62, "linux-aarch64": 183}
 PROGRAM, BUNDLE, RUN, CHECK, CHECK_INPUT = "generate", "bundle", "run.sh", "check.sh", "check-{}.bin"
-#: Of the libraries that only the program over the Python wheel loads.
+#: Libraries that only a program built over the Python wheel loads.
 _WHEEL_LIBRARIES = ("libpython", "libtorch", "libc10", "_portable_lib")
 _SECONDS = 600
-#: Token ids before and behind images or sound, ids of an encoder's input, and how many are generated. The first ids are
-#: often special.
+#: First token id (lower ones are often special), numbers of tokens before and after images or audio, length of an
+#: encoder's input, and number of new tokens.
 _FIRST, _BEFORE, _AFTER, _ENCODED, _NEW = 3, 4, 4, 11, 16
-#: A name that means nothing to a shell.
+#: A name without special characters of a shell.
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _LOAD, _DYNAMIC = 1, 2
 _NEEDED, _STRINGS = 1, 5
 _HEADER = """\
 # Operators that {bundles} call.
 # For CMake of runners/cpp: -DEC_OPERATORS=this file. Each line: operator, kernel, number of outputs, argument types;
-# of a library that is linked whole, the operator alone.
+# only the operator for libraries that are linked whole.
 """
 
 _RUN = """\
@@ -58,7 +58,7 @@ exec "$here/{program}" "$here/{bundle}" "$@"
 """
 _CHECK = """\
 #!/bin/sh
-# Whether this device answers as the session did that made the package: 0 yes, 1 no.
+# Check that this device generates the same tokens as the session that made the package: 0 yes, 1 no.
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd) || exit 2
 found=$("$here/run.sh" --tokens "{prompt}" --max-new-tokens {count}{inputs}) || exit 2
 expected="{expected}"
@@ -70,15 +70,15 @@ exit 1
 
 @dataclass(frozen=True)
 class Package:
-    """What was packaged.
+    """A folder for a device.
 
     Attributes:
         path: The folder.
-        platform: Of `PLATFORMS`.
-        files: Bytes by name.
-        libraries: What the program asks the device's loader for.
-        tokens: That the check expects, int64.
-        ran: Whether the check was run here: only where the platform is this machine's.
+        platform: One of `PLATFORMS`.
+        files: Bytes by file name.
+        libraries: Libraries that the program loads on the device.
+        tokens: Token ids that the check expects.
+        ran: True if the check was run, which needs the platform of this machine.
     """
 
     path: Path
@@ -95,26 +95,26 @@ def package(
     """Write a folder with a bundle, a program, `run.sh`, and `check.sh`, which compares tokens.
 
     Args:
-        bundle: For ExecuTorch on the processor; where it has encoders, they are part of the check.
-        program: `exportable_cache_generate` of `runners/cpp`, built for the platform over an installed ExecuTorch.
+        bundle: Bundle for ExecuTorch on a CPU. Its encoders are part of the check.
+        program: `exportable_cache_generate` of `runners/cpp`, built for the platform with an installed ExecuTorch.
         platform: One of `PLATFORMS`.
-        output: The folder, which does not exist.
-        progress: Told about stages.
+        output: Folder to write, which must not exist.
+        progress: Called at each stage.
 
     Raises:
-        BundleError: If the bundle is of another target, its cache is too short for the check, or the folder exists or
+        BundleError: If the bundle has another target, its cache is too short for the check, or the folder exists or
             cannot be written.
-        InputError: If the platform is unknown, the program is for another one, or needs the Python wheel; if no step
-            takes what the check shows to the bundle's encoders.
-        VerificationError: If the platform is this machine's, and the program fails or gives other tokens; nothing is
-            left of the folder.
+        InputError: If the platform is unknown, the program is for another platform or needs the Python wheel, or no
+            method takes the check's tokens.
+        VerificationError: If the platform is this machine's, and the program fails or generates other tokens; the
+            folder is removed.
     """
     folder, program = Path(output), Path(program)
     libraries = _check_program(program, platform)
     _check_bundle(bundle)
     if folder.exists() or folder.is_symlink():
         raise BundleError(f"{folder} exists; choose another folder, or remove it")
-    progress("asking the session for the expected tokens", 0, None)
+    progress("generating the expected tokens", 0, None)
     reference = reference_prompt(bundle)
     progress("copying", 0, None)
     try:
@@ -132,16 +132,16 @@ def package(
 
 def _check_program(path: Path, platform: str) -> tuple[str, ...]:
     if platform not in PLATFORMS:
-        raise InputError(f"the platform is {platform!r}; it must be one of {', '.join(PLATFORMS)}")
+        raise InputError(f"platform must be one of {', '.join(PLATFORMS)}, got {platform!r}")
     found = read_program(path)
     if found.machine != PLATFORMS[platform]:
         names = {machine: name for name, machine in PLATFORMS.items()}
         known = names.get(found.machine, f"processor {found.machine} of the ELF specification")
-        raise InputError(f"{path} is for {known}, not for {platform}; name a program that was built for {platform}")
+        raise InputError(f"program must be built for {platform}, got {path} for {known}; build it for {platform}")
     wheel = [name for name in found.libraries if name.startswith(_WHEEL_LIBRARIES)]
     if wheel:
         raise InputError(
-            f"{path} loads {wheel[0]} of the Python wheel, which a device does not have; build it over an installed "
+            f"program must not need the Python wheel, but {path} loads {wheel[0]}; build it with an installed "
             "ExecuTorch: -DEC_EXECUTORCH=installed (docs/device.md)"
         )
     return found.libraries
@@ -150,7 +150,10 @@ def _check_program(path: Path, platform: str) -> tuple[str, ...]:
 def _check_bundle(bundle: Bundle) -> None:
     manifest = bundle.manifest
     if manifest.target != "executorch":
-        raise BundleError(f"{bundle.path} is for {manifest.target}; export it with --target executorch for a device")
+        raise BundleError(
+            f"bundle must be for executorch, got {bundle.path} for {manifest.target}; export it with "
+            "--target executorch"
+        )
 
 
 def _copy(folder: Path, bundle: Bundle, program: Path, reference: ReferencePrompt) -> None:
@@ -161,7 +164,7 @@ def _copy(folder: Path, bundle: Bundle, program: Path, reference: ReferencePromp
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(bundle.path / name, target)
     shutil.copyfile(program, folder / PROGRAM)
-    # Numbers and names of ours alone: what a manifest says goes into no script.
+    # Only numbers and known names, because text from a manifest must not enter a script.
     check = _CHECK.format(
         prompt=" ".join(map(str, reference.prompt)),
         inputs=_write_inputs(folder, reference),
@@ -175,7 +178,7 @@ def _copy(folder: Path, bundle: Bundle, program: Path, reference: ReferencePromp
 
 
 def _write_inputs(folder: Path, reference: ReferencePrompt) -> str:
-    """What the program is told of them."""
+    """Write the inputs of the check and return the program's arguments for them."""
     said = f' --encode "{" ".join(map(str, reference.encoded))}"' if reference.encoded else ""
     if reference.values:
         file = CHECK_INPUT.format("input")
@@ -196,7 +199,7 @@ def _run_check(folder: Path) -> None:
     done = subprocess.run([folder / CHECK], capture_output=True, text=True, errors="replace", timeout=_SECONDS)
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines()[-3:]
-        raise VerificationError("the program does not answer as the session does: " + "; ".join(said or ["no output"]))
+        raise VerificationError("the program generates other tokens: " + "; ".join(said or ["no output"]))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -205,14 +208,14 @@ def _files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class ReferencePrompt:
-    """A prompt and what the session answers.
+    """The input of the check and the session's result.
 
     Attributes:
         prompt: Token ids.
-        tokens: That follow, one by one the likeliest.
-        encoded: Ids for the encoder of an encoder-decoder.
-        values: Numbers for it instead, as a file's content.
-        inputs: Files' contents by the names that a processor gives them, one item of each.
+        tokens: Expected new tokens, by greedy decoding.
+        encoded: Token ids for an encoder.
+        values: Numbers for an encoder, as the content of a file.
+        inputs: Contents of files by the processor's names, one item each.
     """
 
     prompt: tuple[int, ...]
@@ -223,11 +226,11 @@ class ReferencePrompt:
 
 
 def reference_prompt(bundle: Bundle) -> ReferencePrompt:
-    """Ask the session of a bundle, on this machine.
+    """Generate the expected tokens on this machine.
 
     Raises:
-        BundleError: If the cache is too short to ask anything.
-        InputError: If no step takes an image's tokens, which see each other, or a prompt that sees itself.
+        BundleError: If the cache is too short.
+        InputError: If no method takes an image's tokens, which attend to each other, or a bidirectional prompt.
     """
     session = Session.from_bundle(bundle)
     methods = bundle.manifest.description().methods
@@ -246,7 +249,7 @@ def reference_prompt(bundle: Bundle) -> ReferencePrompt:
     room = _NEW if session.max_length is None else min(_NEW, session.max_length - len(prompt))
     if room < 1:
         raise BundleError(
-            f"{bundle.path} holds {session.max_length} tokens, and the check takes {len(prompt) + 1}; export it with "
+            f"{bundle.path} must hold {len(prompt) + 1} tokens for the check, got {session.max_length}; export it with "
             "a larger max_cache_len"
         )
     encoded: tuple[int, ...] = ()
@@ -275,28 +278,28 @@ def _encoder_input(method: ProgramMethod) -> torch.Tensor:
 
 
 def _signal(sizes: Sequence[int]) -> torch.Tensor:
-    """A wave: not silence, and no noise that another run would not make."""
+    """Return a sine wave, which is neither silence nor noise that differs in each run."""
     count = torch.Size(sizes).numel()
     return (torch.arange(count) * 0.37).sin().reshape(sizes)
 
 
 def _file(tensor: torch.Tensor) -> bytes:
-    """As the C++ program reads it: float32, or int64."""
+    """Return a tensor as the C++ program reads it: float32 or int64."""
     return (tensor.float() if tensor.is_floating_point() else tensor.long()).numpy().tobytes()
 
 
 def _checked_name(name: str) -> str:
     if not _NAME.fullmatch(name):
-        raise BundleError(f"an input of the program is named {name[:80]!r}, which no script can hold; export it again")
+        raise BundleError(f"an input must have a name of letters and digits, got {name[:80]!r}; export the model again")
     return name
 
 
 @dataclass(frozen=True)
 class OperatorList:
-    """What the programs of some bundles call.
+    """The operators that the programs of some bundles call.
 
     Attributes:
-        signatures: Of the kernels that are registered one by one, by operator.
+        signatures: Kernels that are registered one by one.
         whole: Operators of libraries that are linked whole.
     """
 
@@ -305,20 +308,24 @@ class OperatorList:
 
     @property
     def operators(self) -> list[str]:
+        """Names of all operators, sorted."""
         return sorted([*(signature.operator for signature in self.signatures), *self.whole])
 
 
 def list_operators(bundles: Sequence[Bundle]) -> OperatorList:
-    """The operators of all these bundles.
+    """Return the operators of all these bundles.
 
     Raises:
-        BundleError: If one is for another target than ExecuTorch, or its program is damaged.
-        InputError: If the installed executorch has no kernel for one of the operators.
+        BundleError: If a bundle has another target than ExecuTorch, or its program is damaged.
+        InputError: If the installed executorch lacks a kernel for an operator.
     """
     called: set[str] = set()
     for bundle in bundles:
         if bundle.manifest.target != "executorch":
-            raise BundleError(f"{bundle.path} is for {bundle.manifest.target}; export it with --target executorch")
+            raise BundleError(
+                f"bundle must be for executorch, got {bundle.path} for {bundle.manifest.target}; export it with "
+                "--target executorch"
+            )
         called |= called_operators(bundle.path / PROGRAM_FILE)
     called = {name for name in called if not is_in_runtime(name)}
     whole = {name for name in called if name.split("::")[0] in WHOLE_LIBRARIES}
@@ -326,7 +333,7 @@ def list_operators(bundles: Sequence[Bundle]) -> OperatorList:
 
 
 def write_list(operators: OperatorList, bundles: Sequence[Bundle], path: str | os.PathLike) -> None:
-    """Write the file that `EC_OPERATORS` names.
+    """Write the file for CMake's `EC_OPERATORS`.
 
     Raises:
         BundleError: If it cannot be written.
@@ -343,11 +350,11 @@ def write_list(operators: OperatorList, bundles: Sequence[Bundle], path: str | o
 
 @dataclass(frozen=True)
 class ElfProgram:
-    """A program or library: `ElfProgram(62, ("libc.so.6",))`.
+    """An ELF program or library: `ElfProgram(62, ("libc.so.6",))`.
 
     Attributes:
-        machine: The number of its processor, `e_machine` of the ELF specification.
-        libraries: Names of those that it asks the loader for, none for a static program.
+        machine: Number of its processor, `e_machine` of the ELF specification.
+        libraries: Names of the libraries that it loads; empty for a static program.
     """
 
     machine: int
@@ -358,14 +365,16 @@ def read_program(path: Path) -> ElfProgram:
     """Read the headers of a 64-bit little-endian ELF file.
 
     Raises:
-        InputError: If it cannot be read, or is another kind of file.
+        InputError: If it cannot be read or is not such a file.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise InputError(f"cannot read the program {path}: {error.strerror}; name the file that CMake built") from error
+        raise InputError(f"cannot read the program {path}: {error.strerror}; pass the file that CMake built") from error
     if content[:6] != b"\x7fELF\x02\x01":
-        raise InputError(f"{path} is no 64-bit ELF program; name the file that CMake built for the device")
+        raise InputError(
+            f"program must be a 64-bit ELF file, got {path}; pass the file that CMake built for the device"
+        )
     try:
         return ElfProgram(*_read(content))
     except (struct.error, ValueError, OverflowError) as error:
@@ -376,7 +385,7 @@ def _read(content: bytes) -> tuple[int, tuple[str, ...]]:
     machine = struct.unpack_from("<H", content, 18)[0]
     (offset,) = struct.unpack_from("<Q", content, 32)
     size, count = struct.unpack_from("<HH", content, 54)
-    # Type, flags, place in the file, address, physical address, bytes in the file, bytes in memory, alignment.
+    # Type, flags, file offset, address, physical address, bytes in the file, bytes in memory, alignment.
     segments = [struct.unpack_from("<IIQQQQQQ", content, offset + size * index) for index in range(count)]
     entries: list[tuple[int, int]] = []
     for segment in segments:
@@ -391,6 +400,6 @@ def _read(content: bytes) -> tuple[int, tuple[str, ...]]:
         one for one in segments if one[0] == _LOAD and strings is not None and one[3] <= strings < one[3] + one[5]
     ]
     if not within:
-        raise ValueError("its table of names lies nowhere in it")
+        raise ValueError("its table of names is missing")
     start = within[0][2] + strings - within[0][3]
     return machine, tuple(content[start + name : content.index(0, start + name)].decode() for name in names)

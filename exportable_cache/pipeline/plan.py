@@ -1,4 +1,4 @@
-"""What a cache would take, before anything is loaded: every layer's storage and bytes, from the config alone."""
+"""Plan a cache from a model's config: the storage and bytes of every layer, without loading weights."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
     from ..cache.layout import LayerLayout
 
 _WHOLE = Split()
-#: Where the search for what fits ends.
+#: Upper bound of the search for the longest cache that fits.
 MOST_TOKENS = 1 << 27
 
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """One layer of a planned cache.
+    """A layer of a planned cache.
 
     `PlannedLayer(0, "sliding_attention", "ring", 512, 512, 4, 64, 64, "float32", 1048584)` is a ring of 512 slots.
 
     Attributes:
-        index: Position in the model.
+        index: Index in the model.
         layer_type: Transformers' name, as in `config.layer_types`.
-        policy: How tokens are kept, in a word: `ring`, `full int8`, `recurrent`.
-        slots: Tokens it has room for; a ring writes over the oldest. None where it keeps no keys.
-        window: Tokens a query attends to, itself and attention sinks included; None for all.
-        heads: Key and value heads.
+        policy: Storage policy: `ring`, `full int8`, `recurrent`.
+        slots: Capacity in tokens; a ring overwrites the oldest. None if the layer keeps no keys.
+        window: Tokens that a query attends to, including itself and attention sinks; None for all.
+        heads: Number of key and value heads.
         head_dim: Size of a key head.
         value_head_dim: Size of a value head.
-        dtype: Of keys and values.
-        bytes: Of all state tensors of the layer.
+        dtype: Dtype of keys and values.
+        bytes: Bytes of all state tensors.
     """
 
     index: int
@@ -69,30 +69,30 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan` found.
+    """The result of `plan`.
 
     Attributes:
-        source: The model as it was asked for: `demo`, a hub id, a folder, or a class name.
-        model_type: The config's.
-        architecture: Class of the model, where it could be told.
-        max_cache_len: Tokens a full-attention layer would hold.
-        batch_size: Rows.
-        dtype: Of keys and values, and of the weights, as they would be exported.
-        layers: Empty if the model is refused.
-        max_length: Tokens a row can hold in all; None where only rings keep state.
-        cache_bytes: Of the static cache.
-        dynamic_bytes: Of a transformers `DynamicCache` holding `max_cache_len` tokens.
-        weights_bytes: Of the model's parameters, tied ones counted once; of the text decoder's, where that is a causal
-            LM of its own inside what a config describes. None where the model cannot be built without its weights.
-        refusal: Why the cache cannot hold this model, or None if it can.
-        target: That it was planned for, if any.
-        stored_dtype: Of the weights as they are; None where the config does not say.
-        remark: What becomes of the stored dtype, where it is not kept.
-        positions: One line where `max_cache_len` is beyond the positions that the model was made for.
-        tensor_parallel: What each of several ranks would have and send, if that was asked for.
-        pipeline: What each of several stages would have and send; of one rank each, if there are such as well.
-        memory: Bytes that a process may take for weights and cache, if that was asked for.
-        longest: Largest `max_cache_len` that fits, 0 if none does; `MOST_TOKENS` if more than that would.
+        source: The requested model: `demo`, a hub id, a folder, or a class name.
+        model_type: Model type of the config.
+        architecture: Class of the model, if it is known.
+        max_cache_len: Tokens that a full-attention layer would hold.
+        batch_size: Number of rows.
+        dtype: Dtype of keys, values and exported weights.
+        layers: The layers; empty if the model is not supported.
+        max_length: Tokens that a row can hold; None if only rings keep state.
+        cache_bytes: Bytes of the static cache.
+        dynamic_bytes: Bytes of a transformers `DynamicCache` with `max_cache_len` tokens.
+        weights_bytes: Bytes of the parameters, counting tied ones once; only the text decoder's if that is a causal LM
+            within a larger model. None if the model cannot be built without its weights.
+        refusal: Reason why the cache does not support this model, or None.
+        target: Target of the plan, if any.
+        stored_dtype: Dtype of the stored weights; None if the config does not name it.
+        remark: Change of the stored dtype, if there is one.
+        positions: A line of text if `max_cache_len` exceeds the positions that the model was trained for.
+        tensor_parallel: Share and traffic of each rank, if requested.
+        pipeline: Share and traffic of each stage, if requested; with ranks, of one rank of each stage.
+        memory: Bytes that a process may use for weights and cache, if given.
+        longest: Largest `max_cache_len` that fits into `memory`, 0 if none does, at most `MOST_TOKENS`.
     """
 
     source: str
@@ -117,7 +117,7 @@ class Plan:
     longest: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON values."""
+        """Return the plan as JSON values."""
         return {**asdict(self), "layers": [asdict(layer) for layer in self.layers]}
 
 
@@ -129,23 +129,23 @@ def plan(
     target: str | None = None,
     **options: Any,
 ) -> Plan:
-    """Size the cache of a model from its config; no weights are read, no cache memory is allocated.
+    """Plan the cache of a model from its config, without reading weights or allocating a cache.
 
     Args:
         model_or_path: `demo`, a hub id, a folder, a model or a config.
-        max_cache_len: Tokens a full-attention layer shall hold.
-        batch_size: Rows.
-        dtype: Of keys, values and weights; by default what `target` computes best in, or without one the config's,
-            float32 if it names none.
-        target: What the model is to be exported for; it need not be installed.
-        **options: Further fields of `CacheSpec`, and those of `Split`: tensor_parallel, pipeline, memory.
+        max_cache_len: Tokens that a full-attention layer shall hold.
+        batch_size: Number of rows.
+        dtype: Dtype of keys, values and weights. By default the best one of `target`; without a target the config's, or
+            float32.
+        target: Target of the export, which need not be installed.
+        **options: Further fields of `CacheSpec` and `Split`: tensor_parallel, pipeline, memory.
 
     Returns:
-        The plan. A model the cache cannot hold gives one with no layers and the reason in `refusal`.
+        The plan. For an unsupported model it has no layers, and the reason in `refusal`.
 
     Raises:
-        InputError: If an option is out of range, see `CacheSpec`, the dtype is none of the target's, ranks cannot have
-            equal parts of the heads, or there is no such model or target.
+        InputError: If an option is out of range, the target does not support the dtype, heads cannot be split evenly
+            over ranks, or there is no such model or target.
         UnsupportedModelError: If transformers does not know the model type, or it is not a causal LM.
     """
     names = {one.name for one in fields(Split)}
@@ -160,7 +160,7 @@ def plan_cache(
     target: str | None = None,
     split: Split = _WHOLE,
 ) -> Plan:
-    """`plan`, of options that are one value."""
+    """Plan a cache as `plan` does, from a `CacheSpec`."""
     if target is not None:
         check_target(target)
         check_dtype(dtype_of(spec), target, {})
@@ -239,11 +239,11 @@ def _rank_plan(
     built: list[CacheLayer],
     asked: tuple[Split, torch.dtype],
 ) -> RankPlan:
-    """What a rank would have, of how many ranks and in which dtype of the weights."""
+    """Plan the share of one rank. `asked` has the number of ranks and the dtype of the weights."""
     if model is None or getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"how {config.model_type!r} is split over ranks cannot be told: it is an encoder-decoder, or cannot be "
-            "built without its weights; leave out tensor_parallel"
+            f"tensor_parallel cannot be planned for {config.model_type!r}, because it is an encoder-decoder or cannot "
+            "be built without its weights; leave it out"
         )
     dtype, ranks = asked[1], asked[0].tensor_parallel
     assert ranks is not None
@@ -268,7 +268,7 @@ def _rank_plan(
 def _bytes_on_a_rank(
     model: PreTrainedModel, layouts: list[LayerLayout], built: list[CacheLayer], ranks: int | None
 ) -> list[int]:
-    """Bytes of each layer on one rank."""
+    """Return the bytes of each layer on one rank."""
     found = [layer.nbytes for layer in built]
     for index in split_layers(model, layouts) if ranks is not None else ():
         heads = _bytes_of_heads(built[index])
@@ -285,8 +285,8 @@ def _stage_plan(
 ) -> StagePlan:
     if model is None or getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            "how this model's layers are split over stages cannot be told: it is an encoder-decoder, or cannot be "
-            "built without its weights; leave out pipeline"
+            "pipeline cannot be planned for this model, because it is an encoder-decoder or cannot be built without "
+            "its weights; leave it out"
         )
     ranks = split.tensor_parallel
     return plan_stages(
@@ -301,10 +301,12 @@ def _stage_plan(
 def _longest(
     model: PreTrainedModel | None, layouts: list[LayerLayout], spec: CacheSpec, split: Split, dtype: torch.dtype
 ) -> int:
-    """Most tokens of full layers with which no process takes more than it may."""
+    """Return the largest `max_cache_len` with which every process stays within its memory."""
     memory = split.memory
     if model is None or not isinstance(memory, int):
-        raise UnsupportedModelError("this model cannot be built without its weights, so what fits cannot be told")
+        raise UnsupportedModelError(
+            "memory cannot be planned, because this model cannot be built without its weights; leave it out"
+        )
 
     def fits(tokens: int) -> bool:
         built = [layout.build(replace(spec, max_cache_len=tokens), dtype, "meta") for layout in layouts]
@@ -337,7 +339,7 @@ def _choice(stored: torch.dtype, asked: torch.dtype | None, target: str | None) 
 
 
 def _kept_dtype(layer: CacheLayer) -> str:
-    """Of what a layer keeps besides its lengths, the first tensor's; "-" where it keeps nothing."""
+    """Return the dtype of the first tensor of a layer besides its lengths; "-" if there is none."""
     if layer.storage is not None and layer.storage.rounds:
         return layer.storage.kind
     kept = (dtype_name(tensor.dtype) for name, tensor in layer.named_state() if name != "cumulative_length")
@@ -371,8 +373,8 @@ def _layouts(config: PreTrainedConfig, model: PreTrainedModel | None, spec: Cach
     )
     if found is None:
         raise UnsupportedModelError(
-            f"the sizes of {config.model_type!r} are known from the model only: its code looks at values of its "
-            "encoder; pass the loaded model, or use ExportableCache.from_model"
+            f"the sizes of {config.model_type!r} depend on values of its encoder, so a config is not enough; pass the "
+            "loaded model, or use ExportableCache.from_model"
         )
     return found
 
@@ -382,8 +384,9 @@ def _weights_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
 
 
 def _dynamic_bytes(layout: LayerLayout, spec: CacheSpec, dtype: torch.dtype) -> int:
-    """Bytes of transformers' own layer after `max_cache_len` tokens: a sliding one keeps `window - 1`, the next being
-    new.
+    """Return the bytes of transformers' dynamic layer after `max_cache_len` tokens.
+
+    A sliding layer keeps `window - 1` tokens, because the next one is new.
     """
     states = [state for state in (*layout.conv_states, *layout.recurrent_states) if state is not None]
     fixed = sum(math.prod(state.shape) * (state.dtype or dtype).itemsize for state in states)

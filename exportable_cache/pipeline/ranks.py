@@ -1,4 +1,4 @@
-"""Programs in parts: one for each rank of a tensor parallel model, made one after the other in one process."""
+"""Programs for tensor parallelism: one per rank, lowered one after the other in one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def check_ranks(config: PreTrainedConfig, size: int) -> None:
-    """Refuse a model that ranks cannot have equal parts of, by its config alone.
+    """Check by its config that a model can be split evenly over ranks.
 
     Raises:
         InputError, UnsupportedModelError: See `check_tensor_parallel`; or if it is an encoder-decoder.
@@ -38,8 +38,8 @@ def check_ranks(config: PreTrainedConfig, size: int) -> None:
     model = None if getattr(config, "is_encoder_decoder", False) else model_without_weights(config)
     if model is None:
         raise UnsupportedModelError(
-            f"how {config.model_type!r} is split over ranks cannot be told: it is an encoder-decoder, or cannot be "
-            "built without its weights; leave out tensor_parallel"
+            f"tensor_parallel is not supported for {config.model_type!r}, because it is an encoder-decoder or cannot "
+            "be built without its weights; leave it out"
         )
     check_tensor_parallel(model, layout_from_config(config, model), size)
 
@@ -47,18 +47,18 @@ def check_ranks(config: PreTrainedConfig, size: int) -> None:
 def lower_ranks(
     model: PreTrainedModel, size: int, folder: Path, make: MakeProgram, lower: Lower, progress: Progress
 ) -> tuple[Program, list[LoweredFile], RankedProgram]:
-    """Lower the program of every rank into a folder of its own.
+    """Lower the program of every rank into a separate folder.
 
     Args:
-        model: Whole.
-        size: How many ranks there are.
-        folder: Of the bundle.
-        make: The program of a part of the model.
-        lower: Writes it into a folder.
-        progress: Told of each rank.
+        model: The whole model.
+        size: Number of ranks.
+        folder: Folder of the bundle.
+        make: Makes the program of a rank's part of the model.
+        lower: Writes a program into a folder.
+        progress: Called for each rank.
 
     Returns:
-        The program of rank 0, the files of all, and what the manifest says of them.
+        The program of rank 0, the files of all ranks, and their entry in the manifest.
     """
     files: list[LoweredFile] = []
     parts: tuple[int, ...] = ()

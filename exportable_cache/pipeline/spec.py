@@ -1,6 +1,6 @@
 """Options of an export and of a plan, each in one frozen value that is checked before a model is read.
 
-Importing this module imports no torch: the command line makes its options from the fields.
+Importing this module imports no torch, because the command line makes its options from the fields.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ _NO_OUTPUT = "name the folder to write, such as 'artifacts/model'"
 
 @dataclass(frozen=True)
 class ExportSpec:
-    """What an export is asked for: a model, a target, and where to write.
+    """The options of an export.
 
     Attributes:
         model_or_path: `demo`, a local folder, a hub id, or a loaded model in eval mode.
         target: One of `backends.TARGETS`.
         output_dir: Folder of the bundle; must not exist, be empty, or be a bundle to overwrite. Kept as a `Path`.
-        cache: Of the program. Its dtype and device are the model's.
-        program: Of which the chunk of a prompt is asked for here; the rest is the target's, and of `modalities`.
-        options: Of the target.
-        quantization: Of the weights, None for none.
-        dtype: Of the weights; by default what the target computes best in, see `dtypes.choose_dtype`.
-        modalities: What is fed beside text, `image` or `audio`, see `modalities.modalities_of`.
-        image_size: Height and width of every image in pixels, where the model's config leaves it open, see there.
-        verify: Compare with the model.
+        cache: The program's cache. Its dtype and device are the model's.
+        program: Requested chunk of a prompt; other fields are set by the target and `modalities`.
+        options: Options of the target.
+        quantization: Quantization of the weights, or None.
+        dtype: Dtype of the weights; by default the target's best, see `dtypes.choose_dtype`.
+        modalities: Further inputs besides text, such as `image`, see `modalities_of`.
+        image_size: Height and width of every image in pixels, if the model's config does not fix it.
+        verify: Compare the program with the model.
         tolerance: Largest |logit difference| that passes, see `VerifySpec`; None for the default of the dtype.
-        overwrite: Replace a bundle that is there.
-        tensor_parallel: Ranks to split the program over, None for a program of one process.
-        sign: File of the private key to sign the bundle with, see `bundle.signing`; None for no signature.
-        tokenizer: Saved in the bundle; None for the one beside the model.
+        overwrite: Replace an existing bundle.
+        tensor_parallel: Number of ranks to split the program over, or None.
+        sign: File of the private key to sign the bundle with, see `bundle.signing`, or None.
+        tokenizer: Tokenizer to save in the bundle; None for the model's.
         lora: Folder of an adapter to merge into the weights, at most one.
-        dry_run: Say what would be written, and write nothing.
+        dry_run: Describe the export, and write nothing.
 
     Raises:
-        InputError: If a value is out of range, or is nothing for this target.
+        InputError: If a value is out of range, or not supported by the target.
         MissingDependencyError: If the target needs a package that is not installed.
     """
 
@@ -78,7 +78,7 @@ class ExportSpec:
     dtype: torch.dtype | str | None = same_setting(CacheSpec, "dtype")
     modalities: Sequence[str] | Mapping[str, Any] = setting(
         (),
-        "Take image, video or audio beside text; the model's encoder is exported, too.",
+        "Also take image, video or audio, and export its encoder.",
         flags=("--modality",),
         metavar="KIND",
         repeats=True,
@@ -134,20 +134,20 @@ class ExportSpec:
         backend = backend_for(self.target)
         check_settings(self)
         if self.cache.offload is not None:
-            raise InputError("offload is for live sessions, a bundle's program keeps its own cache; leave it out")
+            raise InputError("offload is only for live sessions, because a program contains its cache; leave it out")
         options = backend.options() if self.options is None else self.options
         if not isinstance(options, backend.options):
             raise InputError(
-                f"options are {type(options).__name__}, target {self.target!r} takes {backend.options.__name__}; "
-                "pass these"
+                f"options must be {backend.options.__name__} for target {self.target!r}, got {type(options).__name__}; "
+                "pass those"
             )
-        # Options may lift a target's limit.
+        # An option may raise the target's limit.
         most, rows = getattr(options, "max_batch_size", backend.max_batch_size), self.cache.batch_size
         if most is not None and rows > most:
             lifted = getattr(options, "rows_by", None)
             raise InputError(
-                f"batch_size is {rows}, target {self.target!r} takes at most {most}; "
-                f"export with that, {f'with {lifted}, ' if lifted else ''}or for target 'pt2'"
+                f"batch_size must be at most {most} for target {self.target!r}, got {rows}; "
+                f"reduce it, {f'pass {lifted}, ' if lifted else ''}or export for target 'pt2'"
             )
         if self.tensor_parallel is not None:
             _check_ranks(self, backend)
@@ -161,16 +161,14 @@ class ExportSpec:
 
         check_tolerance("tolerance", self.tolerance)
         if self.tolerance is not None and not self.verify:
-            raise InputError(
-                f"tolerance is {self.tolerance}, but verify is False, so nothing is compared; leave one of them out"
-            )
+            raise InputError(f"tolerance={self.tolerance} cannot be combined with verify=False; leave one of them out")
         object.__setattr__(self, "options", options)
         dtype = parse_dtype(self.dtype)
         object.__setattr__(self, "dtype", dtype)
         check_dtype(dtype, self.target, options.to_dict(), self.quantization is not None)
         object.__setattr__(self, "output_dir", _checked_output(self.output_dir))
         if self.sign is not None:
-            # Before an hour's work: whether it can be signed.
+            # Checked early, before a long export.
             from ..bundle.signing import private_key
 
             private_key(self.sign)
@@ -180,41 +178,41 @@ class ExportSpec:
 
 
 def output_of(spec: ExportSpec) -> Path:
-    """Return the folder of the bundle, which `ExportSpec` has checked."""
+    """Return the checked folder of the bundle."""
     assert isinstance(spec.output_dir, Path)
     return spec.output_dir
 
 
 def options_of(spec: ExportSpec) -> TargetOptions:
-    """Return the target's options, where `ExportSpec` has filled in the defaults."""
+    """Return the target's options, with defaults filled in."""
     assert spec.options is not None
     return spec.options
 
 
 def dtype_of(spec: ExportSpec | CacheSpec) -> torch.dtype | None:
-    """Return the dtype that is asked for, after the spec has replaced names."""
+    """Return the requested dtype, with names already parsed."""
     assert not isinstance(spec.dtype, str)
     return spec.dtype
 
 
 def adapters_of(spec: ExportSpec) -> Sequence[str | os.PathLike]:
-    """Return the folders of adapters, of which `ExportSpec` has made a tuple."""
+    """Return the folders of adapters, already converted to a tuple."""
     assert not isinstance(spec.lora, (str, os.PathLike))
     return spec.lora
 
 
 def _check_ranks(spec: ExportSpec, backend: Any) -> None:
-    """Refuse what programs in parts do not have."""
+    """Check that the options support several ranks."""
     if not getattr(backend, "sums_over_ranks", False):
         raise InputError(
-            f"tensor_parallel is {spec.tensor_parallel}, and programs of target {spec.target!r} run in one process; "
-            "export for target 'pt2' or 'aoti', or leave it out"
+            f"tensor_parallel={spec.tensor_parallel} is not supported by target {spec.target!r}, whose programs run in "
+            "one process; export for target 'pt2' or 'aoti', or leave it out"
         )
     for name, given in (("quantize", spec.quantization), ("modalities", spec.modalities)):
         if given:
             raise InputError(
-                f"tensor_parallel is {spec.tensor_parallel} and {name} is {given!r}, but a program over ranks has "
-                f"float weights and takes text alone; leave one of them out"
+                f"tensor_parallel={spec.tensor_parallel} cannot be combined with {name}={given!r}, because programs "
+                f"over ranks have float weights and take only text; leave one of them out"
             )
 
 
@@ -228,24 +226,22 @@ def _checked_lora(lora: str | os.PathLike | Sequence[str | os.PathLike] | None) 
 
 def _checked_output(output_dir: str | os.PathLike | None) -> Path:
     if output_dir is None:
-        raise InputError(f"output_dir is missing; {_NO_OUTPUT}")
+        raise InputError(f"output_dir must be given; {_NO_OUTPUT}")
     output = Path(output_dir).expanduser()
     if not output.name:
-        # "" and "." are one path, and "/" has no folder beside it; the export renames a new folder onto its output.
-        raise InputError(
-            f"output_dir is {os.fspath(output_dir)!r}, which is no name of a folder of its own; {_NO_OUTPUT}"
-        )
+        # The export renames a new folder to this path, which "", "." and "/" do not allow.
+        raise InputError(f"output_dir must name a new folder, got {os.fspath(output_dir)!r}; {_NO_OUTPUT}")
     return output
 
 
 @dataclass(frozen=True)
 class Split:
-    """Ranks, stages, and what each may take.
+    """A division of a model over processes, for a plan.
 
     Attributes:
-        tensor_parallel: Ranks that share every layer, None for one.
-        pipeline: Stages that have layers of their own, None for one.
-        memory: Bytes that a process may take for weights and cache; a text such as "16G" becomes a number (GiB).
+        tensor_parallel: Number of ranks that share every layer, or None.
+        pipeline: Number of stages with separate layers, or None.
+        memory: Bytes that a process may use for weights and cache; text such as "16G" is converted (GiB).
 
     Raises:
         InputError: If a value is out of range.
@@ -285,5 +281,5 @@ class Split:
 def _bytes(given: int | str) -> int:
     found = _BYTES.fullmatch(str(given).strip())
     if isinstance(given, bool) or found is None or float(found[1]) == 0:
-        raise InputError(f"memory is {given!r}; it must be bytes above 0, or a size such as 800M or 16G")
+        raise InputError(f"memory must be a number of bytes or a size such as 800M or 16G, got {given!r}")
     return int(float(found[1]) * _UNITS[found[2].upper()])

@@ -1,6 +1,7 @@
-"""The eight steps of an export, in order: resolve, load, quantise, allocate, program, lower, verify, publish.
+"""The steps of an export, in order: resolve, load, quantise, allocate, program, lower, verify, measure, publish.
 
-Each takes what the ones before it gave and changes none of it. `run` calls them; so may a reader, one by one.
+Each step takes the results of the previous ones and changes none of them. `run` calls all of them; they can also be
+called one by one.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from .dtypes import choose_dtype
 from .ranks import check_ranks, lower_ranks
 from .spec import adapters_of, dtype_of, options_of, output_of
 
-# Of a quantised model, a byte each while it is exported: what a small machine can spare.
+# Quantized weights that are kept in memory during an export, one byte each; more go to a temporary file.
 _MOST_IN_MEMORY = 2_000_000_000
 
 if TYPE_CHECKING:
@@ -72,13 +73,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What is known of an export before the weights are read.
+    """An export's options and choices before the weights are read.
 
     Attributes:
-        spec: What was asked for.
-        backend: Of the target.
-        program: The program, as the target has it; its modalities are found in the model.
-        dtype: Of the weights, stored and exported; None where the config does not say how they are stored.
+        spec: Options of the export.
+        backend: Backend of the target.
+        program: Options of the program; modalities are read from the model later.
+        dtype: Choice of the dtype; None if the config does not name the stored one.
     """
 
     spec: ExportSpec
@@ -89,14 +90,14 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Source:
-    """What a program is made from.
+    """The model that a program is made from.
 
     Attributes:
-        loaded: The model as it came, with its tokenizer: in the chosen dtype, or as stored where it is quantised.
-        model: The same, or its quantised copy.
-        dtype: Of the weights, stored and exported.
-        weights_bytes: Of the weights as a target stores them; None where that is as the model has them.
-        coverage: What was quantised of the weights; None where nothing was asked for.
+        loaded: The loaded model with its tokenizer: in the chosen dtype, or as stored if it is quantized.
+        model: The same model, or its quantized copy.
+        dtype: Stored and exported dtype of the weights.
+        weights_bytes: Bytes of the weights as the target stores them; None if the target keeps them unchanged.
+        coverage: Quantized share of the weights; None without quantization.
     """
 
     loaded: LoadedModel
@@ -107,7 +108,7 @@ class Source:
 
 
 def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
-    """All steps. The bundle appears when the last has succeeded; whatever stops one leaves nothing that loads."""
+    """Run all steps. The bundle appears after the last one; a failed step leaves nothing that loads."""
     resolved = resolve(spec)
     source = quantise(resolved, load(resolved, progress), progress)
     cache = allocate(resolved, source.model)
@@ -116,25 +117,28 @@ def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
     with new_folder(output, spec.overwrite) as folder, room_for(source, output, folder):
         lowered = lower(resolved, source, made, folder, progress)
         verified, fed = verify(resolved, source, made, lowered, progress)
-        # One copy of the weights at a time: what ran so far is let go before the stored one is there.
+        # Release the program before `measure` loads the stored weights, so that only one copy is in memory.
         del source, cache, made, lowered
         return publish(resolved, measure(resolved, verified, fed, progress))
 
 
 @contextmanager
 def room_for(source: Source, path: Path, folder: Path) -> Iterator[None]:
-    """A block that writes a program into `folder`, refused at once where the disk has no room for its weights.
+    """Check that the disk has room for the weights, and convert errors of a full disk within the block.
 
-    Libraries in C++ end the process on a full disk, so it is asked before they write.
+    Libraries in C++ end the process on a full disk, so this is checked before they write.
+
+    Args:
+        source: Model to export.
+        path: Final folder, for messages.
+        folder: Temporary folder.
 
     Raises:
-        BundleError: If there is none, or none is left while the block writes.
+        BundleError: If there is not enough room, now or during the block.
     """
     parameters = {id(parameter): parameter.nbytes for parameter in source.model.parameters()}
     needed = source.weights_bytes or sum(parameters.values())
-    full = (
-        f"cannot write {path}: no space left on device (needs {needed:,} bytes for the weights, and more beside them)"
-    )
+    full = f"cannot write {path}: no space left on device (needs more than {needed:,} bytes)"
     if shutil.disk_usage(folder).free < needed:
         raise BundleError(f"{full}; free some, or choose another disk")
     try:
@@ -146,13 +150,13 @@ def room_for(source: Source, path: Path, folder: Path) -> Iterator[None]:
 
 
 def resolve(spec: ExportSpec) -> Resolved:
-    """Check what needs no weights, and decide the program and the dtype.
+    """Check everything that needs no weights, and choose the program and the dtype.
 
     Raises:
         BundleError: If the folder may not be written.
         InputError: If there is no such model.
-        UnsupportedModelError: If its config names a mechanism that the cache does not have, or its weights are
-            quantised in a way that is not read.
+        UnsupportedModelError: If the config names a mechanism that the cache does not have, or a quantization that
+            cannot be read.
         MissingDependencyError: If the target's options or the checkpoint need a package that is not installed.
     """
     backend = backend_for(spec.target)
@@ -162,8 +166,8 @@ def resolve(spec: ExportSpec) -> Resolved:
     layer_types_and_windows(config)
     if codebooks_of(config) is not None:
         raise UnsupportedModelError(
-            f"a token of a {config.model_type!r} model is several ids, which no bundle describes; run it in a session, "
-            "Session.from_model"
+            f"a token of a {config.model_type!r} model is several ids, which bundles do not support; run it in a live "
+            "session, Session.from_model"
         )
     if spec.tensor_parallel is not None:
         check_ranks(config, spec.tensor_parallel)
@@ -178,19 +182,19 @@ def _chosen(spec: ExportSpec, stored: torch.dtype) -> DtypeChoice:
 
 
 def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
-    """Read the weights, with the tokenizer that the bundle is to have.
+    """Read the weights and the tokenizer.
 
     Raises:
-        InputError: If they cannot be read, or the model is not on the CPU, in training mode, or of another dtype, or
-            its generation config has a setting that cannot be followed.
-        UnsupportedModelError: If they are of another kind of model.
+        InputError: If they cannot be read, the model is not on the CPU, in training mode or of another dtype, or a
+            setting of its generation config is not supported.
+        UnsupportedModelError: If the model is of an unsupported kind.
     """
     spec = resolved.spec
     given = spec.model_or_path
     live = live_model(given)
     if live is not None and live.device.type not in ("cpu", "meta"):
         raise InputError(
-            f"{type(given).__name__} is on {live.device}; programs are exported for the CPU: call model.cpu() first"
+            f"the model must be on the CPU, got {type(given).__name__} on {live.device}; call model.cpu() first"
         )
     if spec.quantization is not None:
         loaded = load_to_quantise(given, lora=adapters_of(spec), progress=progress)
@@ -207,12 +211,12 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
 
 
 def quantise(resolved: Resolved, loaded: LoadedModel, progress: Progress = silent) -> Source:
-    """Quantise a copy of the model, where that is asked for.
+    """Quantize a copy of the model if requested, and convert the weights to the chosen dtype.
 
     Raises:
         InputError, UnsupportedModelError: See `quantization.check_quantizable`.
     """
-    # Where the config names no dtype, the weights tell.
+    # If the config names no dtype, use that of the weights.
     choice = resolved.dtype or _chosen(resolved.spec, loaded.model.dtype)
     if choice.stored != choice.chosen:
         progress(str(choice), 0, None)
@@ -226,7 +230,7 @@ def quantise(resolved: Resolved, loaded: LoadedModel, progress: Progress = silen
     try:
         quantized = quantize(loaded.model, quantization, _scratch_for(loaded.model, output))
     except OSError as error:
-        raise BundleError(f"cannot write beside {output}: {error.strerror or error}; choose another disk") from error
+        raise BundleError(f"cannot write next to {output}: {error.strerror or error}; choose another disk") from error
     coverage = coverage_of(loaded.model, quantization)
     if coverage.remark:
         warnings.warn(coverage.remark, RuntimeWarning, stacklevel=2)
@@ -234,9 +238,7 @@ def quantise(resolved: Resolved, loaded: LoadedModel, progress: Progress = silen
 
 
 def _scratch_for(model: PreTrainedModel, output: Path) -> Scratch | None:
-    """Where the integers of a large model are to lie: on the disk that its program is written to, if that has room for
-    both.
-    """
+    """Return a factory of temporary files for a large model's integers, if the output's disk has room for both."""
     integers = model.num_parameters()
     folder = next(folder for folder in output.absolute().parents if folder.is_dir())
     if integers <= _MOST_IN_MEMORY or not Scratch.available() or shutil.disk_usage(folder).free < 2 * integers:
@@ -245,10 +247,11 @@ def _scratch_for(model: PreTrainedModel, output: Path) -> Scratch | None:
 
 
 def allocate(resolved: Resolved, model: PreTrainedModel) -> ExportableCache:
-    """Allocate the cache; the model keeps its attention implementation.
+    """Allocate the cache. The model keeps its attention implementation.
 
     Raises:
-        InputError: If the cache holds more tokens than the model has positions for, or than it has one RoPE for.
+        InputError: If the cache holds more tokens than the model has positions for, or than one set of RoPE factors
+            covers.
         UnsupportedModelError: If a layer has no storage policy.
     """
     cache = ExportableCache.from_model_spec(model, resolved.spec.cache, attn_implementation=None)
@@ -258,11 +261,11 @@ def allocate(resolved: Resolved, model: PreTrainedModel) -> ExportableCache:
 
 
 def program(resolved: Resolved, model: PreTrainedModel, cache: ExportableCache) -> Program:
-    """Put model and cache together, as the methods of the target.
+    """Combine model and cache into the methods of the target.
 
     Raises:
-        InputError: If the cache does not hold a chunk, or the model takes no such modality.
-        UnsupportedModelError: If the target's layout does not suit the model.
+        InputError: If the cache does not hold a chunk, or the model does not support a modality.
+        UnsupportedModelError: If the model does not fit the target's layout.
     """
     spec = resolved.spec
     modalities = modalities_of(model, spec.modalities, spec.image_size)
@@ -270,7 +273,7 @@ def program(resolved: Resolved, model: PreTrainedModel, cache: ExportableCache) 
 
 
 def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progress: Progress = silent) -> Bundle:
-    """Write the program into `folder`, with all that belongs to it but the manifest: nothing loads yet.
+    """Write the program and all files except the manifest into `folder`, so that nothing loads yet.
 
     Raises:
         UnsupportedModelError: If the model cannot be traced or lowered.
@@ -326,10 +329,10 @@ def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progr
 def verify(
     resolved: Resolved, source: Source, made: Program, bundle: Bundle, progress: Progress = silent
 ) -> tuple[Bundle, list[FedPrompt]]:
-    """Compare what was written with the model, where that is asked for, and record the report.
+    """Compare the program with the model if requested, and record the report.
 
     Returns:
-        The bundle, and what the program was fed and gave, where its weights are stored in 16 bits of another dtype.
+        The bundle, and the inputs and outputs of the program if its weights are stored in another 16-bit dtype.
 
     Raises:
         VerificationError: If they disagree.
@@ -348,13 +351,13 @@ def _verified(
     spec, model, manifest = resolved.spec, source.model, bundle.manifest
     fed: list[FedPrompt] = []
     if spec.quantization is not None:
-        progress("finding what rounding does to the logits", 0, None)
+        progress("measuring the effect of rounding on the logits", 0, None)
     if spec.tolerance is None:
         largest, rms = tolerances_of(model, spec.quantization, session.runner.methods.get("encode"))
     else:
         largest, rms = spec.tolerance, None
     asked = VerifySpec(tolerance=largest, rms_tolerance=rms)
-    # Of quantised weights, the effect below is measured against the stored model.
+    # For quantized weights, the effect below is measured against the stored model instead.
     keeps = source.dtype.widened and spec.quantization is None
     report = compare(session, model, asked, progress, fed if keeps else None)
     report = replace(report, remark=remark)
@@ -365,7 +368,7 @@ def _verified(
         assert manifest.quantization is not None
         recorded["quantization"] = manifest.quantization.model_copy(update=effect)
     if spec.cache.kv_dtype is not None:
-        # From the model with the same weights: of quantised ones, the line above has the share of both.
+        # Against the model with the same weights; for quantized ones, the line above measures both effects together.
         effect = measure_distance(session, model, progress)
         assert manifest.kv_cache is not None
         recorded["kv_cache"] = manifest.kv_cache.model_copy(update=effect)
@@ -373,10 +376,13 @@ def _verified(
 
 
 def measure(resolved: Resolved, bundle: Bundle, fed: list[FedPrompt], progress: Progress = silent) -> Bundle:
-    """Record how far a verified program is from the model in the dtype that its weights are stored in.
+    """Record how far a verified program is from the model in the stored dtype of its weights.
 
     Args:
-        fed: What `verify` gave; where it is empty, nothing is measured.
+        resolved: Result of `resolve`.
+        bundle: The verified bundle.
+        fed: Second result of `verify`; if it is empty, nothing is measured.
+        progress: Called at each stage.
     """
     if not fed:
         return bundle
@@ -393,7 +399,7 @@ def measure(resolved: Resolved, bundle: Bundle, fed: list[FedPrompt], progress: 
 
 
 def publish(resolved: Resolved, bundle: Bundle) -> Bundle:
-    """Write the manifest, which makes the folder a bundle; it is renamed to where it belongs when `new_folder` ends."""
+    """Write the manifest, which makes the folder a bundle. `new_folder` renames it afterwards."""
     content = bundle.manifest.write(bundle.path)
     if resolved.spec.sign is not None:
         signing.sign(bundle.path, content, signing.private_key(resolved.spec.sign))

@@ -102,7 +102,9 @@ def test_a_method_loaded_late_sees_the_cache() -> None:
 
 
 def test_batches_are_refused_of_other_delegates(tmp_path) -> None:
-    with pytest.raises(InputError, match="batch_size is 2, target 'executorch' takes at most 1.*delegate='xnnpack'"):
+    with pytest.raises(
+        InputError, match="batch_size must be at most 1 for target 'executorch', got 2.*delegate='xnnpack'"
+    ):
         export(tiny_model("llama"), "executorch", 64, tmp_path / "out", batch_size=2, delegate="vulkan")
     assert not list(tmp_path.iterdir())
 

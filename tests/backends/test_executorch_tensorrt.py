@@ -62,5 +62,5 @@ def test_wrong_options_are_refused(options: dict, message: str, tmp_path: Path) 
 
 
 def test_batches_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="takes at most 1"):
+    with pytest.raises(InputError, match="must be at most 1"):
         export(tiny_model("llama"), "executorch", 64, tmp_path / "out", batch_size=2, delegate="tensorrt")
