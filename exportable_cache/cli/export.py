@@ -161,7 +161,7 @@ def print_dtype(terminal: Terminal, bundle: Bundle) -> None:
     """What became of the dtype the weights are stored in, if it was not kept."""
     import torch
 
-    from ..backends.dtypes import target_dtypes
+    from ..backends.base import target_dtypes
     from ..pipeline.dtypes import DtypeChoice, choose_dtype
 
     manifest = bundle.manifest

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..backends.dtypes import target_dtypes
+from ..backends.base import target_dtypes
 from ..common.tensors import dtype_name
 from ..errors import InputError
 

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..backends import backend_for
-from ..backends.dtypes import target_dtypes
+from ..backends.base import target_dtypes
 from ..bundle import signing
 from ..bundle.builder import Provenance, check_free, new_folder, write_bundle
 from ..bundle.entries import Quantized, RoundedCache

@@ -12,8 +12,8 @@ import pytest
 
 from exportable_cache import ExportableCache, load
 from exportable_cache.backends import backend_for
-from exportable_cache.backends.aoti import regional
-from exportable_cache.backends.aoti.table import Call, Method, Table, read_table
+from exportable_cache.backends.aoti import package
+from exportable_cache.backends.aoti.runner import Call, Method, Table, read_table
 from exportable_cache.backends.aoti.target import CODE, CONSTANTS, TABLE
 from exportable_cache.errors import BundleError
 from exportable_cache.program.program import Program
@@ -32,13 +32,13 @@ TOLERANCE = 1e-4
 @pytest.fixture
 def methods(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Method]]]:
     """Cuts a model's methods and compiles nothing: how many regions there would be, and their calls."""
-    monkeypatch.setattr(regional, "compile_ahead_of_time", lambda module, inputs: ["a file"])
+    monkeypatch.setattr(package, "compile_ahead_of_time", lambda module, inputs: ["a file"])
 
     def cut(model: Any, names: tuple[str, ...], **options: Any) -> tuple[int, dict[str, Method]]:
         backend = backend_for("aoti")
         spec = backend.program_spec(ProgramSpec(16), backend.options.parse(options))
         program = Program(model, ExportableCache.from_model(model, AOTI_CAPACITY), spec)
-        compiler = regional.RegionalCompiler()
+        compiler = package.RegionalCompiler()
         calls = {name: compiler.method(program.export(name), lambda name: name) for name in names}
         return len(compiler.files), calls
 

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 from exportable_cache import ExportableCache
+from exportable_cache.backends.live import ops as module
 from exportable_cache.backends.live.graph_cache import GraphCache
-from exportable_cache.backends.live.ops import eager as module
-from exportable_cache.backends.live.ops.eager import OWN_OPERATORS, eager_operators
+from exportable_cache.backends.live.ops import OWN_OPERATORS, eager_operators
 from exportable_cache.backends.live.ops.native import OwnOperators
 
 from ..support.compiling import compiling_with

@@ -12,12 +12,10 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends.live.clone_layers import EqualLayers
-from exportable_cache.backends.live.graphs import OutdatedGraph
-from exportable_cache.backends.live.layer_tensors import OwnTensors, owners_of_tensors
+from exportable_cache.backends.live.clone_layers import EqualLayers, Marks, NotStampedError, taken_marks
+from exportable_cache.backends.live.graphs import OutdatedGraph, OwnTensors, owners_of_tensors
+from exportable_cache.backends.live.regions import Region, regions_of
 from exportable_cache.backends.live.runner import ModuleRunner
-from exportable_cache.backends.live.stamp_layers import Marks, NotStampedError, taken_marks
-from exportable_cache.backends.regions import Region, regions_of
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits

@@ -13,8 +13,8 @@ from torch import nn
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live import background
+from exportable_cache.backends.live.ops import eager_operators
 from exportable_cache.backends.live.ops import linear as few_rows
-from exportable_cache.backends.live.ops.eager import eager_operators
 from exportable_cache.common.fs.user_files import HOME_VARIABLE
 from exportable_cache.common.native import machine_code
 from exportable_cache.common.native.machine_code import MachineCode

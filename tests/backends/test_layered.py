@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live.layered import LayeredBackend
-from exportable_cache.backends.regions import regions_of
+from exportable_cache.backends.live.regions import regions_of
 from exportable_cache.common.compat.torch_compile import InductorByRanges
 from exportable_cache.program import lengths
 

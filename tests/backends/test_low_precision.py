@@ -11,7 +11,7 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live import background
 from exportable_cache.backends.live.graph_cache import GraphCache
 from exportable_cache.backends.live.model_snapshot import from_skeleton, skeleton
-from exportable_cache.backends.regions import described
+from exportable_cache.backends.live.regions import described
 from exportable_cache.models.weights import fingerprint
 
 from ..support.models import tiny_model, tokens

@@ -14,8 +14,7 @@ from exportable_cache import ExportableCache, Session, export
 from exportable_cache.backends.live import background
 from exportable_cache.backends.live import background as background_worker
 from exportable_cache.backends.live.layered import LayeredBackend
-from exportable_cache.backends.live.ops import linear, onednn
-from exportable_cache.backends.live.ops.eager import eager_operators
+from exportable_cache.backends.live.ops import eager_operators, linear
 
 from ..support.compiling import compiling_with
 from ..support.models import tiny_model, tokens
@@ -31,7 +30,7 @@ def without_our_kernel(monkeypatch) -> None:
 
 @pytest.fixture
 def better(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr(onednn, "onednn_is_better", lambda: True)
+    monkeypatch.setattr(linear, "onednn_is_better", lambda: True)
     with compiling_with("inductor"):
         yield
 
@@ -56,7 +55,7 @@ def test_layers_of_every_form(better, shape: tuple[int, ...]) -> None:
     found = []
 
     def replaced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
-        found.append(onednn.linears_by_onednn(graph))
+        found.append(linear.linears_by_onednn(graph))
         return LayeredBackend()(graph, inputs)
 
     with torch.no_grad():
@@ -70,7 +69,7 @@ def test_layers_of_every_form(better, shape: tuple[int, ...]) -> None:
 def test_a_compiled_session_multiplies_by_it(better) -> None:
     model = tiny_model("llama", num_hidden_layers=2)
     session = Session.from_model(model, ExportableCache.from_model(model, 64), compile="wait", prefill_chunk=16)
-    counted = mock.Mock(side_effect=onednn.linears_by_onednn)
+    counted = mock.Mock(side_effect=linear.linears_by_onednn)
     with mock.patch("exportable_cache.backends.live.layered.linears_by_onednn", counted):
         ids = tokens(30)
 
@@ -115,8 +114,8 @@ def test_steps_that_wait_for_their_graph_multiply_by_it(is_better: bool, monkeyp
 
 @pytest.mark.full
 def test_machine_code_has_it(better, tmp_path: Path) -> None:
-    counted = mock.Mock(side_effect=onednn.linears_by_onednn)
-    with mock.patch("exportable_cache.backends.aoti.regional.linears_by_onednn", counted):
+    counted = mock.Mock(side_effect=linear.linears_by_onednn)
+    with mock.patch("exportable_cache.backends.aoti.package.linears_by_onednn", counted):
         bundle = export(tiny_model("llama", num_hidden_layers=1), target="aoti", output_dir=tmp_path, max_cache_len=32)
     assert bundle.manifest.verification["max_difference"] <= 1e-4
     assert counted.call_count == 2
@@ -126,15 +125,15 @@ def test_machine_code_has_it(better, tmp_path: Path) -> None:
     ("vendor", "expected"), [("AuthenticAMD", True), ("HygonGenuine", True), ("GenuineIntel", False), (None, False)]
 )
 def test_where_it_is_better(monkeypatch, vendor: str | None, expected: bool) -> None:
-    monkeypatch.setattr(onednn, "cpu_fields", lambda: {} if vendor is None else {"vendor_id": vendor})
+    monkeypatch.setattr(linear, "cpu_fields", lambda: {} if vendor is None else {"vendor_id": vendor})
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    assert onednn.onednn_is_better() is expected
+    assert linear.onednn_is_better() is expected
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-    assert not onednn.onednn_is_better()
+    assert not linear.onednn_is_better()
 
 
 def test_nothing_changes_where_it_is_not(monkeypatch) -> None:
-    monkeypatch.setattr(onednn, "onednn_is_better", lambda: False)
+    monkeypatch.setattr(linear, "onednn_is_better", lambda: False)
     graph = torch.fx.symbolic_trace(nn.Linear(3, 3))
     code = graph.code
-    assert onednn.linears_by_onednn(graph) == 0 and graph.code == code
+    assert linear.linears_by_onednn(graph) == 0 and graph.code == code

@@ -14,7 +14,7 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live import layered
 from exportable_cache.backends.live import replay as recorded
 from exportable_cache.backends.live.clone_layers import EqualLayers
-from exportable_cache.backends.live.layer_tensors import OwnTensors, owners_of_tensors
+from exportable_cache.backends.live.graphs import OwnTensors, owners_of_tensors
 from exportable_cache.backends.live.ops import attention, linear
 from exportable_cache.backends.live.replay import RecordedSteps
 from exportable_cache.program import lengths

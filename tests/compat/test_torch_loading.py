@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._inductor.select_algorithm import extern_kernels
 
+from exportable_cache.backends.live.graph_cache import import_loader
 from exportable_cache.common.compat import torch_loading
 from exportable_cache.common.compat.torch_compile import compile_region, compiled_here, region_bytes, region_from_bytes
 from exportable_cache.common.compat.torch_loading import IMPORTS, PLAIN_KERNELS, self_contained
@@ -63,6 +64,12 @@ def test_a_region_is_loaded_from_code_of_its_own(monkeypatch: pytest.MonkeyPatch
         (own,) = {*tmp_path.rglob("*.py")} - theirs
         assert not {KERNELS, ALIGN} & {*own.read_text().splitlines(keepends=True)}
         torch.testing.assert_close(loaded(*inputs)[0], expected)
+
+
+def test_the_loader_imports_modules_that_exist() -> None:
+    """Its caller ignores errors, so a wrong name would only make the first load slower."""
+    import_loader()
+    assert "exportable_cache.backends.live.clone_layers" in sys.modules
 
 
 @pytest.mark.full

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exportable_cache.backends.pt2.checked import checked
-from exportable_cache.backends.pt2.operators import operator_named
+from exportable_cache.backends.pt2.operators import checked, operator_named
 from exportable_cache.errors import BundleError
 
 from .operators import callable_targets

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from exportable_cache.backends.live.ops.eager import OWN_OPERATORS
+from exportable_cache.backends.live.ops import OWN_OPERATORS
 
 #: Traced, functionalised and guarded as for Inductor; no code is generated.
 DEFAULT_BACKEND = "aot_eager"

@@ -30,8 +30,8 @@ from .compile import CompileOptions, StepCompiler, check_background
 from .graph_cache import GRAPH, import_loader
 from .graphs import Graph
 from .model_snapshot import skeleton
-from .ops.eager import OWN_OPERATORS, eager_operators
-from .ops.onednn import onednn_is_better
+from .ops import OWN_OPERATORS, eager_operators
+from .ops.linear import onednn_is_better
 
 if TYPE_CHECKING:
     from ...models.cache_factory import ExportableCache

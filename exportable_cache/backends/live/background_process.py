@@ -7,7 +7,7 @@ import os
 import pickle
 import sys
 import threading
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 
@@ -15,11 +15,7 @@ from ...common.process.tuning import collect_seldom
 from ...generation.choosing_steps import Choice
 from .graphs import CHOICE, choice_graph
 from .model_snapshot import from_skeleton
-from .ops.eager import OWN_OPERATORS
-
-if TYPE_CHECKING:
-    import torch
-
+from .ops import OWN_OPERATORS
 
 #: Number, what is asked for, inputs, and whether others go first.
 Request = tuple[int, tuple, "list[torch.Tensor]", bool]

@@ -20,7 +20,7 @@ from ...program.methods import KV_SLOTS, ProgramMethod
 from ..base import GRAPH_CACHE_MB
 from .graph_cache import GraphCache
 from .graphs import OutdatedGraph
-from .ops.eager import OWN_OPERATORS
+from .ops import OWN_OPERATORS
 
 if TYPE_CHECKING:
     from ...models.cache_factory import ExportableCache

@@ -29,8 +29,8 @@ from ...common.native.machine_code import instructions, processor_name
 from ...common.process.tuning import few_collections
 from ...common.tensors import kind_of_tensor
 from ..base import GRAPH_CACHE_MB
-from .layer_tensors import owners_of_tensors
-from .ops.eager import OWN_OPERATORS
+from .graphs import owners_of_tensors
+from .ops import OWN_OPERATORS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -242,7 +242,7 @@ def import_loader() -> None:
     from ...common.compat.torch_loading import import_loader
 
     import_loader()
-    for name in ("..common.compat.torch_compile", ".layered", ".equal_layers"):
+    for name in ("...common.compat.torch_compile", ".layered", ".clone_layers"):
         importlib.import_module(name, __package__)
 
 

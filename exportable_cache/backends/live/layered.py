@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import GraphModule, Node
 
 from ...common.compat import torch_compile as private
-from ..regions import regions_of
-from .layer_tensors import OwnTensor, OwnTensors
+from .clone_layers import taken_marks
+from .graphs import OwnTensor, OwnTensors
 from .ops.attention import attention_of_few_queries
-from .ops.linear import linears_of_few_rows
-from .ops.onednn import linears_by_onednn
+from .ops.linear import linears_by_onednn, linears_of_few_rows
+from .regions import regions_of
 from .replay import RecordedSteps
-from .stamp_layers import taken_marks
 
 if TYPE_CHECKING:
     from .clone_layers import EqualLayers

@@ -21,8 +21,8 @@ import torch
 
 from ...common.compat import torch_loading as private
 from ...common.compat.torch import is_watched
-from .layer_tensors import OwnTensors
-from .ops.eager import OWN_OPERATORS
+from .graphs import OwnTensors
+from .ops import OWN_OPERATORS
 
 #: Bytes of an input that a step is handed anew each time: tokens, positions, slots.
 _MOST_BYTES = 1 << 16

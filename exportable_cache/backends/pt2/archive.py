@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 from ...common.compat.torch import serialized_program
 from ...errors import BundleError, first_line
 from ...pytree.registry import plain_spec, takes_own_classes
-from .codes import SCHEMA_MAJOR
 from .entries import EntryReader, EntryWriter
 from .graph import build_module
-from .tensors import STATE_PREFIX, TensorReader, TensorWriter
+from .tensors import SCHEMA_MAJOR, STATE_PREFIX, TensorReader, TensorWriter
 
 if TYPE_CHECKING:
     import torch

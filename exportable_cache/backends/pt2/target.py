@@ -11,7 +11,7 @@ from ...program.spec import Form
 from ..base import LoweredFile
 from .archive import read_archive, write_archive
 from .options import Pt2Options
-from .runner import ResidentRunner
+from .runner import ExplicitRunner, ResidentRunner
 
 if TYPE_CHECKING:
     from ...program.program import Program
@@ -54,8 +54,6 @@ class Pt2Backend:
         programs = read_archive(folder / FILE, declared)
         if description.form is Form.RESIDENT:
             return ResidentRunner(programs, description)
-        from .explicit_runner import ExplicitRunner
-
         return ExplicitRunner(programs, description)
 
 

@@ -13,9 +13,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from ..common.compat.torch import OpOverload, writes_in_place
-from ..common.compat.torch_compile import FakeTensor, free_symbols, storage_of, symbol_range
-from ..common.tensors import kind_of_tensor
+from ...common.compat.torch import OpOverload, writes_in_place
+from ...common.compat.torch_compile import FakeTensor, free_symbols, storage_of, symbol_range
+from ...common.tensors import kind_of_tensor
 
 #: Values of nodes that are sizes, and what is asked of them.
 SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
