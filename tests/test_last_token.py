@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from exportable_cache import ExportableCache
 from exportable_cache.program import program as module_of_program
-from exportable_cache.program.passes.last_token import choose_last_token_early
+from exportable_cache.program.last_token import choose_last_token_early
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import Logits, ProgramSpec
 

@@ -18,7 +18,7 @@ from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.program.methods import ProgramMethod
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
-from exportable_cache.verification.reference_runner import program_of
+from exportable_cache.verification.references import program_of
 from exportable_cache.verification.report import VerifyReport
 from exportable_cache.verification.verify import verify
 

@@ -22,9 +22,8 @@ from ..generation.speculative import (
     check_can_rewind,
     generate_speculative,
 )
-from ..generation.stops import StopStrings
 from ..generation.text import encode_prompt, stream_text
-from ..generation.token_text import TextStream
+from ..generation.token_text import StopStrings, TextStream
 from .batching import ContinuousBatch, Request
 from .beam import Hypothesis, beam_search
 from .completion import Completer, Completion, CompletionOptions, Piece

@@ -10,8 +10,8 @@ import torch
 from ..errors import InputError
 
 if TYPE_CHECKING:
+    from .loop import Stepper
     from .sampling import Sampler
-    from .stepper import Stepper
 
 
 class MultiStepDecoder:

@@ -12,9 +12,8 @@ from ..errors import InputError
 from ..models.tokenizers.text import tokenizer_errors
 from ..models.tokenizers.untrusted import check_cost
 from .control_tokens import ControlTokens, MarkedMessages
-from .stops import StopStrings
 from .templates import render_chat
-from .token_text import TextStream
+from .token_text import StopStrings, TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -47,7 +47,7 @@ from ..program.inputs.modalities import modalities_of
 from ..program.program import Program
 from ..verification.compare import compare, measure_stored
 from ..verification.quantization_effect import measure_distance, measure_quantization
-from ..verification.reference_runner import session_to_verify
+from ..verification.references import session_to_verify
 from ..verification.report import VerifyReport
 from ..verification.spec import VerifySpec
 from ..verification.tolerance import tolerances_of

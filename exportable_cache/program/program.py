@@ -27,14 +27,14 @@ from ..models.patches.registry import patch_model
 from ..models.positions import check_rope, rope_rule
 from ..models.scans import longest_step
 from .inputs.cross_items import CrossModality, cross_methods, without_items
-from .inputs.deepstack import travelling_beside
 from .inputs.encoder_decoder import EncodeModule, decoder_arguments, seq2seq_methods
+from .inputs.front import travelling_beside
 from .inputs.image_masks import image_masks
 from .inputs.modality import EmbedModule
 from .inputs.multimodal import multimodal_methods
 from .items import ITEM_STATES, ITEMS_SEEN
+from .last_token import choose_last_token_early
 from .methods import KV_SLOTS, ROPE_LENGTHS, checked_prefill_chunk, methods_for
-from .passes.last_token import choose_last_token_early
 from .spec import Form, Logits, ProgramSpec
 from .tracing import told_by
 

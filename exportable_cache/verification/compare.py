@@ -15,8 +15,7 @@ from ..errors import InputError
 from ..models.layers.layout import layer_types_and_windows, vocab_size_of
 from ..program.inputs.modalities import modalities_of
 from ..program.inputs.modality import KINDS, features_of
-from .plan import kept_sinks, longest_chunk, most_tokens, planned, random_text
-from .prompts import prompt_feeds
+from .prompts import kept_sinks, longest_chunk, most_tokens, planned, prompt_feeds, random_text
 from .references import (
     encoder_lengths,
     is_large,

@@ -60,7 +60,7 @@ def verify(
     """
     from ..bundle.bundle import Bundle
     from ..models.loading.loading import load_model, load_to_quantise
-    from .reference_runner import session_to_verify
+    from .references import session_to_verify
 
     # Before the model is loaded, which takes long.
     spec = VerifySpec(**asked)

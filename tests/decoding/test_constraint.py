@@ -16,8 +16,7 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.decoding import Completer, CompletionOptions, Sampling
 from exportable_cache.errors import InputError, MissingDependencyError
 from exportable_cache.generation import constraint as constraint_module
-from exportable_cache.generation.constraint import Constraint, ConstraintCompiler
-from exportable_cache.generation.schema_numbers import exact_schema
+from exportable_cache.generation.constraint import Constraint, ConstraintCompiler, exact_schema
 from exportable_cache.models.tokenizers.text import TextTokenizer
 
 from ..support.models import tiny_model

@@ -25,6 +25,7 @@ from .probe import Probed, Travelling, frames_lie_apart, probe, prompt_with
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
 __all__ = ["AUDIO", "IMAGE", "KINDS", "VIDEO", "Modality", "features_of", "modality_of"]
 
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ...errors import UnsupportedModelError
-from .deepstack import travelling_beside
-from .front import decoder_of, handed_to_decoder
+from .front import decoder_of, handed_to_decoder, travelling_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

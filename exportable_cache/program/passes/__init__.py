@@ -1,1 +1,0 @@
-"""Graph passes over traced methods."""
