@@ -196,7 +196,7 @@ def test_methods_follow_the_cache() -> None:
     assert methods_for(ExportableCache.from_model(llama, 4096))["prefill"] == ProgramMethod("prefill", 2, 256)
     assert methods_for(ExportableCache.from_model(mistral, 64))["prefill"] == ProgramMethod("prefill", 2, 256)
     assert set(methods_for(ExportableCache.from_model(llama, 64), ProgramSpec(1))) == {"decode"}
-    with pytest.raises(InputError, match="prefill_chunk is 65; it must be 1 to 64"):
+    with pytest.raises(InputError, match="prefill_chunk must be 1 to 64.*got 65"):
         methods_for(ExportableCache.from_model(llama, 64), ProgramSpec(65))
     for length in (0, -1, True, 1.5):
         with pytest.raises(InputError, match=f"prefill_chunk must be an int of at least 1, got {length}"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from exportable_cache.program.tracing import told_by
+from exportable_cache.program.tracing import describe_trace_error
 
 
 class GuardOnDataDependentSymNode(Exception):
@@ -20,15 +20,15 @@ class ConstraintViolationError(Exception):
     [
         (
             GuardOnDataDependentSymNode("Could not guard\non u0 < 1"),
-            "a size or a choice depends on what tensors hold, GuardOnDataDependentSymNode: Could not guard",
+            "a size or a branch depends on the values of tensors, GuardOnDataDependentSymNode: Could not guard",
         ),
         (
             ConstraintViolationError("Constraints violated (length)!"),
-            "the code takes other ways for other lengths, ConstraintViolationError: Constraints violated (length)!",
+            "the code branches on the length, ConstraintViolationError: Constraints violated (length)!",
         ),
         (KeyError("other"), "KeyError: 'other'"),
         (RuntimeError(""), "RuntimeError: RuntimeError"),
     ],
 )
 def test_the_mechanism_comes_first(error: Exception, told: str) -> None:
-    assert told_by(error) == told
+    assert describe_trace_error(error) == told

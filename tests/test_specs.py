@@ -83,12 +83,12 @@ def test_a_cache_spec_holds_what_it_was_checked_for() -> None:
     ("options", "message"),
     [
         ({"prefill_chunk": 0}, "prefill_chunk must be an int of at least 1, got 0"),
-        ({"score_length": 1}, "score_length is 1; it must be an int of at least 2, or 0"),
-        ({"score_length": "8"}, "score_length is '8'"),
-        ({"buckets": 128}, "buckets is 128; it must be a list of ints"),
+        ({"score_length": 1}, "score_length must be an int of at least 2, or 0 for no such method, got 1"),
+        ({"score_length": "8"}, "score_length must be an int of at least 2, or 0 for no such method, got '8'"),
+        ({"buckets": 128}, "buckets must be a list of ints of at least 1, such as [128, 512], got 128"),
         ({"buckets": [128, 0]}, "a length bucket must be an int of at least 1, got 0"),
-        ({"form": "other"}, "form is 'other'; it must be one of resident, explicit"),
-        ({"logits": "none"}, "logits is 'none'; it must be one of last, all"),
+        ({"form": "other"}, "form must be one of resident, explicit, got 'other'"),
+        ({"logits": "none"}, "logits must be one of last, all, got 'none'"),
     ],
 )
 def test_a_program_spec_is_checked_where_it_is_made(options: dict[str, Any], message: str) -> None:

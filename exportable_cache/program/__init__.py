@@ -1,1 +1,1 @@
-"""A model with its cache as traceable modules, one for each method."""
+"""Traceable modules of a model with its cache, one per method."""

@@ -1,4 +1,4 @@
-"""What a method that encodes pictures or sound is made for, beside the pixels or samples of one item."""
+"""Facts about the images, videos and audio clips ("items") that an `encode_*` method takes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 import torch
 
-#: Which tiles each token of a step sees, int64 [batch, items * tiles, length]: 1; or -1 where attention alone does, as
-#: upstream has it of what comes before the first picture of a prompt.
+#: Tiles that each token of a step attends to, int64 [batch, items * tiles, length]: 1 where it does, -1 for tokens
+#: before the first image of a prompt.
 ITEMS_SEEN = "items_seen"
-#: States of all pictures that are held, [batch, items * slots, hidden_size], zeros behind them.
+#: States of all cached images, [batch, items * slots, hidden_size], padded with zeros.
 ITEM_STATES = "item_states"
-#: What a processor says of the same, bool [batch, length, items, tiles].
+#: The processor's form of `ITEMS_SEEN`, bool [batch, length, items, tiles].
 CROSS_MASK = "cross_attention_mask"
 
 
 @dataclass(frozen=True)
 class FixedInput:
-    """A tensor that goes with every item and never changes, such as its grid: a size, so the program is made for it.
+    """A tensor that is equal for every item, such as its grid. It determines sizes, so it is part of the program.
 
     Attributes:
         dtype: Name of a torch dtype.
-        shape: Of one item's.
-        values: All of them in order, or the one that all have.
+        shape: Shape for one item.
+        values: All elements in order, or a single one if all are equal.
     """
 
     dtype: str
@@ -33,18 +33,18 @@ class FixedInput:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> FixedInput:
-        """Of a tensor of any shape."""
+        """Store the values of a tensor of any shape."""
         values = tuple(tensor.flatten().tolist())
         same = len(values) > 1 and len(set(values)) == 1
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), values[:1] if same else values)
 
     def tensor(self) -> torch.Tensor:
-        """The tensor [*shape], on the host."""
+        """Return the tensor [*shape], on the CPU."""
         return torch.tensor(self.values, dtype=getattr(torch, self.dtype)).expand(self.numel).reshape(self.shape)
 
     @property
     def numel(self) -> int:
-        """Of its values."""
+        """Number of elements."""
         count = 1
         for size in self.shape:
             count *= size
@@ -53,19 +53,18 @@ class FixedInput:
 
 @dataclass(frozen=True)
 class ItemFacts:
-    """What a session has to know of the items that an `encode_image`, `encode_video` or `encode_audio` takes.
+    """Facts that a session needs to insert items of an `encode_*` method into a prompt.
 
     Attributes:
-        token_id: Of the placeholders in a prompt, one per embedding.
-        fixed: What goes with the item, by the name that the processor gives it.
-        positions: Rotary positions of its tokens on each axis, [axes][tokens], counted from where it starts; empty
-            where they count on by one as text does.
-        advance: Positions from where it starts to the token behind it, where `positions` are given.
-        sees: What tokens see beyond what came before: "item" for the tokens of their item, "sliding item" for these in
-            layers of sliding attention only, "prompt" for those of the whole prompt, "" for nothing.
-        tiles: Parts of an item that a token sees or does not, where layers of cross-attention see items; 0 where
-            embeddings take the places of placeholders.
-        apart: Whether frames of a video lie apart in a prompt: a grid of several frames is so many items of one.
+        token_id: Id of the placeholder token; a prompt has one per embedding.
+        fixed: Constant inputs of the encoder, by the processor's name.
+        positions: Rotary positions of an item's tokens on each axis, [axes][tokens], relative to its start; empty if
+            they increase by one like those of text.
+        advance: Offset from an item's start to the position of the token after it, if `positions` is not empty.
+        sees: What an item's tokens attend to besides earlier tokens: "item" for the tokens of the same item, "sliding
+            item" for these in sliding-attention layers only, "prompt" for the whole prompt, "" for nothing.
+        tiles: Tiles per item that cross-attention masks separately; 0 if embeddings replace placeholders instead.
+        apart: True if the frames of a video are separate items of one frame in a prompt.
     """
 
     token_id: int
@@ -77,7 +76,7 @@ class ItemFacts:
     tiles: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON."""
+        """Return the facts as JSON values."""
         return {
             "token_id": self.token_id,
             "fixed": {

@@ -1,8 +1,9 @@
-"""Nothing of a prompt's tokens but the last is computed behind the last layer's attention.
+"""Graph pass: after the last attention, compute only the last token of a prompt.
 
-A prompt's logits are those after its last token, but models choose that token before the head, behind the last layer.
-What a layer does after attention it does to each token by itself, so the choice is moved up to where tokens last see
-each other: of 12 layers a twelfth of most of a prompt's products is left out, and the result is the same.
+Models select the last token just before the head. After attention, a layer treats each token independently, so the
+selection moves up to the last operator that mixes tokens. With 12 layers this saves a twelfth of most matrix products
+of a prompt, and the result is equal. Rules say for each operator which dimension of its operands has the rows of
+tokens.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _aten = torch.ops.aten
 
 
 class _Rows(NamedTuple):
-    """A call of which the last row is enough.
+    """Row dimensions of a call of which only the last row is needed.
 
     Attributes:
-        dim: Where its result has rows.
-        operands: Where those of its operands have them that have any.
+        dim: Row dimension of the result.
+        operands: Row dimension of each operand that has rows.
     """
 
     dim: int
@@ -40,15 +41,15 @@ class _Rows(NamedTuple):
 
 
 def choose_last_token_early(program: ExportedProgram) -> None:
-    """Move the last choice of a last row as far up as operators give each row by itself, in place.
+    """Move the final selection of the last row as far up the graph as possible, in place.
 
     Args:
-        program: As torch.export traced it; one without such a choice stays as it is.
+        program: Result of torch.export; unchanged if it has no such selection.
     """
     choice = next((node for node in reversed(program.graph.nodes) if _chooses_last(node)), None)
     if choice is None or (choice.target is _aten.slice.Tensor and program.graph.output_node() in choice.users):
         return
-    rows = _rows_by_themselves(choice)
+    rows = _independent_rows(choice)
     if rows:
         _narrow(choice, rows)
         program.graph_module.recompile()
@@ -59,12 +60,12 @@ def _chooses_last(node: Node) -> bool:
         return False
     arguments: tuple[Any, ...] = node.args
     shape, (dim, index) = shape_of(arguments[0]), (*arguments[1:3], 0, 0)[:2]
-    # Of a slice, to the end, by ones.
+    # A slice must go to the end in steps of 1.
     return index == -1 and not is_one(shape[dim % len(shape)]) and arguments[3:] in ((), (sys.maxsize,))
 
 
-def _rows_by_themselves(choice: Node) -> dict[Node, _Rows]:
-    """What nothing but the choice needs, and of which one row can be had from one row, in the graph's order."""
+def _independent_rows(choice: Node) -> dict[Node, _Rows]:
+    """Return the calls that only the selection uses and that compute each row from the same row, in graph order."""
     x: Any = choice.args[0]
     dim: Any = choice.args[1]
     wanted: dict[Node, int] = {x: dim % len(shape_of(x))}
@@ -75,20 +76,20 @@ def _rows_by_themselves(choice: Node) -> dict[Node, _Rows]:
         if not all(user in found or _is_idle(user) for user in node.users):
             continue
         operands = operands_by_row(node, wanted[node])
-        if operands is None or any(wanted.get(operand, place) != place for operand, place in operands.items()):
+        if operands is None or any(wanted.get(operand, index) != index for operand, index in operands.items()):
             continue
         found[node] = _Rows(wanted[node], operands)
         wanted |= operands
     return {
         node: rows
         for node, rows in reversed(found.items())
-        # One of several results of a call that stays as it is.
+        # Not one of several results of a call that is unchanged.
         if rows is not None and (node.target is not operator.getitem or node.args[0] in found)
     }
 
 
 def _is_idle(node: Node) -> bool:
-    """Whether it states what a trace has found, or takes one of several results that nobody reads."""
+    """Return True for a metadata assertion, or for an unused result of a call with several results."""
     return node.target is METADATA_ASSERTION or (node.target is operator.getitem and not node.users)
 
 
@@ -99,9 +100,9 @@ def _narrow(choice: Node, rows: dict[Node, _Rows]) -> None:
         for user in [user for user in node.users if _is_idle(user)]:
             graph.erase_node(user)
         with graph.inserting_before(node):
-            for operand, place in operands.items():
+            for operand, index in operands.items():
                 if operand not in last:
-                    last[operand] = _call(node, _aten.slice.Tensor, (operand, place, -1, sys.maxsize))
+                    last[operand] = _call(node, _aten.slice.Tensor, (operand, index, -1, sys.maxsize))
             of_one = functools.partial(_taken, {operand: last[operand] for operand in operands})
             last[node] = _call(node, node.target, *map_arg((arguments_of_one_row(node, dim), node.kwargs), of_one))
     x: Any = choice.args[0]
@@ -109,7 +110,7 @@ def _narrow(choice: Node, rows: dict[Node, _Rows]) -> None:
     if choice.target is _aten.slice.Tensor:
         choice.replace_all_uses_with(last[x])
         graph.erase_node(choice)
-    # One by one: calls of dropout stay for `eliminate_dead_code`, though they do nothing.
+    # Erased explicitly, because `eliminate_dead_code` keeps calls of dropout.
     for node in reversed(rows):
         graph.erase_node(node)
 
@@ -119,14 +120,14 @@ def _taken(others: dict[Node, Node], operand: Node) -> Node:
 
 
 def _call(like: Node, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any] | None = None) -> Node:
-    """A call where the graph inserts, said to come from where another does."""
+    """Insert a call with the metadata of another one."""
     node = like.graph.call_function(target, arguments, keywords)
     values, named = map_arg((arguments, keywords or {}), lambda operand: operand.meta["val"])
     node.meta = {**like.meta, "val": target(*values, **named)}
     return node
 
 
-#: Operand -> the dimension of its rows, of those that have any: all rows have the same of others.
+#: Operand -> its row dimension; operands without rows are left out.
 Operands = dict[Node, int]
 #: A node, whose arguments are of any kind.
 Call = Any
@@ -137,7 +138,7 @@ _aten = torch.ops.aten
 
 
 def operands_by_row(node: Call, dim: int) -> Operands | None:
-    """Where the operands of a call have the rows that it has at `dim`; None of one that mixes rows, or is not known."""
+    """Return the row dimension of each operand of a call with rows at `dim`; None if it mixes rows or is unknown."""
     target = node.target
     if target is operator.getitem:
         return {node.args[0]: dim}
@@ -152,7 +153,7 @@ def operands_by_row(node: Call, dim: int) -> Operands | None:
 
 
 def arguments_of_one_row(node: Call, dim: int) -> tuple[Any, ...]:
-    """Arguments of a call whose result is to have one row at `dim`: sizes are among them."""
+    """Return the arguments of a call, with sizes changed so that its result has one row at `dim`."""
     if node.target not in _RESHAPES:
         return node.args
     sizes = list(node.args[1])
@@ -161,7 +162,7 @@ def arguments_of_one_row(node: Call, dim: int) -> tuple[Any, ...]:
 
 
 def shape_of(node: Call) -> tuple[Size, ...]:
-    """Of what a call gives, of the first of several; of a number, as of a tensor of one, nothing."""
+    """Return the shape of a call's first result; () for a scalar."""
     value = node.meta.get("val")
     if isinstance(value, (list, tuple)) and value:
         value = value[0]
@@ -169,14 +170,14 @@ def shape_of(node: Call) -> tuple[Size, ...]:
 
 
 def is_same(one: Size, other: Size) -> bool:
-    """Whether two sizes are known to be equal; asking torch would make it so."""
+    """Return True if two sizes are known to be equal. Comparing them with `==` would add a guard."""
     if isinstance(one, int) or isinstance(other, int):
         return isinstance(one, int) and isinstance(other, int) and one == other
     return one.node.expr == other.node.expr
 
 
 def is_one(size: Size) -> bool:
-    """Whether it is 1, for sure."""
+    """Return True if a size is known to be 1."""
     return isinstance(size, int) and size == 1
 
 
@@ -184,32 +185,32 @@ def _elementwise(node: Call, dim: int) -> Operands | None:
     shape = shape_of(node)
     found: Operands = {}
     for operand in node.all_input_nodes:
-        own = shape_of(operand)
-        place = dim - (len(shape) - len(own))
-        if place < 0 or (is_one(own[place]) and not is_one(shape[dim])):
+        sizes = shape_of(operand)
+        index = dim - (len(shape) - len(sizes))
+        if index < 0 or (is_one(sizes[index]) and not is_one(shape[dim])):
             continue
-        if is_same(own[place], shape[dim]):
-            found[operand] = place
+        if is_same(sizes[index], shape[dim]):
+            found[operand] = index
         else:
             return None
     return found
 
 
 def _linear(node: Call, dim: int) -> Operands | None:
-    """`linear(x [..., rows, features], weight, bias)`: features are mixed, and nothing else."""
+    """Apply the rule of `linear(x [..., rows, features], weight, bias)`, which mixes only features."""
     x = node.args[0]
     if dim == len(shape_of(node)) - 1:
         return None
     return {x: dim}
 
 
-def _product(place: int) -> Rule:
-    """`mm(x [rows, features], weight)`, with x at this place among the arguments."""
+def _product(argument: int) -> Rule:
+    """Return the rule of `mm(x [rows, features], weight)`, with x at index `argument`."""
 
     def rule(node: Call, dim: int) -> Operands | None:
-        x = node.args[place]
-        # What is added may have a row for each.
-        is_plain = all(len(shape_of(added)) < 2 for added in node.args[:place])
+        x = node.args[argument]
+        # A summand of two dimensions may have rows too.
+        is_plain = all(len(shape_of(added)) < 2 for added in node.args[:argument])
         if dim != 0 or node.args.count(x) > 1 or not is_plain:
             return None
         return {x: 0}
@@ -218,18 +219,18 @@ def _product(place: int) -> Rule:
 
 
 def _matmul(node: Call, dim: int) -> Operands | None:
-    """`x [..., rows, features] @ weight [features, outputs]`."""
+    """Apply the rule of `x [..., rows, features] @ weight [features, outputs]`."""
     x, weight = node.args
     if x is weight or len(shape_of(weight)) != 2 or dim == len(shape_of(node)) - 1:
         return None
     return {x: dim}
 
 
-def _in_blocks(place: int) -> Rule:
-    """What is quantised in blocks, whose sizes are the argument at this place; scales are [..., rows]."""
+def _in_blocks(argument: int) -> Rule:
+    """Return the rule of block quantisation with block sizes at index `argument` and scales [..., rows]."""
 
     def rule(node: Call, dim: int) -> Operands | None:
-        block, rows = node.args[place], shape_of(node)[dim]
+        block, rows = node.args[argument], shape_of(node)[dim]
         operands = node.all_input_nodes
         of_rows = all(dim < len(shape_of(one)) and is_same(shape_of(one)[dim], rows) for one in operands)
         return dict.fromkeys(operands, dim) if of_rows and block[dim] == 1 else None
@@ -238,7 +239,7 @@ def _in_blocks(place: int) -> Rule:
 
 
 def _normalised(node: Call, dim: int) -> Operands | None:
-    """Over the last dimensions, whose sizes are the second argument."""
+    """Apply the rule of normalisation over the last dimensions, whose sizes are the second argument."""
     x, sizes = node.args[:2]
     if dim >= len(shape_of(x)) - len(sizes):
         return None
@@ -246,7 +247,7 @@ def _normalised(node: Call, dim: int) -> Operands | None:
 
 
 def _reduced(node: Call, dim: int) -> Operands | None:
-    """Over the dimensions that are the second argument, which stay as ones or go."""
+    """Apply the rule of a reduction over the dimensions in the second argument."""
     x, dims, *rest = node.args
     size = len(shape_of(x))
     if not isinstance(dims, (list, tuple)) or not dims:
@@ -257,14 +258,14 @@ def _reduced(node: Call, dim: int) -> Operands | None:
     return None if left[dim] in gone else {x: left[dim]}
 
 
-def _along(place: int, default: int = 0) -> Rule:
-    """Along one dimension, the argument at this place, which stays."""
+def _along(argument: int, default: int = 0) -> Rule:
+    """Return the rule of an operator along one dimension, which is the argument at this index."""
 
     def rule(node: Call, dim: int) -> Operands | None:
-        along = node.args[place] if len(node.args) > place else node.kwargs.get("dim", default)
+        along = node.args[argument] if len(node.args) > argument else node.kwargs.get("dim", default)
         if along % len(shape_of(node)) == dim:
             return None
-        # Bounds may be operands, too.
+        # Bounds of a slice may be operands without a shape.
         return {operand: dim for operand in node.all_input_nodes if shape_of(operand)}
 
     return rule
@@ -295,7 +296,7 @@ def _squeezed(node: Call, dim: int) -> Operands | None:
 
 def _transposed(node: Call, dim: int) -> Operands | None:
     x, *pair = node.args
-    one, other = (place % len(shape_of(x)) for place in pair)
+    one, other = (index % len(shape_of(x)) for index in pair)
     return {x: other if dim == one else one if dim == other else dim}
 
 
@@ -305,16 +306,16 @@ def _permuted(node: Call, dim: int) -> Operands | None:
 
 
 def _reshaped(node: Call, dim: int) -> Operands | None:
-    """The rows are a dimension of both, with as much before it: then one row is the same numbers in both."""
+    """Apply the rule of a reshape that keeps the row dimension and the number of elements before it."""
     x = node.args[0]
-    shape, own = shape_of(node), shape_of(x)
+    shape, source = shape_of(node), shape_of(x)
     before = shape[:dim]
     if not all(isinstance(size, int) for size in before):
         return None
-    for place, size in enumerate(own):
+    for index, size in enumerate(source):
         if is_same(size, shape[dim]) and not is_one(size):
-            if all(isinstance(one, int) for one in own[:place]) and math.prod(own[:place]) == math.prod(before):
-                return {x: place}
+            if all(isinstance(one, int) for one in source[:index]) and math.prod(source[:index]) == math.prod(before):
+                return {x: index}
     return None
 
 
@@ -330,7 +331,7 @@ _COPIES = {
     _aten.contiguous.default,
     _aten.dropout.default,
 }
-#: Of other libraries, which may not be imported.
+#: Rules for operators of libraries that may not be imported.
 _RULES_BY_NAME: dict[str, Rule] = {
     "exportable_cache::quantized_linear": _linear,
     "torchao::choose_qparams_affine": _in_blocks(2),

@@ -1,4 +1,4 @@
-"""Methods that differ only in their read length, and whether rows may differ in length."""
+"""Graphs shared by methods that differ in read length, and models whose rows must have equal length."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-#: Slots are read by as many: fewer would save less than the time of a step varies by.
+#: Granularity of read lengths, in slots. A finer one would save less than the variance of a step's time.
 READ_STEP = 128
 
 
 def shared_methods(cache: ExportableCache, methods: Mapping[str, ProgramMethod]) -> dict[str, ProgramMethod]:
-    """Of each method that one graph can serve along with others, what that graph is compiled from.
+    """Return, for each method that can share a compiled graph, the method to compile that graph from.
 
-    It reads up to the longest read length of its members, but not all slots of a layer, and takes `KV_SLOTS` besides.
-    Members see the same layers read as far as they are told, and the same ones as rings that may have wrapped.
+    The shared method also takes `KV_SLOTS`, and reads up to the longest read length in its group. Methods share a graph
+    if the same layers are read partially and the same ring buffers may have wrapped.
 
     Args:
-        cache: That they run over.
-        methods: Of a program, by name.
+        cache: The program's cache.
+        methods: The program's methods, by name.
     """
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayer)]
     policies = [layer.policy for layer in layers if layer.policy.keeps_keys and layer.policy.follows_decoder]
@@ -56,7 +56,7 @@ def shared_methods(cache: ExportableCache, methods: Mapping[str, ProgramMethod])
         if len(members) < 2:
             continue
         longest, widest = max(members, key=lambda member: member[0])
-        # All slots of a layer are contiguous where fewer are not, which TorchDynamo asks: a graph of its own.
+        # Reading every slot of a layer gives a contiguous tensor, which would need a second graph because of the guard.
         most = longest - any(policy.reads_up_to(longest) and policy.capacity == longest for policy in policies)
         wide = replace(
             widest,
@@ -70,13 +70,13 @@ def shared_methods(cache: ExportableCache, methods: Mapping[str, ProgramMethod])
 
 
 def slots_to_read(shared: ProgramMethod, end: int, compiled_for: int | None) -> int | None:
-    """How many slots a step of a shared method reads, None if it has to read all.
+    """Return how many slots a step of a shared method reads, or None if it has to read all.
 
     Args:
-        shared: See `shared_methods`.
-        end: Tokens that the longest row holds after it.
-        compiled_for: New tokens of the step, if the graph is to be compiled from it: TorchDynamo takes sizes that are
-            equal then for equal ever after.
+        shared: A method from `shared_methods`.
+        end: Length of the longest row after the step, in tokens.
+        compiled_for: Number of new tokens if this step triggers compilation, else None. The result then differs from
+            it, because TorchDynamo specialises on sizes that are equal in the first call.
     """
     most = shared.ranges[KV_SLOTS.name][1]
     if end > most:
@@ -92,22 +92,22 @@ _SLOTS = 8
 
 @torch.no_grad()
 def needs_equal_rows(model: PreTrainedModel, cache: ExportableCache) -> bool:
-    """Whether the model's own code asks its cache for one length of all rows, so that rows must hold as many tokens.
+    """Return True if the model's code assumes that all rows of the cache have the same length.
 
-    Eager steps over rows that differ are refused then. A traced step would take the first row's length for all of them,
-    silently. So one token is fed to two rows of different length, over a cache of a few slots.
+    A traced step would silently use the first row's length for every row. So this feeds one token to two rows of
+    different length over a small cache and checks if that is refused.
 
     Args:
-        model: In eval mode.
-        cache: Its cache; at one row nothing is asked.
+        model: The model, in eval mode.
+        cache: Its cache; with a batch size of 1 the answer is False.
     """
     if cache.batch_size == 1:
         return False
     if any(layer.policy.keeps_prompt for layer in cache.layers):
-        # Rows that begin later get their prompts in other pieces, of one token some of them.
+        # Rows that start later are prefilled in different chunks, some of a single token.
         return True
     if isinstance(cache, ExportableEncoderDecoderCache):
-        # The relative positions of T5's family, for one.
+        # For example, the relative positions of the T5 family use one length.
         return True
     small = ExportableCache.from_model(model, _SLOTS, 2, attn_implementation=None)
     step = ResidentModule(model, small, ProgramMethod("decode", 1, 1))
@@ -117,6 +117,6 @@ def needs_equal_rows(model: PreTrainedModel, cache: ExportableCache) -> bool:
     with attention_of(model, ATTENTION):
         try:
             step(token, torch.tensor([0, 1], device=small.device))
-        except Exception:  # `RowsDifferError`, or code of the model's own that cannot tell rows apart
+        except Exception:  # `RowsDifferError`, or model code that cannot handle rows of different length
             return True
     return False

@@ -1,4 +1,4 @@
-"""The methods of a program: which tensors each takes, and which of them serves a step."""
+"""The methods of a program: their inputs, and the choice of the method for a step."""
 
 from __future__ import annotations
 
@@ -16,46 +16,45 @@ from .spec import ProgramSpec
 
 if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
-    from .inputs.probe import Travelling
+    from .inputs.probe import ExtraFeature
     from .items import ItemFacts
 
 DEFAULT_PREFILL_CHUNK = 256
-#: Below this, attention over the slots costs too little beside the weights for a bucket of its own.
+#: Smallest length bucket, in slots. Below this, attention costs too little to be worth a method.
 SMALLEST_BUCKET = 128
 
 
-#: What is added to a position in the cache to get the rotary one, where images count as fewer positions than tokens.
+#: Offset from cache position to rotary position, for models whose images span fewer positions than tokens.
 ROPE_DELTAS = TensorSpec("rope_deltas", "int64", ("batch",))
-#: Name of the rotary positions of each token of a step, [axes, batch, length], such as time, height and width.
+#: Name of the input with the rotary positions of each token, [axes, batch, length], such as time, height and width.
 POSITIONS = "position_ids"
-#: The length that the factors of RoPE are chosen by, of models whose factors change with it, see `models.positions`.
+#: Sequence length that selects the RoPE factors, for models whose factors depend on it; see `models.positions`.
 ROPE_LENGTHS = TensorSpec("rope_lengths", "int64", ("batch",))
-#: As long as the cache is to be read, its values unread: how a compiled step is told a length that it does not guard.
+#: Dummy input whose size is the read length of the cache; compiled steps do not recompile when it changes.
 KV_SLOTS = TensorSpec("kv_slots", "bool", ("kv_slots",))
 
 
 @dataclass(frozen=True)
 class ProgramMethod:
-    """A function of a program that is called by its name, as ExecuTorch's `Method` is; not a method of a Python class.
+    """A function of a program that is called by name, like ExecuTorch's `Method`; not a method of a Python class.
 
     `ProgramMethod("prefill", 2, 256)` takes 2 to 256 new tokens per row, `ProgramMethod("decode", 1, 1)` one.
 
     Attributes:
-        name: In the program.
-        min_length: Least size named "length": fewest new tokens per row.
-        max_length: Largest size named "length": most new tokens per row.
-        kv_read_len: Serves steps that leave no row longer than this, and reads the cache no further; None for all.
-        inputs: What it takes, in order; `text_inputs` by default.
-        ranges: Least and most of every other named size but "batch".
-        scored_tokens: Gives logits after each of the last so many tokens, or all if there are fewer: [batch,
-            min(length, scored_tokens), vocab]. 0 for those after the last token alone, [batch, vocab].
-        outputs: What it gives, if that is not the logits of a step: then it takes no part in steps and has no cache.
-        multiple: What every size named "length" is a multiple of.
-        grid: The `image_grid_thw` (time, height, width, in patches) of every image it takes, where its encoder needs
-            one.
-        item: What is to be known of the items that it encodes, where it does.
-        travels: Features beside the embeddings that it takes, where there are any.
-        sees: See `ItemFacts.sees`, of the items that it takes.
+        name: Name in the program.
+        min_length: Fewest new tokens per row, the minimum of the size named "length".
+        max_length: Most new tokens per row, the maximum of the size named "length".
+        kv_read_len: Number of slots read. The method serves steps after which no row is longer; None reads all slots.
+        inputs: Input tensors in order; `text_inputs` by default.
+        ranges: Minimum and maximum of every named size except "length" and "batch".
+        scored_tokens: Number of last tokens that get logits, [batch, min(length, scored_tokens), vocab]; 0 for the last
+            token only, [batch, vocab].
+        outputs: Outputs of a method that is not a step of the decoder; such a method does not use the cache.
+        multiple: Divisor of every size named "length".
+        grid: `image_grid_thw` (time, height, width, in patches) of every image, if the encoder needs one.
+        item: Facts about the items it encodes, if it is an encoder.
+        extra_features: Features that are passed to the decoder along with the embeddings.
+        sees: `ItemFacts.sees` of the items in its input.
     """
 
     name: str
@@ -69,7 +68,7 @@ class ProgramMethod:
     grid: tuple[int, int, int] | None = None
     multiple: int = 1
     item: ItemFacts | None = None
-    travels: tuple[Travelling, ...] = ()
+    extra_features: tuple[ExtraFeature, ...] = ()
     sees: str = ""
 
     def __post_init__(self) -> None:
@@ -78,69 +77,65 @@ class ProgramMethod:
 
     @property
     def is_step(self) -> bool:
-        """Whether it feeds tokens over the cache and gives logits."""
+        """True if the method feeds tokens to the decoder and returns logits."""
         return not self.outputs
 
     @property
     def only_scores(self) -> bool:
-        """Whether it is there to score a few tokens, and others feed prompts."""
+        """True if the method only scores drafts, so that other methods feed prompts."""
         return self.scored_tokens > 0 and self.min_length > 1
 
     @property
     def takes_ids(self) -> bool:
-        """Whether its tokens come as ids; or as embeddings, or it takes none."""
+        """True if its tokens are ids; False for embeddings, or if it takes no tokens."""
         return self.inputs[0].name == "input_ids"
 
     @property
     def pads(self) -> bool:
-        """Whether a session pads its input to a multiple: text, where a sound has to come in whole frames."""
+        """True if a session pads its input to `multiple`. Only text is padded; audio must have whole frames."""
         return self.takes_ids and self.multiple > 1
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """Names of the inputs, in order."""
+        """Names of the input tensors, in order."""
         return tuple(spec.name for spec in self.inputs)
 
     @property
     def dynamic_sizes(self) -> dict[str, tuple[int, int]]:
-        """Every named size that may differ from call to call, with its range."""
+        """Named sizes that may differ between calls, with their ranges."""
         sizes = {"length": (self.min_length, self.max_length), **self.ranges}
         used = {size for spec in self.inputs for size in spec.shape}
         return {name: limits for name, limits in sizes.items() if name in used and limits[0] != limits[1]}
 
     @property
     def codebooks(self) -> int | None:
-        """Ids that it takes for each token, where these are several."""
+        """Number of ids per token, for models with several codebooks."""
         shape = self.inputs[0].shape
         return int(shape[2]) if self.takes_ids and len(shape) > 2 else None
 
     def of_codebooks(self, count: int) -> ProgramMethod:
-        """The same step for tokens of `count` ids each."""
+        """Return the step for tokens of `count` ids each."""
         if not self.is_step:
             return self
         ids = replace(self.inputs[0], shape=(*self.inputs[0].shape, count))
         return replace(self, inputs=(ids, *self.inputs[1:]))
 
     def serves(self, size: int, end: int) -> bool:
-        """Whether it takes `size` new tokens after which the longest row holds `end`."""
+        """Return True if the method takes `size` new tokens after which the longest row holds `end`."""
         in_range = self.min_length <= size <= self.max_length
         return self.is_step and in_range and (self.kv_read_len is None or end <= self.kv_read_len)
 
 
 def text_inputs(min_length: int, max_length: int) -> tuple[TensorSpec, ...]:
-    """What a text decoder takes: token ids [batch, length], and the position of each row's first [batch]."""
+    """Return the inputs of a text decoder: token ids [batch, length] and first positions [batch]."""
     length: int | str = min_length if min_length == max_length else "length"
     return TensorSpec("input_ids", "int64", ("batch", length)), TensorSpec("input_pos", "int64", ("batch",))
 
 
 def smallest_inputs(method: ProgramMethod, batch_size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Zeros of the least sizes that a method takes; and of 2, where that is 1: compiled, the two may have graphs of
-    their own.
+    """Yield zeros of the smallest sizes a method takes, and of size 2 where that is 1.
 
-    Args:
-        method: Of a program.
-        batch_size: Its rows.
-        device: Where to allocate.
+    Both are needed for warm-up, because TorchDynamo may compile separate graphs for size 1.
     """
     fixed = {"batch": batch_size, "length": method.min_length}
     choices = [{least, min(max(2, least), most)} for least, most in method.dynamic_sizes.values()]
@@ -152,14 +147,14 @@ def smallest_inputs(method: ProgramMethod, batch_size: int, device: torch.device
 
 
 def methods_for(cache: ExportableCache, spec: ProgramSpec | None = None) -> dict[str, ProgramMethod]:
-    """The methods of a text decoder over `cache`.
+    """Return the methods of a text decoder over `cache`.
 
     Args:
-        cache: Limits their lengths.
-        spec: Which methods, see `ProgramSpec`; `forward` and `split` are decided.
+        cache: The cache, whose capacity limits their lengths.
+        spec: Which methods to make; `forward` and `split` must be bools, see `ProgramSpec.decided`.
 
     Raises:
-        InputError: If `prefill_chunk`, `score_length` or a bucket is more than a row holds.
+        InputError: If `prefill_chunk`, `score_length` or a bucket exceeds the capacity of a row.
     """
     spec = ProgramSpec() if spec is None else spec
     score_length, split = spec.score_length, spec.split
@@ -168,16 +163,19 @@ def methods_for(cache: ExportableCache, spec: ProgramSpec | None = None) -> dict
     if split and prefill_chunk > 1:
         methods.append(ProgramMethod("prefill", 2, prefill_chunk))
     if spec.forward or not split:
-        # Logits of a few tokens more cost it little; a method more costs a runtime that packs weights all of them.
+        # `forward` also scores drafts, because a second method would make runtimes that pack weights hold them twice.
         methods.append(ProgramMethod("forward", 1, prefill_chunk, scored_tokens=min(score_length, prefill_chunk)))
     if cache.max_length is not None and score_length > cache.max_length:
-        raise InputError(f"score_length is {score_length}, a row holds {cache.max_length} tokens; pass at most that")
+        raise InputError(
+            f"score_length must be at most {cache.max_length}, the tokens a row holds, got {score_length}; lower it or "
+            "raise max_cache_len"
+        )
     if score_length and not spec.forward:
         methods.append(ProgramMethod("score", 2, score_length, scored_tokens=score_length))
     for bucket in spec.buckets:
         if cache.max_length is not None and bucket > cache.max_length:
             raise InputError(
-                f"a length bucket is {bucket}, a row holds {cache.max_length} tokens; pass buckets below that, or none"
+                f"buckets must be at most {cache.max_length}, the tokens a row holds, got {bucket}; remove it"
             )
         methods.append(ProgramMethod(f"decode_{bucket}", 1, 1, bucket))
         if prefill_chunk > 1 and bucket > 1:
@@ -189,39 +187,38 @@ def methods_for(cache: ExportableCache, spec: ProgramSpec | None = None) -> dict
 
 
 def checked_prefill_chunk(cache: ExportableCache, prefill_chunk: int | None) -> int:
-    """The longest chunk of a prompt: the given one, or the default.
+    """Return the longest chunk of a prompt: the given one, or the default.
 
     Raises:
-        InputError: If it is not positive or exceeds what the cache holds, or the model cannot do with so few.
+        InputError: If it is not positive, exceeds the capacity of the cache, or is too small for the model.
     """
     limit = cache.max_length
     if prefill_chunk is None:
         return DEFAULT_PREFILL_CHUNK if limit is None else min(DEFAULT_PREFILL_CHUNK, limit)
     if prefill_chunk < 1 or (limit is not None and prefill_chunk > limit):
         allowed = "at least 1" if limit is None else f"1 to {limit}, the tokens the cache holds"
-        raise InputError(f"prefill_chunk is {prefill_chunk}; it must be {allowed}")
+        raise InputError(f"prefill_chunk must be {allowed}, got {prefill_chunk}")
     if prefill_chunk < 3 and any(layer.policy.keeps_prompt for layer in cache.layers):
         raise InputError(
-            f"prefill_chunk is {prefill_chunk}; this model keeps its prompt whole, and a step of one token ends it, so "
-            "it must be at least 3"
+            f"prefill_chunk must be at least 3 for a model that keeps its whole prompt, got {prefill_chunk}; raise it"
         )
     return prefill_chunk
 
 
 def length_buckets(cache: ExportableCache, smallest: int = SMALLEST_BUCKET) -> list[int]:
-    """Powers of two from `smallest` up to below the most slots that a layer of `cache` has."""
+    """Return the powers of two from `smallest` to below the largest capacity of a layer of `cache`."""
     most = max(layer.capacity or 0 for layer in cache.layers if layer.follows_decoder)
     return [2**power for power in range(math.ceil(math.log2(smallest)), 63) if 2**power < most]
 
 
 def method_for(methods: Mapping[str, ProgramMethod], size: int, end: int, scores: bool = False) -> str:
-    """Name of the method that serves a step at the least cost: of those that can, the one that reads and takes least.
+    """Return the name of the cheapest method that serves a step: the one with the shortest read and input length.
 
     Args:
-        methods: Of a program, by name.
+        methods: The program's methods, by name.
         size: New tokens per row.
-        end: Tokens that the longest row holds after the step.
-        scores: Whether logits after every token are wanted.
+        end: Length of the longest row after the step, in tokens.
+        scores: True if logits of every new token are needed.
     """
     able = [
         method
@@ -234,13 +231,16 @@ def method_for(methods: Mapping[str, ProgramMethod], size: int, end: int, scores
 def chunk_sizes(
     methods: Mapping[str, ProgramMethod], length: int, keeps_prompt: bool = False, most: int | None = None
 ) -> list[int]:
-    """How many tokens of a prompt of `length` go through each step.
+    """Return the sizes of the steps that prefill a prompt of `length` tokens.
 
-    Long prompts go through in chunks of the longest method; what is left and too short for any goes token by token.
+    Long prompts are split into chunks of the longest method. A rest that is too short for any method is fed token by
+    token.
 
     Args:
-        keeps_prompt: Whether a token that comes alone ends the prompt, see `SlotPolicy.keeps_prompt`.
-        most: Longest chunk to use, where a method takes one so short; None for the methods' own.
+        methods: The program's methods, by name.
+        length: Tokens of the prompt.
+        keeps_prompt: True if a step of one token ends the prompt, see `SlotPolicy.keeps_prompt`.
+        most: Longest chunk to use if a method takes chunks that short; None for the methods' maximum.
     """
     anywhere = [
         method
@@ -253,7 +253,7 @@ def chunk_sizes(
     whole, rest = divmod(length, longest)
     chunks = [longest] * whole
     if rest == 1 and whole and keeps_prompt and any(method.serves(2, length) for method in anywhere):
-        # Of 3 tokens at least, see `checked_prefill_chunk`.
+        # A chunk has at least 3 tokens, see `checked_prefill_chunk`.
         return [*chunks[1:], longest - 1, 2]
     if rest:
         chunks += [rest] if any(method.serves(rest, length) for method in anywhere) else [1] * rest

@@ -28,7 +28,7 @@ from ..models.positions import check_rope, rope_rule
 from ..models.scans import longest_step
 from .inputs.cross_items import CrossModality, cross_methods, without_items
 from .inputs.encoder_decoder import EncodeModule, decoder_arguments, seq2seq_methods
-from .inputs.front import travelling_beside
+from .inputs.front import passing_extra_features
 from .inputs.image_masks import image_masks
 from .inputs.modality import EmbedModule
 from .inputs.multimodal import multimodal_methods
@@ -36,7 +36,7 @@ from .items import ITEM_STATES, ITEMS_SEEN
 from .last_token import choose_last_token_early
 from .methods import KV_SLOTS, ROPE_LENGTHS, checked_prefill_chunk, methods_for
 from .spec import Form, Logits, ProgramSpec
-from .tracing import told_by
+from .tracing import describe_trace_error
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -49,23 +49,23 @@ if TYPE_CHECKING:
 
 
 def takes_positions(model: PreTrainedModel, name: str = "position_ids") -> bool:
-    """Whether positions are handed to the model explicitly, as argument `name`. Without them some count from 0 in every
-    call (Bamba).
+    """Return True if the model takes positions as argument `name`, so that they are passed explicitly.
 
-    The RoBERTa family counts from its padding index, and some models take none: those ask the cache.
+    Without them some models count from 0 in every call (Bamba). The RoBERTa family counts from its padding index, so it
+    derives positions from the cache length instead.
     """
     own_rule = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
     return name in inspect.signature(model.forward).parameters and not own_rule
 
 
 class ProgramModule(nn.Module):
-    """One method over a cache; `forward` takes the method's inputs, by name or in order. See the two forms below.
+    """Base class of a method over a cache; `forward` takes the method's inputs, by name or in order.
 
     Args:
         model: The model.
         cache: Its cache.
-        method: Which inputs to take.
-        logits: Which logits to give.
+        method: The method, which determines the inputs.
+        logits: Which logits to return.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ProgramModule(nn.Module):
         self.logits = Logits.ALL if method.only_scores else logits
         self.scored = method.scored_tokens if self.logits is Logits.LAST else 0
         name_forward(self, (*method.input_names, *self.further_arguments))
-        # Most models can leave out the head's work for all but the last token; the others are sliced after it.
+        # Most models can compute the head for the last token only; logits of the others are sliced.
         parameters = inspect.signature(model.forward).parameters
         self.keeps_last = self.logits is Logits.LAST and "logits_to_keep" in parameters
         self.positions_name = (
@@ -90,7 +90,7 @@ class ProgramModule(nn.Module):
         self.takes_positions = takes_positions(model, self.positions_name)
         self.has_changing_rope = rope_rule(model) is not None
 
-    #: What `forward` takes after the method's inputs.
+    #: Arguments of `forward` after the method's inputs.
     further_arguments: ClassVar[tuple[str, ...]] = ()
 
     def run(
@@ -101,15 +101,21 @@ class ProgramModule(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         **further: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [batch, vocab] or [batch, length, vocab] of tokens at `input_pos` [batch], or of the last few, see
-        `ProgramMethod.scored_tokens`.
+        """Compute the logits of new tokens.
 
-        They come as `input_ids` [batch, length], of several codebooks [batch, length, codebooks] with logits of each
-        where the model gives them, [batch, codebooks, vocab], or as `inputs_embeds` [batch, length, hidden_size], wider
-        where features for further layers go with them (`multimodal.deepstack`). Their rotary positions are those in the
-        cache, or `rope_deltas` [batch] more, or `position_ids` [3, batch, length]. Tokens of one number in `image_ids`
-        [batch, length] see each other; -1 is text. Where the factors of RoPE change with the length, they are chosen by
-        `rope_lengths` [batch], or are those of short sequences.
+        Args:
+            cache: The state before the step.
+            input_pos: int64 [batch], cache position of each row's first token.
+            input_ids: int64 [batch, length], or [batch, length, codebooks].
+            inputs_embeds: [batch, length, hidden_size] instead of ids; wider if it includes extra features.
+            **further: Optional inputs of the method. `rope_deltas` [batch] is added to cache positions to give rotary
+                ones; `position_ids` [axes, batch, length] replaces them. Tokens with the same index in `image_ids`
+                [batch, length] attend to each other, -1 is text. `rope_lengths` [batch] selects RoPE factors that
+                depend on the length; without it those of short sequences are used.
+
+        Returns:
+            [batch, vocab], [batch, length, vocab], or those of the last tokens, see `ProgramMethod.scored_tokens`;
+            [batch, codebooks, vocab] for models with codebooks.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         assert tokens is not None
@@ -139,7 +145,7 @@ class ProgramModule(nn.Module):
         with longest_step(self.method.max_length), short_masks():
             kept = {"logits_to_keep": self._kept(tokens)} if self.keeps_last else {}
             rope = rope_by(rope_lengths) if self.has_changing_rope else nullcontext()
-            with travelling_beside(self.model, self.method.travels, options), rope:
+            with passing_extra_features(self.model, self.method.extra_features, options), rope:
                 logits = self.model(use_cache=True, **options, **kept).logits
         if self.codebooks is not None:
             logits = self.codebooks.given(logits)
@@ -148,7 +154,7 @@ class ProgramModule(nn.Module):
         return logits[:, -1] if self.logits is Logits.LAST else logits
 
     def _kept(self, tokens: torch.Tensor) -> int | torch.Tensor:
-        """Which tokens logits are wanted of, as `logits_to_keep` takes it: how many of the last, or their indices."""
+        """Return `logits_to_keep`: 1 for the last token, or the indices of the scored tokens."""
         if not self.scored:
             return 1
         length = tokens.shape[1]
@@ -157,9 +163,9 @@ class ProgramModule(nn.Module):
 
 
 class ResidentModule(ProgramModule):
-    """The cache tensors are buffers, mutated in place. Positions are an input, so the length is no state.
+    """A method whose cache tensors are buffers, mutated in place. Positions are an input, so the length is not state.
 
-    Position 0 starts a sequence anew without touching the buffers, and an earlier position takes tokens back.
+    Position 0 starts a new sequence without clearing the buffers; an earlier position discards the tokens after it.
     """
 
     def __init__(
@@ -174,13 +180,14 @@ class ResidentModule(ProgramModule):
                 self.register_buffer(self.state_buffers[name], tensor, persistent=False)
 
     def call(self, **inputs: torch.Tensor) -> torch.Tensor:
-        """
+        """Run one step and update the buffers.
+
         Args:
-            **inputs: The method's, such as input_ids int64 [batch, length] and input_pos int64 [batch], the position of
-                each row's first token.
+            **inputs: The method's inputs, such as input_ids int64 [batch, length] and input_pos int64 [batch], the
+                position of each row's first token.
 
         Returns:
-            Logits [batch, vocab], or [batch, length, vocab] if all were asked for.
+            Logits [batch, vocab], or [batch, length, vocab] for `Logits.ALL`.
         """
         tensors = {name: getattr(self, buffer) for name, buffer in self.state_buffers.items()}
         slots = inputs.pop(KV_SLOTS.name, None)
@@ -202,15 +209,16 @@ class ResidentModule(ProgramModule):
 
 
 class ExplicitModule(ProgramModule):
-    """The cache is an input and an output, in its registered pytree form; no input is mutated."""
+    """A method that takes and returns the cache, in its registered pytree form; no input is mutated."""
 
     further_arguments = ("cache",)
 
     def call(self, cache: ExportableCache, **inputs: torch.Tensor) -> tuple[torch.Tensor, ExportableCache]:
-        """
+        """Run one step and return the new state.
+
         Args:
-            cache: State before the step; the lengths inside are not read.
-            **inputs: See `ResidentModule`.
+            cache: State before the step; its lengths are not read.
+            **inputs: See `ResidentModule.call`.
 
         Returns:
             Logits as in `ResidentModule`, and the cache after the step.
@@ -223,16 +231,16 @@ class ExplicitModule(ProgramModule):
 
 
 def program_methods(model: PreTrainedModel, cache: ExportableCache, spec: ProgramSpec) -> dict[str, ProgramMethod]:
-    """The methods of a program over `cache`: of a text decoder, or of an encoder and its decoder.
+    """Return the methods of a program over `cache`, for a text decoder or an encoder-decoder.
 
     Args:
-        model: Which may take several ids for each token.
-        cache: In the layout of the target.
-        spec: Of the program, decided for this cache.
+        model: The model.
+        cache: The cache, in the layout of the target.
+        spec: The program's spec, after `ProgramSpec.decided`.
 
     Raises:
-        InputError: If a length is more than the cache holds, or an encoder-decoder is asked for what it does not have.
-        UnsupportedModelError: If rows get past a change of its RoPE's factors, and it is of code that does not follow.
+        InputError: If a length exceeds the capacity of the cache, or an encoder-decoder lacks what the spec asks for.
+        UnsupportedModelError: If RoPE factors change within the capacity and the model's code cannot switch them.
     """
     methods, codebooks, rule = _program_methods(cache, spec), codebooks_of(model.config), rope_rule(model)
     if codebooks is not None:
@@ -256,24 +264,24 @@ def _program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, Pro
         return multimodal_methods(methods, spec.modalities) if spec.modalities else methods
     if spec.modalities:
         raise InputError(
-            f"modalities are {', '.join(m.kind for m in spec.modalities)}; an encoder-decoder's go through encode: "
-            "leave them out"
+            f"modalities must be empty for an encoder-decoder, whose input goes through encode, got "
+            f"{', '.join(m.kind for m in spec.modalities)}; leave them out"
         )
     if spec.score_length:
-        raise InputError(f"score_length is {spec.score_length}; drafts are scored by text decoders only: leave it out")
+        raise InputError(f"score_length must be 0 for an encoder-decoder, got {spec.score_length}; leave it out")
     if spec.forward:
-        raise InputError("a method 'forward' feeds a text decoder; an encoder-decoder has none: export without it")
+        raise InputError("forward must be False for an encoder-decoder, got True; leave it out")
     return seq2seq_methods(cache, spec)
 
 
 def front_module(
     model: PreTrainedModel, cache: ExportableCache, method: ProgramMethod, modalities: Sequence[Modality]
 ) -> nn.Module:
-    """The module of a method that is no step: an encoder, or the embedding table."""
+    """Return the module of a method that is not a decoder step: an encoder, or the embedding table."""
     if method.name == "embed":
         size = method.outputs[0].shape[-1]
         assert isinstance(size, int)
-        return EmbedModule(model, size, modalities[0].travels)
+        return EmbedModule(model, size, modalities[0].extra_features)
     for modality in modalities:
         if method.name == modality.method.name:
             return modality.module(model)
@@ -281,7 +289,7 @@ def front_module(
 
 
 def _encoder_of(cache: ExportableCache) -> Encoder:
-    """Return the encoder that the cache of an encoder-decoder knows."""
+    """Return the encoder stored in the cache of an encoder-decoder."""
     assert isinstance(cache, ExportableEncoderDecoderCache)
     assert cache.encoder is not None
     return cache.encoder
@@ -292,12 +300,11 @@ class Program:
 
     Args:
         model: A transformers causal LM, in eval mode.
-        cache: Its cache. The exported programs start from zeros, whatever it holds.
-        spec: What the program is to be.
+        cache: Its cache. Exported programs start from zeros, so its contents do not matter.
+        spec: Which methods to make and how; the defaults of `ProgramSpec` if None.
 
     Raises:
-        InputError: If the model is in training mode, or the cache does not hold what the spec asks for, or is part of a
-            cache.
+        InputError: If the model is in training mode, or the cache is too small for the spec, offloaded, or split.
     """
 
     def __init__(self, model: PreTrainedModel, cache: ExportableCache, spec: ProgramSpec | None = None) -> None:
@@ -314,11 +321,11 @@ class Program:
         self.experts = spec.experts
         self.modalities = spec.modalities
         check_rope(model, cache.max_length, spec.takes_lengths)
-        # Before the model is run to adapt the cache to it.
+        # Checked first, because adapting the cache may run the model.
         checked_prefill_chunk(cache, spec.prefill_chunk)
         if not any(isinstance(modality, CrossModality) for modality in self.modalities):
             cache = without_items(cache)
-        # A target's own operators know causal attention, not images that see themselves.
+        # A target's operators support causal attention only, not images whose tokens see each other.
         if spec.adapt is not None and not any(modality.facts.sees for modality in self.modalities):
             cache = spec.adapt(model, cache)
         self.methods = program_methods(model, cache, spec.decided(cache))
@@ -334,16 +341,15 @@ class Program:
 
     @property
     def batch_size(self) -> int:
-        """Rows."""
+        """Batch size."""
         return self.cache.batch_size
 
     def example_inputs(self, method: ProgramMethod) -> tuple:
-        """Inputs of the right shapes for one method; of an explicit program also the cache."""
+        """Return example inputs of one method for tracing; those of an explicit program include the cache."""
         sizes = {"batch": self.batch_size}
         for name, (least, most) in method.dynamic_sizes.items():
-            # Away from both ends of the range, so that no bound is taken for the size itself.
-            # An encoder may shorten its input so much that little more than the least gives a single position, which is
-            # a size of its own.
+            # Away from both ends, because torch.export specialises on sizes at a bound. Encoders get a middle size,
+            # because they may shorten their input to a single position otherwise.
             further = 5 if method.is_step else (most - least) // 2
             sizes[name] = min(max(2, least, min(most - 1, least + further)), most)
         if "length" in sizes:
@@ -358,17 +364,17 @@ class Program:
         )
         if self.form is Form.RESIDENT or not method.is_step:
             return inputs
-        # The example is pickled with the program, and read back only if torch knows all it refers to.
+        # A plain cache, because the example is pickled with the program and must only refer to registered types.
         return (*inputs, type(self.cache).from_layers(self.cache.layers))
 
     def export(self, name: str, strict: bool = False) -> ExportedProgram:
-        """Trace one method with torch.export; sizes that the method has a range for are dynamic.
+        """Trace one method with torch.export; sizes for which the method has a range are dynamic.
 
-        Where the model's code holds from some length on only, the method's `min_length` is raised to it.
+        If the model's code only works from some length on, the method's `min_length` is raised to it.
 
         Args:
-            name: Of the method.
-            strict: Trace through TorchDynamo instead of running the Python code.
+            name: Name of the method.
+            strict: Trace with TorchDynamo instead of running the Python code.
 
         Raises:
             UnsupportedModelError: If the model's code cannot be traced.
@@ -387,7 +393,7 @@ class Program:
             if named:
                 dynamic[example] = named
         with torch.no_grad(), attention_of(self.model, self.attention, self.experts):
-            # The range starts at 2 while strides are compared for every length: such guards become runtime asserts.
+            # Strides are compared for every length although the range starts at 2, so guards become runtime asserts.
             try:
                 program = torch.export.export(
                     self.modules[name],
@@ -402,19 +408,17 @@ class Program:
             except Exception as error:  # any model code runs here, under any of the tracer's own errors
                 least = _least_length(error)
                 if least is not None and 1 < method.min_length < least < method.max_length:
-                    # Some code compares the length with a kernel or a small constant; shorter chunks go token by token.
+                    # Some code compares the length with a kernel size; shorter chunks are fed token by token.
                     self.methods[name] = replace(method, min_length=least)
                     return self.export(name, strict)
                 raise UnsupportedModelError(
-                    f"{type(self.model).__name__} cannot be traced ({name}: {told_by(error)}); "
+                    f"{type(self.model).__name__} cannot be traced ({name}: {describe_trace_error(error)}); "
                     "run it in a session, Session.from_model, instead of exporting it"
                 ) from error
 
 
 def _least_length(error: Exception) -> int | None:
-    """The lower bound of the length that torch.export suggests or has found in a constraint violation, None if there is
-    none.
-    """
+    """Return the minimum length that a constraint violation of torch.export suggests, or None."""
     found = re.search(
         r"^\s*length = Dim\('length', min=(\d+)|range \d+ <= length <= \d+ satisfy the generated guard (\d+) <= L\[",
         str(error),

@@ -1,4 +1,4 @@
-"""What a program is to be: its methods, its form of state, and what a target asks of the model.
+"""The spec of a program: its methods, where its state lives, and what a target requires of the model.
 
 Importing this module imports no torch: the command line makes its options from the fields.
 """
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class Form(str, Enum):
-    """Where a program keeps its cache."""
+    """Location of a program's cache."""
 
     RESIDENT = "resident"  # buffers of the module, mutated in place
     EXPLICIT = "explicit"  # a graph input and output, nothing mutated
 
 
 class Logits(str, Enum):
-    """Which logits a program returns."""
+    """Selection of the logits that a program returns."""
 
     LAST = "last"  # [batch, vocab], of each row's last token
     ALL = "all"  # [batch, length, vocab]
@@ -36,30 +36,31 @@ class Logits(str, Enum):
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """What a program is to be: `ProgramSpec(prefill_chunk=128)` takes prompts in chunks of up to 128 tokens.
+    """The methods of a program and how they are traced.
+
+    `ProgramSpec(prefill_chunk=128)` takes prompts in chunks of up to 128 tokens.
 
     Attributes:
-        prefill_chunk: Longest chunk of a prompt; longer prompts go through in several. `DEFAULT_PREFILL_CHUNK`, or
-            what the cache holds, by default. At 1 there is no prefill.
-        score_length: Have a method `score` that takes 2 up to this many tokens and gives logits after each, as
-            speculative decoding needs; 0 for none.
-        buckets: Read lengths that get methods of their own, `decode_128` and `prefill_128` for 128; see
+        prefill_chunk: Longest chunk of a prompt; longer prompts take several steps. By default `DEFAULT_PREFILL_CHUNK`,
+            or the capacity if that is less. At 1 there is no prefill method.
+        score_length: If not 0, add a method `score` that takes 2 to this many tokens and returns logits after each, for
+            speculative decoding.
+        buckets: Read lengths with methods of their own, such as `decode_128` and `prefill_128`; see
             `methods.length_buckets`.
-        forward: Have a method `forward` that takes any length from 1 on; or what decides it, given the adapted cache.
-        split: Have the methods `decode`, of one token, and `prefill`, of several; or what decides it. Without them
-            `forward` serves every step.
+        forward: If True, add a method `forward` that takes one or more tokens; or a function of the adapted cache.
+        split: If True, add the methods `decode` for one token and `prefill` for several; or a function of the adapted
+            cache. Without them `forward` serves every step.
         form: Where the state lives.
         logits: Which logits to return.
-        modalities: What is fed beside text.
-        attention: Name of one of our attention functions; None for the one that runs anywhere.
-        experts: Experts implementation for models that have experts, or None to leave it.
-        takes_lengths: Hand each step the lengths that RoPE's factors are chosen by, where these change before the cache
-            is full. Only sessions of this package give them.
-        adapt: Puts the layers into another layout, that of a target's own operators: `(model, cache) -> cache`.
+        modalities: Inputs other than text.
+        attention: Name of an attention function of this package; None for the portable one.
+        experts: Implementation of experts for MoE models; None keeps the model's.
+        takes_lengths: If True, each step takes the lengths that select RoPE factors, if these change within the
+            capacity. Only sessions of this package provide them.
+        adapt: Function `(model, cache) -> cache` that converts layers to the layout of a target's operators.
 
     Raises:
-        InputError: If a length is out of range, or a name is unknown. What the cache has to hold is checked with the
-            cache.
+        InputError: If a length is out of range, or a name is unknown. Limits of the cache are checked by `Program`.
     """
 
     prefill_chunk: int | None = setting(
@@ -87,24 +88,22 @@ class ProgramSpec:
         check_settings(self)
         length = self.score_length
         if not isinstance(length, int) or isinstance(length, bool) or length == 1 or length < 0:
-            raise InputError(f"score_length is {length!r}; it must be an int of at least 2, or 0 for no such method")
+            raise InputError(f"score_length must be an int of at least 2, or 0 for no such method, got {length!r}")
         if isinstance(self.buckets, (str, int)) or not isinstance(self.buckets, Sequence):
-            raise InputError(
-                f"buckets is {self.buckets!r}; it must be a list of ints of at least 1, such as [128, 512]"
-            )
+            raise InputError(f"buckets must be a list of ints of at least 1, such as [128, 512], got {self.buckets!r}")
         for bucket in self.buckets:
             check_count("a length bucket", bucket)
         for name, members in (("form", Form), ("logits", Logits)):
             value = getattr(self, name)
             if value not in tuple(members):
-                raise InputError(f"{name} is {value!r}; it must be one of {', '.join(one.value for one in members)}")
+                raise InputError(f"{name} must be one of {', '.join(one.value for one in members)}, got {value!r}")
             object.__setattr__(self, name, members(value))
         object.__setattr__(self, "buckets", tuple(self.buckets))
         object.__setattr__(self, "modalities", tuple(self.modalities))
 
     def decided(self, cache: ExportableCache) -> ProgramSpec:
-        """The same with `forward` and `split` decided for a cache, which is in the target's layout already."""
-        # Embeddings are fed through the prefill: it stays a method of its own with them.
+        """Return this spec with `forward` and `split` evaluated for a cache in the target's layout."""
+        # Embeddings are fed by the prefill method, so it must exist.
         forward = self.forward(cache) and not self.modalities if callable(self.forward) else self.forward
         split = self.split(cache) or bool(self.modalities) if callable(self.split) else self.split
         return replace(self, forward=forward, split=split)

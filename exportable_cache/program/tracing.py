@@ -1,4 +1,4 @@
-"""What the errors of tracers and compilers say of a model, in the words of the mechanism."""
+"""Descriptions of errors that tracers and compilers raise for a model."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import re
 
 from ..errors import first_line
 
-#: What errors of tracers and compilers say that a model's code does: pattern -> mechanism.
+#: Pattern in an error of a tracer or compiler -> what the model's code does.
 _MECHANISMS = {
-    r"[Dd]ata.?[Dd]ependent": "a size or a choice depends on what tensors hold",
-    r"Constraints violated|Specializations unexpectedly required": "the code takes other ways for other lengths",
+    r"[Dd]ata.?[Dd]ependent": "a size or a branch depends on the values of tensors",
+    r"Constraints violated|Specializations unexpectedly required": "the code branches on the length",
 }
 
 
-def told_by(error: BaseException) -> str:
-    """What somebody's tracer or compiler says of a model: the mechanism that it lacks where that is known, then its own
-    words.
-    """
+def describe_trace_error(error: BaseException) -> str:
+    """Return the first line of an error of a tracer or compiler, preceded by its cause if that is known."""
     words = f"{type(error).__name__}: {first_line(error)}"
     mechanism = next((mechanism for pattern, mechanism in _MECHANISMS.items() if re.search(pattern, words)), None)
     return words if mechanism is None else f"{mechanism}, {words}"

@@ -117,7 +117,7 @@ def mechanism_of(modality: Modality) -> str:
     found = ["cross-attention" if modality.facts.tiles else "places"]
     if modality.facts.fixed:
         found.append("sizes")
-    if modality.travels:
+    if modality.extra_features:
         found.append("features beside")
     if modality.facts.positions:
         found.append(f"{len(modality.facts.positions)} axes")

@@ -34,7 +34,7 @@ MECHANISMS = {
 #: Refused, and what the reason must say.
 REFUSED = {
     ("hunyuan_vl", "image"): "the positions of its tokens depend on more than where an item starts",
-    ("blip", "image"): "names no token that stands for image",
+    ("blip", "image"): "has no placeholder token for image",
 }
 
 
@@ -77,7 +77,7 @@ def test_a_model_in_half_precision_is_understood_alike() -> None:
     example = item(model, "image")
     (whole,) = modalities_of(model, {"image": example})
     (half,) = modalities_of(model.to(torch.bfloat16), {"image": example})
-    assert half.dtype == "bfloat16" and half.facts == whole.facts and half.travels == whole.travels
+    assert half.dtype == "bfloat16" and half.facts == whole.facts and half.extra_features == whole.extra_features
 
 
 @torch.no_grad()
@@ -108,7 +108,7 @@ def test_the_page_is_gone_on_from(tmp_path: Path) -> None:
     write_media_table(tmp_path / "results", page)
     assert json.loads((tmp_path / "results" / "blip.json").read_text()) == here
     written, kept = page.read_text(), json.loads(DOCUMENT.with_suffix(".json").read_text())
-    assert "Wrong: 1." in written and "names no token that stands for" in written
+    assert "Wrong: 1." in written and "has no placeholder token for" in written
     assert json.loads(page.with_suffix(".json").read_text()) == {**kept, "blip": here}
 
 

@@ -19,7 +19,7 @@ from ...generation.choosing_steps import Choice, of_step
 from ...program.lengths import shared_methods, slots_to_read
 from ...program.program import ResidentModule, front_module, program_methods
 from ...program.spec import ProgramSpec
-from ...program.tracing import told_by
+from ...program.tracing import describe_trace_error
 from .background import background_compiler
 from .compile import CompileOptions, Step, StepCompiler, marked
 from .graphs import Graph, OutdatedGraph, choice_graph, choosing
@@ -95,7 +95,9 @@ class ModuleRunner:
         self._as_they_are = {
             name
             for name, method in self.methods.items()
-            if method.item is not None or method.travels or (name == "embed" and self.modules[name].travels)
+            if method.item is not None
+            or method.extra_features
+            or (name == "embed" and self.modules[name].extra_features)
         }
 
     @property
@@ -366,5 +368,6 @@ def _raised(method: ProgramMethod, error: Exception) -> ProgramMethod:
         if method.min_length < least <= min(LONGEST_LEAST, method.max_length):
             return replace(method, min_length=least)
     raise UnsupportedModelError(
-        f"{method.name} cannot be compiled into one graph ({told_by(error)}); run the session without compile=True"
+        f"{method.name} cannot be compiled into one graph ({describe_trace_error(error)}); run the session without "
+        "compile=True"
     ) from error

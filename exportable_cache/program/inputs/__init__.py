@@ -1,1 +1,1 @@
-"""What methods take beside text: encoders, images, sound."""
+"""Inputs of methods other than text: encoder inputs, images, video and audio."""

@@ -1,7 +1,7 @@
-"""Pictures that layers of cross-attention see, between a decoder's layers of self-attention (Llama 3.2 Vision).
+"""Images that are attended to by cross-attention layers inside the decoder (Llama 3.2 Vision).
 
-An encoder makes a picture into states, of which these layers keep keys and values for all steps that follow. The first
-step of a prompt with pictures takes the states of all that are held; every step is told which of them each token sees.
+An encoder turns an image into states, and the cross-attention layers cache keys and values of these. The first step of
+a prompt with images takes the states of all cached images. Every step takes a mask of the tiles that each token sees.
 """
 
 from __future__ import annotations
@@ -36,47 +36,48 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CrossModality(Modality):
-    """Pictures, each of which stands behind one placeholder in a prompt.
+    """Images for cross-attention, each with one placeholder token in a prompt.
 
     Attributes:
-        slots: Of one picture in a layer of cross-attention.
+        slots: Slots of one image in a cross-attention layer.
     """
 
     slots: int = 0
 
     @property
     def method(self) -> ProgramMethod:
-        """`encode_image`: one picture to states [slots, hidden_size]."""
+        """The method `encode_image`, from one image to states [slots, hidden_size]."""
         states = TensorSpec(f"{self.kind}_states", self.dtype, (self.slots, self.hidden_size))
         return ProgramMethod(f"encode_{self.kind}", 1, 1, inputs=self.inputs, outputs=(states,), item=self.facts)
 
     def module(self, model: PreTrainedModel) -> nn.Module:
+        """Return the module that runs `method`."""
         return ItemStatesModule(model, self)
 
 
 class ItemStatesModule(nn.Module):
-    """The method of a `CrossModality`: its encoder and the projector."""
+    """Module of a `CrossModality`: the encoder and the projector."""
 
     def __init__(self, model: PreTrainedModel, modality: CrossModality) -> None:
         super().__init__()
-        # All of it: programs that are packaged together share weights by their names in the whole model.
+        # The whole model, because programs that are packaged together share weights by name.
         self.model = model
         name_forward(self, tuple(spec.name for spec in modality.inputs))
 
     def call(self, **item: torch.Tensor) -> tuple[torch.Tensor]:
-        """States [slots, hidden_size] of one picture."""
+        """Return the states [slots, hidden_size] of one image."""
         return (_states(self.model, item),)
 
 
 def cross_methods(
     methods: Mapping[str, ProgramMethod], modality: CrossModality, cache: ExportableCache
 ) -> dict[str, ProgramMethod]:
-    """`encode_image`, and a `prefill_items` for each prefill, beside the text methods, which are told what tokens see.
+    """Return the text methods with the input `ITEMS_SEEN`, `encode_image`, and a `prefill_items` for each prefill.
 
     Args:
-        methods: Of the text decoder.
-        modality: The pictures.
-        cache: Whose layers keep them.
+        methods: Methods of the text decoder.
+        modality: The images.
+        cache: The cache with cross-attention layers.
     """
     policy = next(layer.policy for layer in cache.layers if isinstance(layer.policy, ItemsPolicy))
     size = ("batch", policy.items * policy.item_slots, modality.hidden_size)
@@ -98,23 +99,23 @@ def cross_methods(
 
 
 def without_items(cache: ExportableCache) -> ExportableCache:
-    """The cache of a program that takes no pictures, whose steps leave out layers of cross-attention to them."""
+    """Return the cache without layers for images, for a program that skips their cross-attention."""
     if not any(isinstance(layer, ItemsLayer) for layer in cache.layers):
         return cache
     return type(cache)([CacheLayer(NoPolicy()) if isinstance(layer, ItemsLayer) else layer for layer in cache.layers])
 
 
 def cross_modality(model: PreTrainedModel, kind: str, given: Mapping[str, Any] | None) -> CrossModality:
-    """Pictures of a model that has layers of cross-attention, from running its encoder on random ones.
+    """Find the image inputs of a model with cross-attention layers by running its encoder on random images.
 
     Args:
-        model: In eager attention.
-        kind: `image`.
-        given: What its processor gives for one picture; made from its config where that is None.
+        model: The model, with eager attention.
+        kind: Must be `image`.
+        given: Output of its processor for one image; if None, it is made from the config.
 
     Raises:
-        InputError: If it takes no such items.
-        UnsupportedModelError: If it does more with them than is known here.
+        InputError: If `kind` is not `image`.
+        UnsupportedModelError: If the model processes images in an unknown way.
     """
     if kind != IMAGE:
         raise InputError(f"{model.config.model_type!r} takes no {kind}; leave it out of modalities")
@@ -134,17 +135,17 @@ def cross_modality(model: PreTrainedModel, kind: str, given: Mapping[str, Any] |
     except Exception as error:  # any model's code runs here
         raise not_understood(model, kind, error) from error
     slots, tiles = item_slots_of(model.config), tiles_of(model.config)
-    refuse = f"{model.config.model_type!r} does more with {kind} than a program knows: "
+    refuse = f"{model.config.model_type!r} processes {kind} in a way that is not supported: "
     if known.found or pair is None or states[0].shape[0] != slots:
         raise UnsupportedModelError(
-            f"{refuse}{list(states[0].shape)} states of a picture, {slots} slots; leave out modalities"
+            f"{refuse}an image has states {list(states[0].shape)} for {slots} slots; leave out modalities"
         )
     if not alike(_states(model, pair).float(), torch.cat(states).float(), model.dtype):
-        raise UnsupportedModelError(f"{refuse}states of one depend on the other; leave out modalities")
+        raise UnsupportedModelError(f"{refuse}the states of one image depend on another; leave out modalities")
     _check_masks(model, tiles, slots, refuse)
     name = str(model.dtype).removeprefix("torch.")
     dtypes = {key: str(one.dtype).removeprefix("torch.") for key, one in counted.items()} | dict.fromkeys(floats, name)
-    # Nothing was asked of its numbers: tables are looked up by them, so that one program serves all.
+    # Integers are inputs too, because the encoder only uses them as table indices.
     inputs = tuple(TensorSpec(key, dtypes[key], tuple(one.shape)) for key, one in (*floats.items(), *counted.items()))
     facts = ItemFacts(placeholders_of(model.config, kind)[0], tiles=tiles)
     return CrossModality(kind, inputs, 1, states[0].shape[1], name, facts, slots=slots)
@@ -169,16 +170,16 @@ def _example(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _check_masks(model: PreTrainedModel, tiles: int, slots: int, refuse: str) -> None:
-    """What the decoder is told of a step is what the model's own code makes of a processor's mask."""
+    """Check that `ITEMS_SEEN` gives the same masks as the model computes from the processor's mask."""
     seen = torch.zeros(1, 3, 2, tiles, dtype=torch.int64, device=model.device)
     seen[0, 1, 0], seen[0, 2, 1, 0] = 1, 1
     flat = seen.flatten(2)
     size = model.config.get_text_config(decoder=True).hidden_size
     embeds = torch.zeros(1, 3, size, dtype=model.dtype, device=model.device)
-    # The first token has pictures behind it, which its attention sees.
+    # The first token comes before any image.
     ours = torch.where(flat.any(dim=-1, keepdim=True), flat, -1)
     handed = [handed_to_decoder(model, inputs_embeds=embeds, cross_attention_mask=one) for one in (seen, ours)]
     masks = [one["cross_attention_mask"] for one in handed]
     rows = [one["full_text_row_masked_out_mask"] for one in handed]
     if not torch.equal(masks[0], masks[1][..., : 2 * slots]) or not torch.equal(*rows):
-        raise UnsupportedModelError(f"{refuse}its mask follows no rule that is known; leave out modalities")
+        raise UnsupportedModelError(f"{refuse}its mask follows an unknown rule; leave out modalities")

@@ -1,4 +1,4 @@
-"""The encoder method of an encoder-decoder model, and the steps of its decoder."""
+"""Methods of an encoder-decoder model: the encoder, and the steps of its decoder."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def encode_method(encoder: Encoder) -> ProgramMethod:
-    """`encode`: input and mask to hidden states and the number of real ones per row."""
+    """Return the method `encode`, from input and mask to hidden states and their number per row."""
     mask = (TensorSpec("attention_mask", "int64", ("batch", "length")),) if encoder.takes_mask else ()
     hidden, lengths = encoder.outputs
-    # How long the output is follows from the input, so it is no size of its own here.
+    # The output length follows from the input length, so it is not a dynamic size here.
     ranges = {} if encoder.is_fixed else {ENCODER_LENGTH: (1, encoder.capacity)}
     return ProgramMethod(
         "encode",
@@ -39,30 +39,33 @@ def encode_method(encoder: Encoder) -> ProgramMethod:
 
 
 class EncodeModule(nn.Module):
-    """The method `encode`."""
+    """Module of the method `encode`."""
 
     def __init__(self, model: PreTrainedModel, encoder: Encoder) -> None:
         super().__init__()
-        # All of it: programs that are packaged together share weights by their names in the whole model.
+        # The whole model, because programs that are packaged together share weights by name.
         self.model = model
         name_forward(self, encode_method(encoder).input_names)
 
     def call(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `run_encoder`."""
+        """Run the encoder, see `run_encoder`."""
         return run_encoder(self.model, **inputs)
 
 
 def seq2seq_methods(cache: ExportableEncoderDecoderCache, spec: ProgramSpec | None = None) -> dict[str, ProgramMethod]:
-    """`encode`, and the steps of the decoder: prefill takes what `encode` gave, decode takes tokens and positions only.
+    """Return `encode` and the decoder's methods: prefill takes the encoder's output, decode only tokens and positions.
 
-    Prefill takes a single token too: most decoders start with one.
+    Prefill also takes a single token, because most decoders start with one.
 
     Args:
-        cache: Knows the encoder.
-        spec: Of which the prefill's length and the buckets count.
+        cache: The cache, with its encoder.
+        spec: Only `prefill_chunk` and `buckets` are used.
+
+    Raises:
+        InputError: If the cache has no encoder.
     """
     if cache.encoder is None:
-        raise InputError("the cache does not know the model's encoder; allocate it with ExportableCache.from_model")
+        raise InputError("cache.encoder must be set, got None; allocate the cache with ExportableCache.from_model")
     methods = {"encode": encode_method(cache.encoder)}
     spec = ProgramSpec() if spec is None else spec
     for name, method in methods_for(cache, ProgramSpec(spec.prefill_chunk, buckets=spec.buckets)).items():
@@ -84,14 +87,14 @@ def decoder_arguments(
     encoder_hidden_states: torch.Tensor | None = None,
     encoder_lengths: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """Arguments of the model for one step of its decoder.
+    """Return the model's arguments for one step of its decoder, and set the encoder length in the cache.
 
     Args:
-        encoder: Of the model.
-        cache: Told whether the cross-attention's keys and values are there, and how many are real.
-        input_ids: int64 [batch, length], the decoder's.
+        encoder: The model's encoder.
+        cache: The cache.
+        input_ids: int64 [batch, length], decoder ids.
         encoder_hidden_states: [batch, encoder_length, hidden_size] in prefill, None in decode.
-        encoder_lengths: int64 [batch], how many of them are real.
+        encoder_lengths: int64 [batch], number of states that are not padding.
     """
     crosses = cache.cross_layers
     cache.is_updated = dict.fromkeys(range(len(cache)), encoder_hidden_states is None)
@@ -100,7 +103,7 @@ def decoder_arguments(
         for layer in crosses:
             layer.announce_length(encoder_lengths)
     else:
-        # Models that find the keys and values in the cache look at the shape of this alone.
+        # Models whose keys and values are cached only use the shape of the states.
         encoder_lengths = crosses[0].encoder_length
         encoder_hidden_states = torch.zeros(
             (1, 1, 1), dtype=getattr(torch, encoder.dtype), device=input_ids.device

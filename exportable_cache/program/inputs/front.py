@@ -1,4 +1,4 @@
-"""What a model hands its text decoder: found by running the model up to there, whatever its family."""
+"""Capture of the inputs that a model passes to its text decoder, by running the model up to that call."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from .probe import Travelling
+    from .probe import ExtraFeature
 
 
-#: What models keep from one call to the next, beside their weights: restored after a run.
+#: Attributes that models keep between calls, restored after a run.
 _KEPT = ("rope_deltas",)
 
 
-_TOLD = re.compile(r"features?:? (?P<behind>\d+)|(?P<before>\d+) feature")
+_FEATURE_COUNT = re.compile(r"features?:? (?P<after>\d+)|(?P<before>\d+) feature")
 
 
 class _Reached(Exception):
-    """Ends a run where the decoder would begin."""
+    """Signal that ends a run at the call of the decoder."""
 
 
 class _Nothing(BaseModelOutputWithPast):
-    """The output of a decoder that did not run; whatever else is asked of it is None."""
+    """The output of a decoder that did not run; any other attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -42,10 +42,10 @@ class _Nothing(BaseModelOutputWithPast):
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The text decoder inside a model that takes pictures or sound.
+    """Return the text decoder inside a model that takes images, video or audio.
 
     Raises:
-        UnsupportedModelError: If there is none apart from the model.
+        UnsupportedModelError: If the decoder is not a module of its own.
     """
     decoder = model.get_decoder()
     # Some keep a whole causal LM inside (BLIP-2).
@@ -53,21 +53,20 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
         decoder = decoder.get_decoder()
     if decoder is model:
         raise UnsupportedModelError(
-            f"{model.config.model_type!r} has no text decoder apart from the part that takes pictures or sound; leave "
-            "out modalities"
+            f"the text decoder of {model.config.model_type!r} is not a module of its own; leave out modalities"
         )
     return decoder
 
 
 def handed_to_decoder(model: PreTrainedModel, **inputs: Any) -> dict[str, Any]:
-    """The decoder's arguments by name, as the model's own code computes them from `inputs`; None is left out.
+    """Return the decoder's arguments by name, as the model computes them from `inputs`, without those that are None.
 
     Args:
         model: The whole model.
-        **inputs: Its own arguments, such as input_ids int64 [batch, length] and what its processor gives.
+        **inputs: The model's arguments, such as input_ids int64 [batch, length] and the outputs of its processor.
 
     Raises:
-        UnsupportedModelError: If the model ends without its decoder.
+        UnsupportedModelError: If the model does not call its decoder.
     """
     decoder = decoder_of(model)
     names = [
@@ -81,7 +80,7 @@ def handed_to_decoder(model: PreTrainedModel, **inputs: Any) -> dict[str, Any]:
     def stop(*arguments: Any, **keywords: Any) -> Any:
         found.append({**dict(zip(names, arguments)), **keywords})
         if torch.compiler.is_exporting():
-            # A tracer cannot be left by an error. What the model does with this is dead code.
+            # An exception would end the trace. The model's use of this value is dead code.
             return _Nothing(last_hidden_state=keywords["inputs_embeds"])
         raise _Reached
 
@@ -125,10 +124,10 @@ class _Counted(Exception):
 
 
 class _CountsScattered(TorchFunctionMode):
-    """Ends a run where embeddings are put at the places of placeholders.
+    """Ends a run where the model scatters embeddings over placeholders.
 
     Args:
-        shape: Of the prompt's embeddings.
+        shape: Shape of the prompt's embeddings.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -144,14 +143,14 @@ class _CountsScattered(TorchFunctionMode):
 
 
 def count_tokens(model: PreTrainedModel, prompt: Callable[[int], Mapping[str, Any]]) -> int:
-    """Embeddings that an item gets, where the model puts them at its placeholders.
+    """Return the number of embeddings per item, for a model that scatters them over placeholders.
 
     Args:
         model: The whole model.
-        prompt: Its arguments with that many placeholders.
+        prompt: Function from a number of placeholders to the model's arguments.
 
     Raises:
-        UnsupportedModelError: If the model takes no number of them.
+        UnsupportedModelError: If it cannot be found.
     """
     one = prompt(1)
     size = model.config.get_text_config().hidden_size
@@ -162,21 +161,21 @@ def count_tokens(model: PreTrainedModel, prompt: Callable[[int], Mapping[str, An
         stack.enter_context(_CountsScattered((*one["input_ids"].shape, size)))
         try:
             embeds = handed_to_decoder(model, **one).get("inputs_embeds")
-            # Some put all of an item where they find one placeholder.
+            # Some models expand one placeholder to all embeddings of an item.
             if embeds is not None and embeds.shape[1] >= one["input_ids"].shape[1]:
                 return int(embeds.shape[1] - one["input_ids"].shape[1] + 1)
         except _Counted as counted:
             return counted.tokens
         except ValueError as error:
-            # Some say it in words only, in embeddings or in all their numbers.
-            told = _TOLD.search(str(error))
-            if told is None:
+            # Some models give it in an error message only, as a number of embeddings or of elements.
+            found = _FEATURE_COUNT.search(str(error))
+            if found is None:
                 raise
-            features = int(told["behind"] or told["before"])
+            features = int(found["after"] or found["before"])
             return features // size if features % size == 0 and _fits(model, prompt(features // size)) else features
     raise UnsupportedModelError(
-        f"{model.config.model_type!r} does not put embeddings at the places of placeholders; leave out modalities to "
-        "run its text decoder"
+        f"{model.config.model_type!r} does not replace placeholders by embeddings; leave out modalities to run its "
+        "text decoder"
     )
 
 
@@ -186,8 +185,7 @@ def _fits(model: PreTrainedModel, inputs: Mapping[str, Any]) -> bool:
     except ValueError:
         return False
     except _Counted:
-        # Behind the check of numbers.
-        pass
+        pass  # the check of numbers has passed
     return True
 
 
@@ -213,56 +211,65 @@ def _counting(module: nn.Module) -> Iterator[None]:
 
 
 class EveryToken:
-    """Stands for a mask by which a decoder picks tokens with a size that depends on data: picks all.
+    """A mask that selects every token, in place of one whose size would depend on data.
 
     Args:
-        stays: Whether it is used as a mask once more after it was moved.
+        stays: True if the model still uses it as a mask after `to`.
     """
 
     def __init__(self, stays: bool) -> None:
         self.stays = stays
 
     def to(self, *_: Any) -> EveryToken | slice:
+        """Return the mask, or an index that selects everything."""
         return self if self.stays else slice(None)
 
     def squeeze(self, _: int) -> slice:
+        """Return an index that selects everything."""
         return slice(None)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
         if function.__name__ != "masked_scatter":
-            raise UnsupportedModelError(f"a decoder uses the places of features in {function.__name__}; run it on text")
+            raise UnsupportedModelError(
+                f"the decoder uses the mask of extra features in {function.__name__}, which is not supported; leave "
+                "out modalities"
+            )
         target, _, source = args
         return source.view(target.shape)
 
 
 @contextmanager
-def travelling_beside(model: PreTrainedModel, travels: Sequence[Travelling], options: dict[str, Any]) -> Iterator[None]:
-    """Run a block in which the decoder is handed what `options["inputs_embeds"]` holds behind the embeddings; they
-    alone are left there.
+def passing_extra_features(
+    model: PreTrainedModel, extra_features: Sequence[ExtraFeature], options: dict[str, Any]
+) -> Iterator[None]:
+    """Split the extra features off `options["inputs_embeds"]` and pass them to the decoder within the block.
+
+    Extra features follow the embedding of each token, in one tensor [batch, length, hidden_size + sizes], zeros for
+    text. So each chunk of a prompt has its features, and no size depends on data (Qwen3-VL's deepstack).
     """
-    if not travels:
+    if not extra_features:
         yield
         return
     embeds = options["inputs_embeds"]
-    size = embeds.shape[-1] - sum(each.size for each in travels)
-    options["inputs_embeds"], *further = embeds.split([size, *(each.size for each in travels)], dim=-1)
-    beside: dict[str, Any] = {}
-    for each, features in zip(travels, further, strict=True):
+    size = embeds.shape[-1] - sum(each.size for each in extra_features)
+    options["inputs_embeds"], *further = embeds.split([size, *(each.size for each in extra_features)], dim=-1)
+    added: dict[str, Any] = {}
+    for each, features in zip(extra_features, further, strict=True):
         if not each.keys:
-            # Some models hand on what they are given, and would compute it of the embeddings otherwise (Gemma 4).
-            target = options if each.name in inspect.signature(model.forward).parameters else beside
+            # Some models forward this argument, and compute it from the embeddings without it (Gemma 4).
+            target = options if each.name in inspect.signature(model.forward).parameters else added
             target[each.name] = features.unflatten(-1, each.shape) if len(each.shape) > 1 else features
             continue
         parts = features.chunk(len(each.keys), dim=-1)
-        is_list = each.keys == tuple(range(len(parts))) and each.places != "vision_mask"
-        beside[each.name] = list(parts) if is_list else dict(zip(each.keys, parts, strict=True))
-        beside[each.places] = EveryToken(stays=each.places == "vision_mask")
+        is_list = each.keys == tuple(range(len(parts))) and each.mask != "vision_mask"
+        added[each.name] = list(parts) if is_list else dict(zip(each.keys, parts, strict=True))
+        added[each.mask] = EveryToken(stays=each.mask == "vision_mask")
 
-    def hand_over(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return arguments, {**keywords, **beside}
+    def add(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return arguments, {**keywords, **added}
 
-    handle = decoder_of(model).register_forward_pre_hook(hand_over, with_kwargs=True)
+    handle = decoder_of(model).register_forward_pre_hook(add, with_kwargs=True)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Masks under which the tokens of an image see each other in both directions (Gemma 3), in some layers or in all."""
+"""Attention masks in which the tokens of an image see each other in both directions (Gemma 3)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def image_masks(
     input_pos: torch.Tensor,
     sees: str,
 ) -> dict[str, _Mask] | _Mask:
-    """Masks of one step by layer type, as the decoder takes them in place of an `attention_mask`.
+    """Return the masks of one step by layer type, for the decoder's `attention_mask` argument.
 
     The rules are those of transformers' `create_masks_for_vision_model` (gemma3/modeling_gemma3.py, 5.23): full
     attention sees what came before or is of the same image, sliding attention the same within its window, which ends at
@@ -33,10 +33,10 @@ def image_masks(
     position in the step.
 
     Args:
-        config: Of the text decoder.
+        config: Config of the text decoder.
         inputs_embeds: [batch, length, hidden_size].
-        cache: Before the step.
-        image_ids: int64 [batch, length], a number per image, -1 on text. Every image lies within the step as a whole.
+        cache: The cache before the step.
+        image_ids: int64 [batch, length], an index per image, -1 on text. An image never spans two steps.
         input_pos: int64 [batch], the position of each row's first token.
         sees: See `ItemFacts.sees`; "sliding item" leaves full attention causal (gemma4/modeling_gemma4.py).
     """
@@ -57,12 +57,12 @@ def image_masks(
             and_mask_function=sliding_window_overlay(config.sliding_window),
             layer_idx=config.layer_types.index("sliding_attention"),
         )
-    # Those of one kind of layers take the mask by itself.
+    # Models with one layer type take a single mask.
     return masks if getattr(config, "layer_types", None) else masks["full_attention"]
 
 
 def _of_same_image(image_ids: torch.Tensor, input_pos: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """A mask function over absolute positions: query and key are tokens of one image of this step."""
+    """Return a mask function over absolute positions: True if query and key are tokens of one image of this step."""
     length = image_ids.shape[1]
     start = input_pos[:, None, None, None]
 
@@ -70,7 +70,7 @@ def _of_same_image(image_ids: torch.Tensor, input_pos: torch.Tensor) -> Callable
         query, key = query - start, key - start
         of_query = image_ids[batch, query.clamp(0, length - 1)]
         of_key = image_ids[batch, key.clamp(0, length - 1)]
-        # Slots of earlier steps, and empty ones, lie outside of the step.
+        # Excludes slots of earlier steps and empty slots.
         return (of_query >= 0) & (of_query == of_key) & (key >= 0) & (key < length)
 
     return mask_function

@@ -1,8 +1,8 @@
-"""Values of tensors that a model's code asks for while it encodes: found beforehand, handed out under a tracer.
+"""Recording of the tensor values that an encoder's code reads, and their replay under a tracer.
 
-The code of an encoder loops over grids and sizes, picks by masks, splits by lengths. A tracer has no values of tensors.
-But all of that depends on the size of an item only, for which a program is made, so the answers are the same in every
-run. Two runs over different pixels show that: an answer that differs is refused.
+Encoders loop over grids and sizes, select by masks and split by lengths, which a tracer cannot evaluate. These values
+depend only on the size of an item, which is fixed for a program. Two runs over different pixels verify that: a value
+that differs between them is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...errors import UnsupportedModelError
 
 _Site = tuple[str, int, str]
 _CHECKS = "transformers/utils/import_utils.py"
-# By name: torch.export has functions of its own in the place of some methods.
+# Matched by name, because torch.export replaces some of these methods.
 _VALUES = "item __bool__ __int__ __index__ __float__ equal allclose is_nonzero numpy".split()
 _TENSORS = "nonzero unique unique_consecutive bincount argwhere".split()
 _RANDOM = (
@@ -36,32 +36,32 @@ _SIZED = (
 
 
 class KnownValues:
-    """The answers of one run, by the place in the code that asked."""
+    """Values that one run read, by the line of code that read them."""
 
     def __init__(self) -> None:
         self.found: dict[_Site, list[Any]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Run a block over real tensors and keep what it asks for."""
+        """Record the values that a block reads from real tensors."""
         self.found.clear()
         with _Asked(self._record):
             yield
 
     @contextmanager
     def handed_out(self) -> Iterator[None]:
-        """Run a block that gets the answers of the recorded one, in the same order at each place."""
+        """Replay the recorded values in a block, in the same order at each line of code."""
         asked: Counter[_Site] = Counter()
 
         def answer(site: _Site, _: Callable[[], Any]) -> Any:
             values = self.found.get(site, [])
             if site[0].endswith(_CHECKS) and not values:
-                # transformers' checks ask differently under a tracer; the recorded run has passed them.
+                # Checks of transformers behave differently under a tracer; the recorded run passed them.
                 return True
             asked[site] += 1
             if asked[site] > len(values):
                 raise UnsupportedModelError(
-                    f"the encoder asks for a value of a tensor at {_place(site)} under the tracer only; leave out "
+                    f"the encoder reads a tensor value at {_location(site)} under the tracer only; leave out "
                     "modalities, or run an eager session"
                 )
             return values[asked[site] - 1]
@@ -71,22 +71,21 @@ class KnownValues:
         for site, times in asked.items():
             if times < len(self.found.get(site, ())) and not site[0].endswith(_CHECKS):
                 raise UnsupportedModelError(
-                    f"the encoder asks for a value of a tensor at {_place(site)} {times} times under the tracer, "
-                    f"{len(self.found[site])} times elsewhere, so which is which is unknown; leave out modalities, or "
-                    "run an eager session"
+                    f"the encoder reads a tensor value at {_location(site)} {times} times under the tracer but "
+                    f"{len(self.found[site])} times without; leave out modalities, or run an eager session"
                 )
 
     def check_same(self, other: KnownValues, model_type: str) -> None:
-        """Refuse an encoder whose answers depend on pixels or samples.
+        """Check that the values of two runs over different pixels or samples are equal.
 
         Raises:
-            UnsupportedModelError: If so.
+            UnsupportedModelError: If they differ.
         """
         for site in {**self.found, **other.found}:
             if not _same(self.found.get(site), other.found.get(site)):
                 raise UnsupportedModelError(
-                    f"the encoder of {model_type!r} decides by the values of pixels or samples at {_place(site)}, "
-                    "which no program of fixed shapes can; leave out modalities"
+                    f"the encoder of {model_type!r} branches on the values of pixels or samples at {_location(site)}, "
+                    "which an exported program cannot do; leave out modalities"
                 )
 
     def _record(self, site: _Site, compute: Callable[[], Any]) -> Any:
@@ -96,7 +95,7 @@ class KnownValues:
 
 
 class _Asked(TorchFunctionMode):
-    """Routes whatever depends on values through `answer(site, compute)`."""
+    """Routes operations that depend on tensor values through `answer(site, compute)`."""
 
     def __init__(self, answer: Callable[[_Site, Callable[[], Any]], Any]) -> None:
         super().__init__()
@@ -107,10 +106,10 @@ class _Asked(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in _RANDOM:
             raise UnsupportedModelError(
-                f"the encoder draws random numbers ({name}), so no item is the same twice; leave out modalities"
+                f"the encoder draws random numbers ({name}), so its output is not reproducible; leave out modalities"
             )
         if name == "tolist":
-            # A tensor under a tracer asks for its elements one by one.
+            # Under a tracer, elements are read one by one.
             return self._elements(args[0])
         if name in _VALUES or name in _TENSORS or (name == "where" and len(args) == 1 and not kwargs):
             what = "value" if name in ("item", "__bool__", "__int__", "__index__", "__float__") else name
@@ -120,7 +119,7 @@ class _Asked(TorchFunctionMode):
         if name == "__setitem__":
             target, index, value = args
             if _is_mask(index) and not (isinstance(value, torch.Tensor) and value.dim()):
-                # Asks for nothing.
+                # Does not read any value.
                 target.masked_fill_(index.reshape(*index.shape, *[1] * (target.dim() - index.dim())), value)
             else:
                 target[self._index(index)] = value
@@ -175,10 +174,10 @@ class _Asked(TorchFunctionMode):
         return tuple(found) if isinstance(index, tuple) or len(found) != 1 else found[0]
 
     def _scatter(self, target: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        places = self._ask("scatter", lambda: mask.expand(target.shape).flatten().nonzero()[:, 0])
-        if places.shape[0] == target.numel():
+        indices = self._ask("scatter", lambda: mask.expand(target.shape).flatten().nonzero()[:, 0])
+        if indices.shape[0] == target.numel():
             return source.flatten()[: target.numel()].view(target.shape).to(target.dtype)
-        flat = target.flatten().index_put((places,), source.flatten()[: places.shape[0]])
+        flat = target.flatten().index_put((indices,), source.flatten()[: indices.shape[0]])
         return flat.view(target.shape)
 
     def _repeat(self, tensor: torch.Tensor, repeats: torch.Tensor, dim: int | None) -> torch.Tensor:
@@ -193,7 +192,7 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.dim() > 0
 
 
-def _place(site: _Site) -> str:
+def _location(site: _Site) -> str:
     file, line, what = site
     return f"{file.rpartition('/')[2]}:{line} ({what})"
 

@@ -1,4 +1,4 @@
-"""The modalities that a model takes: images, video and audio."""
+"""Detection of the modalities that a model takes: images, video and audio."""
 
 from __future__ import annotations
 
@@ -25,27 +25,31 @@ def modalities_of(
     kinds: Sequence[str] | Mapping[str, Mapping[str, Any] | None],
     image_size: int | Sequence[int] | None = None,
 ) -> tuple[Modality, ...]:
-    """What of `kinds` a model takes, from running it up to its decoder on items of random numbers.
+    """Find how a model takes the given kinds of input, by running it up to its decoder on random items.
 
     Args:
-        kinds: Any of `image`, `video` and `audio`; or by kind what the model's processor gives for one item, whose
-            sizes the program is made for. Without it the sizes come from the config.
-        image_size: Height and width of every image in pixels, or one number for both, where the model's config leaves
-            it open (Qwen2-VL).
+        model: The model.
+        kinds: Any of `image`, `video` and `audio`; or a mapping from kind to the processor's output for one item, which
+            determines its size. Without one the size comes from the config.
+        image_size: Height and width of every image in pixels, or one number for both, if the config does not fix it
+            (Qwen2-VL).
+
+    Returns:
+        One `Modality` per kind, in order.
 
     Raises:
-        InputError: If a kind is neither, or the model does not take it.
-        UnsupportedModelError: If the model does more with it than is known here.
+        InputError: If a kind is unknown, or the model does not take it.
+        UnsupportedModelError: If the model processes it in an unknown way.
     """
     if image_size is not None and IMAGE not in kinds:
         raise InputError(
-            f"image_size is {image_size!r}, but no images are taken; pass modalities=['image'] too, or leave it out"
+            f"image_size is only used for images, got {image_size!r}; pass modalities=['image'] too, or leave it out"
         )
     found: list[Modality] = []
     crosses = item_slots_of(model.config) > 0
     for kind in kinds:
         if kind not in KINDS:
-            raise InputError(f"modality is {kind!r}; choose of {', '.join(KINDS)}")
+            raise InputError(f"modalities must be of {', '.join(KINDS)}, got {kind!r}")
         given = kinds[kind] if isinstance(kinds, Mapping) else None
         if crosses and image_size is None:
             with attention_of(model, "eager"):
@@ -58,7 +62,7 @@ def modalities_of(
         try:
             found.append(modality_of(model, kind, example))
         except UnsupportedModelError:
-            # Those that cut images into tiles take them by prompt, [batch, images, ...].
+            # Models that split images into tiles take them per prompt, [batch, images, ...].
             if "pixel_attention_mask" not in inspect.signature(model.forward).parameters:
                 raise
             found.append(modality_of(model, kind, {name: value[None] for name, value in example.items()}))

@@ -1,4 +1,4 @@
-"""One kind of input beside text: which tensors it is, the method that turns it into embeddings, where those go."""
+"""A kind of input other than text: its tensors, and the method that turns it into embeddings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..methods import ProgramMethod
 from .examples import AUDIO, IMAGE, KINDS, VIDEO, VIDEO_GRID, checked_example, placeholders_of
 from .front import count_tokens, handed_to_decoder
 from .known_values import KnownValues
-from .probe import Probed, Travelling, frames_lie_apart, probe, prompt_with
+from .probe import ExtraFeature, Probed, frames_lie_apart, probe, prompt_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,17 +31,17 @@ __all__ = ["AUDIO", "IMAGE", "KINDS", "VIDEO", "Modality", "features_of", "modal
 
 @dataclass(frozen=True)
 class Modality:
-    """Images, video or sound, as a model takes them.
+    """Images, video or audio, as a model takes them.
 
     Attributes:
         kind: `image`, `video` or `audio`.
-        inputs: What its encoder takes of one item, of fixed size. Any number of items goes through one by one.
+        inputs: Inputs of the encoder for one item, of fixed size. Items are encoded one by one.
         tokens: Embeddings per item.
-        hidden_size: Of an embedding with the features that travel beside it.
-        dtype: Of the embeddings, as the name of a torch dtype.
-        facts: What a session has to know of an item.
-        travels: Features beside the embedding, in order.
-        known: What the encoder's code asks of values of tensors, see `KnownValues`.
+        hidden_size: Size of an embedding, extra features included.
+        dtype: Name of the torch dtype of the embeddings.
+        facts: Facts that a session needs to insert items into a prompt.
+        extra_features: Features that the decoder takes in addition to the embedding, in order.
+        known: Tensor values that the encoder's code reads.
     """
 
     kind: str
@@ -50,22 +50,22 @@ class Modality:
     hidden_size: int
     dtype: str
     facts: ItemFacts
-    travels: tuple[Travelling, ...] = ()
+    extra_features: tuple[ExtraFeature, ...] = ()
     known: KnownValues = field(default_factory=KnownValues, compare=False)
 
     @property
     def token_id(self) -> int:
-        """Of the placeholders in a prompt, one per embedding."""
+        """Id of the placeholder token; a prompt has one per embedding."""
         return self.facts.token_id
 
     @property
     def has_axes(self) -> bool:
-        """Whether positions have several axes."""
+        """True if rotary positions have several axes."""
         return bool(self.facts.positions)
 
     @property
     def method(self) -> ProgramMethod:
-        """`encode_image`, `encode_video` or `encode_audio`: one item to embeddings [tokens, hidden_size]."""
+        """The method `encode_image`, `encode_video` or `encode_audio`, to embeddings [tokens, hidden_size]."""
         embeds = TensorSpec(f"{self.kind}_embeds", self.dtype, (self.tokens, self.hidden_size))
         grid = self.facts.fixed.get("image_grid_thw")
         return ProgramMethod(
@@ -79,16 +79,16 @@ class Modality:
         )
 
     def module(self, model: PreTrainedModel) -> nn.Module:
-        """What runs `method`."""
+        """Return the module that runs `method`."""
         return FeaturesModule(model, self)
 
 
 class FeaturesModule(nn.Module):
-    """The method of one modality: its encoder and the projector."""
+    """Module of a modality: the encoder and the projector."""
 
     def __init__(self, model: PreTrainedModel, modality: Modality) -> None:
         super().__init__()
-        # All of it: programs that are packaged together share weights by their names in the whole model.
+        # The whole model, because programs that are packaged together share weights by name.
         self.model = model
         self.modality = modality
         self.buffers_of: dict[str, str] = {}
@@ -101,45 +101,45 @@ class FeaturesModule(nn.Module):
         name_forward(self, tuple(spec.name for spec in modality.inputs))
 
     def call(self, **item: torch.Tensor) -> tuple[torch.Tensor]:
-        """Embeddings [tokens, hidden_size] of one item."""
+        """Return the embeddings [tokens, hidden_size] of one item."""
         given = {name: getattr(self, buffer) for name, buffer in self.buffers_of.items()}
         if torch.compiler.is_exporting():
             with self.modality.known.handed_out():
-                return (_encoded(self.model, self.modality.travels, {**given, **item}),)
-        return (_encoded(self.model, self.modality.travels, {**given, **item}),)
+                return (_encoded(self.model, self.modality.extra_features, {**given, **item}),)
+        return (_encoded(self.model, self.modality.extra_features, {**given, **item}),)
 
 
 class EmbedModule(nn.Module):
-    """The method `embed`: what the text decoder makes of token ids.
+    """Module of the method `embed`, from token ids to embeddings.
 
     Args:
         model: The model.
-        size: Of an embedding with the features that travel beside it.
-        travels: Those features; text has zeros where it has none.
+        size: Size of an embedding, extra features included.
+        extra_features: Features in addition to the embedding; zeros for text, unless it has them too.
     """
 
-    def __init__(self, model: PreTrainedModel, size: int, travels: Sequence[Travelling] = ()) -> None:
+    def __init__(self, model: PreTrainedModel, size: int, extra_features: Sequence[ExtraFeature] = ()) -> None:
         super().__init__()
         self.model = model
         self.size = size
-        self.travels = travels
+        self.extra_features = extra_features
 
     def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
-        """int64 [batch, length] to embeddings [batch, length, size]."""
+        """Return the embeddings [batch, length, size] of token ids int64 [batch, length]."""
         embeds = self.model.get_input_embeddings()(input_ids)
-        if any(each.of_text for each in self.travels):
+        if any(each.of_text for each in self.extra_features):
             handed = handed_to_decoder(self.model, input_ids=input_ids)
             zeros = embeds.new_zeros(*embeds.shape[:2], 1)
-            beside = [
+            extra = [
                 handed[each.name].flatten(2) if each.of_text else zeros.expand(-1, -1, each.size)
-                for each in self.travels
+                for each in self.extra_features
             ]
-            return (torch.cat([embeds, *(part.to(embeds.dtype) for part in beside)], dim=-1),)
+            return (torch.cat([embeds, *(part.to(embeds.dtype) for part in extra)], dim=-1),)
         return (embeds if embeds.shape[-1] == self.size else F.pad(embeds, (0, self.size - embeds.shape[-1])),)
 
 
 def _placeholders(model: PreTrainedModel, kind: str, tokens: int, token_id: int, axes: int) -> dict[str, torch.Tensor]:
-    """A prompt of an item alone. Positions are given, so that none are computed, which a graph would keep."""
+    """Return a prompt of one item, with positions, because a graph would keep their computation."""
     prompt = prompt_with(model, kind, (0, 0), tokens, token_id)
     if "position_ids" in inspect.signature(model.forward).parameters:
         positions = torch.arange(tokens, device=model.device)[None]
@@ -147,22 +147,22 @@ def _placeholders(model: PreTrainedModel, kind: str, tokens: int, token_id: int,
     return prompt
 
 
-def _encoded(model: PreTrainedModel, travels: Sequence[Travelling], given: Mapping[str, Any]) -> torch.Tensor:
-    """What the decoder is handed for a prompt of placeholders: embeddings, and what travels beside them."""
+def _encoded(model: PreTrainedModel, extra_features: Sequence[ExtraFeature], given: Mapping[str, Any]) -> torch.Tensor:
+    """Return the embeddings with extra features that the decoder gets for a prompt of placeholders."""
     handed = handed_to_decoder(model, **given)
     parts = [handed["inputs_embeds"][0]]
-    for each in travels:
+    for each in extra_features:
         parts.extend(each.tensors(handed))
-    return torch.cat([part.to(parts[0].dtype) for part in parts], dim=-1) if travels else parts[0]
+    return torch.cat([part.to(parts[0].dtype) for part in parts], dim=-1) if extra_features else parts[0]
 
 
 def features_of(model: PreTrainedModel, modality: Modality, *inputs: torch.Tensor) -> torch.Tensor:
-    """Embeddings [tokens, hidden_size] of one item by the model's own code, those that travel beside them too."""
+    """Return the embeddings [tokens, hidden_size] of one item, computed by the uncompiled model."""
     return modality.module(model)(*inputs)[0]
 
 
 def modality_of(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -> Modality:
-    """One kind of items whose embeddings take the places of placeholders, from those like `example`."""
+    """Find how a model takes items shaped like `example`, whose embeddings replace placeholder tokens."""
     floats, fixed = checked_example(model, kind, example)
     token_ids = placeholders_of(model.config, kind)
     generator = torch.Generator().manual_seed(0)
@@ -199,19 +199,19 @@ def modality_of(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -
             probed.sees,
             apart,
         ),
-        probed.travels,
+        probed.extra_features,
         known,
     )
 
 
 def not_understood(model: PreTrainedModel, kind: str, problem: Exception) -> Exception:
-    """The refusal of a model whose code fails on one item, or the refusal that `problem` is."""
+    """Return the error for a model whose code fails on one item; `problem` if that is one already."""
     if isinstance(problem, (UnsupportedModelError, InputError)):
         return problem
     return UnsupportedModelError(
-        f"{model.config.model_type!r} does not encode {kind} of these shapes by itself "
-        f"({type(problem).__name__}: {first_line(problem)}); pass what its processor gives for one item, "
-        f"modalities={{{kind!r}: {{...}}}}, or leave them out"
+        f"{model.config.model_type!r} does not encode {kind} of these shapes ({type(problem).__name__}: "
+        f"{first_line(problem)}); pass the output of its processor for one item, modalities={{{kind!r}: {{...}}}}, or "
+        "leave them out"
     )
 
 
@@ -227,9 +227,9 @@ def _tokens(
 def _probed(
     model: PreTrainedModel, kind: str, tokens: int, token_id: int, items: Sequence[Mapping[str, torch.Tensor]]
 ) -> Probed:
-    """What two items do, joined in the way that the model takes, see `joined_items`."""
+    """Probe the model with two items, joined in whichever way it takes, see `joined_items`."""
     problem: Exception | None = None
-    # Of a prefix of the prompt some say that it is one (PaliGemma), where others mark the tokens of items.
+    # `token_type_ids` mark the tokens of items in most models, but a prefix in others (PaliGemma).
     marked: list[dict[str, Any]] = [{}]
     if "token_type_ids" in inspect.signature(model.forward).parameters:
         marked.append({"token_type_ids": None})
@@ -257,8 +257,9 @@ def _frames_apart(
 
 
 def joined_items(items: Sequence[Mapping[str, torch.Tensor]], axis: int) -> dict[str, torch.Tensor] | None:
-    """Several items: behind one another (axis 0), beside one another in a batch of one prompt (axis 1), or in one long
-    sequence (axis -1); what goes with them behind one another but for the second. None where they have no such axis.
+    """Join items as entries (axis 0), in a batch of one prompt (axis 1), or as one long sequence (axis -1).
+
+    Other tensors are concatenated along axis 0, or along axis 1 if that is `axis`. None if items lack the axis.
     """
     mains = [value for value in items[0].values() if value.is_floating_point()]
     if axis and any(value.shape[0] != 1 or value.dim() < 3 for value in mains):
@@ -280,11 +281,11 @@ def _features(
     items: Sequence[Mapping[str, torch.Tensor]],
     probed: Probed,
 ) -> tuple[torch.Tensor, KnownValues]:
-    """Embeddings of one item by itself, which are those that it has in a prompt, and the values that this asks for."""
+    """Return the embeddings of one item, which are the same in any prompt, and the tensor values this reads."""
     known = (KnownValues(), KnownValues())
     prompt = _placeholders(model, kind, tokens, token_id, len(probed.positions))
     for item, values in zip(items, known):
         with values.recording():
-            features = _encoded(model, probed.travels, {**prompt, **item})
+            features = _encoded(model, probed.extra_features, {**prompt, **item})
     known[0].check_same(known[1], model.config.model_type)
     return features, known[1]

@@ -1,4 +1,4 @@
-"""The methods that images and sound add to a text decoder's."""
+"""Methods that images, video and audio add to those of a text decoder."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .examples import MAIN_INPUTS
 if TYPE_CHECKING:
     from .modality import Modality
 
-#: Which image each token of a step belongs to, -1 on text.
+#: Index of the image that each token of a step belongs to, -1 on text.
 IMAGE_IDS = TensorSpec("image_ids", "int64", ("batch", "length"))
 
 
-#: What an encoder reads, by the name of its input.
+#: Name of an encoder's input -> the kind of input.
 _KINDS = {
     "input_ids": "text",
     **{name: kind for kind, names in MAIN_INPUTS.items() for name in names},
@@ -27,7 +27,7 @@ _KINDS = {
 
 
 def kinds_taken(methods: Mapping[str, ProgramMethod]) -> tuple[str, ...]:
-    """What a program is given from outside: `("text",)`, `("text", "image")`, or `("audio",)` of an encoder-decoder."""
+    """Return the kinds of input of a program: `("text",)`, `("text", "image")`, or `("audio",)` for Whisper."""
     if "encode" in methods:
         return (_KINDS[methods["encode"].inputs[0].name],)
     return ("text", *(name.removeprefix("encode_") for name in methods if name.startswith("encode_")))
@@ -36,38 +36,37 @@ def kinds_taken(methods: Mapping[str, ProgramMethod]) -> tuple[str, ...]:
 def multimodal_methods(
     methods: Mapping[str, ProgramMethod], modalities: Sequence[Modality]
 ) -> dict[str, ProgramMethod]:
-    """`encode_image` or `encode_audio`, `embed`, and a `prefill_embeds` for each prefill, beside the text methods.
+    """Return the text methods, an `encode_*` per modality, `embed`, and a `prefill_embeds` for each prefill.
 
-    Where positions have three axes, `prefill_embeds` takes them, and the text methods take `rope_deltas` [batch]: what
-    is added to a position in the cache to get the rotary one. Where images see themselves, `prefill_embeds` takes
-    `image_ids`.
+    If rotary positions have several axes, `prefill_embeds` takes them, and the text methods take `rope_deltas` [batch],
+    the offset from cache position to rotary position. If tokens of an item see each other, it takes `image_ids`.
 
     Args:
-        methods: Of the text decoder.
+        methods: Methods of the text decoder.
+        modalities: The modalities of the program.
 
     Raises:
-        InputError: If a step takes fewer tokens than an item that has to go through as a whole.
-        UnsupportedModelError: If a prompt would not say which kind of item is meant, or they need different steps.
+        InputError: If an item must be fed in one step and has more tokens than a step takes.
+        UnsupportedModelError: If modalities share a placeholder, or need different steps.
     """
     added = {modality.method.name: modality.method for modality in modalities}
     longest = max(method.max_length for method in methods.values() if method.is_step)
     for modality in modalities:
         if modality.facts.sees and longest < modality.tokens:
             raise InputError(
-                f"prefill_chunk is {longest}; the {modality.tokens} tokens of an {modality.kind} see each other and "
-                f"go through in one step: it must be at least {modality.tokens}"
+                f"prefill_chunk must be at least {modality.tokens}, because the tokens of {modality.kind} input see "
+                f"each other, got {longest}; raise it"
             )
     axes = max((len(modality.facts.positions) for modality in modalities), default=0)
     first = modalities[0]
-    if any((one.hidden_size, one.travels) != (first.hidden_size, first.travels) for one in modalities):
+    if any((one.hidden_size, one.extra_features) != (first.hidden_size, first.extra_features) for one in modalities):
         raise UnsupportedModelError(
-            f"{' and '.join(one.kind for one in modalities)} have different features beside their embeddings; choose "
-            "one of them"
+            f"{' and '.join(one.kind for one in modalities)} have different extra features; choose one of them"
         )
     for one, other in itertools.combinations(modalities, 2):
         if one.token_id == other.token_id:
             raise UnsupportedModelError(
-                f"the token of id {one.token_id} stands for {one.kind} and for {other.kind}; choose one of them"
+                f"{one.kind} and {other.kind} have the same placeholder token {one.token_id}; choose one of them"
             )
     sees = {one.facts.sees for one in modalities if one.facts.sees}
     if len(sees) > 1:
@@ -87,7 +86,7 @@ def multimodal_methods(
                 name=name.replace("prefill", "prefill_embeds"),
                 min_length=1,
                 inputs=(embeds, position, *further),
-                travels=first.travels,
+                extra_features=first.extra_features,
                 sees="".join(sees),
             )
     if axes:

@@ -1,8 +1,8 @@
-"""What pictures or sound do to a model: seen in what it hands its decoder for prompts with one item and with two.
+"""Detection of how images, video or audio change the inputs of a model's decoder, for any architecture.
 
-No family is known here. What a prompt with items hands the decoder has to follow, to the number, from embeddings at the
-places of placeholders, positions that are the same for every item, masks of a known kind and features that travel
-beside the embeddings. What does not is refused, with the name of what was not understood.
+The model runs up to its decoder on prompts with one item and with two. The decoder's inputs must follow exactly from
+embeddings at the placeholders, positions that are equal for every item, a known attention mask, and extra features.
+Otherwise the model is refused, with the name of the input that was not understood.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ...errors import UnsupportedModelError
-from .front import decoder_of, handed_to_decoder, travelling_beside
+from .front import decoder_of, handed_to_decoder, passing_extra_features
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-#: What marks a token of each kind where a processor tells them apart.
+#: Values of `mm_token_type_ids` by kind.
 MARKS = {"image": 1, "video": 2, "audio": 3}
-# Of the decoder's arguments, those that are no feature of an item, or are looked at by themselves.
-_OWN = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "labels")
-_PLACES = ("visual_pos_masks", "vision_mask")
+# Arguments of the decoder that are not features of an item, or are checked separately.
+_STANDARD = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "labels")
+_MASKS = ("visual_pos_masks", "vision_mask")
 _VISION = (("vision_start_token_id", "boi_token_id"), ("vision_end_token_id", "eoi_token_id"))
 _AROUND = {
     "image": (("image_start_token_id", *_VISION[0]), ("image_end_token_id", *_VISION[1])),
@@ -35,27 +35,27 @@ _TEXT = (61, 83, 71, 97)
 
 
 @dataclass(frozen=True)
-class Travelling:
-    """Features that a decoder takes beside the embeddings, for each token.
+class ExtraFeature:
+    """Features of each token that a decoder takes in addition to the embeddings.
 
     Attributes:
-        name: Of the decoder's argument.
-        keys: Of its tensors, where it is a list, or a dict by layer; empty for one tensor.
-        size: Numbers per token of all of them.
-        places: The argument that says which tokens have them, where not all do.
-        shape: Of one token's, where it is one tensor.
-        of_text: Whether text has them, too.
+        name: Name of the decoder's argument.
+        keys: Indices or layer numbers of its tensors if it is a list or dict; empty for a single tensor.
+        size: Values per token, over all tensors.
+        mask: Argument with the mask of the tokens that have them, if not all do.
+        shape: Shape for one token, if it is a single tensor.
+        of_text: True if text tokens have them too.
     """
 
     name: str
     keys: tuple[int, ...]
     size: int
-    places: str = ""
+    mask: str = ""
     shape: tuple[int, ...] = ()
     of_text: bool = False
 
     def tensors(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Its tensors [tokens, size] in what a decoder was given for one prompt."""
+        """Return its tensors [tokens, size] from a decoder's arguments for one prompt."""
         value = given[self.name]
         if not self.keys:
             return [value[0].flatten(1)]
@@ -64,14 +64,16 @@ class Travelling:
 
 @dataclass(frozen=True)
 class Probed:
-    """What follows for a program.
+    """Result of `probe`.
 
     Attributes:
-        travels: Features beside the embeddings.
-        positions, advance, sees: See `ItemFacts`.
+        extra_features: Features that the decoder takes in addition to the embeddings.
+        positions: See `ItemFacts`.
+        advance: See `ItemFacts`.
+        sees: See `ItemFacts`.
     """
 
-    travels: tuple[Travelling, ...]
+    extra_features: tuple[ExtraFeature, ...]
     positions: tuple[tuple[int, ...], ...]
     advance: int
     sees: str
@@ -80,18 +82,17 @@ class Probed:
 def prompt_with(
     model: PreTrainedModel, kind: str, pieces: Sequence[int], tokens: int, token_id: int, **given: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Arguments of a model for text with items between: `pieces` tokens of text, an item between one and the next.
+    """Return a model's arguments for a prompt with an item between each two pieces of text of the given lengths.
 
-    The text before and behind an item ends and begins with the tokens that the config has for that, as some find items
-    by them.
+    Items are enclosed in the config's start and end tokens, because some models find items by them.
     """
-    before, behind = (_around(model.config, names) for names in _AROUND[kind])
+    before, after = (_around(model.config, names) for names in _AROUND[kind])
     ids: list[int] = []
     for index, piece in enumerate(pieces):
         ids += [token_id] * tokens if index else []
         text = [_text_token(model, token_id, len(ids) + offset) for offset in range(piece)]
-        if behind is not None and index and text:
-            text[0] = behind
+        if after is not None and index and text:
+            text[0] = after
         if before is not None and index < len(pieces) - 1 and text:
             text[-1] = before
         ids += text
@@ -100,7 +101,7 @@ def prompt_with(
     names = inspect.signature(model.forward).parameters
     found = {"input_ids": input_ids, **given}
     if "attention_mask" in names:
-        # As a processor gives it: without it some count positions otherwise.
+        # Processors pass it, and some models compute other positions without it.
         found["attention_mask"] = torch.ones_like(input_ids)
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in names:
@@ -122,16 +123,17 @@ def _text_token(model: PreTrainedModel, token_id: int, index: int) -> int:
 def probe(
     model: PreTrainedModel, kind: str, tokens: int, token_id: int, items: Sequence[Mapping[str, torch.Tensor]]
 ) -> Probed:
-    """What items of `kind` do to `model`.
+    """Find how items of `kind` change the inputs of the decoder of `model`.
 
     Args:
-        model: In eager attention.
-        tokens: Embeddings of an item.
-        token_id: Of its placeholder.
-        items: What its encoder takes of one, of another, and of both together.
+        model: The model, with eager attention.
+        kind: Kind of the items.
+        tokens: Embeddings per item.
+        token_id: Id of the placeholder token.
+        items: Inputs of the encoder for one item, for another, and for both together.
 
     Raises:
-        UnsupportedModelError: If something is not understood.
+        UnsupportedModelError: If the model processes items in an unknown way.
     """
     single, pair = (2, 3), (3, 2, 4)
     one = handed_to_decoder(model, **prompt_with(model, kind, single, tokens, token_id, **items[0]))
@@ -141,14 +143,14 @@ def probe(
     refuse = _Refusal(model.config.model_type, kind)
     _check_embeddings(model, refuse, [(single, one), (pair, two)], tokens, token_id)
     taken = inspect.signature(decoder_of(model).forward).parameters
-    # What a wrapper hands on to whoever takes it, and the decoder does not take.
+    # Arguments that a wrapper forwards and the decoder ignores.
     passed_on = [name for name in items[0] if name not in taken]
-    travels = _travelling(refuse, one, text, passed_on, tokens, single)
+    extra_features = _extra_features(refuse, one, text, passed_on, tokens, single)
     later = [name for name in two if name not in one and name not in passed_on]
     if later:
-        refuse(f"its decoder takes {later[0]} where there are several")
+        refuse(f"its decoder takes {later[0]} if there are several items")
     matters = False
-    for name, offset in (("inputs_embeds", None), *((each.name, each) for each in travels)):
+    for name, offset in (("inputs_embeds", None), *((each.name, each) for each in extra_features)):
         features = [_features(given, name, offset)[2 : 2 + tokens] for given in (one, other)]
         matters = matters or not torch.equal(*features)
         both = _features(two, name, offset)
@@ -156,22 +158,26 @@ def probe(
         if not all(alike(a, b, model.dtype) for a, b in zip(features, found)):
             refuse(f"the {name} of an item depend on what else is in the prompt")
     if not matters:
-        refuse("its decoder is given the same for two items of other numbers")
-    _check_taken_again(model, refuse, one, travels)
+        refuse("its decoder gets the same embeddings for two different items")
+    _check_taken_again(model, refuse, one, extra_features)
     positions, advance = _positions(model, refuse, one, two, tokens, (single, pair))
     sees = {_seen(refuse, given, pieces, tokens, model) for pieces, given in ((single, one), (pair, two))}
     if len(sees) > 1:
         refuse("its attention mask changes its rule with the prompt")
-    return Probed(travels, positions, advance, sees.pop())
+    return Probed(extra_features, positions, advance, sees.pop())
 
 
 def frames_lie_apart(
     model: PreTrainedModel, kind: str, tokens: int, token_id: int, items: Sequence[Mapping[str, torch.Tensor]]
 ) -> bool:
-    """Whether a video of two frames is to the model what two videos of one frame are, in a prompt with text between.
+    """Return True if the model treats a video of two frames like two videos of one frame with text between.
 
     Args:
-        items: Two videos of one frame, and one of two.
+        model: The model, with eager attention.
+        kind: Kind of the items.
+        tokens: Embeddings per frame.
+        token_id: Id of the placeholder token.
+        items: Inputs of the encoder for two videos of one frame, and for one of two frames.
     """
     try:
         two, one = (
@@ -198,8 +204,8 @@ class _Refusal:
 
     def __call__(self, why: str) -> NoReturn:
         raise UnsupportedModelError(
-            f"{self.model_type!r} does more with {self.kind} than a program knows: {why}; leave out modalities to run "
-            "its text decoder"
+            f"{self.model_type!r} processes {self.kind} in a way that is not supported: {why}; leave out modalities to "
+            "run its text decoder"
         )
 
 
@@ -219,60 +225,60 @@ def _check_embeddings(
         expected = model.get_input_embeddings()(ids)
         found = given.get("inputs_embeds")
         if found is None or found.shape[:2] != ids.shape:
-            refuse("its decoder is not given one embedding per token")
+            refuse("its decoder does not get one embedding per token")
         is_text = ids[0] != token_id
         if found.shape[-1] != expected.shape[-1] or not torch.allclose(found[0, is_text], expected[0, is_text]):
             refuse("it changes the embeddings of text")
 
 
 def alike(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether two of [tokens, size] differ by rounding only."""
+    """Return True if two tensors [tokens, size] differ only by rounding."""
     limit = 1e-3 if dtype == torch.float32 else 5e-2
     return bool((one - other).norm() <= limit * torch.maximum(one.norm(), other.norm()))
 
 
 def _check_taken_again(
-    model: PreTrainedModel, refuse: _Refusal, given: Mapping[str, Any], travels: Sequence[Travelling]
+    model: PreTrainedModel, refuse: _Refusal, given: Mapping[str, Any], extra_features: Sequence[ExtraFeature]
 ) -> None:
-    """A step gives the whole model what its decoder is to be handed."""
+    """Check that the model passes the embeddings it is given to its decoder unchanged."""
     embeds = given["inputs_embeds"]
-    beside = [_features(given, each.name, each)[None].to(embeds.dtype) for each in travels]
-    options = {"inputs_embeds": torch.cat([embeds, *beside], dim=-1)}
+    extra = [_features(given, each.name, each)[None].to(embeds.dtype) for each in extra_features]
+    options = {"inputs_embeds": torch.cat([embeds, *extra], dim=-1)}
     if "position_ids" in given and "position_ids" in inspect.signature(model.forward).parameters:
         options["position_ids"] = given["position_ids"]
-    with travelling_beside(model, travels, options):
+    with passing_extra_features(model, extra_features, options):
         again = handed_to_decoder(model, **options)
     if not torch.equal(again["inputs_embeds"], embeds):
         refuse("it changes embeddings that it is given")
 
 
-def _features(given: Mapping[str, Any], name: str, travelling: Travelling | None) -> torch.Tensor:
-    """[length, size] of a prompt, zeros for text where only placeholders have them."""
-    if travelling is None:
+def _features(given: Mapping[str, Any], name: str, feature: ExtraFeature | None) -> torch.Tensor:
+    """Return a prompt's features [length, size], with zeros for text if only placeholders have them."""
+    if feature is None:
         return given[name][0].float()
-    joined = torch.cat(travelling.tensors(given), dim=-1).float()
-    if not travelling.places:
+    joined = torch.cat(feature.tensors(given), dim=-1).float()
+    if not feature.mask:
         return joined
-    places = given[travelling.places].reshape(-1)
-    full = joined.new_zeros(places.shape[0], joined.shape[-1])
-    full[places] = joined
+    mask = given[feature.mask].reshape(-1)
+    full = joined.new_zeros(mask.shape[0], joined.shape[-1])
+    full[mask] = joined
     return full
 
 
-def _travelling(
+def _extra_features(
     refuse: _Refusal,
     one: Mapping[str, Any],
     text: Mapping[str, Any],
     passed_on: Sequence[str],
     tokens: int,
     pieces: Sequence[int],
-) -> tuple[Travelling, ...]:
+) -> tuple[ExtraFeature, ...]:
     found = []
     length = sum(pieces) + tokens
     for name, value in one.items():
-        if name in _OWN or name in passed_on or name in _PLACES:
+        if name in _STANDARD or name in passed_on or name in _MASKS:
             continue
-        places = next((each for each in _PLACES if each in one), "")
+        mask = next((each for each in _MASKS if each in one), "")
         tensors = dict(value) if isinstance(value, Mapping) else {}
         tensors = dict(enumerate(value)) if isinstance(value, (list, tuple)) else tensors
         if isinstance(value, (list, tuple, Mapping)) and all(
@@ -280,16 +286,16 @@ def _travelling(
         ):
             if not tensors:
                 continue
-            if not places or any(each.reshape(-1, each.shape[-1]).shape[0] != tokens for each in tensors.values()):
-                refuse(f"its decoder takes {name} at no places that are known")
+            if not mask or any(each.reshape(-1, each.shape[-1]).shape[0] != tokens for each in tensors.values()):
+                refuse(f"its decoder takes {name} without a known mask")
             sizes = sum(each.shape[-1] for each in tensors.values())
-            found.append(Travelling(name, tuple(tensors), sizes, places))
+            found.append(ExtraFeature(name, tuple(tensors), sizes, mask))
         elif isinstance(value, torch.Tensor):
             if not value.is_floating_point() or value.shape[:2] != (1, length):
                 refuse(f"its decoder takes {name} {list(value.shape)}")
             rest = torch.cat([value[0, : pieces[0]], value[0, pieces[0] + tokens :]])
             of_text = bool((rest != 0).any())
-            found.append(Travelling(name, (), value[0, 0].numel(), "", tuple(value.shape[2:]), of_text))
+            found.append(ExtraFeature(name, (), value[0, 0].numel(), "", tuple(value.shape[2:]), of_text))
         elif not isinstance(value, (bool, int, float, str)) or text.get(name) != value:
             refuse(f"its decoder takes {name}, a {type(value).__name__}")
     return tuple(found)
@@ -305,31 +311,31 @@ def _positions(
 ) -> tuple[tuple[tuple[int, ...], ...], int]:
     given = one.get("position_ids")
     if given is None or "position_ids" not in inspect.signature(model.forward).parameters:
-        if given is not None and not _counts_on(given):
-            refuse("it numbers positions of tokens itself")
+        if given is not None and not _is_consecutive(given):
+            refuse("it computes positions that are not consecutive and cannot be passed")
         return (), 0
     if given.dim() == 2:
-        if not _counts_on(given):
-            refuse("its positions do not count on by one")
+        if not _is_consecutive(given):
+            refuse("its positions are not consecutive")
         return (), 0
     start = pieces[0][0]
     axes = given[:, 0]
     pattern = axes[:, start : start + tokens] - start
     advances = axes[:, start + tokens] - start
     if len(set(advances.tolist())) != 1:
-        refuse("its positions go on differently on each axis")
+        refuse("the position after an item differs between axes")
     advance = int(advances[0])
     for split, run in zip(pieces, (one, two)):
         if not torch.equal(run["position_ids"][:, 0], composed(pattern, advance, split)):
-            refuse("the positions of its tokens depend on more than where an item starts")
+            refuse("the positions of an item's tokens depend on more than its start")
     if advance == tokens and torch.equal(pattern, torch.arange(tokens, device=pattern.device).expand_as(pattern)):
-        # As text counts: every axis alike.
+        # Consecutive on every axis, like text.
         return (), 0
     return tuple(tuple(axis) for axis in pattern.tolist()), advance
 
 
 def composed(pattern: torch.Tensor, advance: int, pieces: Sequence[int]) -> torch.Tensor:
-    """Positions [axes, length] of text with items between, each with `pattern` [axes, tokens] from its start."""
+    """Return the positions [axes, length] of text with items between, each with `pattern` [axes, tokens]."""
     axes = pattern.shape[0]
     parts, at = [], 0
     for index, piece in enumerate(pieces):
@@ -341,8 +347,8 @@ def composed(pattern: torch.Tensor, advance: int, pieces: Sequence[int]) -> torc
     return torch.cat(parts, dim=1)
 
 
-def _counts_on(positions: torch.Tensor) -> bool:
-    # From 0 or 1: rotary positions are compared with each other only.
+def _is_consecutive(positions: torch.Tensor) -> bool:
+    # Starting at 0 or 1, because only differences of rotary positions matter.
     first = positions[..., :1]
     steps = torch.arange(positions.shape[-1], device=positions.device)
     return bool((first <= 1).all()) and bool((positions - first == steps).all())
@@ -362,13 +368,13 @@ def _seen(
             found[kind] = ""
             continue
         if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
-            refuse(f"its decoder takes an attention mask of a kind {type(mask).__name__}")
+            refuse(f"its decoder takes an attention mask of type {type(mask).__name__}")
         seen = mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0
         window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
         rules = _rules(seen.shape[0], _spans(pieces, tokens), window)
         name = next((name for name, rule in rules.items() if torch.equal(rule, seen.cpu())), None)
         if name is None:
-            refuse(f"its mask of {kind} follows no rule that is known")
+            refuse(f"its mask of {kind} follows an unknown rule")
         found[kind] = name or ""
     if found == {"full_attention": "", "sliding_attention": "item"}:
         return "sliding item"

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 
 from ....common.compat.executorch import edge_config, forget_program
 from ....errors import ExportableCacheError, UnsupportedModelError
-from ....program.tracing import told_by
+from ....program.tracing import describe_trace_error
 from ..dedup.segment_calls import StampedSegments
 from ..dedup.tied import write_pte
 from ..delegates.delegates import BACKEND_IDS, check_cache, check_methods, delegated_calls, partitioners_for
@@ -223,7 +223,7 @@ def _lowered(program: Program, delegate: str, for_llm_runner: bool, own: bool) -
             raise
         except Exception as error:  # passes and compilers of ExecuTorch, each with errors of its own
             raise UnsupportedModelError(
-                f"{type(program.model).__name__} cannot be lowered for ExecuTorch ({told_by(error)}); "
+                f"{type(program.model).__name__} cannot be lowered for ExecuTorch ({describe_trace_error(error)}); "
                 "export it for target 'pt2' instead"
             ) from error
     check_kernels(lowered)
