@@ -40,7 +40,7 @@ def test_buckets_get_methods_of_their_own(model: Any) -> None:
 
 @pytest.mark.parametrize("bucket", [0, -8, True, "8", 8.0])
 def test_a_bucket_is_a_positive_int(model: Any, bucket: Any) -> None:
-    with pytest.raises(InputError, match="a length bucket is"):
+    with pytest.raises(InputError, match="a length bucket must be"):
         methods_for(ExportableCache.from_model(model, 64), ProgramSpec(buckets=(bucket,)))
 
 

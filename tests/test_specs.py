@@ -85,7 +85,7 @@ def test_a_cache_spec_holds_what_it_was_checked_for() -> None:
         ({"prefill_chunk": 0}, "prefill_chunk must be an int of at least 1, got 0"),
         ({"score_length": 1}, "score_length must be an int of at least 2, or 0 for no such method, got 1"),
         ({"score_length": "8"}, "score_length must be an int of at least 2, or 0 for no such method, got '8'"),
-        ({"buckets": 128}, "buckets must be a list of ints of at least 1, such as [128, 512], got 128"),
+        ({"buckets": 128}, "buckets must be a list of ints of at least 1, .*got 128"),
         ({"buckets": [128, 0]}, "a length bucket must be an int of at least 1, got 0"),
         ({"form": "other"}, "form must be one of resident, explicit, got 'other'"),
         ({"logits": "none"}, "logits must be one of last, all, got 'none'"),
@@ -170,7 +170,7 @@ def test_options_are_recorded_as_given() -> None:
     [
         (lambda: Pt2Options(strict="no"), "strict must be True or False, got 'no'"),
         (lambda: Pt2Options(form="other"), "form is 'other'"),
-        (lambda: Pt2Options(buckets=[0]), "a length bucket is 0"),
+        (lambda: Pt2Options(buckets=[0]), "a length bucket must be .*got 0"),
         (lambda: TensorRTOptions(opt_length=1), "opt_length is 1; it must be an int of at least 2"),
         (lambda: TensorRTOptions(sm="81"), "sm is '81'; it must be one or more of"),
         (lambda: ExecutorchOptions(methods="two"), "methods must be one of auto, forward, split, both, got 'two'"),
