@@ -118,7 +118,7 @@ def work(kind: str, folder: Path, threads: int) -> None:
     """Answer `decode POSITION STEPS` and `prefill LENGTH STEPS` with milliseconds, until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from exportable_cache.backends.executorch.blas_threads import one_blas_thread
+    from exportable_cache.backends.executorch.runner import one_blas_thread
     from exportable_cache.common.compat.executorch import runtime
     from exportable_cache.common.native.kernels import load_native_kernels
 

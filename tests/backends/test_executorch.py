@@ -198,7 +198,7 @@ def on_the_runtime(function, x: torch.Tensor, partitioner=None) -> torch.Tensor:
 
 @pytest.mark.canary
 def test_xnnpack_still_needs_tanh_gelu_spelled_out() -> None:
-    """Fails once the delegate honours `approximate`: then backends/executorch/passes/rewrites.py can go."""
+    """Fails once the delegate honours `approximate`: then backends/executorch/lowering/rewrites.py can go."""
     x = torch.linspace(-4, 4, 513)
     gap = on_the_runtime(lambda t: F.gelu(t, approximate="tanh"), x, [XnnpackPartitioner()]) - F.gelu(
         x, approximate="tanh"

@@ -14,21 +14,20 @@ pytest.importorskip("executorch", reason="executorch is not installed")
 
 import torch
 
-from exportable_cache.backends.executorch import blas_threads
-from exportable_cache.backends.executorch.blas_threads import one_blas_thread
-from exportable_cache.backends.executorch.runner import ExecutorchRunner
+from exportable_cache.backends.executorch import runner
+from exportable_cache.backends.executorch.runner import ExecutorchRunner, one_blas_thread
 
-needs_mkl = pytest.mark.skipif(blas_threads._mkl() is None, reason="this build of torch has no MKL")
+needs_mkl = pytest.mark.skipif(runner._mkl() is None, reason="this build of torch has no MKL")
 
 
 def most() -> int:
-    return blas_threads._mkl().mkl_serv_get_max_threads()
+    return runner._mkl().mkl_serv_get_max_threads()
 
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     """Also where the tests run with one."""
-    mkl = blas_threads._mkl()
+    mkl = runner._mkl()
     local = mkl.mkl_serv_set_num_threads_local(0)
     before = most()
     mkl.mkl_serv_set_num_threads(2)
@@ -95,7 +94,7 @@ def test_a_runner_runs_so(two_threads: None) -> None:
 THREADS = """
 import os, sys, torch
 import executorch.extension.llm.custom_ops.custom_ops
-from exportable_cache.backends.executorch.blas_threads import one_blas_thread
+from exportable_cache.backends.executorch.runner import one_blas_thread
 from contextlib import nullcontext
 query, rows = torch.randn(1, 4, 8, 64), torch.randn(1, 4096, 8, 64)
 with one_blas_thread() if sys.argv[1] == "one" else nullcontext():

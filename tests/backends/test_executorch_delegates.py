@@ -14,7 +14,7 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir._serialize._program import deserialize_pte_binary
 
-from exportable_cache.backends.executorch.delegates.delegates import delegate_ids
+from exportable_cache.backends.executorch.lowering.delegates import delegate_ids
 
 
 def plans(path: Path) -> dict:

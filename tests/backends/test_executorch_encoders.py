@@ -12,9 +12,9 @@ from executorch.runtime import Runtime
 
 from exportable_cache import ExportableCache, export, load
 from exportable_cache.backends import backend_for
-from exportable_cache.backends.executorch.dedup.tied import write_pte
 from exportable_cache.backends.executorch.lowering.lower import lower_programs
-from exportable_cache.backends.executorch.passes.encoders import fold_constants, patches_to_linear, state_of
+from exportable_cache.backends.executorch.lowering.rewrites import fold_constants, patches_to_linear, state_of
+from exportable_cache.backends.executorch.pte.rewrite import write_pte
 from exportable_cache.errors import UnsupportedModelError
 from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.program import Program

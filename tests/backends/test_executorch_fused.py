@@ -24,11 +24,14 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir._serialize._program import deserialize_pte_binary
 
-from exportable_cache.backends.executorch.attention.fused import fusable_layers
-from exportable_cache.backends.executorch.attention.fused_kernels import FusedFullKernel, FusedRingKernel, fold_of
-from exportable_cache.backends.executorch.attention.native_kernel import NativeKernel
-from exportable_cache.backends.executorch.attention.native_layers import native_kernels
-from exportable_cache.backends.executorch.delegates.xnnpack import LINEAR_ONLY
+from exportable_cache.backends.executorch.attention.fused import fusable_layers, native_kernels
+from exportable_cache.backends.executorch.attention.fused_kernels import (
+    FusedFullKernel,
+    FusedRingKernel,
+    NativeKernel,
+    fold_of,
+)
+from exportable_cache.backends.executorch.lowering.delegates import LINEAR_ONLY
 from exportable_cache.cache.layers import layer_from
 
 from .test_executorch import instructions

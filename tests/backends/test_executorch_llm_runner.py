@@ -20,7 +20,7 @@ from ..support.oracle import difference, reference_logits
 from ..support.sessions import folded_bundle
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
-from exportable_cache.backends.executorch.llm_runner import runner_metadata
+from exportable_cache.backends.executorch.lowering.lower import runner_metadata
 
 RUNNER = """
 import sys

@@ -16,7 +16,7 @@ from ..support.sessions import exported_bundle
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from exportable_cache.backends.executorch.pte.load_order import make_largest_first, reorder
+from exportable_cache.backends.executorch.pte.rewrite import make_largest_first, reorder
 from exportable_cache.common.compat.executorch import delegate_calls, extended_header, flat_program, load_program
 
 VOCAB, HIDDEN = 4096, 64

@@ -9,7 +9,7 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 from executorch.runtime import Runtime
 
 from exportable_cache.backends.executorch.lowering.lower import lower_programs
-from exportable_cache.backends.executorch.passes.rewrites import masked_writes_to_where
+from exportable_cache.backends.executorch.lowering.rewrites import masked_writes_to_where
 
 CHOSEN = torch.tensor([1, 4])
 

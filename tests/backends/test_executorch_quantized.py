@@ -16,9 +16,9 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir._serialize._program import deserialize_pte_binary
 
-from exportable_cache.backends.executorch.dedup.tied import tied_pieces
 from exportable_cache.backends.executorch.lowering.lower import lower_programs
-from exportable_cache.backends.executorch.quantized.embeddings import pack_int4
+from exportable_cache.backends.executorch.pte.rewrite import tied_pieces
+from exportable_cache.backends.executorch.quantized import pack_int4
 
 VOCAB = 2048
 

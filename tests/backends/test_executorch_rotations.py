@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from exportable_cache.backends.executorch.passes.rewrites import rotations_to_linear
+from exportable_cache.backends.executorch.lowering.rewrites import rotations_to_linear
 
 HEAD_DIM = 8
 HALF = HEAD_DIM // 2

@@ -27,13 +27,13 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir.backend.utils import get_delegates
 
-from exportable_cache.backends.executorch.dedup import segment_calls, stamping
+from exportable_cache.backends.executorch.dedup import cloned_delegates, segment_calls
 from exportable_cache.backends.executorch.dedup.segment_calls import StampedSegments
+from exportable_cache.backends.executorch.dedup.segments import traced_order
+from exportable_cache.backends.executorch.graph_edits import forget_histories
 from exportable_cache.backends.executorch.lowering import lower
 from exportable_cache.backends.executorch.options import ExecutorchOptions
-from exportable_cache.backends.executorch.passes.graph_edits import forget_histories
-from exportable_cache.backends.executorch.passes.state_order import traced_order
-from exportable_cache.backends.executorch.quantized.linears import FoldedLinears, fold_linears
+from exportable_cache.backends.executorch.quantized import FoldedLinears, fold_linears
 from exportable_cache.backends.executorch.target import backend
 from exportable_cache.common.compat.executorch import load_program
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_explained_is_lowered_in_its_place(
 ) -> None:
     """Without knowing how weights are packed nothing is stamped, nothing is wrong, and the log says why."""
     caplog.set_level(logging.INFO, "exportable_cache")
-    monkeypatch.setattr(stamping, "_PACKINGS", {})
+    monkeypatch.setattr(cloned_delegates, "_PACKINGS", {})
     sizes = counted(monkeypatch)
     segments = []
     original = StampedSegments.take

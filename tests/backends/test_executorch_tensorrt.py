@@ -15,7 +15,7 @@ from ..support.models import tiny_model
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.backends.executorch.delegates.tensorrt import plans_in
+from exportable_cache.backends.executorch.lowering.tensorrt import plans_in
 from exportable_cache.backends.tensorrt import network
 
 

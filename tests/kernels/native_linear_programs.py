@@ -11,7 +11,7 @@ import torch
 from exportable_cache import export
 from exportable_cache.backends.executorch.dedup.segment_calls import StampedSegments
 from exportable_cache.backends.executorch.lowering.lower import lower_programs
-from exportable_cache.backends.executorch.native.weights import NAMES, pack, pack_float
+from exportable_cache.backends.executorch.native.linears import NAMES, pack, pack_float
 from exportable_cache.common.compat.executorch import load_program
 
 from ..backends.test_executorch_stamping import LAYERS, model_of, programs_of

@@ -8,10 +8,8 @@ from torch import nn
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from exportable_cache.backends.executorch.native.embeddings import tables_to_own
-from exportable_cache.backends.executorch.native.linears import linears_to_own
-from exportable_cache.backends.executorch.native.weights import BLOCK, pack, unpack
-from exportable_cache.backends.executorch.quantized.linears import FoldedLinears, int4_layer
+from exportable_cache.backends.executorch.native.linears import BLOCK, linears_to_own, pack, tables_to_own, unpack
+from exportable_cache.backends.executorch.quantized import FoldedLinears, int4_layer
 from exportable_cache.common.tensors import exact_dtype
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization

@@ -13,9 +13,8 @@ import torch
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
 from exportable_cache import ExportableCache
-from exportable_cache.backends.executorch.attention.fused import fusable_layers, fuse_layers
-from exportable_cache.backends.executorch.attention.native_kernel import NativeKernel, NativeLatentKernel
-from exportable_cache.backends.executorch.attention.native_layers import native_kernels
+from exportable_cache.backends.executorch.attention.fused import fusable_layers, fuse_layers, native_kernels
+from exportable_cache.backends.executorch.attention.fused_kernels import NativeKernel, NativeLatentKernel
 from exportable_cache.backends.executorch.attention.rows_kernel import RowsKernel
 from exportable_cache.backends.executorch.native.operators import check_native_kernels
 from exportable_cache.bundle.bundle import Bundle
@@ -268,7 +267,7 @@ def test_latents_are_expanded_where_the_operator_cannot_take_them(monkeypatch: p
     assert not any(fusable_layers(model, cache))
     # Its weights are in fewer bits: their parts cannot be taken from them.
     monkeypatch.setattr(
-        "exportable_cache.backends.executorch.attention.native_layers.has_quantized_weights", lambda model: True
+        "exportable_cache.backends.executorch.attention.fused.has_quantized_weights", lambda model: True
     )
     assert native_kernels(model, cache) == [None] * 2
 

@@ -17,7 +17,7 @@ from transformers import (
 from transformers.models.mllama import modeling_mllama
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends.tensorrt.adapt import engine_layers
+from exportable_cache.backends.tensorrt.kv_cache import engine_layers
 from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.common.patch import ORIGINAL
 from exportable_cache.errors import InputError, UnsupportedModelError

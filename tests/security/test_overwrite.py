@@ -153,7 +153,7 @@ def test_a_disk_that_fills_up_while_a_pte_is_written_again(tmp_path: Path, monke
         def write_to_file(self, file: Any) -> None:
             file.write(bytes(100_000))
 
-    tied = pytest.importorskip("exportable_cache.backends.executorch.dedup.tied")
+    tied = pytest.importorskip("exportable_cache.backends.executorch.pte.rewrite")
     halves = lambda data: [memoryview(data)[:50_000], memoryview(data)[50_000:]]  # noqa: E731
     monkeypatch.setattr(tied, "tied_pieces", halves)
     (tmp_path / "program.pte.tied").symlink_to("/dev/full")

@@ -11,8 +11,7 @@ import pytest
 
 from exportable_cache import load
 from exportable_cache.backends.executorch.pte import instructions
-from exportable_cache.backends.executorch.pte.instructions import check_instructions
-from exportable_cache.backends.executorch.pte.kernel_arguments import (
+from exportable_cache.backends.executorch.pte.instructions import (
     BOOL,
     DOUBLE,
     INT,
@@ -22,6 +21,7 @@ from exportable_cache.backends.executorch.pte.kernel_arguments import (
     TENSOR,
     TENSORS,
     check_call,
+    check_instructions,
 )
 from exportable_cache.common.compat.executorch import runtime
 from exportable_cache.errors import BundleError

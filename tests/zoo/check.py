@@ -266,7 +266,7 @@ def lower_only(architecture: Architecture, target: str) -> None:
 
 def _network_session(model: PreTrainedModel, cache: ExportableCache) -> Session:
     """Over the networks that TensorRT would make plans of, evaluated on the CPU: a plan runs on a GPU only."""
-    from exportable_cache.backends.tensorrt.network_runner import NetworkRunner
+    from exportable_cache.backends.tensorrt.evaluator.evaluator import NetworkRunner
     from exportable_cache.backends.tensorrt.options import TensorRTOptions
     from exportable_cache.backends.tensorrt.target import engine_networks, engine_program_spec
 

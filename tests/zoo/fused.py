@@ -10,8 +10,7 @@ import sys
 import warnings
 
 from exportable_cache import ExportableCache
-from exportable_cache.backends.executorch.attention.fused import fusable_layers
-from exportable_cache.backends.executorch.attention.native_layers import native_kernels
+from exportable_cache.backends.executorch.attention.fused import fusable_layers, native_kernels
 from exportable_cache.errors import ExportableCacheError
 
 from .architectures import architectures

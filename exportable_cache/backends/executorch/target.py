@@ -13,11 +13,7 @@ from ...errors import BundleError
 from ...program.spec import Form
 from ..base import LoweredFile, StandIn
 from ..registry import backend_for
-from .attention import (  # noqa: F401  kernels of layers, by which bundles describe them
-    fused_kernels,
-    native_kernel,
-    rows_kernel,
-)
+from .attention import fused_kernels, rows_kernel  # noqa: F401  layouts of layers, by which bundles describe them
 from .options import ELSEWHERE, ExecutorchOptions
 from .runner import ExecutorchRunner
 
@@ -69,7 +65,7 @@ class ExecutorchBackend:
 
     def lower(self, program: Program, folder: Path, options: ExecutorchOptions) -> list[LoweredFile]:
         if options.delegate == "tensorrt":
-            from .delegates.tensorrt import lower_to_plans
+            from .lowering.tensorrt import lower_to_plans
 
             return lower_to_plans(program, folder, FILE, options)
         from .lowering.lower import write_program
@@ -93,7 +89,7 @@ class ExecutorchBackend:
         """The networks of TensorRT plans, on the CPU; for other delegates the XNNPACK lowering of the program."""
         delegate = options.delegate
         if delegate in ELSEWHERE:
-            from .delegates.delegates import elsewhere_remark
+            from .lowering.delegates import elsewhere_remark
             from .lowering.lower import write_program
 
             with tempfile.TemporaryDirectory() as temporary:

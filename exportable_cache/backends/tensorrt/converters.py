@@ -1,15 +1,15 @@
-"""Converters of our own: the cache write, and operators that torch_tensorrt 2.13.0's converters compute otherwise than
-torch.
-"""
+"""Converters and decompositions for operators that torch_tensorrt 2.13.0 lacks or computes differently from torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...common.compat.torch import RESHAPE_COPY
 from . import kv_cache  # noqa: F401  registers the operator
+from .kv_cache import scatter_update
 from .upstream import (
     ConverterPriority,
     cast_trt_tensor,
@@ -20,9 +20,13 @@ from .upstream import (
 )
 
 if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from ...common.compat.torch import OperatorBase
     from .upstream import (
         ConversionContext,
     )
+
 
 #: torch dtype -> TensorRT dtype, of everything our programs hold.
 TRT_DTYPES = {
@@ -116,3 +120,192 @@ def _of_rank(ctx: ConversionContext, tensor: trt.ITensor, rank: int, name: str) 
     layer = ctx.net.add_unsqueeze(tensor, axes)
     layer.name = f"{name}_unsqueeze"
     return layer.get_output(0)
+
+
+def scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> torch.Tensor:
+    """`scatter` of one number as that of a tensor: the converter makes it float64, which TensorRT does not have."""
+    return torch.scatter(x, dim, index, torch.full_like(index, value, dtype=x.dtype))
+
+
+def scatter_nothing(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`scatter` to no place, as that of keys without a rotated part: TensorRT reads a size of 0 as one to be copied."""
+    return x if index.numel() == 0 else NotImplemented
+
+
+def select_from_end(x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+    """`select` counted from the end of any length, as a slice: the converter gathers at the negative index, which is
+    undefined.
+    """
+    if not isinstance(index, int) or index >= 0:
+        return NotImplemented
+    return torch.ops.aten.slice.Tensor(x, dim, index, index + 1 or None).squeeze(dim)
+
+
+def last_of_dim(
+    x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> torch.Tensor:
+    """`slice` of the last place of a dimension, where two are of any length: the converter makes the other one's length
+    -1. It is gathered.
+    """
+    lengths = [size for size in x.shape if isinstance(size, torch.SymInt)]
+    if start != -1 or (end is not None and end < 2**62) or len(lengths) < 2:
+        return NotImplemented
+    place = torch.arange(x.shape[dim], device=x.device)[-1:]
+    return torch.index_select(x, dim, place)
+
+
+def log1p(x: torch.Tensor) -> torch.Tensor:
+    """`log1p`, which has no converter, exact to a few roundings where `log(1 + x)` has lost x: the error that the sum
+    makes is divided out again.
+    """
+    near = 1 + x
+    is_lost = near == 1
+    return torch.where(is_lost, x, torch.log(near) * (x / torch.where(is_lost, torch.ones_like(x), near - 1)))
+
+
+def baddbmm(
+    x: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """`baddbmm`, which has no converter, as its product and its sum. Of a `beta` of 0, `x` counts for nothing."""
+    product = torch.bmm(left, right)
+    product = product if alpha == 1 else product * alpha
+    return product + (x if beta == 1 else x * beta) if beta != 0 else product
+
+
+def div(x: torch.Tensor | float, y: torch.Tensor | float) -> torch.Tensor:
+    """`div` of whole numbers, which gives floats: TensorRT divides whole numbers into whole ones."""
+    if not all(isinstance(one, int) or isinstance(one, torch.Tensor) and _is_whole(one) for one in (x, y)):
+        return NotImplemented
+    x, y = (one.to(torch.get_default_dtype()) if isinstance(one, torch.Tensor) else one for one in (x, y))
+    return torch.true_divide(x, y)
+
+
+def remainder(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`remainder` of whole numbers by the division that rounds down: the converter takes the quotient's sign from a
+    product of both, which large ones overflow.
+    """
+    if not (_is_whole(x) and _is_whole(y)):
+        return NotImplemented
+    return x - y * torch.floor_divide(x, y)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def max_of_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """`max` over a dimension with where it is, which has no converter, as two operators."""
+    return torch.amax(x, dim, keepdim), torch.argmax(x, dim, keepdim)
+
+
+def all_of_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tensor:
+    """`all` over a dimension, which has no converter, by the smallest of ones and zeros; the layer gives
+    floats.
+    """
+    return torch.amin((x != 0).float(), dim, keepdim) != 0
+
+
+def masked_put(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    """`index_put` of one value where a mask holds, `x[mask] = 0`: the converter takes no masks."""
+    mask = indices[0]
+    if accumulate or len(indices) > 1 or mask is None or mask.dtype != torch.bool or values.numel() != 1:
+        return NotImplemented
+    return torch.where(mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim())), values.reshape(()), x)
+
+
+def bitwise_xor(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`bitwise_xor` of whole numbers, which no layer computes, by single bits: two differ if their sum is odd."""
+    if torch.bool in (x.dtype, y.dtype):
+        return NotImplemented
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    highest = torch.iinfo(dtype).bits - 1
+    # `torch.tensor` is not functional; these are folded into one constant.
+    powers = torch.cat([torch.full((1,), 2**bit, dtype=dtype, device=x.device) for bit in range(highest)])
+
+    def bits(one: torch.Tensor) -> torch.Tensor:
+        """Zeros and ones, the lowest first, and the sign behind them: division that rounds down is a shift."""
+        shifted = torch.floor_divide(one[..., None].to(dtype), powers)
+        low = shifted - 2 * torch.floor_divide(shifted, 2)
+        return torch.cat([low, (one[..., None] < 0).to(dtype)], dim=-1)
+
+    left, right = bits(x), bits(y)
+    differs = left + right - 2 * left * right
+    place = torch.cat([powers, torch.full((1,), torch.iinfo(dtype).min, dtype=dtype, device=x.device)])
+    return (differs * place).sum(dim=-1, dtype=dtype)
+
+
+def unfold(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
+    """`unfold` as a slice for each place of a window: torch spells it out as a view by strides, which has no
+    converter.
+    """
+    windows = (x.shape[dim] - size) // step + 1
+    slices = [
+        torch.ops.aten.slice.Tensor(x, dim, place, place + (windows - 1) * step + 1, step) for place in range(size)
+    ]
+    return torch.stack(slices, dim=-1)
+
+
+def empty(
+    size: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None, **ignored: object
+) -> torch.Tensor:
+    """`empty`, which has no converter, as zeros: what stands in it counts for nothing."""
+    return torch.full(size, 0, dtype=dtype or torch.get_default_dtype(), device=device)
+
+
+def broadcast_in_dim(x: torch.Tensor, shape: Sequence[int], dims: Sequence[int]) -> torch.Tensor:
+    """The operator of torch's reference reductions, such as `std`, which has no converter: dimension i of `x` becomes
+    `dims[i]`.
+    """
+    for dim in range(len(shape)):
+        if dim not in dims:
+            x = x.unsqueeze(dim)
+    return x.expand(shape)
+
+
+def decompositions(in_place: bool) -> dict[OperatorBase, Callable]:
+    """What to spell out.
+
+    Args:
+        in_place: Leave cache writes as they are, for TensorRT's KVCacheUpdate layer; otherwise they become scatters.
+    """
+    table: dict[OperatorBase, Callable] = {
+        torch.ops.aten.scatter.value: scatter_value,
+        torch.ops.aten.scatter.src: scatter_nothing,
+        torch.ops.aten.select.int: select_from_end,
+        torch.ops.aten.log1p.default: log1p,
+        torch.ops.aten.slice.Tensor: last_of_dim,
+        torch.ops.aten.div.Tensor: div,
+        torch.ops.aten.index_put.default: masked_put,
+        torch.ops.aten.max.dim: max_of_dim,
+        torch.ops.aten.all.dim: all_of_dim,
+        torch.ops.aten.bitwise_xor.Tensor: bitwise_xor,
+        torch.ops.aten.remainder.Tensor: remainder,
+        torch.ops.aten.unfold.default: unfold,
+        torch.ops.aten.empty.memory_format: empty,
+        torch.ops.aten.baddbmm.default: baddbmm,
+        torch.ops.prims.broadcast_in_dim.default: broadcast_in_dim,
+    }
+    return table if in_place else {**table, torch.ops.exportable_cache.kv_cache_update.default: scatter_update}
+
+
+_RESHAPES = (RESHAPE_COPY, torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+
+
+def state_sizes(graph: GraphModule) -> None:
+    """Give every reshape to at most one unknown size the others as numbers and -1 for that one, in place.
+
+    `view(batch, length, -1, head_dim)` leaves the number of heads to TensorRT, which divides it out of the other sizes.
+    Behind some layers (the sum over experts) it does not see that two of these are one, and takes the number of heads
+    for unknown, with which its attention layer cannot be made.
+    """
+    for node in graph.graph.nodes:
+        # Passes of torch_tensorrt add nodes of which nothing was traced.
+        if node.target in _RESHAPES and isinstance(node.meta.get("val"), torch.Tensor):
+            sizes = node.meta["val"].shape
+            if sum(not isinstance(size, int) for size in sizes) <= 1 and 0 not in sizes:
+                stated = [size if isinstance(size, int) else -1 for size in sizes]
+                node.args = (node.args[0], stated)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()

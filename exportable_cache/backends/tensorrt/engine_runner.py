@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ...errors import BundleError
-from .record import records_of
-from .signature import LOGITS, STATE_IN, STATE_OUT
+from .engine_io import LOGITS, STATE_IN, STATE_OUT, records_of
 
 if TYPE_CHECKING:
     from ...program.methods import ProgramMethod
     from ..base import ProgramDescription
-    from .record import EngineRecord, Output
+    from .engine_io import EngineRecord, Output
 
 
 class ExecutionContext(Protocol):
@@ -173,8 +172,7 @@ def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
         )
     from torch_tensorrt.logging import TRT_LOGGER
 
-    from .log import collected_errors
-    from .upstream import trt
+    from .upstream import collected_errors, trt
 
     runtime = trt.Runtime(TRT_LOGGER)
     contexts = {}

@@ -15,14 +15,13 @@ import torch
 
 from ...common.compat.torch_tensorrt import builder_config, construct_network
 from ...errors import UnsupportedModelError, first_line
-from .converters import TORCH_DTYPES
-from .decompositions import decompositions, state_sizes
-from .log import collected_errors
+from .converters import TORCH_DTYPES, decompositions, state_sizes
 from .upstream import (
     DYNAMO_CONVERTERS,
     CompilationSettings,
     TRTInterpreter,
     cast_trt_tensor,
+    collected_errors,
     get_decompositions,
     infer_module_output_dtypes,
     post_lowering,
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import GraphModule, Node
 
-    from .signature import EngineSignature, InputSpec
+    from .engine_io import EngineSignature, InputSpec
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 from ...errors import InputError, UnsupportedModelError, VerificationError
 from ...program.spec import Form
 from ..base import LoweredFile, StandIn
-from .adapt import engine_layers
 from .attention import TENSORRT_ATTENTION
+from .engine_io import EngineRecord, Input, Output, details_of, records_of
+from .kv_cache import engine_layers
 from .options import TensorRTOptions
-from .record import EngineRecord, Input, Output, details_of, records_of
 
 if TYPE_CHECKING:
     from ...program.program import Program
@@ -91,8 +91,8 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
         InputError: If `opt_length` is outside the prefill's range.
         UnsupportedModelError: If a method has no network.
     """
+    from .engine_io import signature_of
     from .network import build_network
-    from .signature import signature_of
 
     opt_length = options.opt_length
     networks = {}
@@ -134,7 +134,7 @@ def network_stand_in(description: ProgramDescription, networks: Mapping[str, Net
     Raises:
         VerificationError: If one is not.
     """
-    from .network_runner import NetworkRunner
+    from .evaluator.evaluator import NetworkRunner
 
     records = {method: record for method, (_, record) in records_of(description.details).items()}
     for method, network in networks.items():

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import torch
 
+from exportable_cache.backends.tensorrt.engine_io import EngineRecord
 from exportable_cache.backends.tensorrt.engine_runner import EngineRunner
 from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
 from exportable_cache.backends.tensorrt.network import Network
-from exportable_cache.backends.tensorrt.record import EngineRecord
 from exportable_cache.backends.tensorrt.target import record_of
 from exportable_cache.program.program import Program
 

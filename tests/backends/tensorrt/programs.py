@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.backends.tensorrt.evaluator.evaluator import NetworkRunner
 from exportable_cache.backends.tensorrt.network import Network
-from exportable_cache.backends.tensorrt.network_runner import NetworkRunner
 from exportable_cache.backends.tensorrt.options import TensorRTOptions
 from exportable_cache.backends.tensorrt.target import engine_networks, engine_program_spec
 from exportable_cache.program.program import Program

@@ -11,9 +11,9 @@ from exportable_cache.verification.verify import verify_session
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
+from exportable_cache.backends.tensorrt.engine_io import EngineRecord
 from exportable_cache.backends.tensorrt.engine_runner import EngineRunner, runs_here
 from exportable_cache.backends.tensorrt.network import Network
-from exportable_cache.backends.tensorrt.record import EngineRecord
 from exportable_cache.backends.tensorrt.target import record_of
 
 from .cpu_engine import CpuContext, cpu_engine_runner

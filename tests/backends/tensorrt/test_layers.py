@@ -19,8 +19,7 @@ from ...support.models import WINDOW, tiny_model, tokens
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.backends.tensorrt.adapt import layers_with_sinks
-from exportable_cache.backends.tensorrt.kv_cache import EngineKernel
+from exportable_cache.backends.tensorrt.kv_cache import EngineKernel, layers_with_sinks
 from exportable_cache.backends.tensorrt.options import TensorRTOptions
 from exportable_cache.backends.tensorrt.target import engine_networks
 

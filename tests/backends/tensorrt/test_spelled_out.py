@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.backends.tensorrt.decompositions import broadcast_in_dim, log1p
+from exportable_cache.backends.tensorrt.converters import broadcast_in_dim, log1p
+from exportable_cache.backends.tensorrt.engine_io import EngineSignature
 from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
 from exportable_cache.backends.tensorrt.network import build_network
-from exportable_cache.backends.tensorrt.signature import EngineSignature
 
 from .toys import evaluate, toy_network
 

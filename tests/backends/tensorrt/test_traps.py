@@ -12,9 +12,9 @@ from exportable_cache.errors import UnsupportedModelError
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
 from exportable_cache.backends.tensorrt import upstream
+from exportable_cache.backends.tensorrt.engine_io import EngineSignature
 from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
 from exportable_cache.backends.tensorrt.network import build_network, check_nothing_mutated
-from exportable_cache.backends.tensorrt.signature import EngineSignature
 
 from .programs import engine_program
 from .toys import evaluate, toy_network

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from exportable_cache.backends.tensorrt.engine_io import EngineSignature
 from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
 from exportable_cache.backends.tensorrt.network import Network, build_network
-from exportable_cache.backends.tensorrt.signature import EngineSignature
 
 
 class Toy(nn.Module):

@@ -1,12 +1,13 @@
-"""Attention through operators of one call, ExecuTorch's own or this package's, for the layers they compute exactly.
+"""Choose fused attention operators for the layers that they compute exactly, and call them.
 
-ExecuTorch's know causal attention and a mask, and nothing else, so each layer of a model is looked at first: see
-`fusable_layers`; for this package's, `own_layers`.
+ExecuTorch's operators compute causal and masked attention only, so `fusable_layers` probes each layer of a model first.
+`native_kernels` does the same for this package's operators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -15,20 +16,32 @@ from transformers import AttentionInterface
 from ....cache.attention.functions import EXTRAS, matmul_attention
 from ....cache.attention.masks import register_masks
 from ....cache.layers import CacheLayer
-from ....cache.policies import FullPolicy, RingPolicy
-from ....cache.storage import FloatStorage, HalfStorage, Int8Storage
+from ....cache.policies import FullPolicy, RingPolicy, SinkPolicy
+from ....cache.storage import FloatStorage, HalfStorage, Int4Storage, Int8Storage
 from ....common.compat.executorch import register_fused_operators, register_quantized_operators
 from ....errors import UnsupportedModelError
 from ....models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ....models.layers.layout import layer_types_and_windows
+from ....models.quantized_rows import has_quantized_weights
 from ...probe_attention import is_causal, probe_attention
 from ..native import operators  # noqa: F401  registers torch.ops.exportable_cache.attention and write
-from .fused_kernels import FusedFullKernel, FusedKernel, FusedRingKernel, takes_latents, updated_just_now
-from .native_layers import native_kernels
+from .fused_kernels import (
+    FusedFullKernel,
+    FusedKernel,
+    FusedRingKernel,
+    NativeKernel,
+    NativeLatentKernel,
+    takes_latents,
+    updated_just_now,
+)
 from .rows_kernel import RowsKernel, takes_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from ....cache.layers import CacheLayer
+    from ....models.cache_factory import ExportableCache
+
 
 register_fused_operators()
 register_quantized_operators()
@@ -36,7 +49,7 @@ register_quantized_operators()
 EXECUTORCH_ATTENTION = "exportable_cache_executorch"
 
 # Storages that the kernels' attention can read.
-_STORAGES = (FloatStorage, HalfStorage, Int8Storage)
+_FUSED_STORAGES = (FloatStorage, HalfStorage, Int8Storage)
 
 
 def executorch_attention(
@@ -125,7 +138,7 @@ def one_method_suffices(cache: ExportableCache) -> bool:
 
 def fused_kernel(layer: CacheLayer) -> FusedKernel | None:
     """The kernel of ExecuTorch's operators for a layer's policy and storage, or None where there is none."""
-    if type(layer) is not CacheLayer or not isinstance(layer.storage, _STORAGES):
+    if type(layer) is not CacheLayer or not isinstance(layer.storage, _FUSED_STORAGES):
         return None
     if isinstance(layer.policy, FullPolicy):
         return FusedFullKernel()
@@ -174,3 +187,56 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
 executorch_attention.takes_latents = takes_latents  # type: ignore[attr-defined]
 AttentionInterface.register(EXECUTORCH_ATTENTION, executorch_attention)
 register_masks(EXECUTORCH_ATTENTION)
+
+
+_POLICIES = (FullPolicy, RingPolicy, SinkPolicy)
+_NATIVE_STORAGES = (FloatStorage, HalfStorage, Int8Storage, Int4Storage)
+
+
+def native_kernels(model: PreTrainedModel, cache: ExportableCache) -> list[NativeKernel | None]:
+    """The kernel of each layer that the operators compute exactly, found by running a short prompt through the model;
+    None for the others.
+
+    Such a layer keeps keys and values in float32 or fewer bits, and its attention goes through the attention interface
+    with the very tensors that the cache returned. A mask that is not causal, and what is added to the scores by the
+    key's position, need a layer that keeps every token.
+    """
+
+    def needs(query, key, value, attention_mask, kwargs):
+        if attention_mask is None:
+            return None
+        masked = not is_causal(attention_mask) or kwargs.get("indices") is not None
+        return _Needs(masked, masked or kwargs.get("position_bias") is not None, hasattr(kwargs["module"], "expand_kv"))
+
+    calls = probe_attention(model, needs, latents=not has_quantized_weights(model))
+    types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
+    return [_kernel_for(layer, types[index], calls.get(index, [])) for index, layer in enumerate(cache.layers)]
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """Of one call of attention: whether its mask is looked at, whether something is added to the scores, and whether
+    its keys are latents.
+    """
+
+    masked: bool
+    biased: bool
+    of_latents: bool
+
+
+def _kernel_for(layer: CacheLayer, layer_type: str, calls: list[Any]) -> NativeKernel | None:
+    if not isinstance(layer.policy, _POLICIES) or not isinstance(layer.storage, _NATIVE_STORAGES):
+        return None
+    if not calls or not all(calls) or layer.storage.rows_dtype != torch.float32:
+        return None
+    if dict(layer.named_state())["values"].shape[-1] == 0:
+        return None
+    is_full = isinstance(layer.policy, FullPolicy)
+    if not is_full and any(call.biased for call in calls):
+        return None
+    chunked = layer_type == "chunked_attention" and not is_full
+    form = (chunked, any(call.masked for call in calls), len(calls))
+    if any(call.of_latents for call in calls):
+        # Whole numbers of keys and of values have scales of their own, which their sum in one product has no place for.
+        return NativeLatentKernel(*form) if isinstance(layer.storage, (FloatStorage, HalfStorage)) else None
+    return NativeKernel(*form)

@@ -14,12 +14,22 @@ from executorch.backends.transforms.utils import delete_constant_placeholder
 
 from ....common.compat.executorch import operator_of
 from ....common.compat.torch import METADATA_ASSERTION
-from ..passes.graph_edits import add_constant
-from ..passes.state_order import StateOrder, functional_order, traced_order
-from ..quantized.linears import fold_linears
-from .delegate_shapes import described_size, size_of
-from .segments import CONSTANT, WEIGHT, Segment, Unexplained, may_repeat, repeated_segments, segment_program, tensor_of
-from .stamping import DelegateTemplate
+from ..graph_edits import add_constant
+from ..quantized import fold_linears
+from .cloned_delegates import DelegateTemplate, described_size, size_of
+from .segments import (
+    CONSTANT,
+    WEIGHT,
+    Segment,
+    StateOrder,
+    Unexplained,
+    functional_order,
+    may_repeat,
+    repeated_segments,
+    segment_program,
+    tensor_of,
+    traced_order,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

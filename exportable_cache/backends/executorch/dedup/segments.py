@@ -1,12 +1,17 @@
-"""Find runs of operators that repeat between layers, and make a program of each kind."""
+"""Find runs of operators that repeat between layers, and make a program of each kind.
+
+Operators may be moved only within the order of the program's in-place writes (`StateOrder`), which a traced graph does
+not record as dependencies. Making a graph functional records it, but takes as long as tracing. If only this package's
+operators touch the cache, their schemas declare what they write, and the order is read from these.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +20,11 @@ from torch.export import Dim
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from ....common.compat.torch import OpOverload, writes_in_place
-from ..passes.state_order import StateOrder
+from ....common.compat.torch import OpOverload, gives_views, writes_in_place, written_arguments
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+    from torch.fx import Graph
 
 
 #: Below this a run is not worth a lowering of its own.
@@ -314,3 +319,109 @@ def _dim(size: torch.SymInt, program: ExportedProgram, dims: dict[str, Any]) -> 
     dim = dims[str(symbol)]
     dim = dim if factor == 1 else factor * dim
     return dim + offset if offset else dim
+
+
+_Order = Mapping[Node, Sequence[Node]]
+
+
+@dataclass(frozen=True)
+class StateOrder:
+    """The order of what reads and writes the buffers that a program writes to.
+
+    Attributes:
+        states: Those buffers.
+        behind: Operators that read or write one -> those that must come before them, beside their arguments.
+    """
+
+    states: frozenset[Node]
+    behind: _Order = field(default_factory=dict)
+
+    def before(self, node: Node) -> Sequence[Node]:
+        """What must come before an operator, beside its arguments."""
+        return self.behind.get(node, ())
+
+    def restore(self, graph: Graph) -> None:
+        """Move what nodes depend on before them; all others keep their order.
+
+        A write to a buffer stays behind the reads that came before it: the runtime writes in place.
+        """
+        order: dict[Node, None] = {}
+        for node in list(graph.nodes):
+            pending = [node]
+            while pending:
+                sources = (*pending[-1].all_input_nodes, *self.before(pending[-1]))
+                missing = next((source for source in sources if source not in order), None)
+                if missing is not None:
+                    pending.append(missing)
+                else:
+                    order[pending.pop()] = None
+        nodes = list(order)
+        for before, node in zip(nodes, nodes[1:]):
+            before.append(node)
+
+
+def functional_order(program: ExportedProgram) -> StateOrder:
+    """Of a functional program, where all order is in the arguments."""
+    buffers = program.graph_signature.inputs_to_buffers
+    mutated = set(program.graph_signature.buffers_to_mutate.values())
+    return StateOrder(frozenset(node for node in _placeholders(program) if buffers.get(node.name) in mutated))
+
+
+def traced_order(program: ExportedProgram) -> StateOrder | None:
+    """Of a program as it was traced; None where it must be made functional first: it writes to something else than its
+    buffers, or an operator of torch's own reads what is written, perhaps through a view.
+    """
+    if program.graph_signature.buffers_to_mutate:
+        # A rewrite has made it functional.
+        return functional_order(program)
+    buffers = {node for node in _placeholders(program) if node.name in program.graph_signature.inputs_to_buffers}
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    writes: dict[Node, set[Node]] = {}
+    for node in calls:
+        if isinstance(node.target, OpOverload):
+            targets = _written(node, node.target)
+            if not targets <= buffers:
+                return None
+            if targets:
+                writes[node] = targets
+        elif node.target is not operator.getitem and not isinstance(node.meta.get("val"), _NUMBERS):
+            # An operator over graphs, which may write inside of them.
+            return None
+    states = set().union(*writes.values())
+    touching = [node for node in calls if not states.isdisjoint(node.all_input_nodes)]
+    if any(node.target.namespace == "aten" or gives_views(node.target) for node in touching):
+        return None
+    return StateOrder(frozenset(states), _behind(touching, states, writes))
+
+
+_NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
+
+
+def _placeholders(program: ExportedProgram) -> Sequence[Node]:
+    return program.graph.find_nodes(op="placeholder")
+
+
+def _written(node: Node, target: OpOverload) -> set[Node]:
+    """Arguments that an operator writes to."""
+    found: set[Node] = set()
+    for index, name in written_arguments(target):
+        map_arg(node.args[index] if index < len(node.args) else node.kwargs.get(name), found.add)
+    return found
+
+
+def _behind(touching: Sequence[Node], states: set[Node], writes: Mapping[Node, set[Node]]) -> _Order:
+    """What reads a state is behind the last that wrote it; what writes it, behind all that read it since, too."""
+    last: dict[Node, list[Node]] = defaultdict(list)
+    readers: dict[Node, list[Node]] = defaultdict(list)
+    behind: dict[Node, Sequence[Node]] = {}
+    for node in touching:
+        before: dict[Node, None] = {}
+        for state in states.intersection(node.all_input_nodes):
+            before |= dict.fromkeys(last[state])
+            if state in writes.get(node, ()):
+                before |= dict.fromkeys(readers.pop(state, ()))
+                last[state] = [node]
+            else:
+                readers[state].append(node)
+        behind[node] = tuple(before)
+    return behind

@@ -17,9 +17,9 @@ from torch.fx.node import map_arg
 from ....common.compat.executorch import call_delegate_operator, edge_config, operator_of
 from ....common.compat.torch import OpOverload, without_modes
 from ..attention.forms import Form, forms_of, least_single
-from ..dedup.delegate_shapes import with_known_shapes
+from ..dedup.cloned_delegates import with_known_shapes
 from ..dedup.segment_calls import is_segment
-from ..passes.graph_edits import forget_histories
+from ..graph_edits import forget_histories
 
 if TYPE_CHECKING:
     from executorch.exir import EdgeProgramManager

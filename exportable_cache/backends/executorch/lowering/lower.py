@@ -17,30 +17,28 @@ from executorch.exir.passes import MemoryPlanningPass
 from torch.export import ExportedProgram
 
 from ....common.compat.executorch import edge_config, forget_program
-from ....errors import ExportableCacheError, UnsupportedModelError
+from ....errors import ExportableCacheError, InputError, UnsupportedModelError
 from ....program.tracing import describe_trace_error
 from ..dedup.segment_calls import StampedSegments
-from ..dedup.tied import write_pte
-from ..delegates.delegates import BACKEND_IDS, check_cache, check_methods, delegated_calls, partitioners_for
-from ..llm_runner import runner_metadata
-from ..native.embeddings import tables_to_own
-from ..native.linears import linears_to_own
-from ..passes.encoders import fold_constants, patches_to_linear, state_of
-from ..passes.graph_edits import forget_histories
-from ..passes.rewrites import (
+from ..graph_edits import forget_histories
+from ..native.linears import linears_to_own, tables_to_own
+from ..pte.kernels import check_kernels
+from ..pte.rewrite import make_largest_first, write_pte
+from ..quantized import FoldedLinears, UnfoldLinears, fuse_quantized_embeddings
+from .delegates import BACKEND_IDS, check_cache, check_methods, delegated_calls, partitioners_for
+from .insertions import insert_what_was_taken
+from .patches import patch_exporter
+from .rewrites import (
     RemoveNeedlessCopies,
+    fold_constants,
     masked_writes_to_where,
     means_to_linear,
     parts_to_weights,
+    patches_to_linear,
     rotations_to_linear,
     spell_out_gelus,
+    state_of,
 )
-from ..pte.kernels import check_kernels
-from ..pte.load_order import make_largest_first
-from ..quantized.embeddings import fuse_quantized_embeddings
-from ..quantized.linears import FoldedLinears, UnfoldLinears
-from .insertions import insert_what_was_taken
-from .patches import patch_exporter
 
 if TYPE_CHECKING:
     from executorch.exir import (
@@ -228,3 +226,54 @@ def _lowered(program: Program, delegate: str, for_llm_runner: bool, own: bool) -
             ) from error
     check_kernels(lowered)
     return lowered
+
+
+def runner_metadata(program: Program, required: bool = True) -> dict[str, Any]:
+    """Constant methods by name (extension/llm/runner/constants.h of ExecuTorch 1.4).
+
+    `get_max_seq_len` is the longest chunk of a prompt, `get_max_context_len` what the cache holds. Ids that the model
+    does not state are left to the tokenizer's own.
+
+    Args:
+        program: Has a method `forward`.
+        required: Refuse a program that the runner would reject; without it such a program gets no metadata.
+
+    Raises:
+        InputError: If it is required, and `forward` takes more than the runner gives, or several rows, or the cache has
+            no limit to state and the model has no longest position either.
+    """
+    taken = program.methods["forward"].input_names
+    if taken != ("input_ids", "input_pos"):
+        if not required:
+            return {}
+        raise InputError(
+            f"the runner gives input_ids and input_pos, forward takes {', '.join(taken)}; export without llm_runner"
+        )
+    if program.batch_size != 1:
+        if not required:
+            return {}
+        raise InputError(f"the runner feeds one row, the program has {program.batch_size}; export without llm_runner")
+    config = program.model.config.get_text_config(decoder=True)
+    context = program.cache.max_length or getattr(config, "max_position_embeddings", None)
+    if context is None and not required:
+        return {}
+    if context is None:
+        raise InputError(
+            "the cache holds any number of tokens and the config has no max_position_embeddings, so there is no "
+            "context length to tell the runner; export without llm_runner"
+        )
+    metadata: dict[str, Any] = {
+        "get_max_seq_len": program.methods["forward"].max_length,
+        "get_max_context_len": context,
+        "get_vocab_size": config.vocab_size,
+        "use_kv_cache": True,
+        "enable_dynamic_shape": True,
+        "use_sdpa_with_kv_cache": False,
+    }
+    generation = program.model.generation_config
+    if generation is not None and generation.bos_token_id is not None:
+        metadata["get_bos_id"] = generation.bos_token_id
+    if generation is not None and generation.eos_token_id is not None:
+        ends = generation.eos_token_id
+        metadata["get_eos_ids"] = list(ends) if isinstance(ends, (list, tuple)) else [ends]
+    return metadata

@@ -1,14 +1,14 @@
-"""Linear layers through this package's own operators, `exportable_cache::linear_float` over weights of float32,
-`linear_bfloat16` and `linear_float16` over those that these have without loss, and `linear_4bit` over those of 4 bits;
-see `kernels/`.
+"""Native operators for linear layers and embedding tables, and how their weights are packed.
 
-XNNPACK (of ExecuTorch 1.4.1) packs a second copy of the weights as a program is loaded. Here they are packed as they
-are exported, and read where the file is mapped. Weights of 4 bits it multiplies in 16 bits on a processor with AVX2 and
-no AVX-512, half as fast.
+`exportable_cache::linear_float` takes float32 weights, `linear_bfloat16` and `linear_float16` take weights that these
+types hold without loss, `linear_4bit` takes 4-bit weights and quantizes activations to 8 bits per token, as torchao's
+`8da4w` does. `embedding_bfloat16` and `embedding_float16` look up rows of a table that is tied to such a layer. Other
+tables are stored in 16 bits if that loses nothing. Computation is in float32.
 
-A checkpoint in 16 bits is computed in float32, with half of the bytes to read: what a token waits for.
-
-With weights of 4 bits, activations are rounded to 8, each token by itself, as torchao's `8da4w` says.
+XNNPACK (ExecuTorch 1.4.1) packs a second copy of the weights when a program is loaded, and multiplies 4-bit weights in
+16 bits on processors with AVX2 but without AVX-512, at half the speed. Here weights are packed at export, in blocks of
+outputs in the order in which a step reads them, and read from the mapped file. `kernels/src/linear.h` and
+`float_linear.h` define the same layout.
 """
 
 from __future__ import annotations
@@ -23,15 +23,88 @@ from executorch.backends.transforms.utils import get_param_tensor, is_param
 from torch.fx import Node
 
 from ....common.tensors import exact_dtype
-from ..passes.graph_edits import insert_call, packed_weight, replace_call
-from ..quantized.linears import fold_linears, int4_layer
-from .weights import BLOCK, GROUP_MULTIPLE, NAMES, pack, pack_float, unpack, unpack_float
+from ..graph_edits import insert_call, packed_weight, replace_call
+from ..quantized import fold_linears, int4_layer
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
-    from torch.fx import Graph
+    from torch.fx import Graph, Node
 
     from ....common.compat.torch import OpOverload
+
+
+#: Outputs of a block, and what the weights of a group are a multiple of.
+BLOCK, GROUP_MULTIPLE = 16, 32
+#: A bfloat16 scale for each group, a float32 sum for each output, in bytes.
+_SCALE, _SUM = 2, 4
+_QUADS = 8
+
+
+#: How an operator over weights of a type is called.
+NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def pack_float(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Weights as the kernel reads them, of float32 [outputs, inputs]: [blocks, inputs, `BLOCK`], and of bfloat16
+    [blocks, pairs of inputs, `BLOCK`, 2]. Outputs and inputs that are not there are zeros.
+    """
+    pairs = _pairs(dtype)
+    outputs, inputs = weight.shape
+    whole = torch.nn.functional.pad(weight.detach().to(dtype), (0, -inputs % pairs, 0, -outputs % BLOCK))
+    packed = whole.view(-1, BLOCK, whole.shape[1] // pairs, pairs).transpose(1, 2)
+    return packed.contiguous() if pairs > 1 else packed.squeeze(3).contiguous()
+
+
+def unpack_float(weights: torch.Tensor, inputs: int, outputs: int) -> torch.Tensor:
+    """What `pack_float` was given: float32 [outputs, inputs]."""
+    whole = weights.transpose(1, 2).reshape(-1, weights.shape[1] * _pairs(weights.dtype))
+    return whole[:outputs, :inputs].float()
+
+
+def _pairs(dtype: torch.dtype) -> int:
+    """Inputs of an output that lie side by side."""
+    return 2 if dtype == torch.bfloat16 else 1
+
+
+def pack(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Weights as the kernel reads them, blocks of `BLOCK` outputs: for each the sum of its weights in float32, for each
+    of its groups a scale in bfloat16, and the integers plus 8, two a byte.
+
+    Args:
+        integers: int8 [outputs, inputs], of -8 to 7; inputs a multiple of `GROUP_MULTIPLE`.
+        scales: float [outputs, groups].
+
+    Returns:
+        uint8 [blocks, bytes]; outputs that are not there are zeros.
+    """
+    (outputs, inputs), groups = integers.shape, scales.shape[1]
+    blocks = -(-outputs // BLOCK)
+    missing = blocks * BLOCK - outputs
+    scales = scales.to(torch.bfloat16)
+    grouped = integers.view(outputs, groups, inputs // groups).sum(-1, dtype=torch.int32)
+    sums = (scales.double() * grouped).sum(-1).float()
+    # Zero is stored as 8.
+    whole = torch.nn.functional.pad((integers + 8).to(torch.uint8), (0, 0, 0, missing), value=8)
+    whole = whole.view(blocks, BLOCK, inputs // _QUADS, 2, _QUADS // 2)
+    halves = (whole[..., 0, :] | (whole[..., 1, :] << 4)).transpose(1, 2)
+    parts = (
+        torch.nn.functional.pad(sums, (0, missing)).view(blocks, BLOCK),
+        torch.nn.functional.pad(scales, (0, 0, 0, missing)).view(blocks, BLOCK, groups).transpose(1, 2),
+        halves,
+    )
+    return torch.cat([part.contiguous().view(torch.uint8).reshape(blocks, -1) for part in parts], dim=1)
+
+
+def unpack(weights: torch.Tensor, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `pack` was given: int8 [outputs, inputs] and bfloat16 [outputs, groups]."""
+    blocks, size = weights.shape
+    groups = (size // BLOCK - _SUM - inputs // 2) // _SCALE
+    scales, halves = weights[:, BLOCK * _SUM :].split([BLOCK * _SCALE * groups, BLOCK * inputs // 2], dim=1)
+    halves = halves.reshape(blocks, inputs // _QUADS, BLOCK, _QUADS // 2)
+    whole = torch.stack([halves & 15, halves >> 4], dim=3).permute(0, 2, 1, 3, 4).reshape(blocks * BLOCK, inputs)
+    scales = scales.contiguous().view(torch.bfloat16).view(blocks, groups, BLOCK).transpose(1, 2)
+    return whole[:outputs].to(torch.int8) - 8, scales.reshape(blocks * BLOCK, groups)[:outputs]
+
 
 #: Layers of one call, at most: `kernels/src/linear.h` has the same.
 MOST_LAYERS = 4
@@ -222,3 +295,87 @@ _TOGETHER: dict[OpOverload, OpOverload] = {
     ).default
     for name in (*NAMES.values(), "4bit")
 }
+
+
+_LOOKUP = torch.ops.aten.embedding.default
+_EMBEDDING = "(Tensor weights, Tensor tokens, int rows, int dim"
+
+
+def tables_to_own(program: ExportedProgram) -> ExportedProgram:
+    """Rewrite each lookup in such a table, in place; others are left as they are. To be called before the linear layers
+    are rewritten.
+    """
+    graph = program.graph
+    for node in graph.find_nodes(op="call_function", target=_LOOKUP):
+        table, tokens = _arguments(node)
+        if not is_param(program, table) or table.meta["val"].dtype != torch.float32:
+            continue
+        layers = [user for user in table.users if user.target is not _LOOKUP]
+        if tokens.meta["val"].dtype != torch.int64 or not all(is_own(program, layer) for layer in layers):
+            continue
+        numbers = get_param_tensor(program, table)
+        dtype = exact_dtype(numbers)
+        if dtype != torch.float32:
+            replace_call(node, _looked_up(program, node, numbers.to(dtype), bool(layers)))
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+    return program
+
+
+def _arguments(lookup: Node) -> tuple[Node, Node]:
+    """The table and the tokens."""
+    found: Any = lookup.args
+    return found[0], found[1]
+
+
+def _looked_up(program: ExportedProgram, node: Node, numbers: torch.Tensor, is_tied: bool) -> Node:
+    """A lookup in the table's numbers, which are of the type that it is kept in."""
+    table, tokens = _arguments(node)
+    if is_tied:
+        table = packed_weight(program, table, lambda: pack_float(numbers, numbers.dtype))
+        with program.graph.inserting_before(node):
+            operator = getattr(torch.ops.exportable_cache, f"embedding_{NAMES[numbers.dtype]}").default
+            result = insert_call(program.graph, operator, table, tokens, *numbers.shape)
+    else:
+        table = packed_weight(program, table, numbers.detach)
+        with program.graph.inserting_before(node):
+            rows = insert_call(program.graph, _LOOKUP, table, tokens)
+            result = insert_call(program.graph, torch.ops.aten.to.dtype, rows, torch.float32)
+    result.meta = {**node.meta, "val": result.meta["val"]}
+    return result
+
+
+def embedding(weights: torch.Tensor, tokens: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
+    """Rows of a table, in plain operators: what the kernels compute.
+
+    Args:
+        weights: bfloat16 or float16, of `pack_float`.
+        tokens: int64 [...], of 0 to rows - 1.
+        rows: How many there are.
+        dim: A row's numbers.
+
+    Returns:
+        float32 [..., dim].
+    """
+    return unpack_float(weights, dim, rows)[tokens]
+
+
+def _embedding_into(
+    weights: torch.Tensor, tokens: torch.Tensor, rows: int, dim: int, *, out: torch.Tensor
+) -> torch.Tensor:
+    return out.copy_(embedding(weights, tokens, rows, dim))
+
+
+def _embedding_output(weights: torch.Tensor, tokens: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
+    return weights.new_empty(*tokens.shape, dim, dtype=torch.float32)
+
+
+for _name in ("embedding_bfloat16", "embedding_float16"):
+    # ExecuTorch calls those that are named out.
+    for _schema, _function in (
+        (f"{_name}{_EMBEDDING}) -> Tensor", embedding),
+        (f"{_name}.out{_EMBEDDING}, *, Tensor(a!) out) -> Tensor(a!)", _embedding_into),
+    ):
+        _library.define(_schema)
+        _library.impl(_schema[: _schema.index("(")], _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"exportable_cache::{_name}", _embedding_output, lib=_library)

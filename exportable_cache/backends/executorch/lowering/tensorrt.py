@@ -18,15 +18,16 @@ from torch.export import Dim
 
 from ....common.compat.executorch import deserialized_program, edge_config
 from ...base import LoweredFile
-from ...tensorrt.record import details_of
+from ...tensorrt.engine_io import details_of
 from ...tensorrt.target import program_networks, record_of
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from ....program.program import Program
-    from ...tensorrt.record import EngineRecord
+    from ...tensorrt.engine_io import EngineRecord
     from ..options import ExecutorchOptions
+
 
 _DELIMITER = "%"
 

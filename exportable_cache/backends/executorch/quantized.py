@@ -1,4 +1,8 @@
-"""Trace and lower each quantized linear layer as one operator."""
+"""Trace and lower each quantized linear layer as one operator, and look up rows of quantized embedding tables.
+
+A quantized model is exported as `dequantize_affine(integers, ...)` before a plain operator. XNNPACK delegates linear
+layers of this form. A table would be dequantized as a whole for every token; ExecuTorch's kernels read single rows.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import executorch.kernels.quantized  # noqa: F401  registers their kernels, here and in the runtime
 import torch
+from executorch.backends.transforms.utils import get_param_tensor
 from torch import nn
 from torch.fx import Node
 from torch.fx.node import map_aggregate
@@ -15,9 +21,9 @@ from torch.fx.passes.infra.pass_base import PassBase, PassResult
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ....common.compat.executorch import edge_operator, operator_of
-from ....models.quantized_rows import is_quantized
-from ..passes.graph_edits import replace_call
+from ...common.compat.executorch import edge_operator, operator_of, register_quantized_operators
+from ...models.quantized_rows import is_quantized
+from .graph_edits import add_constant, replace_call
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -304,3 +310,54 @@ class _Layer(nn.Module):
     def forward(self, source: torch.Tensor) -> torch.Tensor:
         weight = self._class(self.qdata, self.scale, self.zero_point, *self._form)
         return functional.linear(source, weight, self.bias)
+
+
+register_quantized_operators()
+
+_INT4 = (-8, 7)
+
+
+def fuse_quantized_embeddings(program: ExportedProgram) -> ExportedProgram:
+    """Rewrite each lookup in a dequantised table as one operator on the integers, in place; other programs are left as
+    they are.
+
+    Tables are symmetric (no zero points), one scale per row or per group of a row.
+    """
+    graph = program.graph
+    lookups = [
+        node for node in graph.nodes if node.target == torch.ops.aten.embedding.default and _is_dequantize(node.args[0])
+    ]
+    for node in lookups:
+        (integers, _, scale, zero_point, _, *limits), indices = node.args[0].args[:7], node.args[1]
+        if zero_point is not None and bool(get_param_tensor(program, zero_point).any()):
+            raise ValueError(f"{integers.name} has zero points; quantise it symmetrically")
+        operator = torch.ops.quantized_decomposed.embedding_byte.default
+        if tuple(limits) == _INT4:
+            operator = torch.ops.quantized_decomposed.embedding_4bit.default
+            packed = pack_int4(get_param_tensor(program, integers))
+            integers = add_constant(program, f"{integers.name}_packed", packed, persistent=True)
+        with graph.inserting_before(node):
+            fused = graph.call_function(operator, (integers, scale, None, *limits, indices))
+        fused.meta = dict(node.meta)
+        replace_call(node, fused)
+    if lookups:
+        graph.eliminate_dead_code()
+        program.graph_module.recompile()
+    return program
+
+
+def pack_int4(integers: torch.Tensor) -> torch.Tensor:
+    """Two values of -8 to 7 per byte, the first in the high half, as `embedding_4bit` reads them.
+
+    Args:
+        integers: int8 [rows, dim], dim even.
+
+    Returns:
+        uint8 [rows, dim // 2].
+    """
+    shifted = (integers + 8).to(torch.uint8)
+    return (shifted[:, 0::2] << 4) | shifted[:, 1::2]
+
+
+def _is_dequantize(node: object) -> bool:
+    return isinstance(node, Node) and node.target == torch.ops.torchao.dequantize_affine.default

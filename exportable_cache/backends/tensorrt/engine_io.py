@@ -1,18 +1,26 @@
-"""What an engine takes and gives: the method's inputs and the state, all as tensors with names of their own."""
+"""Inputs, outputs and state of an engine, and the record of an engine in the manifest.
+
+The record is needed because a plan shows none of this without a GPU.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...common.compat.torch import reset_signature
-from ...errors import UnsupportedModelError
+from ...errors import BundleError, UnsupportedModelError
+from .options import describe_capabilities
 
 if TYPE_CHECKING:
     import torch
     from torch.fx import GraphModule
 
     from ...program.program import Program
+
 
 #: Inputs that hold state before a step are `cache.layers.0.keys`, the outputs that hold it after are
 #: `next.layers.0.keys`.
@@ -114,3 +122,90 @@ def signature_of(program: Program, method: str, opt_length: int | None = None) -
     state = dict(program.cache.named_state())
     empty = frozenset(name for name, tensor in state.items() if tensor.numel() == 0)
     return EngineSignature(described.input_names, tuple(state), lengths, empty)
+
+
+#: Field of a file's details that lists its engines.
+ENGINES = "engines"
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Input(_Entry):
+    """A network input with its optimisation profile: the three shapes are equal where it is static."""
+
+    name: str
+    dtype: str
+    min_shape: list[int]
+    opt_shape: list[int]
+    max_shape: list[int]
+
+
+class Output(_Entry):
+    """A network output; -1 stands for a size known at run time only."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class EngineRecord(_Entry):
+    """One engine.
+
+    Attributes:
+        method: Which it runs.
+        inputs, outputs: To be bound by name.
+        aliases: Output name -> name of the input whose memory it shares: both are bound to one address.
+        capabilities: It was built for, as 80; none for TensorRT's portable default.
+        layers: Number of network layers by kind.
+        network: sha256 of what the plan was built from, see `Network.digest`.
+        builder: TensorRT package and version.
+    """
+
+    method: str
+    inputs: list[Input]
+    outputs: list[Output]
+    aliases: dict[str, str]
+    capabilities: list[int]
+    layers: dict[str, int]
+    network: str
+    builder: str
+
+    @property
+    def built_for(self) -> str:
+        """`SM 80, 86`."""
+        return describe_capabilities(self.capabilities)
+
+    @property
+    def state(self) -> list[Input]:
+        """The inputs that hold the cache."""
+        return [tensor for tensor in self.inputs if tensor.name.startswith(STATE_IN)]
+
+
+def details_of(*records: EngineRecord) -> dict[str, Any]:
+    """What a file that holds these engines has in the manifest."""
+    return {ENGINES: [record.model_dump() for record in records]}
+
+
+def records_of(details: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, EngineRecord]]:
+    """File name and record of each method's engine.
+
+    Args:
+        details: By file name, as `details_of` made them; files without engines are passed over.
+
+    Raises:
+        BundleError: If one does not describe an engine.
+    """
+    records = {}
+    for file, fields in details.items():
+        for entry in fields.get(ENGINES, []):
+            try:
+                record = EngineRecord.model_validate(entry)
+            except ValidationError as error:
+                where = ".".join(str(part) for part in error.errors()[0]["loc"])
+                raise BundleError(
+                    f"the manifest does not describe the engine in {file}: {where}; export the model again"
+                ) from error
+            records[record.method] = (file, record)
+    return records

@@ -1,1 +1,0 @@
-"""Delegates by name, and how each one partitions a graph."""

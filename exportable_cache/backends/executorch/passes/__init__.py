@@ -1,1 +1,0 @@
-"""Rewrites of exported graphs before they are lowered."""

@@ -1,1 +1,0 @@
-"""Quantized linear layers and embedding tables."""
