@@ -1,12 +1,12 @@
-"""What the machine code of target `aoti` costs with more layers: time to build, size, time of a token.
+"""Measure what more layers cost in target `aoti`: build time, size, and the time of a token.
 
     python benchmarks/aoti_build.py                            # a Llama of hidden size 256 with 4, 12 and 36 layers
-    python benchmarks/aoti_build.py --layers 12 --tree ../before   # by the package of another checkout
+    python benchmarks/aoti_build.py --layers 12 --tree ../before   # with the package of another checkout
 
-Each model is exported by a process of its own, which begins with nothing compiled by Inductor, but for the headers that
-are precompiled once for a machine: `decode` and `prefill`, and both again for a read length of 256. Processor seconds
-are those of all processes, on a busy machine the better measure; those of tracing are part of them. A token's time is
-the least and the median of 200 at the begin of the cache, in the processor's own number of threads.
+Each model is exported in its own process, with Inductor's caches empty except for the headers that are precompiled once
+per machine: `decode` and `prefill`, and both again for a read length of 256. Processor seconds are those of all
+processes, the better measure on a busy machine; they include tracing. A token's time is the minimum and the median of
+200 at the start of the cache, with the processor's number of threads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 def model_of(layers: int) -> Any:
-    """A random Llama, float32."""
+    """Return a random Llama in float32."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -51,13 +51,13 @@ def model_of(layers: int) -> Any:
 
 
 def processor_seconds() -> float:
-    """Of this process and of those that it has waited for."""
+    """Return the processor seconds of this process and of its finished children."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def measure(layers: int, folder: Path) -> list[Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     import torch
 
     from exportable_cache import export, load
@@ -95,7 +95,7 @@ def main(
     tree: Annotated[Path, typer.Option(help="Checkout whose package is measured.")] = Path(__file__).parents[1],
     alone: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Measure, a process for each number of layers."""
+    """Measure each number of layers in its own process."""
     if alone is not None:
         print(json.dumps(measure((layers or [4])[0], alone)))
         return

@@ -1,12 +1,12 @@
-"""ExecuTorch's own attention kernels beside those of `kernels/`: the operators alone, or a bundle's steps.
+"""Compare ExecuTorch's attention kernels with those of `kernels/`: the operators alone, or a bundle's steps.
 
     python benchmarks/attention_kernels.py --native build/kernels/libexportable_cache_kernels.so
     python benchmarks/attention_kernels.py --native ... --bundle artifacts/x --native-bundle artifacts/x-int8
 
-Each form is a process of its own, and rounds are interleaved: one works while the others wait. `native AVX2` are our
+Each form runs in its own process, and rounds are interleaved: one works while the others wait. `native AVX2` are our
 kernels without AVX-512, as on a processor that lacks it. The operators alone are those of a decode step or a prompt's
 chunk of 12 layers with 12 query heads of 64 over 4 key heads: `update_cache` for keys and values, and `custom_sdpa`.
-Medians, with the fastest in brackets; on a loaded machine read the fastest.
+Figures are medians, with the fastest in brackets; on a loaded machine read the fastest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Step = Callable[[int, int], object]  # (new tokens, position of the first)
 
 
 def write_operators(folder: Path, slots: int) -> None:
-    """Programs `decode.pte` and `prefill.pte` of nothing but the operators, over a cache [KEY_HEADS, slots, 1, DIM]."""
+    """Write `decode.pte` and `prefill.pte` of the operators alone, over a cache [KEY_HEADS, slots, 1, DIM]."""
     import torch
     from executorch.exir import EdgeCompileConfig, to_edge
 
@@ -60,7 +60,7 @@ def write_operators(folder: Path, slots: int) -> None:
             return query
 
     groups = HEADS // KEY_HEADS
-    # One token folds the query heads of a key head into rows, as our programs do; see `attention_forms`.
+    # For one token, the query heads of a key head become rows, as in our programs; see `attention_forms`.
     for name, query, tokens in (("decode", (groups, 1), 1), ("prefill", (CHUNK, groups), CHUNK)):
         inputs = (torch.zeros(KEY_HEADS, *query, DIM), torch.zeros(KEY_HEADS, tokens, 1, DIM), torch.tensor([8, 8]))
         exported = torch.export.export(Operators(), inputs, strict=False)
@@ -70,7 +70,7 @@ def write_operators(folder: Path, slots: int) -> None:
 
 
 def operators(folder: Path) -> Step:
-    """Steps of `write_operators`' programs."""
+    """Yield steps of the programs that `write_operators` wrote."""
     import torch
 
     from exportable_cache.common.compat.executorch import load_program
@@ -97,7 +97,7 @@ def operators(folder: Path) -> Step:
 
 
 def bundle(folder: Path) -> Step:
-    """Steps of a bundle, as a session runs them."""
+    """Yield steps of a bundle, as a session runs them."""
     import torch
 
     from exportable_cache import load
@@ -115,7 +115,7 @@ def bundle(folder: Path) -> Step:
 
 
 def work(kind: str, folder: Path, threads: int) -> None:
-    """Answer `decode POSITION STEPS` and `prefill LENGTH STEPS` with milliseconds, until standard input ends."""
+    """Respond to `decode POSITION STEPS` and `prefill LENGTH STEPS` with milliseconds, until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from exportable_cache.backends.executorch.runner import one_blas_thread
@@ -141,7 +141,7 @@ def work(kind: str, folder: Path, threads: int) -> None:
 
 
 class Worker:
-    """One form, in a process of its own."""
+    """One form in its own process."""
 
     def __init__(self, kind: str, folder: Path, threads: int, environment: dict[str, str]) -> None:
         command = [sys.executable, str(Path(__file__)), "work", kind, str(folder), str(threads)]
@@ -158,11 +158,11 @@ class Worker:
     def _answer(self) -> dict[str, Any]:
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("a worker ended; run it by itself to see why: " + " ".join(self._process.args))
+            raise RuntimeError("a worker ended; run its command to see why: " + " ".join(self._process.args))
         return json.loads(line)
 
     def ask(self, request: str, number: int, steps: int) -> list[float]:
-        """Milliseconds of each step."""
+        """Return the milliseconds of each step."""
         self._process.stdin.write(f"{request} {number} {steps}\n")
         self._process.stdin.flush()
         return self._answer()["wall"]
@@ -173,7 +173,7 @@ class Worker:
 
 
 def measure(workers: dict[str, Worker], rounds: int, steps: int, slots: int) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds by request and form; the first round of each request warms up."""
+    """Return milliseconds by request and form; the first round of each request is a warm-up."""
     requests = [("decode", 100), ("decode", slots // 2), ("decode", slots - 8), ("prefill", CHUNK), ("prefill", 1024)]
     times: dict[str, dict[str, list[float]]] = {}
     for request, number in requests:
@@ -190,9 +190,9 @@ def main(
     folder: Annotated[Path | None, typer.Option("--bundle", help="A bundle; the operators alone by default.")] = None,
     native_bundle: Annotated[
         list[Path] | None,
-        typer.Option(help="A bundle exported with -O kernels=native to time beside; may be repeated."),
+        typer.Option(help="Also time this bundle, exported with -O kernels=native; may be repeated."),
     ] = None,
-    slots: Annotated[int, typer.Option(help="Slots allocated; of the bundle, if one is given.")] = 4096,
+    slots: Annotated[int, typer.Option(help="Allocated slots; the bundle's, if one is given.")] = 4096,
     target: Annotated[list[str] | None, typer.Option(help="Instruction sets of our kernels; may be repeated.")] = None,
     threads: Annotated[int, typer.Option(help="Threads of the runtime; all cores by default.")] = 0,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 10,

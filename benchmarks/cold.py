@@ -1,20 +1,20 @@
-"""How long until a compiled loop gives tokens: a prompt and 200 tokens in a new process, cold and then warm.
+"""Measure how soon a compiled loop gives tokens: a prompt and 200 tokens in a new process, cold and then warm.
 
     python benchmarks/cold.py                                  # 110M Llama, cache 4096, prompt of 100 tokens
     python benchmarks/cold.py --model gemma3-hybrid --json cold.json --plot cold.svg
     python benchmarks/cold.py --model qwen3-36 --form "transformers static" --limit 110 --json cold.json --plot cold.svg
 
 Forms: ours, compiled in the background and when a graph is needed; transformers' `StaticCache` with a compiled decode
-and the prompt in eager mode, as its `generate` does; a loop in the manner of gpt-fast (Llamas only); transformers in
-eager mode. Each is two processes: the first with empty caches of compiled code, the second with what the first left.
-Imports and the model's construction are not counted; compiling is, and so is importing the compiler. With `--folder`
-compiled code stays, so that `--start cold` and `--start warm` can be two calls. With `--json` the table and plot are
-of all that the file has come to hold. A process that takes longer than `--limit` is ended, and what it gave is told.
+and an eager prompt, as in its `generate`; a loop in the style of gpt-fast (Llamas only); transformers in eager mode.
+Each runs in two processes: the first with empty caches of compiled code, the second with the first one's caches.
+Imports and the model's construction are not counted; compilation and the compiler's import are. With `--folder`,
+compiled code is kept, so that `--start cold` and `--start warm` can be two calls. With `--json`, the table and plot
+show everything in the file. A process that takes longer than `--limit` is ended, and its partial results are kept.
 
-Per form: seconds to the first, second and last token, the longest wait between two, milliseconds of the last tokens
-(median of 20), and of ours when `warm_up` has returned behind them: then every graph is there. Processor seconds are
-those of all processes, on a busy machine the better measure, and memory is the sum of the largest resident ones of this
-process and of those that compile for it, what forks share counted for each.
+Columns per form: seconds to the first, second and last token, the longest wait between two, the median milliseconds of
+the last 20 tokens, and for ours when `warm_up` returns after them, with every graph loaded. Processor seconds are those
+of all processes, the better measure on a busy machine. Memory is the sum of the peak resident memory of this process
+and of those that compile for it, where shared pages of forks count for each.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ PROMPT, TOKENS = 100, 200
 FORMS = ("ours, in the background", "ours, waiting", "transformers static", "gpt-fast style", "transformers eager")
 _TIMES = ("1st token", "2nd", f"{TOKENS}th", "longest wait", "in the end", "everything")
 COLUMNS = ("model", "form", "start", *_TIMES, "processor", "memory")
-#: The last tokens, whose median says how fast a form is in the end.
+#: The last tokens, whose median is the final speed of a form.
 LAST = 20
 
 
 @dataclass
 class Run:
-    """One process.
+    """Results of one process.
 
     Attributes:
-        model, form, warm: Which.
-        times: Seconds since it had a model, at each token.
-        everything: When every graph was there, None where that is not asked.
-        processor: Seconds of all processes to the end.
+        model, form, warm: What ran.
+        times: Seconds from the model's construction to each token.
+        everything: Seconds until every graph was loaded; None if not measured.
+        processor: Processor seconds of all processes.
         memory: GiB.
     """
 
@@ -70,17 +70,17 @@ class Run:
 
     @property
     def last_ms(self) -> float:
-        """Milliseconds of a token in the end."""
+        """Median milliseconds of the last tokens."""
         return 1e3 * statistics.median(self._waits()[-LAST:])
 
     @property
     def stall(self) -> float:
-        """The longest wait between two tokens."""
+        """Longest wait between two tokens, in seconds."""
         return max(self._waits())
 
     @property
     def is_whole(self) -> bool:
-        """Whether it was not ended."""
+        """True if the process was not ended early."""
         return len(self.times) == TOKENS
 
     def _waits(self) -> list[float]:
@@ -88,12 +88,13 @@ class Run:
 
 
 def processor_seconds() -> float:
+    """Return the processor seconds of this process and of its finished children."""
     usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Processes that it has started, and theirs, as far as they live."""
+    """Return the ids of the living descendants of a process."""
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, children.read_text().split()):
             yield child
@@ -101,9 +102,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def living_usage() -> tuple[float, float]:
-    """Processor seconds and GiB of the processes that this one has started and that live, and of those that they have
-    waited for; no system but Linux tells.
-    """
+    """Return processor seconds and GiB of the living descendants and their finished children; Linux only."""
     seconds = kib = 0.0
     for child in descendants(os.getpid()):
         try:
@@ -117,7 +116,7 @@ def living_usage() -> tuple[float, float]:
 
 
 def loop_of(form: str, name: str, length: int, folder: str) -> Callable[[], Iterator[object]]:
-    """A generator function of tokens, and None when everything is compiled; the model is made here."""
+    """Make the model, and yield tokens, then None when everything is compiled."""
     import torch
     from loop import random_model
 
@@ -167,13 +166,13 @@ def loop_of(form: str, name: str, length: int, folder: str) -> Callable[[], Iter
 
 
 def measure(form: str, name: str, length: int, folder: str) -> Run:
-    """In this process."""
+    """Measure a form in this process."""
     loop, run = loop_of(form, name, length, folder), Run(name, form, warm=False)
     before, start, at_end = processor_seconds(), time.perf_counter(), None
     for token in loop():
         if token is None:
             run.everything = time.perf_counter() - start
-            # Before they are ended: a fork of a process that is ended is nobody's child any more.
+            # Read before they are ended, because forks of an ended process lose their parent.
             at_end = processor_seconds(), *living_usage()
         else:
             run.times.append(time.perf_counter() - start)
@@ -187,7 +186,7 @@ def measure(form: str, name: str, length: int, folder: str) -> Run:
 
 
 def run_of(form: str, name: str, length: int, warm: bool, folder: str, limit: float) -> Run:
-    """A process of its own."""
+    """Measure a form in a new process."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
     command = [sys.executable, __file__, "--model", name, "--length", str(length), "--form", form, "--child", folder]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
@@ -203,7 +202,7 @@ def run_of(form: str, name: str, length: int, warm: bool, folder: str, limit: fl
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Of benchmarks/loop.py.")] = "llama-110m",
+    model: Annotated[str, typer.Option(help="A model of benchmarks/loop.py.")] = "llama-110m",
     length: Annotated[int, typer.Option(help="Slots allocated.")] = 4096,
     forms: Annotated[list[str] | None, typer.Option("--form", help="All by default; `none` for none.")] = None,
     starts: Annotated[list[str] | None, typer.Option("--start", help="`cold` or `warm`, both by default.")] = None,
@@ -216,12 +215,12 @@ def main(
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw tokens over time; needs matplotlib.")] = None,
     child: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Print what each form takes, cold and warm."""
+    """Print the times of each form, cold and warm."""
     if child is not None:
         print(json.dumps(asdict(measure((forms or [""])[0], model, length, child))))
         return
     if unknown := set(forms or ()) - {*FORMS, "none"}:
-        raise typer.BadParameter(f"{sorted(unknown)} is none of {', '.join(FORMS)}", param_hint="'--form'")
+        raise typer.BadParameter(f"must be one of {', '.join(FORMS)}, got {sorted(unknown)}", param_hint="'--form'")
     if plot is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter("it needs matplotlib: pip install matplotlib", param_hint="'--plot'")
     console, begin = Console(width=170), os.getloadavg()[0]
@@ -234,7 +233,7 @@ def main(
         if form == "none":
             continue
         with tempfile.TemporaryDirectory() as temporary:
-            # Inductor's compiler takes no spaces in names.
+            # Inductor's compiler does not support spaces in names.
             kept = temporary if folder is None else str(folder / re.sub(r"\W+", "-", f"{model} {form}"))
             for warm in (False, True):
                 if ("warm" if warm else "cold") not in (starts or ("cold", "warm")):
@@ -254,6 +253,7 @@ def main(
 
 
 def table_of(runs: list[Run]) -> Table:
+    """Return a table for the terminal."""
     table = Table()
     for column in COLUMNS:
         table.add_column(column)
@@ -263,6 +263,7 @@ def table_of(runs: list[Run]) -> Table:
 
 
 def cells_of(runs: list[Run]) -> Iterator[list[str]]:
+    """Yield the cells of each row."""
     for run in runs:
         times = [f"{value:.1f} s" for value in (*run.times[:2], *(run.times[TOKENS - 1 :]))]
         cells = [run.model, run.form, "warm" if run.warm else "cold", *times]
@@ -276,7 +277,7 @@ def cells_of(runs: list[Run]) -> Iterator[list[str]]:
 
 
 def markdown_of(runs: list[Run], begin: float) -> str:
-    """The table as the documentation has it, with what it was measured on."""
+    """Return the table of the documentation, with the machine it was measured on."""
     from exportable_cache.common.native.machine_code import processor_name
 
     rows = [list(COLUMNS), ["---"] * len(COLUMNS), *cells_of(runs)]
@@ -288,6 +289,7 @@ def markdown_of(runs: list[Run], begin: float) -> str:
 
 
 def draw(runs: list[Run], path: Path) -> None:
+    """Plot tokens over time."""
     from matplotlib import pyplot
 
     pyplot.rcParams.update({"svg.hashsalt": "cold", "svg.fonttype": "none"})

@@ -1,10 +1,10 @@
-"""Decode speed of every form of one random Llama, side by side in one process: ratios are what counts.
+"""Compare the decode speed of every form of one random Llama in one process; ratios are what counts.
 
     python benchmarks/decode.py                       # 110M parameters, cache of 1024, positions 100 and near the end
     python benchmarks/decode.py --max-cache-len 4096 --json results.json
 
-Rounds are interleaved: each round times a few steps of every form in turn, so that a slow moment of the machine falls
-on all of them. Decode does not depend on what the cache holds, only on the position, so positions are set, not
+Rounds are interleaved: each round times a few steps of every form, so that a slow moment of the machine affects all of
+them. The time of a decode step depends on the position and not on the cache's contents, so positions are set, not
 generated.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-# Before torch starts its threads: idle ones must not spin while ExecuTorch's own thread pool works.
+# Set before torch starts its threads, because idle ones must not spin while ExecuTorch's thread pool works.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -39,7 +39,7 @@ Step = Callable[[int], object]
 
 
 def random_llama(size: str, positions: int) -> PreTrainedModel:
-    """A random float32 Llama with 12 query heads over 4 key heads (8 over 2 in the small one)."""
+    """Return a random float32 Llama with 12 query heads over 4 key heads (8 over 2 in the small one)."""
     torch.manual_seed(0)
     heads = (
         {"num_attention_heads": 12, "num_key_value_heads": 4}
@@ -50,7 +50,7 @@ def random_llama(size: str, positions: int) -> PreTrainedModel:
 
 
 def dynamic_step(model: PreTrainedModel, length: int) -> Step:
-    """transformers, eager, `DynamicCache` filled up to a position once; each step is taken back by `crop`."""
+    """Step transformers eagerly with `DynamicCache`, filled up to a position once; `crop` takes back each step."""
     filled: dict[int, DynamicCache] = {}
 
     def step(position: int) -> object:
@@ -69,7 +69,7 @@ def dynamic_step(model: PreTrainedModel, length: int) -> Step:
 
 
 def static_step(model: PreTrainedModel, length: int) -> Step:
-    """transformers, `StaticCache`, compiled the way its documentation says: fullgraph, static shapes."""
+    """Step transformers with `StaticCache`, compiled as its documentation says: fullgraph, static shapes."""
     cache = StaticCache(config=model.config, max_cache_len=length)
     cache.early_initialization(1, model.config.num_key_value_heads, model.config.head_dim, torch.float32, "cpu")
     compiled = torch.compile(model, fullgraph=True, dynamic=False)
@@ -88,7 +88,7 @@ def static_step(model: PreTrainedModel, length: int) -> Step:
 
 
 def session_step(session: Session) -> Step:
-    """One of our sessions."""
+    """Step one of our sessions."""
     token, runner = torch.ones(1, 1, dtype=torch.int64), session.runner
     return lambda position: runner.run(method_for(runner.methods, 1, position + 1), token, torch.tensor([position]))
 

@@ -1,9 +1,9 @@
-"""Accuracy of the demo model on its recall task: the eager model, every target, and a cache that forgets.
+"""Measure the demo model's accuracy on its recall task: the eager model, every target, and a cache that forgets.
 
     python benchmarks/demo_accuracy.py --questions 500
 
-All forms answer the same held-out questions, whose fact lies further back than the sliding window. The last row answers
-with every layer's attention cut to the window: what a wrong cache would score.
+All forms get the same held-out questions, whose fact lies further back than the sliding window. In the last row, every
+layer's attention is cut to the window: what a wrong cache would score.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Answer = Callable[[str], str]
 
 
 def transformers_answer(forgetful: bool = False) -> Answer:
-    """The model in eager mode with `DynamicCache`; `forgetful` makes all layers sliding."""
+    """Return the eager model's responses with `DynamicCache`; `forgetful` makes all layers sliding."""
     config = AutoModelForCausalLM.from_pretrained(demo_path()).config
     if forgetful:
         config = copy.deepcopy(config)
@@ -46,7 +46,7 @@ def transformers_answer(forgetful: bool = False) -> Answer:
 
 
 def session_answer(session: Session) -> Answer:
-    """A session, from position 0 for each question."""
+    """Return a session's responses, from position 0 for each question."""
 
     def answer(prompt: str) -> str:
         session.reset()
@@ -58,7 +58,7 @@ def session_answer(session: Session) -> Answer:
 @torch.no_grad()
 def main(
     questions: Annotated[int, typer.Option(help="Questions to ask.")] = 200,
-    seed: Annotated[int, typer.Option(help="Of the questions; training used other ones.")] = 20_000,
+    seed: Annotated[int, typer.Option(help="Seed of the questions; training used others.")] = 20_000,
 ) -> None:
     """Print the accuracy of each form."""
     console = Console()

@@ -1,9 +1,9 @@
-"""Largest |logit difference| to the eager model with `DynamicCache`, by family and target, as the equality tests see
-it.
+"""Print the largest logit difference to the eager model with `DynamicCache`, by family and target.
 
-    python -m benchmarks.equality          # from the repository's root: it shares the tests' models and oracle
+    python -m benchmarks.equality          # from the repository's root, because it shares the tests' models and oracle
 
-Tiny random float32 models with a window of 8; prompts of 3, 7, 8, 9 and 40 tokens, 40 decode steps after each.
+Models are tiny, random, in float32, with a window of 8. Prompts have 3, 7, 8, 9 and 40 tokens, and 40 decode steps
+follow each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TARGETS = ("eager", "compiled", "pt2", "executorch")
 
 
 def session_for(family: str, target: str, folder: Path) -> tuple[Session, torch.nn.Module]:
-    """A session over a tiny model of a family, and the model."""
+    """Return a session over a tiny model of a family, and the model."""
     model = tiny_model(family)
     if target in ("eager", "compiled"):
         return live_session(model, target == "compiled", 96), model

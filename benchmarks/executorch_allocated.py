@@ -1,11 +1,9 @@
-"""What slots that are not filled cost: builds of one model with caches of several sizes, at the same position in one
-run.
+"""Measure what unfilled slots cost: one model with caches of several sizes, at the same position in one run.
 
     python benchmarks/executorch_speed.py --model llama-110m --form ours        # builds them
     python benchmarks/executorch_allocated.py
 
-Also prints the peak memory of each `.pte` in a process that runs it as it is, without this package: what ExecuTorch's
-own file is measured in, too.
+It also prints the peak memory of each `.pte` in a process without this package, as for ExecuTorch's export.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ POSITION = 100
 
 
 def times(folders: dict[int, Path], rounds: int, steps: int) -> dict[int, float]:
-    """Median milliseconds of a decoded token by slots allocated, rounds interleaved."""
+    """Return the median milliseconds of a decoded token by allocated slots, with interleaved rounds."""
     workers = {cache: Worker(folder, None) for cache, folder in folders.items()}
     found: dict[int, list[float]] = {cache: [] for cache in folders}
     for done in range(rounds + 1):
         for cache, worker in workers.items():
             answer = worker.ask("decode", POSITION, steps if done else 1)
-            # The first round warms up.
+            # The first round is a warm-up.
             found[cache] += answer["wall"] if done else []
     for worker in workers.values():
         worker.close()
@@ -38,7 +36,7 @@ def times(folders: dict[int, Path], rounds: int, steps: int) -> dict[int, float]
 
 
 def peak_mb(program: Path, cache: int) -> float:
-    """Of a process that runs a `.pte` through `forward`: a token at both ends and a prompt."""
+    """Return the peak MB of a process that runs a `.pte` through `forward`: a token at both ends and a prompt."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "program.pte").symlink_to(program.resolve())
@@ -51,12 +49,12 @@ def peak_mb(program: Path, cache: int) -> float:
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Of the builds.")] = Path("artifacts/bench-executorch"),
-    model: Annotated[str, typer.Option(help="Of those in executorch_forms.py.")] = "llama-110m",
+    folder: Annotated[Path, typer.Option(help="Folder of the builds.")] = Path("artifacts/bench-executorch"),
+    model: Annotated[str, typer.Option(help="A model of executorch_forms.py.")] = "llama-110m",
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 12,
     steps: Annotated[int, typer.Option(help="Decode steps per round.")] = 8,
 ) -> None:
-    """Time and weigh what was built."""
+    """Print the speed and memory of the builds."""
     folders = {cache: folder / f"{model}-{cache}-ours" for cache in CACHES}
     folders = {cache: place for cache, place in folders.items() if (place / "run.json").is_file()}
     if not folders:

@@ -1,9 +1,8 @@
-"""What benchmarks/executorch_speed.py compares: two random models, and how each way to ExecuTorch makes its files of
-them.
+"""Build what benchmarks/executorch_speed.py compares: two random models, exported to ExecuTorch in several ways.
 
-    python benchmarks/executorch_forms.py FORM MODEL CACHE FOLDER      # what the benchmark runs, one process per build
+    python benchmarks/executorch_forms.py FORM MODEL CACHE FOLDER      # run by the benchmark, one process per build
 
-A form writes its files and `run.json`, which tells benchmarks/executorch_worker.py how to run them.
+A form writes its files and `run.json`, which says how benchmarks/executorch_worker.py runs them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ GEMMA = {
 }
 GEMMA |= {"head_dim": 256, "vocab_size": 32000, "sliding_window": 512, "query_pre_attn_scalar": 256}
 GEMMA |= {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2}
-#: The smallest that have every part, to try the benchmark itself.
+#: The smallest models that have every part, for trying the benchmark.
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -55,18 +54,18 @@ MODELS: dict[str, Callable[[int], PreTrainedModel]] = {
     "llama-tiny": lambda cache: LlamaForCausalLM(LlamaConfig(**TINY, max_position_embeddings=cache)),
     "gemma3-tiny": lambda cache: Gemma3ForCausalLM(Gemma3TextConfig(**TINY_HYBRID, max_position_embeddings=cache)),
 }
-#: Longest chunk of a prompt in the forms that let one choose.
+#: Longest prompt chunk, in the forms that have that setting.
 CHUNK = 256
 
 
 def random_model(name: str, cache: int) -> PreTrainedModel:
-    """One of `MODELS` in float32, the same at every call."""
+    """Return one of `MODELS` in float32, the same at every call."""
     torch.manual_seed(0)
     return MODELS[name](cache).eval()
 
 
 def ours(name: str, cache: int, folder: Path, **options: str) -> dict:
-    """`exportable_cache.export` with its defaults, or with more options of it."""
+    """Run `exportable_cache.export` with its defaults, or with more of its options."""
     from exportable_cache import export
 
     model = random_model(name, cache)
@@ -74,16 +73,16 @@ def ours(name: str, cache: int, folder: Path, **options: str) -> dict:
     return {"runner": "bundle"}
 
 
-# Lowering decomposes once more, which torch 2.13 cannot do with gradients.
+# Without gradients, because lowering decomposes once more, which torch 2.13 cannot do with them.
 @torch.no_grad()
 def integration(name: str, cache: int, folder: Path) -> dict:
-    """transformers' `integrations.executorch`, lowered as its documentation shows, with a dynamic length."""
+    """Run transformers' `integrations.executorch`, lowered as its documentation shows, with a dynamic length."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
     from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
     model = random_model(name, cache)
-    # What it insists on; a model that was not loaded from files has another default.
+    # Required by it; a model that was not loaded from files has another default.
     model.generation_config.use_cache, model.generation_config.cache_implementation = True, "static"
     module = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=cache)
     length = torch.export.Dim("length", max=cache - 1)
@@ -101,7 +100,7 @@ def integration(name: str, cache: int, folder: Path) -> dict:
 
 
 def exporter(name: str, cache: int, folder: Path) -> dict:
-    """transformers' `ExecutorchExporter`, prefill and decode over a static cache, which is an input and an output."""
+    """Run transformers' `ExecutorchExporter`: prefill and decode over a static cache, an input and an output."""
     from transformers import GenerationConfig
     from transformers.exporters.exporter_executorch import ExecutorchConfig, ExecutorchExporter
     from transformers.exporters.utils import decompose_for_generation
@@ -118,9 +117,7 @@ def exporter(name: str, cache: int, folder: Path) -> dict:
 
 
 def executorch_llama(name: str, cache: int, folder: Path, *settings: str) -> dict:
-    """ExecuTorch's own Llama export, `executorch.extension.llm.export.export_llm`, with its fused operators and more
-    settings.
-    """
+    """Run ExecuTorch's Llama export (`executorch.extension.llm.export.export_llm`) with fused operators."""
     sizes = {"llama-110m": LLAMA, "llama-tiny": TINY}[name]
     params = {
         "dim": sizes["hidden_size"],
@@ -144,8 +141,8 @@ def executorch_llama(name: str, cache: int, folder: Path, *settings: str) -> dic
         "hydra.run.dir=.",
         *settings,
     ]
-    # In a folder whose name ends in "executorch" its model factory (1.4.1) imports `examples`, which is no package by
-    # that name.
+    # The folder's name must not end in "executorch", because the model factory (1.4.1) then imports `examples`, a
+    # package that does not exist under that name.
     work = folder / "work"
     work.mkdir()
     subprocess.run(command, cwd=work, check=True)
@@ -154,17 +151,17 @@ def executorch_llama(name: str, cache: int, folder: Path, *settings: str) -> dic
 
 
 def executorch_int8(name: str, cache: int, folder: Path) -> dict:
-    """The same with its quantised cache."""
+    """Run ExecuTorch's Llama export with its quantized cache."""
     return executorch_llama(name, cache, folder, "model.quantize_kv_cache=True")
 
 
 def executorch_8da4w(name: str, cache: int, folder: Path) -> dict:
-    """The same with weights of 4 bits in groups of 32."""
+    """Run ExecuTorch's Llama export with 4-bit weights in groups of 32."""
     return executorch_llama(name, cache, folder, "quantization.qmode=8da4w", "quantization.group_size=32")
 
 
 def eager(name: str, cache: int, folder: Path) -> dict:
-    """transformers' eager model with `DynamicCache`: nothing to build."""
+    """Use transformers' eager model with `DynamicCache`, which needs no build."""
     return {"runner": "eager"}
 
 
@@ -183,12 +180,12 @@ FORMS: dict[str, tuple[str, Callable[[str, int, Path], dict]]] = {
 
 
 def serves(form: str, name: str) -> bool:
-    """Whether a form can export a model at all."""
+    """Return True if a form can export a model at all."""
     return not form.startswith("executorch") or name.startswith("llama")
 
 
 def main() -> None:
-    """Build one form; what it prints goes to the caller's log."""
+    """Build one form; output goes to the caller's log."""
     form, name, cache, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
     run = FORMS[form][1](name, cache, folder)
     (folder / "run.json").write_text(json.dumps({**run, "model": name, "cache": cache}))

@@ -1,18 +1,17 @@
-"""ExecuTorch programs of one model from every exporter, built and timed side by side: ratios are what counts.
+"""Build and time ExecuTorch programs of one model from every exporter; ratios are what counts.
 
-    python benchmarks/executorch_speed.py --plot docs/executorch.svg    # Llama 110M and a hybrid, caches to 32768
+    python benchmarks/executorch_speed.py --plot executorch.svg         # Llama 110M and a hybrid, caches to 32768
     python benchmarks/executorch_speed.py --quick                       # Llama 110M, cache 512
     python benchmarks/executorch_speed.py --model llama-110m --cache 4096 --form ours --form executorch
 
-Builds stay in the folder and are taken up by the next run; delete a build's folder to make it again. Results stay there
-too: a run replaces those of the forms that it timed, and prints all, so that the whole can be done in parts. Forms are
-compared with the first of their own run, so each part should begin with `--form ours`. All forms of a run are in memory
-at once.
+Builds stay in the folder for the next run; delete a build's folder to make it again. Results stay there too: a run
+replaces those of the forms that it timed and prints all, so the benchmark can be run in parts. Forms are compared with
+the first form of their run, so each part should begin with `--form ours`. All forms of a run are in memory at once.
 
-Every build is timed in a process of its own, for programs in one process change each other's speed by a tenth, by the
-order they were loaded in. Rounds are interleaved all the same: one process works while the others wait, so that a slow
-moment of the machine falls on all. On a loaded machine take `--clock cpu --threads 1`: processor time does not count
-what others take.
+Every build is timed in its own process, because programs in one process change each other's speed by a tenth, depending
+on the order of loading. Rounds are interleaved nevertheless: one process works while the others wait, so that a slow
+moment of the machine affects all. On a loaded machine use `--clock cpu --threads 1`, because processor time does not
+count other processes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ console = Console(stderr=True)
 
 
 def build(form: str, model: str, cache: int, folder: Path) -> dict[str, Any] | None:
-    """Build a form unless that is done; its seconds, peak memory and bytes, or None where it fails."""
+    """Build a form unless it exists; return seconds, peak memory and bytes, or None on failure."""
     done = folder / "build.json"
     if done.is_file():
         return json.loads(done.read_text())
@@ -58,7 +57,7 @@ def build(form: str, model: str, cache: int, folder: Path) -> dict[str, Any] | N
     files = [path for path in folder.rglob("*") if path.suffix == ".pte"]
     result = {
         "seconds": time.perf_counter() - start,
-        # Of the process and of those that it waited for: ExecuTorch's own export runs in one of its own.
+        # Includes finished children, because ExecuTorch's export runs in one.
         "peak_mb": usage.ru_maxrss / 1024,
         "files_mb": sum(path.stat().st_size for path in files) / 1e6,
         "files": len(files),
@@ -73,7 +72,7 @@ class Worker:
     def __init__(self, folder: Path, threads: int | None) -> None:
         environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
         if folder.name.rpartition("-")[2] != "eager":
-            # Programs run in ExecuTorch's own threads; MKL's beside them slow every form down, see `blas_threads`.
+            # Programs run in ExecuTorch's threads; MKL's threads would slow every form down, see `blas_threads`.
             environment["MKL_NUM_THREADS"] = "1"
         self._log = (folder / "worker.txt").open("ab")
         self._process = subprocess.Popen(
@@ -94,7 +93,7 @@ class Worker:
         return json.loads(line)
 
     def ask(self, kind: str, number: int, steps: int) -> dict[str, Any]:
-        """Times of some steps."""
+        """Return the times of some steps."""
         self._process.stdin.write(f"{kind} {number} {steps}\n")
         self._process.stdin.flush()
         answer = self._answer()
@@ -102,7 +101,7 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.stdin.close()
         self._process.wait()
         self._log.close()
@@ -117,7 +116,7 @@ def measure(
     threads: int | None,
     clock: str,
 ) -> dict[str, dict[str, Any]]:
-    """Median milliseconds of every request by form, and peak memory; forms that fail are left out."""
+    """Return median milliseconds of every request by form, and peak memory; forms that fail are left out."""
     times: dict[str, dict[str, list[float]]] = {form: {} for form in folders}
     peaks: dict[str, float] = {}
     for trial in range(trials):
@@ -132,12 +131,12 @@ def measure(
             for done in range(rounds + 1):
                 for form in list(workers):
                     try:
-                        # The first round warms up.
+                        # The first round is a warm-up.
                         count = 1 if kind == "prefill" or not done else steps
                         answer = workers[form].ask(kind, number, count)
                     except (RuntimeError, OSError) as error:
                         console.print(f"{form}, {kind} {number}: {error}")
-                        # What it answered before stays.
+                        # Earlier results are kept.
                         worker = workers.pop(form)
                         peaks[form] = max(peaks.get(form, 0.0), worker.peak_mb)
                         worker.close()
@@ -156,9 +155,9 @@ def measure(
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All rows, of those with the same model, cache and form the new one, in the order of the forms.
+    """Merge new rows into the old ones with the same model, cache and form, in the order of the forms.
 
-    But a form that others of an earlier run were compared with, and are not compared again, stays as it was for them.
+    A form that others of an earlier run were compared with keeps its row, unless they are compared again.
     """
     again = {row["form"] for row in new}
     bases = {(row["model"], row["cache"], row["base"]) for row in old if row["form"] not in again}
@@ -169,7 +168,7 @@ def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[st
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """All results as one markdown table per model and cache."""
+    """Return all results as one Markdown table per model and cache."""
     lines = []
     for model, cache in dict.fromkeys((row["model"], row["cache"]) for row in rows):
         group = [row for row in rows if (row["model"], row["cache"]) == (model, cache)]
@@ -208,7 +207,7 @@ def _title(request: str) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Decode at position 100 and near the end, over the cache's size: a column per model."""
+    """Plot decode at position 100 and near the end over the cache size, a column per model."""
     from matplotlib import pyplot
 
     pyplot.rcParams.update({"svg.hashsalt": "executorch", "svg.fonttype": "none"})
@@ -257,7 +256,7 @@ def main(
     cache: Annotated[list[int] | None, typer.Option(help="Slots allocated; may be repeated.")] = None,
     form: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FORMS)}; may be repeated.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One model, the smallest cache, fewer rounds.")] = False,
-    trials: Annotated[int, typer.Option(help="Times that every process is started anew.")] = 3,
+    trials: Annotated[int, typer.Option(help="How often every process is started again.")] = 3,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds per trial.")] = 5,
     steps: Annotated[int, typer.Option(help="Decode steps of each form per round.")] = 5,
     threads: Annotated[int | None, typer.Option(help="Threads of each process; all cores by default.")] = None,
@@ -299,7 +298,7 @@ def main(
                 for chosen, result in measured.items()
             ]
             rows = merged(rows, new)
-            # After every group, so that what was measured outlives an interruption.
+            # Written after every group, so that results survive an interruption.
             results.write_text(json.dumps({"rows": rows}, indent=2))
             (folder / "results.md").write_text(table(rows) + "\n")
     print(table(rows))

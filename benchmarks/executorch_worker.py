@@ -1,9 +1,9 @@
-"""Runs one build of benchmarks/executorch_speed.py in a process of its own and times what it is told to.
+"""Run one build of benchmarks/executorch_speed.py in its own process, and time requests.
 
     python benchmarks/executorch_worker.py FOLDER
 
-Each line of standard input is a request, `decode POSITION STEPS` or `prefill LENGTH STEPS`; each line of standard
-output the answer: milliseconds of wall and of processor time per step, and the peak of resident memory in MB so far.
+Each line of standard input is a request, `decode POSITION STEPS` or `prefill LENGTH STEPS`. Each line of standard
+output is a response: milliseconds of wall and of processor time per step, and the peak resident memory in MB so far.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# Before torch starts its threads: idle ones must not spin while ExecuTorch's own thread pool works.
+# Set before torch starts its threads, because idle ones must not spin while ExecuTorch's thread pool works.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -25,12 +25,12 @@ Step = Callable[[int, int], object]  # (new tokens, position of the first)
 
 
 def ids(count: int) -> torch.Tensor:
-    """Token ids [1, count]."""
+    """Return token ids [1, count]."""
     return torch.ones(1, count, dtype=torch.int64)
 
 
 def bundle(folder: Path, run: dict) -> Step:
-    """One of our bundles, through its session's runner."""
+    """Open one of our bundles, through its session's runner."""
     from exportable_cache import load
     from exportable_cache.program.methods import chunk_sizes, method_for
 
@@ -46,7 +46,7 @@ def bundle(folder: Path, run: dict) -> Step:
 
 
 def forward(folder: Path, run: dict) -> Step:
-    """A `.pte` with `forward(tokens, position)`, as the official runner calls it."""
+    """Open a `.pte` with `forward(tokens, position)`, called as ExecuTorch's runner calls it."""
     method = load_method(folder / "program.pte")
 
     def step(count: int, position: int) -> None:
@@ -59,14 +59,14 @@ def forward(folder: Path, run: dict) -> Step:
 
 
 def stateful(folder: Path, run: dict) -> Step:
-    """A `.pte` that counts its own position; it is loaded anew when full, untimed.
+    """Open a `.pte` that counts its own position; it is loaded again when it is full, untimed.
 
-    Its cost is the same at every position.
+    A step takes the same time at every position.
     """
     state = {"method": load_method(folder / "program.pte"), "used": 0}
 
     def step(count: int, position: int) -> None:
-        # In the chunks of the other forms.
+        # In chunks of the size that the other forms use.
         for start in range(position, position + count, run["chunk"]):
             size = min(run["chunk"], position + count - start)
             state["method"].execute([ids(size), torch.arange(start, start + size)])
@@ -81,7 +81,7 @@ def stateful(folder: Path, run: dict) -> Step:
 
 
 def exporter(folder: Path, run: dict) -> Step:
-    """What `ExecutorchExporter` saved, through transformers' own runner; its cost is the same at every position."""
+    """Open an `ExecutorchExporter` program with transformers' runner; a step takes the same time at every position."""
     from transformers.exporters.base import ExportedModel
 
     exported = ExportedModel.from_pretrained(folder / "exported")
@@ -92,7 +92,7 @@ def exporter(folder: Path, run: dict) -> Step:
         if count == 1:
             runners["decode"](**inputs["decode"])
             return
-        # Its prefill takes 128 tokens on an empty cache and no more; longer prompts have no program.
+        # Its prefill takes up to 128 tokens on an empty cache; there is no program for longer prompts.
         for _ in range(count // 128):
             runners["prefill"](**inputs["prefill"])
 
@@ -100,7 +100,7 @@ def exporter(folder: Path, run: dict) -> Step:
 
 
 def eager(folder: Path, run: dict) -> Step:
-    """transformers, eager, `DynamicCache` filled to the position once; each step is taken back by `crop`."""
+    """Step transformers eagerly with `DynamicCache`, filled to the position once; `crop` takes back each step."""
     from executorch_forms import random_model
     from transformers import DynamicCache
 
@@ -112,7 +112,7 @@ def eager(folder: Path, run: dict) -> Step:
             filled.clear()
             cache = DynamicCache(config=model.config)
             config = model.config
-            # What a step costs does not depend on what the cache holds.
+            # The time of a step does not depend on the cache's contents.
             shape = (1, config.num_key_value_heads, position, config.head_dim)
             for layer in range(config.num_hidden_layers):
                 cache.update(torch.zeros(shape), torch.zeros(shape), layer)
@@ -133,7 +133,7 @@ def eager(folder: Path, run: dict) -> Step:
 
 
 def load_method(path: Path):
-    """The method `forward` of a file."""
+    """Load the method `forward` of a file."""
     import executorch.extension.llm.custom_ops.custom_ops
     import executorch.kernels.quantized  # noqa: F401  and these, over a cache or a table in 8 bits
     from executorch.runtime import Runtime, Verification
@@ -149,9 +149,9 @@ RUNNERS = {"bundle": bundle, "forward": forward, "stateful": stateful, "exporter
 
 @torch.no_grad()
 def main() -> None:
-    """Answer requests until standard input ends."""
+    """Respond to requests until standard input ends."""
     folder = Path(sys.argv[1])
-    # Answers go where nothing else is printed.
+    # Responses go to the original stdout, where nothing else is printed.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     run = json.loads((folder / "run.json").read_text())

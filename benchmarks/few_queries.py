@@ -1,10 +1,10 @@
-"""Attention of a step alone: gigabytes of keys and values a second by the kernel of this package, and by torch.
+"""Measure attention of a decode step alone: GB of keys and values per second by the native operator, and by torch.
 
     python benchmarks/few_queries.py                                  # heads of the 110M Llama, 12 layers, 1 and 8 rows
 
-Each layer has keys and values of its own, larger than the caches together, and every form goes over all layers in turn,
-as a step does. torch is given as many slots as a compiled step reads, rounded up to 128, and ours all that are
-allocated.
+Each layer has its own keys and values, which are larger than the processor's caches together, and every form runs all
+layers, as a step does. torch gets as many slots as a compiled step reads, rounded up to 128, and the native operator
+all that are allocated.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def main(
     batches: Annotated[list[int] | None, typer.Option("--batch", help="Rows; 1 and 8 by default.")] = None,
     filled: Annotated[list[int] | None, typer.Option(help="Tokens; 100, 1000 and 4000 by default.")] = None,
     slots: Annotated[int, typer.Option(help="Allocated.")] = 4096,
-    heads: Annotated[int, typer.Option(help="Of queries.")] = 12,
-    kv_heads: Annotated[int, typer.Option(help="Of keys.")] = 4,
-    dim: Annotated[int, typer.Option(help="Of a head.")] = 64,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 12,
+    kv_heads: Annotated[int, typer.Option(help="Key heads.")] = 4,
+    dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
     dtype: Annotated[str, typer.Option(help=" or ".join(DTYPES))] = "float32",
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; their median counts.")] = 9,
 ) -> None:

@@ -1,8 +1,8 @@
-"""Linear layers of few rows alone: gigabytes of weights a second by the kernel of this package, and by oneDNN and MKL.
+"""Measure linear layers of few rows alone: GB of weights per second by the native operator, oneDNN and MKL.
 
     python benchmarks/few_rows.py                                  # shapes of the 110M Llama, float32 and lower
 
-Weights are larger than the caches, and every form goes over all of its own in turn, as a step does.
+Weights are larger than the processor's caches, and every form runs all of its weights, as a step does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from exportable_cache.backends.live.ops import linear
 from exportable_cache.common.compat.torch import linear_by_onednn
 from exportable_cache.common.native.machine_code import processor_name
 
-#: [in, out] of the linear layers of a layer.
+#: [in, out] of the linear layers of a decoder layer.
 SHAPES = {
     "llama-110m": [(768, 768), (768, 256), (768, 256), (768, 768), (768, 2048), (768, 2048), (2048, 768)],
     "llama-500m": [(1536, 1536), (1536, 384), (1536, 384), (1536, 1536), (1536, 4096), (1536, 4096), (4096, 1536)],
@@ -33,7 +33,7 @@ _GROUP = 32
 def main(
     model: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}.")] = "llama-110m",
     rows: Annotated[list[int] | None, typer.Option(help="1, 2, 4, 8 and 16 by default.")] = None,
-    megabytes: Annotated[int, typer.Option(help="Of weights in float32.")] = 250,
+    megabytes: Annotated[int, typer.Option(help="Size of the float32 weights.")] = 250,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; the fastest counts.")] = 5,
 ) -> None:
     """Print the speed of each form and number of rows."""

@@ -1,12 +1,12 @@
-"""What 4-bit weights do to a trained model, by how the scales of their groups are chosen.
+"""Measure what 4-bit weights do to a trained model, by the method that chooses the scales of their groups.
 
     python benchmarks/four_bits.py                         # the demo model, on questions of its task
     python benchmarks/four_bits.py --encoder FOLDER        # a trained encoder, on sentences
     python benchmarks/four_bits.py --parts FOLDER          # what each part of 8da4w does to a causal model, alone
 
-One model gives one number, which chance moves by a third. So columns are put in random orders before they are grouped,
-and back after it: each draw is another grouping of the same weights. Linear layers but the head are rounded;
-activations are not, which does next to nothing (see `--parts`).
+One model gives one number, which chance moves by a third. So columns are permuted randomly before they are grouped, and
+back after it: each draw is another grouping of the same weights. Linear layers except the head are rounded. Activations
+are not, because that has almost no effect (see `--parts`).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Way = Callable[[torch.Tensor], torch.Tensor]
 
 
 def absmax(weight: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude over 7.5."""
+    """Scale by the largest magnitude over 7.5."""
     grouped = weight.reshape(-1, GROUP)
     scales = (grouped.abs().amax(-1, keepdim=True) / 7.5).bfloat16().float()
     return ((grouped / scales).round().clamp(-8, 7) * scales).view(weight.shape)
 
 
 def hqq(weight: torch.Tensor) -> torch.Tensor:
-    """torchao's `hqq_scale_only`, which ExecuTorch's own export takes."""
+    """Scale by torchao's `hqq_scale_only`, as ExecuTorch's export does."""
     from torchao.quantization.granularity import PerGroup
     from torchao.quantization.quant_api import Int8DynamicActivationIntxWeightConfig, quantize_
 
@@ -63,7 +63,7 @@ def hqq(weight: torch.Tensor) -> torch.Tensor:
 
 
 def mse(weight: torch.Tensor, signed: bool = False) -> torch.Tensor:
-    """Ours."""
+    """Scale by the squared error, as this package does."""
     integers, scales = round_groups(weight, GROUP, torch.bfloat16, signed)
     return integers * scales.float().repeat_interleave(GROUP, 1)
 
@@ -77,7 +77,7 @@ WAYS: dict[str, Way] = {
 
 
 class Distance(NamedTuple):
-    """Of outputs [tokens, features] from the float model's."""
+    """Difference of outputs [tokens, features] from the float model's."""
 
     rms: float
     divergence: float
@@ -92,7 +92,7 @@ class Distance(NamedTuple):
 
 
 def demo() -> tuple[PreTrainedModel, Callable[[], torch.Tensor]]:
-    """The model, and logits of questions with their answers."""
+    """Return the demo model, and logits of questions with their responses."""
     model, tokenizer = (kind.from_pretrained(demo_path()) for kind in (AutoModelForCausalLM, AutoTokenizer))
     rng = random.Random(5)
     questions = [make_question(rng) for _ in range(24)]
@@ -101,7 +101,7 @@ def demo() -> tuple[PreTrainedModel, Callable[[], torch.Tensor]]:
 
 
 def encoder(folder: Path) -> tuple[PreTrainedModel, Callable[[], torch.Tensor]]:
-    """The model, and last hidden states of sentences."""
+    """Return the encoder, and the last hidden states of sentences."""
     model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModel, AutoTokenizer))
     inputs = tokenizer(list(SENTENCES), return_tensors="pt", padding=True)
     there = inputs.attention_mask.bool()
@@ -109,11 +109,13 @@ def encoder(folder: Path) -> tuple[PreTrainedModel, Callable[[], torch.Tensor]]:
 
 
 def rounded_layers(model: PreTrainedModel) -> list[nn.Linear]:
+    """Return the linear layers that are rounded, without the head."""
     head = model.get_output_embeddings()
     return [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
 
 
 def in_another_order(weight: torch.Tensor, way: Way, generator: torch.Generator) -> torch.Tensor:
+    """Round a weight with its columns permuted, and permute them back."""
     order = torch.randperm(weight.shape[1], generator=generator)
     result = torch.empty_like(weight)
     result[:, order] = way(weight[:, order].contiguous())
@@ -122,7 +124,7 @@ def in_another_order(weight: torch.Tensor, way: Way, generator: torch.Generator)
 
 @torch.no_grad()
 def compare(model: PreTrainedModel, outputs: Callable[[], torch.Tensor], draws: int) -> None:
-    """Print a row for each way: means over the draws, and the standard error of each."""
+    """Print a row per method: means over the draws, and the standard error of each."""
     layers = rounded_layers(model)
     weights = [layer.weight.data.clone() for layer in layers]
     exact, all_squares = outputs(), sum(weight.square().sum() for weight in weights)
@@ -181,8 +183,8 @@ def parts(folder: Path) -> None:
 
 def main(
     draws: Annotated[int, typer.Option(help="Orders of the columns.", min=2)] = 12,
-    encoder_folder: Annotated[Path | None, typer.Option("--encoder", help="Of a trained encoder.")] = None,
-    parts_folder: Annotated[Path | None, typer.Option("--parts", help="Of a causal model.")] = None,
+    encoder_folder: Annotated[Path | None, typer.Option("--encoder", help="Folder of a trained encoder.")] = None,
+    parts_folder: Annotated[Path | None, typer.Option("--parts", help="Folder of a causal model.")] = None,
 ) -> None:
     """Print a table."""
     if parts_folder is not None:

@@ -1,8 +1,7 @@
-"""A decode step in the manner of gpt-fast (github.com/meta-pytorch/gpt-fast), for comparison: a Llama of its own in
-plain torch, query, key and value projections in one product, a static cache read whole under a mask, compiled as one
-graph.
+"""Decode in the style of gpt-fast (github.com/meta-pytorch/gpt-fast), for comparison.
 
-It takes the weights of a transformers Llama, so that its logits can be checked against that model's.
+It is a Llama in plain torch: query, key and value projections in one product, a static cache read whole under a mask,
+compiled as one graph. It uses the weights of a transformers Llama, so that its logits can be compared with that model.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class GptFastLlama(nn.Module):
-    """One decode step: tokens int64 [batch, 1] at one position int64 [1] -> logits [batch, vocab]."""
+    """A decode step: tokens int64 [batch, 1] at one position int64 [1] -> logits [batch, vocab]."""
 
     def __init__(self, model: LlamaForCausalLM, batch_size: int, length: int) -> None:
         super().__init__()

@@ -1,10 +1,9 @@
-"""Whether several decode steps per launch pay: compiled, one step at a time beside several, in one run.
+"""Compare compiled decoding with several steps per launch and with one, in one run.
 
     python benchmarks/launches.py                                      # the demo model, and a smaller one of two layers
 
-Answers are generated in turns, round by round, so that a slow moment of the machine falls on all forms; every form must
-give the same tokens. What a launch saves is the work outside of the graph: it is the same per step whatever the model's
-size.
+Responses are generated interleaved, round by round, so that a slow moment of the machine affects all forms. Every form
+must give the same tokens. A launch saves the work outside the graph, which is the same per step for any model size.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from exportable_cache.models.loading.loading import load_model
 
 
 def two_layers() -> PreTrainedModel:
+    """Return a random Llama of two layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512,
@@ -34,12 +34,12 @@ MODELS = {"two layers": two_layers, "demo": lambda: load_model("demo").model}
 
 
 def main(
-    steps: Annotated[str, typer.Option(help="Steps per launch, beside one.")] = "2,4",
-    tokens: Annotated[int, typer.Option(help="Per answer.")] = 97,
-    rounds: Annotated[int, typer.Option(help="Answers per form.")] = 30,
+    steps: Annotated[str, typer.Option(help="Steps per launch, compared with one.")] = "2,4",
+    tokens: Annotated[int, typer.Option(help="Tokens per response.")] = 97,
+    rounds: Annotated[int, typer.Option(help="Responses per form.")] = 30,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
 ) -> None:
-    """Print milliseconds per token of each form, and how many times faster it is than one step at a time: medians."""
+    """Print median milliseconds per token of each form, and the speed-up over one step per launch."""
     forms = [1, *map(int, steps.split(","))]
     prompt = torch.arange(3, 11)[None]
     for name, make in MODELS.items():

@@ -1,17 +1,17 @@
-"""The compiled decoding loop beside its alternatives and beside what the memory allows, in one run on one machine.
+"""Compare the compiled decoding loop with its alternatives and with the memory bound, in one run on one machine.
 
     python benchmarks/loop.py --quick                                  # 110M Llama, batch 1
     python benchmarks/loop.py --plot loop.svg --json loop.json         # everything; most of an hour on 2 cores
 
-Forms: transformers' own step with `DynamicCache` in eager mode, which is what `generate` runs; its `StaticCache`
-compiled; a loop in the manner of gpt-fast (Llamas only); ours, compiled, read by length buckets. On a GPU, which is
-taken where there is one, compiled forms replay CUDA graphs. The bound is the time it takes to read every weight and the
-filled cache once, by two measures of bandwidth: what a large copy reaches, which reads and writes, and what a large sum
-does, which reads only, as a step does.
+Forms: transformers' step with `DynamicCache` in eager mode, which is what `generate` runs; its `StaticCache` compiled;
+a loop in the style of gpt-fast (Llamas only); ours, compiled, read by length buckets. On a GPU, which is used if there
+is one, compiled forms replay CUDA graphs. The bound is the time to read every weight and the filled cache once, by two
+measures of bandwidth: that of a large copy, which reads and writes, and that of a large sum, which only reads, as a
+step does.
 
-Rounds are interleaved, copies and sums among them, so that a slow moment of the machine falls on all. Positions are set,
-not generated: what a step costs depends on the position and not on what the cache holds. Every form is checked first, on
-a short sequence.
+Rounds are interleaved, copies and sums among them, so that a slow moment of the machine affects all. Positions are set,
+not generated, because the time of a step depends on the position and not on the cache's contents. Every form is checked
+first, on a short sequence.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ MODELS = {
         vocab_size=151936, max_position_embeddings=n, tie_word_embeddings=True,
     ),
 }  # fmt: skip
-#: The deep one is for `cold.py`.
+#: The deep model is for `cold.py`.
 MEASURED = ("llama-110m", "llama-500m", "gemma3-hybrid")
 
 
 @dataclass
 class Row:
-    """One measurement: milliseconds are medians. The bounds are by copies and by reads."""
+    """A measurement: median milliseconds, and the memory bounds by copies and by reads."""
 
     model: str
     batch: int
@@ -90,18 +90,19 @@ class Row:
 
 
 def random_model(name: str, length: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return a random model of `MODELS`."""
     torch.manual_seed(0)
-    # Not converted: frequencies of rotary embeddings stay in float32.
+    # Not converted, because frequencies of rotary embeddings stay in float32.
     return AutoModelForCausalLM.from_config(MODELS[name](length), dtype=dtype).to(device).eval()
 
 
 def compiled(module: torch.nn.Module) -> Callable[..., Any]:
-    """As the peers compile a step: by CUDA graphs on a GPU."""
+    """Compile a step as the peers do, with CUDA graphs on a GPU."""
     on_gpu = next(module.parameters()).is_cuda
     graph = torch.compile(module, fullgraph=True, dynamic=False, mode="reduce-overhead" if on_gpu else None)
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        # What the step before gave is not looked at any more.
+        # The previous step's output is not needed any more.
         torch.compiler.cudagraph_mark_step_begin()
         return graph(*args, **kwargs)
 
@@ -109,6 +110,7 @@ def compiled(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def dynamic_step(model: PreTrainedModel, tokens: torch.Tensor) -> Step:
+    """Step transformers eagerly with `DynamicCache`."""
     filled: dict[int, DynamicCache] = {}
 
     def step(position: int) -> torch.Tensor:
@@ -132,6 +134,7 @@ def dynamic_step(model: PreTrainedModel, tokens: torch.Tensor) -> Step:
 
 
 def static_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> Step:
+    """Step transformers with a compiled `StaticCache`."""
     cache = StaticCache(config=model.config, max_cache_len=length)
     config = model.config
     cache.early_initialization(tokens.shape[0], config.num_key_value_heads, config.head_dim, model.dtype, model.device)
@@ -151,11 +154,13 @@ def static_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> St
 
 
 def gpt_fast_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> Step:
+    """Step a compiled loop in the style of gpt-fast."""
     call = compiled(GptFastLlama(model, tokens.shape[0], length).eval())
     return lambda position: call(tokens, torch.tensor([position], device=model.device))
 
 
 def our_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> Step:
+    """Step our compiled session."""
     session = Session.from_model(model, ExportableCache.from_model(model, length, tokens.shape[0]), compile="wait")
     runner = session.runner
 
@@ -166,7 +171,7 @@ def our_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> Step:
 
 
 def seconds(work: Callable[[], object], device: str) -> float:
-    """How long it takes, on a GPU until that is done with it."""
+    """Return the seconds that a call takes, including the GPU's work."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -176,26 +181,26 @@ def seconds(work: Callable[[], object], device: str) -> float:
 
 
 def copying(device: str, numbers: int = 2**27) -> Callable[[], float]:
-    """A copy of 512 MB, which gives the bytes read and written a second."""
+    """Copy 512 MB and return the bandwidth in bytes per second, read and written."""
     source = torch.ones(numbers, device=device)
     target = torch.empty_like(source)
     return lambda: 2 * source.nbytes / seconds(lambda: target.copy_(source), device)
 
 
 def reading(device: str, numbers: int = 2**27) -> Callable[[], float]:
-    """A sum of 512 MB, which gives the bytes read a second."""
+    """Sum 512 MB and return the bandwidth in bytes per second."""
     source = torch.ones(numbers, device=device)
     return lambda: source.nbytes / seconds(source.sum, device)
 
 
 def copy_bandwidth(device: str = "cpu") -> float:
-    """Bytes a second, the best of ten."""
+    """Return the copy bandwidth in bytes per second, the best of ten."""
     copy = copying(device)
     return max(copy() for _ in range(10))
 
 
 def bytes_read(model: PreTrainedModel, batch: int, position: int) -> int:
-    """Weights that a step reads, and the filled part of every layer's keys and values."""
+    """Return the bytes that a step reads: weights, and the filled part of every layer's keys and values."""
     embedding = model.get_input_embeddings().weight
     tied = embedding is model.get_output_embeddings().weight
     weights = sum(parameter.nbytes for parameter in model.parameters()) - (0 if tied else embedding.nbytes)
@@ -262,7 +267,7 @@ def measure(
     torch._dynamo.reset()
     device, length = model.device, model.config.max_position_embeddings
     tokens = torch.randint(0, model.config.vocab_size, (batch, 1), device=device)
-    # Of rounding: in half precision sums in another order differ by more.
+    # Rounding differences, because half-precision sums in another order differ by more.
     allowed = 1e-3 if model.dtype == torch.float32 else 5e-2
 
     def again():
@@ -290,7 +295,7 @@ def measure(
             for form, step in list(forms.items()):
                 status.update(f"{name}, batch {batch}, position {position}: preparing {form}")
                 try:
-                    # A CUDA graph is recorded the second time.
+                    # A CUDA graph is captured the second time.
                     for _ in range(3 if device.type == "cuda" else 1):
                         step(position)
                 except Exception as error:  # transformers' own compiled sliding layers stop at the recompile limit
@@ -326,7 +331,7 @@ def _copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def table_of(rows: list[Row]) -> Table:
-    """One table per model and batch size: a line per form."""
+    """Return one table per model and batch size, with a line per form."""
     table = Table(
         title=f"{rows[0].model}, batch {rows[0].batch}: ms per step, speed of ours over it, "
         "share of the bound by copies, by reads"
@@ -348,7 +353,7 @@ def table_of(rows: list[Row]) -> Table:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Time over position: a column per model, a line of panels per batch size."""
+    """Plot time over position: a column per model, a row of panels per batch size."""
     from matplotlib import pyplot
 
     pyplot.rcParams.update({"svg.hashsalt": "loop", "svg.fonttype": "none"})

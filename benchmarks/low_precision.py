@@ -1,9 +1,9 @@
-"""What half precision, and weights that torchao has quantised, do for compiled steps: milliseconds beside float32.
+"""Compare compiled steps in half precision, and with weights quantized by torchao, with float32.
 
     python benchmarks/low_precision.py                                  # 110M Llama, cache 4096, on the CPU
 
-Every form is a compiled session over the same random weights. They step in turns, round by round, so that a slow moment
-of the machine falls on all of them. The distance is that of logits from float32's, as root mean squares.
+Every form is a compiled session over the same random weights. Steps are interleaved, round by round, so that a slow
+moment of the machine affects all of them. The distance is the RMS difference of logits from float32's.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from exportable_cache.common.native.machine_code import processor_name
 
 
 def eight_bits(model: PreTrainedModel) -> None:
-    """One scale for each row of a weight."""
+    """Quantize to 8 bits, with one scale per row of a weight."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     quantize_(model, Int8WeightOnlyConfig())
 
 
 def four_bits(model: PreTrainedModel) -> None:
-    """One scale for 32 weights."""
+    """Quantize to 4 bits, with one scale per 32 weights."""
     from torchao.quantization import IntxWeightOnlyConfig, quantize_
     from torchao.quantization.granularity import PerGroup
 
     quantize_(model, IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
 
 
-#: How a form's weights are made of those in float32, in place.
+#: Functions that convert a form's float32 weights, in place.
 FORMS: dict[str, Callable[[PreTrainedModel], object]] = {
     "float32": lambda model: None,
     "bfloat16": lambda model: model.to(torch.bfloat16),
@@ -61,9 +61,9 @@ def main(
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 8,
     steps: Annotated[int, typer.Option(help="Steps of each form per round.")] = 4,
 ) -> None:
-    """Print the median milliseconds of a step, how many times as fast it is as float32's, and the distance."""
+    """Print the median milliseconds of a step, the speed-up over float32, and the distance."""
     if unknown := set(forms or ()) - set(FORMS):
-        raise typer.BadParameter(f"{sorted(unknown)} is none of {', '.join(FORMS)}", param_hint="'--form'")
+        raise typer.BadParameter(f"must be one of {', '.join(FORMS)}, got {sorted(unknown)}", param_hint="'--form'")
     tokens = torch.randint(0, 32000, (1, 1), generator=torch.Generator().manual_seed(0))
     called: dict[str, Step] = {}
     for name in dict.fromkeys(["float32", *(forms or FORMS)]):
@@ -73,7 +73,7 @@ def main(
             FORMS[name](one)
         called[name] = our_step(one, tokens, length)
     table = Table("form", "distance", *(f"@{position}" for position in positions or [100, 4000]))
-    # Before any other step: all of them read the same cache, which is empty.
+    # Before any other step, because all sessions read the same empty cache.
     logits = {name: torch.cat([step(position) for position in range(6)]).float() for name, step in called.items()}
     columns = [milliseconds(called, position, rounds, steps) for position in positions or [100, 4000]]
     for name in called:
@@ -90,7 +90,7 @@ def main(
 
 @torch.no_grad()
 def milliseconds(called: dict[str, Step], position: int, rounds: int, steps: int) -> dict[str, float]:
-    """Of a step of each form, medians."""
+    """Return the median milliseconds of a step of each form."""
     seconds: dict[str, list[float]] = {name: [] for name in called}
     for step in called.values():
         step(position)

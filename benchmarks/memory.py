@@ -1,10 +1,10 @@
-"""What a process that runs a bundle holds: resident memory by stages, its own and pages of files.
+"""Show the resident memory of a process that runs a bundle, by stage: anonymous memory, and pages of files.
 
     python benchmarks/memory.py artifacts/x
     python benchmarks/memory.py artifacts/x --program build/exportable_cache_generate    # in C++
 
-Own memory stays until the process gives it back; pages of a file are what the system may drop, but where they are
-locked, as ExecuTorch's Python runtime locks them. Linux only.
+Anonymous memory stays until the process releases it. The system may drop pages of a file, unless they are locked, as
+ExecuTorch's Python runtime locks them. Linux only.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _TOKEN = 5
 
 
 def resident(process: int | str = "self") -> dict[str, int]:
-    """MB by kind."""
+    """Return the MB of this process by kind."""
     status = Path(f"/proc/{process}/status").read_text()
     found = {name: re.search(rf"{field}:\s+(\d+)", status) for name, field in _FIELDS.items()}
     return {name: int(match[1]) // 1024 for name, match in found.items() if match}
 
 
 def by_file() -> dict[str, int]:
-    """MB of this process by what is mapped, the largest."""
+    """Return the MB of this process by mapped file, the largest ones."""
     sizes: Counter[str] = Counter()
     name = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -44,12 +44,12 @@ def by_file() -> dict[str, int]:
 
 
 def show(stage: str, found: dict[str, int]) -> None:
-    """One line."""
+    """Print one line."""
     print(f"{stage:28}", *(f"{name} {size:5}" for name, size in found.items()), flush=True)
 
 
 def in_python(bundle: Path) -> None:
-    """Stages of a session, to the end of the cache."""
+    """Show the stages of a session, until the cache is full."""
     show("Python", resident())
     import torch
 
@@ -77,7 +77,7 @@ def in_python(bundle: Path) -> None:
 
 
 def in_cpp(program: Path, bundle: Path, tokens: int) -> None:
-    """The C++ runner's program, looked at while it runs."""
+    """Show the memory of the C++ runner's program while it runs."""
     given = " ".join([str(_TOKEN)] * tokens)
     run = subprocess.Popen(
         [program, bundle, "--tokens", given, "--max-new-tokens", "32"],
@@ -100,7 +100,7 @@ def in_cpp(program: Path, bundle: Path, tokens: int) -> None:
 def main(
     bundle: Annotated[Path, typer.Argument(help="An ExecuTorch bundle.")],
     program: Annotated[Path | None, typer.Option(help="exportable_cache_generate, to look at C++.")] = None,
-    tokens: Annotated[int, typer.Option(help="Of the prompt in C++.")] = 300,
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt in C++.")] = 300,
 ) -> None:
     """Show where memory goes."""
     if program is not None:

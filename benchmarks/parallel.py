@@ -1,12 +1,12 @@
-"""What a decode step of a tensor parallel session sends, counted on processes over gloo, beside the least there is.
+"""Count what a decode step of a tensor-parallel session sends, on processes over gloo, compared with the minimum.
 
-    python -m benchmarks.parallel          # from the repository's root: it shares the tests' models
+    python -m benchmarks.parallel          # from the repository's root, because it shares the tests' models
     python -m benchmarks.parallel --ranks 4 --family mixtral
 
-Tiny models, so only counts and ratios carry over: messages depend on the layers, bytes on the hidden size and, where
-the logits are gathered, on the vocabulary. The least is two sums a layer of one hidden state, and the token. `planned`
-is what `exportable-cache plan --tensor-parallel` says, `sent` what a rank sends at least by that. No time is measured:
-ranks of one processor wait for each other.
+Models are tiny, so only counts and ratios carry over: messages depend on the layers, bytes on the hidden size and,
+where the logits are gathered, on the vocabulary. The minimum is two sums of one hidden state per layer, and the token.
+`planned` is the count of `exportable-cache plan --tensor-parallel`, `sent` the least that a rank sends. No time is
+measured, because ranks on one processor wait for each other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Makes what a form of benchmarks/peers.py runs, with the environment's own tools.
+"""Make the files of a form of benchmarks/peers.py with the tools of its environment.
 
-    python benchmarks/peer_convert.py FORM MODEL SLOTS FOLDER    # what the benchmark runs, one process per form
+    python benchmarks/peer_convert.py FORM MODEL SLOTS FOLDER    # run by the benchmark, one process per form
     python benchmarks/peer_convert.py model MODEL SLOTS BITS
 
 MODEL is the folder that `random_model` wrote: a Hugging Face checkpoint, a tokenizer, and the logits of transformers.
@@ -18,9 +18,9 @@ from peer_forms import CHECKED_PROMPT, CHECKED_STEPS, CHUNK, FORMS, VOCABULARY, 
 
 
 def random_model(folder: Path, slots: int, bits: int) -> None:
-    """A random Llama of 110M parameters in float32, its tokenizer, which nothing measured uses, and its logits.
+    """Write a random Llama of 110M parameters in float32, an unused tokenizer, and the logits of transformers.
 
-    Of 16 bits all its numbers are those of bfloat16. They are written in float32, which all converters read.
+    With 16 bits, all parameters are representable in bfloat16. They are written in float32, which all converters read.
     """
     import numpy
     import torch
@@ -32,7 +32,7 @@ def random_model(folder: Path, slots: int, bits: int) -> None:
     config = LlamaConfig(**LLAMA, max_position_embeddings=slots, bos_token_id=1, eos_token_id=2)
     model = LlamaForCausalLM(config).eval()
     if bits == 16:
-        # The parameters alone: rotary frequencies are not stored.
+        # Only the parameters, because rotary frequencies are not stored.
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16().float()
     model.save_pretrained(folder)
@@ -50,7 +50,7 @@ def random_model(folder: Path, slots: int, bits: int) -> None:
 
 
 def ours(form: Form, model: Path, slots: int, folder: Path) -> None:
-    """A bundle."""
+    """Export a bundle."""
     from transformers import AutoModelForCausalLM
 
     from exportable_cache import export
@@ -61,7 +61,7 @@ def ours(form: Form, model: Path, slots: int, folder: Path) -> None:
 
 
 def executorch(form: Form, model: Path, slots: int, folder: Path) -> None:
-    """ExecuTorch's own Llama export, from a checkpoint with the names and the rotary layout of Meta's."""
+    """Run ExecuTorch's Llama export, from a checkpoint with Meta's names and rotary layout."""
     import torch
     from executorch_forms import LLAMA, executorch_llama
     from safetensors.torch import load_file
@@ -80,7 +80,7 @@ def executorch(form: Form, model: Path, slots: int, folder: Path) -> None:
             if part in name:
                 weight = paired(weight, count)
         weights[name] = weight
-    # Not in the form's folder: words such as "8da4w" in its path are taken for what the checkpoint holds.
+    # Outside the form's folder, because the export takes words such as "8da4w" in the path for the checkpoint's format.
     checkpoint = model / "consolidated.pth"
     torch.save(weights, checkpoint)
     executorch_llama("llama-110m", slots, folder, f"base.checkpoint={checkpoint}", *form.options.get("settings", []))
@@ -88,29 +88,30 @@ def executorch(form: Form, model: Path, slots: int, folder: Path) -> None:
 
 
 def paired(weight: Any, heads: int) -> Any:
-    """Rows of a projection so that the two of a rotation lie side by side, [heads * width, hidden]: Hugging Face's
-    checkpoints have them half a head apart.
+    """Interleave the rows of a projection [heads * width, hidden] for Meta's rotary layout.
+
+    Hugging Face's checkpoints have the two rows of a rotation half a head apart.
     """
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def onnxruntime(form: Form, model: Path, slots: int, folder: Path) -> None:
-    """What its model builder makes."""
+    """Run ONNX Runtime GenAI's model builder."""
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(model), "-o", str(folder / "onnx")]
     command += ["-p", form.options["precision"], "-e", "cpu", "-c", str(folder / "cache")]
     subprocess.run([*command, "--extra_options", "hf_token=false"], check=True)
 
 
 def openvino(form: Form, model: Path, slots: int, folder: Path) -> None:
-    """What optimum-intel's export makes."""
+    """Run optimum-intel's export."""
     command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", str(model)]
     command += ["--task", "text-generation-with-past", "--weight-format", *form.options["weights"]]
     subprocess.run([*command, str(folder / "openvino")], check=True)
 
 
 def llama_cpp(form: Form, model: Path, slots: int, folder: Path) -> None:
-    """A GGUF file by the `gguf` package; weights of 4 bits in its Q4_0, the norms in float32."""
+    """Write a GGUF file with the `gguf` package; 4-bit weights in Q4_0, the norms in float32."""
     import gguf
     from safetensors.numpy import load_file
 
@@ -154,7 +155,7 @@ CONVERTERS = {
 
 
 def main() -> None:
-    """Make one form, or the model; what is printed goes to the caller's log."""
+    """Make one form, or the model; output goes to the caller's log."""
     name, model, slots = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     if name == "model":
         random_model(model, slots, int(sys.argv[4]))

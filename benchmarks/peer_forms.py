@@ -1,7 +1,7 @@
-"""What benchmarks/peers.py compares: forms of one model, the environment that each runs in, and how it is made and run.
+"""Forms that benchmarks/peers.py compares: the model's variants, their environments, and how they are made and run.
 
-Only names and settings stand here, for the script of every environment reads them: benchmarks/peer_convert.py makes a
-form's files, benchmarks/peer_runtimes.py runs them.
+This file has only names and settings, because the script of every environment imports it. benchmarks/peer_convert.py
+makes a form's files, and benchmarks/peer_runtimes.py runs them.
 """
 
 from __future__ import annotations
@@ -9,31 +9,31 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-#: The token ids that every form is fed: spread over the vocabulary, the same everywhere.
+#: Range of the token ids that every form runs: spread over the vocabulary, the same everywhere.
 VOCABULARY = 32000
-#: Of the check for equal logits: a prompt, then single tokens.
+#: Tokens of the check for equal logits: a prompt, then single tokens.
 CHECKED_PROMPT, CHECKED_STEPS = 40, 16
-#: Tokens of a turn that are not timed, for others had the caches and the cores before.
+#: Untimed tokens at the start of a turn, because other processes have used the caches and cores before.
 UNTIMED = 2
-#: Longest chunk of a prompt in ours and in ExecuTorch's own export; the others choose for themselves.
+#: Longest prompt chunk in our forms and in ExecuTorch's export; the others choose it themselves.
 CHUNK = 256
 #: Longest chunk in float32 with native operators, because a chunk reads the weights once. Peers need less memory.
 LONG_CHUNK = 1024
 
 
 def token_ids(count: int, first: int = 0) -> list[int]:
-    """So many of them, from one of them on. A runtime may remember a prompt that begins as an earlier one did."""
+    """Return `count` ids from an offset on; a runtime may remember a prompt that begins as an earlier one did."""
     return [(7919 * index + 13) % (VOCABULARY - 16) + 8 for index in range(first, first + count)]
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment that the script makes, or with no packages the one that it runs in.
+    """A virtual environment that the script makes; without packages, the current one.
 
     Attributes:
-        first: What pip installs by itself first, so that a build of torch that is configured locally is taken.
-        packages: What it installs then.
-        without: What these bring along and nothing here needs, but that fails to load beside another build of torch.
+        first: Packages that pip installs first and alone, so that a locally configured build of torch is used.
+        packages: Packages that it installs then.
+        without: Dependencies to remove, because they are not needed and fail to load with another build of torch.
         releases: Distributions whose releases are printed with the figures.
         settings: Variables of pip's environment that say what is compiled.
     """
@@ -59,7 +59,7 @@ ENVIRONMENTS = {
         _TORCH, ("openvino-genai", "nncf", "optimum-intel"), ("torchvision",), ("openvino-genai", "openvino")
     ),
     "llama.cpp": Environment((), _LLAMA_CPP, releases=("llama-cpp-python",)),
-    # It is compiled for the processor at hand; this one runs where AVX-512 is hidden.
+    # Compiled for the processor at hand; this one runs with AVX-512 hidden.
     "llama.cpp-avx2": Environment(
         (),
         _LLAMA_CPP,
@@ -74,12 +74,12 @@ class Form:
     """One way to run the model.
 
     Attributes:
-        title: Of its row.
-        environment: One of `ENVIRONMENTS`.
-        runtime: The function of benchmarks/peer_convert.py that makes it, the class of peer_runtimes.py that runs it.
-        bits: Of its weights: 32, 16 of a checkpoint in bfloat16, or 4.
-        options: What both get.
-        of: The form whose files it runs, where it has none of its own.
+        title: Title of its row.
+        environment: A name in `ENVIRONMENTS`.
+        runtime: Its function in benchmarks/peer_convert.py, and its class in peer_runtimes.py.
+        bits: Bits of its weights: 32, 16 for a bfloat16 checkpoint, or 4.
+        options: Options for both.
+        of: The form whose files it uses, if it has none.
     """
 
     title: str
@@ -91,11 +91,11 @@ class Form:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the form is what the others are compared with."""
+        """True if the form is ours, which the others are compared with."""
         return self.runtime in ("ours", "runner")
 
     def checkpoint(self, slots: int) -> str:
-        """The folder of the model that it is made from."""
+        """Return the folder of the model that the form is made from."""
         return f"model-16-{slots}" if self.bits == 16 else f"model-{slots}"
 
 
@@ -117,7 +117,7 @@ FORMS = {
         32,
         {"weights": ["fp32"], "properties": _F32_KEYS},
     ),
-    # Its flash attention makes float32 keys float16: 1e-3 from the model.
+    # With flash attention, float32 keys become float16: 1e-3 from the model.
     "llama.cpp": Form(
         "llama.cpp, float32 (float32 keys, no flash attention)",
         "llama.cpp",

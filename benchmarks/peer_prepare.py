@@ -1,6 +1,6 @@
-"""What benchmarks/peers.py needs before it measures: environments, each form's files, our kernels and runner.
+"""Prepare benchmarks/peers.py: environments, each form's files, our kernels and runner.
 
-All of it is made once, and stays in the benchmark's folder.
+Everything is made once and stays in the benchmark's folder.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rich.console import Console
 HERE = Path(__file__).parent
 #: A package without a wheel compiles for most of an hour on two cores.
 PREPARE_SECONDS = 7200
-#: Bytes of a file that a token reads from.
+#: Least size in bytes of a file that a token reads from.
 _LARGE = 1 << 20
 console = Console(stderr=True)
 
 
 def logged(command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
-    """Run a command; where it fails say the last line of its output, and where the rest is."""
+    """Run a command; on failure raise the last line of its output and the log's path."""
     with log.open("ab") as file:
         done = subprocess.run(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=PREPARE_SECONDS, check=False
@@ -35,7 +35,7 @@ def logged(command: list[str], log: Path, environment: dict[str, str] | None = N
 
 
 def environment_python(name: str, folder: Path) -> Path:
-    """Python of an environment, which is made unless it is there.
+    """Return the Python of an environment, and make the environment if needed.
 
     Raises:
         Failed: If it cannot be made, or could not before.
@@ -53,7 +53,7 @@ def environment_python(name: str, folder: Path) -> Path:
     place.mkdir(parents=True)
     console.print(f"making the environment of {name}")
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install"]
-    # What pip keeps was compiled with other settings.
+    # pip's cache was compiled with other settings.
     fresh, variables = (["--no-cache-dir"] if wanted.settings else []), plain_environment() | wanted.settings
     try:
         logged([sys.executable, "-m", "venv", str(place)], place / "log.txt")
@@ -70,15 +70,15 @@ def environment_python(name: str, folder: Path) -> Path:
 
 
 def plain_environment() -> dict[str, str]:
-    """Of the process, without what points its Python at this checkout."""
+    """Return the process's environment without variables that point Python at this checkout."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def form_environment(name: str, folder: Path, threads: int | None = None) -> dict[str, str]:
-    """Of a process that makes a form, or runs it in so many threads."""
+    """Return the environment of a process that makes a form, or runs it with `threads` threads."""
     if FORMS[name].environment != "here":
         return plain_environment()
-    # ExecuTorch has threads of its own, and idle ones of torch must not spin beside them.
+    # ExecuTorch has its own threads, and idle threads of torch must not spin next to them.
     found = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     if threads is not None:
         found |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": "1"}
@@ -91,10 +91,10 @@ def form_environment(name: str, folder: Path, threads: int | None = None) -> dic
 
 
 def used_kernels(folder: Path) -> Path | None:
-    """Return the library of kernels that our forms run with, in Python and in the runner.
+    """Return the kernel library that our forms use, in Python and in the runner.
 
-    It is the one that the environment has or names, else the one in the folder. None means the kernels of executorch's
-    wheel: because none is compiled, or because `EXPORTABLE_CACHE_KERNELS=executorch` asks for them.
+    It is the one that the environment has or names, otherwise the one in the folder. None means the kernels of the
+    executorch wheel, because none is compiled or because `EXPORTABLE_CACHE_KERNELS=executorch` asks for them.
     """
     from exportable_cache.common.native.kernels import FILE, VARIABLE, chosen_path
 
@@ -106,7 +106,7 @@ def used_kernels(folder: Path) -> Path | None:
 
 
 def native_kernels(folder: Path) -> None:
-    """Compile the kernels into the folder, unless there are some; without a compiler the wheel's serve."""
+    """Compile the kernels into the folder if they are missing; without a compiler the wheel's are used."""
     from exportable_cache.backends.executorch.native.build import build_kernels
     from exportable_cache.common.native.kernels import FILE, VARIABLE
     from exportable_cache.errors import ExportableCacheError
@@ -120,14 +120,15 @@ def native_kernels(folder: Path) -> None:
 
 
 def place_of(name: str, folder: Path, slots: int) -> Path:
-    """The folder of the files that a form runs."""
+    """Return the folder of the files that a form runs."""
     return folder / f"{FORMS[name].of or name}-{slots}"
 
 
 def write_anew(place: Path) -> None:
-    """Copy the large files of a form, and put the copies in their place.
+    """Replace the large files of a form by copies.
 
-    Where the system's file cache keeps a file is worth up to 8 % of a token, so those of all forms are to be as new.
+    The location of a file in the system's file cache changes the time of a token by up to 8 %, so the files of all
+    forms should be equally new.
     """
     for path in sorted(place.rglob("*")):
         if path.is_file() and not path.is_symlink() and path.stat().st_size >= _LARGE:
@@ -149,7 +150,7 @@ def own_runner(folder: Path) -> Path:
 
     build, kernels = (folder / "runner").resolve(), used_kernels(folder)
     library, built = build / "libexportable_cache.so", build / "built.txt"
-    linked = f"executorch {version('executorch')}, {kernels or 'its own kernels'}"
+    linked = f"executorch {version('executorch')}, {kernels or 'ExecuTorch kernels'}"
     if not library.is_file() or not built.is_file() or built.read_text() != linked:
         cmake = find_cmake()
         if cmake is None:
@@ -157,7 +158,7 @@ def own_runner(folder: Path) -> Path:
         build.mkdir(parents=True, exist_ok=True)
         console.print("compiling the runner")
         options = ["-DEC_BUILD_SHARED=ON", "-DEC_BUILD_PROGRAMS=OFF", f"-DPython3_EXECUTABLE={sys.executable}"]
-        # CMake remembers what it was told before.
+        # CMake remembers earlier settings.
         options.append(f"-DEC_KERNELS={kernels or ''}")
         logged([cmake, "-S", str(HERE.parent / "runners" / "cpp"), "-B", str(build), *options], build / "log.txt")
         logged([cmake, "--build", str(build), "--parallel", str(os.cpu_count() or 1)], build / "log.txt")
@@ -166,7 +167,7 @@ def own_runner(folder: Path) -> Path:
 
 
 def prepare(name: str, folder: Path, slots: int) -> Path:
-    """The folder of a form's files, which are made unless they are there.
+    """Return the folder of a form's files, and make the files if needed.
 
     Raises:
         Failed: If its environment or its conversion fails.

@@ -1,6 +1,6 @@
-"""What benchmarks/peers.py makes of the processes that it ran: one number for each thing measured, ratios, a table.
+"""Compute the figures, ratios and tables of benchmarks/peers.py from its results.
 
-Nothing here runs a form, so that it can be tested without any peer.
+Nothing here runs a form, so it can be tested without any peer.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ from typing import Any
 
 import numpy
 
-#: A difference from the float32 model at which a form with weights of 32 bits is called wrong, as a share of the spread
-#: of its logits.
+#: Largest accepted error of a form with 32-bit weights: the RMS difference from the float32 model's logits, divided by
+#: their standard deviation.
 LIMIT = 1e-4
-#: How often cycles are drawn to see how far a ratio may be off, which part of what comes out is shown, and the fewest
-#: cycles that this says something of.
+#: Bootstrap draws, the quantiles shown of them, and the fewest cycles for which they are shown.
 DRAWS, SPREAD, ENOUGH = 1000, (0.05, 0.95), 4
 
 
 @dataclass(frozen=True)
 class Column:
-    """One thing measured.
+    """A measured quantity.
 
     Attributes:
-        title: Of the column.
-        digits: After the point.
-        more_is_better: Tokens a second, not milliseconds.
+        title: Title of the column.
+        digits: Decimal digits.
+        more_is_better: True for tokens per second, False for milliseconds.
     """
 
     title: str
@@ -34,18 +33,17 @@ class Column:
     more_is_better: bool = False
 
     def shown(self, value: float | None) -> str:
-        """A cell."""
+        """Format a value for a cell."""
         return "-" if value is None else f"{value:,.{self.digits}f}"
 
     def ratio(self, own: Any, other: Any) -> Any:
-        """How many times as good ours is as another, of numbers or arrays; no number where one is missing or is not
-        positive."""
+        """Return how many times as good ours is, for numbers or arrays; NaN for missing or non-positive values."""
         own, other = (numpy.where(value > 0, value, numpy.nan) for value in (numpy.asarray(own), numpy.asarray(other)))
         return own / other if self.more_is_better else other / own
 
 
 def columns(prompts: Sequence[int], ends: Sequence[int]) -> dict[str, Column]:
-    """Of a table, by name."""
+    """Return the columns of a table, by name."""
     found = {f"prompt {count}": Column(f"prefill {count}, tok/s", 0, True) for count in prompts}
     found |= {f"token {position}": Column(f"ms @{position}", 1) for position in ends}
     found["added"] = Column(f"what {ends[-1] - ends[0]:,} tokens add, ms", 1)
@@ -53,28 +51,27 @@ def columns(prompts: Sequence[int], ends: Sequence[int]) -> dict[str, Column]:
 
 
 def cycles_of(answer: dict[str, Any], prompts: Sequence[int], ends: Sequence[int], fastest: bool) -> dict[str, Any]:
-    """What a form's processes answered: of each thing measured one number a cycle, an array; what is missing is left
-    out.
+    """Return one value per cycle for each measured quantity of a form, as arrays; missing quantities are left out.
 
-    `answer` has seconds of prompts by length (`prompt`), those of each cycle's tokens by position (`token`), `start_s`
-    and `peak_mb`, lists.
+    `answer` has seconds of prompts by length (`prompt`), seconds of each cycle's tokens by position (`token`), and the
+    lists `start_s` and `peak_mb`.
     """
     chosen = numpy.min if fastest else numpy.median
     found = {f"prompt {count}": count / numpy.array(answer["prompt"].get(str(count), [])) for count in prompts}
     for position in ends:
         seconds = answer["token"].get(str(position), [])
         found[f"token {position}"] = 1e3 * numpy.array([chosen(turn) for turn in seconds])
-    # Of two turns that followed each other.
+    # Both measurements followed each other.
     found["added"] = found[f"token {ends[-1]}"] - found[f"token {ends[0]}"]
     found |= {name: numpy.array(answer[name]) for name in ("peak_mb", "start_s")}
     return {name: values for name, values in found.items() if values.size}
 
 
 def summary(cycles: dict[str, Any], ends: Sequence[int], fastest: bool) -> dict[str, float]:
-    """A form's numbers, of what `cycles_of` gives: the medians of cycles, or on a loaded machine the best."""
+    """Return a form's figures from `cycles_of`: medians of cycles, or on a loaded machine the best."""
     if not fastest:
         return {name: float(numpy.median(values)) for name, values in cycles.items()}
-    # Of tokens a second the most are the best. The difference of two turns may be small because the first was slow.
+    # For tokens per second the largest is the best. The least difference may be small because the first turn was slow.
     found = {name: float((max if name.startswith("prompt") else min)(values)) for name, values in cycles.items()}
     if "added" in found:
         found["added"] = found[f"token {ends[-1]}"] - found[f"token {ends[0]}"]
@@ -84,12 +81,11 @@ def summary(cycles: dict[str, Any], ends: Sequence[int], fastest: bool) -> dict[
 def comparison(
     own: dict[str, Any], peers: Sequence[dict[str, Any]], prompts: Sequence[int], ends: Sequence[int], fastest: bool
 ) -> list[str]:
-    """Cells: how many times as good one of ours is as the best of the others, and between which ratios nine of ten
-    draws of as many cycles from these cycles lie.
+    """Return cells with the ratio of one of our forms to the best peer, and the range of nine of ten bootstrap draws.
 
-    `own` and each of `peers` are what `cycles_of` gives. A ratio is the median of those of each cycle, in which both
-    met the same speed of the machine: the medians of two forms may be of different minutes. Of what tokens add it is
-    the ratio of the medians, for that of a cycle is mostly noise. The best peer is the one with the least ratio.
+    `own` and each of `peers` are results of `cycles_of`. A ratio is the median of the ratios of each cycle, in which
+    both met the same speed of the machine; medians of two forms may be of different minutes. The ratio for added tokens
+    is the ratio of the medians, because that of a cycle is mostly noise. The best peer has the least ratio.
     """
     cells = []
     for name, column in columns(prompts, ends).items():
@@ -103,7 +99,7 @@ def comparison(
             numbers = [summary(cycles, ends, fastest) for cycles in (own, *peers)]
             known = [column.ratio(numbers[0][name], other[name]) for other in numbers[1:] if name in other]
         else:
-            # The first row is of the cycles as they were.
+            # The first row has the measured cycles, the others are draws.
             chosen = numpy.vstack([numpy.arange(count), draws])
             known = [_ratio(column, own[name][chosen], other[chosen], name == "added") for other in others]
         ratios = numpy.atleast_1d(numpy.min(known, axis=0))
@@ -116,17 +112,16 @@ def comparison(
 
 
 def _ratio(column: Column, own: Any, other: Any, of_medians: bool) -> Any:
-    """Of numbers [draws, cycles], [draws]."""
+    """Return the ratios of values [draws, cycles], [draws]."""
     if of_medians:
         return column.ratio(numpy.median(own, axis=-1), numpy.median(other, axis=-1))
     return numpy.median(column.ratio(own, other), axis=-1)
 
 
 def table(rows: Sequence[dict[str, Any]], prompts: Sequence[int], ends: Sequence[int], fastest: bool = False) -> str:
-    """Markdown: the forms with weights of the same bits together, and after them each of ours beside the best of the
-    others.
+    """Return a Markdown table: forms grouped by weight precision, then each of ours compared with the best peer.
 
-    Each row has `title`, `bits`, `ours`, `distance` and `answer`, as `cycles_of` takes it.
+    Each row has `title`, `bits`, `ours`, `distance` and `answer`, in the format that `cycles_of` takes.
     """
     of = columns(prompts, ends)
     lines = [
@@ -149,7 +144,7 @@ def table(rows: Sequence[dict[str, Any]], prompts: Sequence[int], ends: Sequence
 
 
 def distance(found: Any, reference: Any) -> float:
-    """How far logits [tokens, vocabulary] are from others: the root of the mean square, as a share of their spread.
+    """Return the RMS difference of logits [tokens, vocabulary], divided by the reference's standard deviation.
 
     Raises:
         ValueError: If the shapes differ.

@@ -1,9 +1,8 @@
-"""The runtimes of benchmarks/peers.py behind the same calls; benchmarks/peer_worker.py runs one in its environment.
+"""The runtimes of benchmarks/peers.py with one interface; benchmarks/peer_worker.py runs one in its environment.
 
-OpenVINO GenAI's `LLMPipeline.generate` cannot take turns: it does a prompt and the tokens after it in one call, and
-goes on while a streamer waits, which runs in a thread of its own. What `LLMPipeline` runs on this kind of processor is
-its `ContinuousBatchingPipeline`, whose `step` makes one token: that is called here, with the settings that
-`LLMPipeline` gives it.
+OpenVINO GenAI's `LLMPipeline.generate` cannot be interleaved: it runs a prompt and its tokens in one call, and
+continues in its own thread while a streamer waits. On this kind of processor `LLMPipeline` runs a
+`ContinuousBatchingPipeline`, whose `step` makes one token. That is called here, with the settings of `LLMPipeline`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from peer_forms import CHECKED_PROMPT, CHUNK, Form
 
 
 def limit_threads(count: int) -> None:
-    """Give ExecuTorch's pool a size; its Python runtime has no setting for that, but exports what C++ calls."""
-    # Found, not imported: that would bring torch.
+    """Set the size of ExecuTorch's thread pool through its C++ symbols, because its Python runtime has no setting."""
+    # Found, not imported, because the import would load torch.
     library = ctypes.CDLL(importlib.util.find_spec("executorch.extension.pybindings._portable_lib").origin)
     name = "_ZN10executorch9extension10threadpool"
     pool_of, reset = library[f"{name}14get_threadpoolEv"], library[f"{name}10ThreadPool24_unsafe_reset_threadpoolEj"]
@@ -30,33 +29,33 @@ def limit_threads(count: int) -> None:
 
 
 class Runtime:
-    """A form, open. One that gives no logits one by one overrides `logits`."""
+    """An open form. A runtime that returns no logits overrides `logits`."""
 
     def reset(self) -> None:
-        """Forget every token; not timed."""
+        """Drop every token; not timed."""
         raise NotImplementedError
 
     def feed(self, ids: list[int]) -> None:
-        """Go on with a prompt."""
+        """Feed a prompt, or continue one."""
         raise NotImplementedError
 
     def next(self) -> None:
-        """Choose the likeliest token, and feed it."""
+        """Choose the most probable token, and feed it."""
         raise NotImplementedError
 
     def values(self) -> Any:
-        """Logits after the last token, [vocabulary]."""
+        """Return the logits after the last token, [vocabulary]."""
         raise NotImplementedError
 
     def prompt(self, ids: list[int]) -> float:
-        """Seconds of a prompt on an empty cache."""
+        """Return the seconds of a prompt on an empty cache."""
         self.reset()
         begin = time.perf_counter()
         self.feed(ids)
         return time.perf_counter() - begin
 
     def steps(self, count: int) -> list[float]:
-        """Seconds of each of so many tokens more."""
+        """Return the seconds of each of `count` more tokens."""
         seconds = []
         for _ in range(count):
             begin = time.perf_counter()
@@ -65,7 +64,7 @@ class Runtime:
         return seconds
 
     def logits(self, ids: list[int]) -> Any:
-        """Of a prompt's last token and of the tokens after it, whatever the likeliest would be."""
+        """Return the logits of a prompt's last token and of the given tokens after it, [tokens, vocabulary]."""
         import numpy
 
         self.reset()
@@ -127,7 +126,7 @@ class Runner(Runtime):
 
 
 class ExecuTorch(Runtime):
-    """A `.pte` with `forward(tokens, position)`, as its own runner calls it."""
+    """A `.pte` with `forward(tokens, position)`, called as ExecuTorch's runner calls it."""
 
     def __init__(self, form: Form, folder: Path, plan: dict[str, Any]) -> None:
         import torch
@@ -172,7 +171,7 @@ class OnnxRuntime(Runtime):
     def reset(self) -> None:
         self._generator = None
         parameters = self._library.GeneratorParams(self._model)
-        # No end before the last slot: what is measured are tokens, whichever they are.
+        # No end before the last slot, because any tokens are measured.
         parameters.set_search_options(max_length=self._slots, min_length=self._slots, do_sample=False)
         self._generator = self._library.Generator(self._model, parameters)
 
@@ -183,7 +182,7 @@ class OnnxRuntime(Runtime):
         self.reset()
         begin = time.perf_counter()
         self.feed(ids)
-        # The first token is only chosen: its logits are the prompt's.
+        # The first token is only chosen, because its logits are the prompt's.
         self.next()
         return time.perf_counter() - begin
 
@@ -195,7 +194,7 @@ class OnnxRuntime(Runtime):
 
 
 class OpenVino(Runtime):
-    """OpenVINO GenAI's pipeline. It gives no logits: those are of the same file, run by OpenVINO."""
+    """OpenVINO GenAI's pipeline. It returns no logits, so OpenVINO computes those of the same file."""
 
     def __init__(self, form: Form, folder: Path, plan: dict[str, Any]) -> None:
         self._path = folder / "openvino"
@@ -208,7 +207,7 @@ class OpenVino(Runtime):
 
         self._library, self._numpy, self._tensor = openvino_genai, numpy, openvino.Tensor
         scheduler = openvino_genai.SchedulerConfig()
-        # As LLMPipeline has them: a prompt is one step, and one that begins as an earlier one did is remembered.
+        # The settings of LLMPipeline: a prompt is one step, and its prefix is cached.
         scheduler.max_num_batched_tokens, scheduler.enable_prefix_caching = 2**62, True
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(self._path), scheduler, "CPU", self._properties)
         self._slots, self._request, self._requests = plan["slots"], None, 0

@@ -1,11 +1,10 @@
-"""Processes of benchmarks/peers.py that wait for their turns, and the order of these turns.
+"""Run the processes of benchmarks/peers.py interleaved, one at a time.
 
-A machine that others use as well has memory whose speed changes within fractions of a second and from minute to
-minute, so what is compared must be measured in the same seconds, many times. All forms of a group are open at once.
-For each position that tokens are timed at a form has a process, which stands there; in each cycle every process has a
-turn of a few tokens. Prompts go round in the same way. After some of the cycles all processes are opened anew, as where
-their memory lies may be worth more than what is compared. Whoever has no turn is stopped by a signal, so that threads
-that wait for work by asking again and again, as many runtimes' do, cannot disturb who has.
+The memory speed of a shared machine changes within fractions of a second, so forms to be compared are measured in the
+same seconds, many times. All forms of a group are open at once. A form has one process per timed position, which stays
+there; in each cycle every process generates a few tokens. Prompts are interleaved in the same way. After some of the
+cycles all processes are opened again, because their memory's location may matter more than what is compared. Processes
+that are not running are stopped by a signal, because idle threads of many runtimes spin.
 """
 
 from __future__ import annotations
@@ -24,38 +23,38 @@ from typing import Any
 
 from peer_forms import UNTIMED
 
-#: Seconds that a turn may take, and that a signal may take to stop a process.
+#: The limit of seconds for a turn, and for stopping a process.
 TURN_SECONDS, STOP_SECONDS = 600, 10
-#: Megabytes that must be left to open one more process.
+#: Free memory in MB that opening one more process requires.
 SPARE_MB = 1024
-#: Prompts up to this length have two thirds as many cycles as tokens, longer ones a third.
+#: Longest prompt that runs in two thirds of the cycles; longer ones run in one third.
 SHORT_PROMPT = 256
 
 
 class Failed(Exception):
-    """What a form or an environment is left out for."""
+    """A form or an environment failed and is left out."""
 
 
 def last_words(log: Path, otherwise: str) -> str:
-    """The last line of what a process said, and where the rest is."""
+    """Return the last line of a process's log, and the log's path."""
     words = log.read_text(errors="replace").strip().splitlines()
     return f"{words[-1][:200] if words else otherwise} (see {log})"
 
 
 class Process:
-    """A process that answers each line with a line, and is stopped in between.
+    """A process that answers each request line with a response line, and is stopped in between.
 
     Args:
-        command: To run.
-        environment: Its variables.
-        log: The file that what it says on standard error is added to.
+        command: Command line.
+        environment: Environment variables.
+        log: File to which standard error is appended.
 
     Attributes:
-        opened: Its first answer, which it gives unasked.
-        idle_s: Seconds of processor that it used while it was stopped; threads that run on would show here.
+        opened: First response, sent without a request.
+        idle_s: Processor seconds used while the process was stopped, which shows threads that kept running.
 
     Raises:
-        Failed: If it ends before it has answered, or takes too long.
+        Failed: If the process ends before it responds, or takes too long.
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
@@ -72,10 +71,10 @@ class Process:
             raise
 
     def ask(self, **turn: Any) -> dict[str, Any]:
-        """Give it a turn.
+        """Send a request and return the response.
 
         Raises:
-            Failed: If it ends without an answer, or takes too long.
+            Failed: If the process ends without a response, or takes too long.
         """
         assert self._process.stdin is not None
         self.idle_s += self._used() - self._used_before
@@ -87,7 +86,7 @@ class Process:
         return self._answer()
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -95,7 +94,7 @@ class Process:
                 pipe.close()
 
     def _answer(self) -> dict[str, Any]:
-        """Its next line; after it the process is stopped."""
+        """Read the next response, then stop the process."""
         assert self._process.stdout is not None
         end = time.monotonic() + TURN_SECONDS
         while b"\n" not in self._buffer:
@@ -110,7 +109,7 @@ class Process:
         return json.loads(line)
 
     def _stop(self) -> None:
-        """Stop every thread of it."""
+        """Stop every thread of the process."""
         self._process.send_signal(signal.SIGSTOP)
         tasks, end = Path(f"/proc/{self._process.pid}/task"), time.monotonic() + STOP_SECONDS
         while True:
@@ -125,26 +124,26 @@ class Process:
         self._used_before = self._used()
 
     def _used(self) -> float:
-        """Seconds of processor so far."""
+        """Return the processor seconds used so far."""
         fields = _fields(Path(f"/proc/{self._process.pid}/stat"))
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _fields(stat: Path) -> list[str]:
-    """Of a process or thread, from its state on."""
+    """Return the fields of a process's or thread's stat file, from its state on."""
     return stat.read_text().rpartition(")")[2].split()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is timed, and how often.
+    """Plan of a measurement: what is timed, and how often.
 
     Attributes:
-        prompts: Lengths.
-        positions: Those that tokens are timed at.
-        cycles: In which each process has one turn of tokens.
-        tokens: Timed in one turn.
-        openings: How often all processes are opened; cycles are shared out among them.
+        prompts: Prompt lengths.
+        positions: Positions at which tokens are timed.
+        cycles: Number of cycles; each process generates tokens once per cycle.
+        tokens: Tokens timed per cycle.
+        openings: How often all processes are opened; cycles are distributed over the openings.
     """
 
     prompts: Sequence[int]
@@ -155,48 +154,48 @@ class Plan:
 
     @property
     def tokens_of_process(self) -> int:
-        """That follow its prompt: one turn of one token to begin with, and those of the cycles."""
+        """Number of tokens that a process generates after its prompt."""
         return UNTIMED + 1 + -(-self.cycles // self.openings) * (UNTIMED + self.tokens)
 
     def described(self, fastest: bool) -> str:
-        """How figures come about, in a sentence."""
+        """Describe the method in one sentence."""
         prompts = " and ".join(f"{self.prompt_cycles(length)} of {length:,} tokens" for length in self.prompts)
         chosen = "The fastest" if fastest else "Medians"
-        anew = f", processes and files anew {self.openings} times" if self.openings > 1 else ""
-        return f"{chosen} of {self.cycles} turns of {self.tokens} tokens, and of prompts, {prompts}{anew}."
+        opened = f", processes and files opened {self.openings} times" if self.openings > 1 else ""
+        return f"{chosen} of {self.cycles} turns of {self.tokens} tokens, and of prompts, {prompts}{opened}."
 
     def prompt_cycles(self, length: int) -> int:
-        """In which each form has one turn of a prompt."""
+        """Return the number of cycles for a prompt of this length."""
         return -(-self.cycles * (2 if length <= SHORT_PROMPT else 1) // 3)
 
     def of_opening(self, cycles: int, opening: int) -> range:
-        """Those of so many cycles that are an opening's."""
+        """Return those of `cycles` cycles that belong to an opening."""
         return range(cycles * opening // self.openings, cycles * (opening + 1) // self.openings)
 
 
 def order(forms: Sequence[str], cycle: int) -> list[str]:
-    """Of the forms in a cycle: each once, and not always after the same one."""
+    """Return the forms in a random order that depends on the cycle."""
     return random.Random(cycle).sample(list(forms), len(forms))
 
 
 def available_mb() -> float:
-    """Memory that can be had without swapping."""
+    """Return the memory available without swapping, in MB."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 class Group:
-    """Forms that are measured in turns with one another.
+    """Forms that are measured interleaved.
 
     Args:
         plan: What is timed.
-        opened: What starts a form's process.
-        dropped: Called with a form that failed, and why; it has no more turns.
-        kept: Called with `answers` whenever there is more in it.
+        opened: Starts a form's process.
+        dropped: Called with a form that failed, and the reason; the form is left out.
+        kept: Called with `answers` after each update.
 
     Attributes:
-        answers: Of each form: `start_s` and `peak_mb`, a number for each process and for each opening; `prompt`, by
-            length the seconds of each cycle; `token`, by position the seconds of each token of each cycle; `idle_s`.
+        answers: Results by form. `start_s` and `peak_mb`: one value per process and opening. `prompt`: seconds of each
+            cycle, by length. `token`: seconds of each token of each cycle, by position. `idle_s`: processor seconds.
     """
 
     def __init__(
@@ -211,7 +210,7 @@ class Group:
         self.answers: dict[str, dict[str, Any]] = {}
 
     def run(self, forms: Sequence[str]) -> None:
-        """Measure them."""
+        """Measure all forms."""
         self.answers = {
             form: {"start_s": [], "peak_mb": [], "prompt": {}, "token": {}, "idle_s": 0.0} for form in forms
         }
@@ -224,7 +223,7 @@ class Group:
                 self._processes.clear()
 
     def _measure(self, opening: int) -> None:
-        """The cycles of an opening."""
+        """Run the cycles of one opening."""
         for form in list(self.answers):
             self._open(form)
         for length in self._plan.prompts:
@@ -239,7 +238,7 @@ class Group:
         self._kept(self.answers)
 
     def _drop(self, form: str, why: Failed) -> None:
-        """Leave it out, and go on."""
+        """Leave out a form that failed."""
         for position in self._plan.positions:
             process = self._processes.pop((form, position), None)
             if process is not None:
@@ -248,7 +247,7 @@ class Group:
         self._dropped(form, str(why))
 
     def _open(self, form: str) -> None:
-        """Start its processes, alone."""
+        """Start the processes of a form, while no other process runs."""
         try:
             for position in self._plan.positions:
                 if available_mb() < SPARE_MB:
@@ -259,8 +258,10 @@ class Group:
             self._drop(form, error)
 
     def _prompts(self, length: int, cycle: int) -> None:
-        """A prompt of each form, on the process of the first position: so the memory of the last one's is not that of
-        many prompts, which some runtimes remember."""
+        """Time a prompt of each form, on the process of the first position.
+
+        The process of the last position runs few prompts, because some runtimes keep them in memory.
+        """
         for form in order(list(self.answers), cycle):
             try:
                 answer = self._processes[form, self._plan.positions[0]].ask(prompt=length)
@@ -271,7 +272,7 @@ class Group:
         self._kept(self.answers)
 
     def _stand(self, form: str) -> None:
-        """Bring each of its processes to its position, the last one after one of each prompt."""
+        """Bring each process of a form to its position; the last one reads one prompt of each length first."""
         try:
             for position in self._plan.positions:
                 process, last = self._processes[form, position], position == self._plan.positions[-1]
@@ -286,7 +287,7 @@ class Group:
         self._kept(self.answers)
 
     def _tokens(self, cycle: int) -> None:
-        """Tokens at each position of each form; these turns follow each other, for their difference is asked for."""
+        """Time tokens at each position of each form; the positions of a form follow each other for their difference."""
         for form in order(list(self.answers), cycle):
             positions = self._plan.positions if cycle % 2 else self._plan.positions[::-1]
             try:

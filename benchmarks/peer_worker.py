@@ -1,18 +1,18 @@
-"""Runs one form of benchmarks/peers.py in its environment, in a process of its own that does what it is told.
+"""Run one form of benchmarks/peers.py in its environment, as a process that executes requests.
 
-    python benchmarks/peer_worker.py FORM FOLDER PLAN    # what the benchmark runs
+    python benchmarks/peer_worker.py FORM FOLDER PLAN    # run by the benchmark
 
 PLAN is JSON: `{"threads": 2, "slots": 4096}`, and to compare logits `"logits"`, the file to write, after which the
-process ends. Otherwise it opens the form, makes a first token, and says in JSON, one line an answer, how many seconds
-that took from the start of the process. Then each line of its input is a turn, and answered:
+process ends. Otherwise it opens the form, generates a first token, and prints the seconds since the start of the
+process as a line of JSON. Then each input line is a request with one response line:
 
     {"prompt": 128}    {"seconds": 0.15}             a prompt on an empty cache, after a short one that is not timed
-    {"stand": 4000}    {"seconds": 5.1}              a prompt that tokens come after
-    {"tokens": 3}      {"seconds": [0.01, ...]}      each of so many, after two that are not timed
-    {"memory": true}   {"peak_mb": 850.2}            the most that was resident
+    {"stand": 4000}    {"seconds": 5.1}              a prompt that tokens follow
+    {"tokens": 3}      {"seconds": [0.01, ...]}      each of 3 tokens, after two that are not timed
+    {"memory": true}   {"peak_mb": 850.2}            peak resident memory
 
-What is not timed brings back what others drove out of the caches, and wakes the runtime's threads. Prompts begin
-differently each time: a runtime may remember one that begins as an earlier one did.
+Untimed work refills the processor's caches and wakes the runtime's threads. Prompts begin differently each time,
+because a runtime may remember one that begins as an earlier one did.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from peer_runtimes import RUNTIMES, Runtime
 
 #: Tokens of the prompt before a timed one.
 SHORT = 8
-#: Of Linux's prctl: which signal a process gets when what started it ends.
+#: Option of Linux's prctl: the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
 
 
 class Turns:
-    """A form, and what it has been fed.
+    """An open form, and the tokens it was fed.
 
     Args:
-        runtime: The form, open.
+        runtime: The open form.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._fed = runtime, 0
 
     def _new(self, count: int) -> list[int]:
-        """So many ids, which begin as no earlier ones did."""
+        """Return `count` ids that begin as no earlier prompt did."""
         self._fed += count
         return token_ids(count, self._fed - count)
 
     def first(self) -> None:
-        """Make a first token."""
+        """Generate a first token."""
         self._runtime.prompt(self._new(SHORT))
         self._runtime.steps(1)
 
@@ -65,12 +65,12 @@ class Turns:
         return {"seconds": self._runtime.prompt(self._new(position))}
 
     def tokens(self, count: int) -> dict[str, Any]:
-        """Time so many tokens."""
+        """Time `count` tokens."""
         self._runtime.steps(UNTIMED)
         return {"seconds": self._runtime.steps(count)}
 
     def memory(self, _: bool) -> dict[str, Any]:
-        """Most resident memory of this process: Linux's own counter, for `getrusage` counts what the parent had, too.
+        """Return the peak resident memory of this process from Linux's counter; `getrusage` would include the parent's.
 
         Raises:
             RuntimeError: If the system has no such counter.
@@ -82,16 +82,16 @@ class Turns:
 
 
 def seconds_since_start() -> float:
-    """How long this process has been there, whatever started it; Linux counts in hundredths."""
+    """Return the seconds since the process started, with Linux's resolution of a hundredth."""
     begin = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - begin
 
 
 def main() -> None:
-    """Open the form, and answer."""
-    # A stopped process would outlive a benchmark that was killed, with all its memory.
+    """Open the form, and respond to requests."""
+    # A stopped process would outlive a killed benchmark, with all its memory.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Answers go where nothing else is printed.
+    # Responses go to the original stdout, where nothing else is printed.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     form, folder, plan = FORMS[sys.argv[1]], Path(sys.argv[2]), json.loads(sys.argv[3])

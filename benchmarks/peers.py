@@ -1,24 +1,23 @@
-"""Ours beside ONNX Runtime GenAI, OpenVINO GenAI, ExecuTorch's own export and llama.cpp, each from its package.
+"""Compare our programs with ONNX Runtime GenAI, OpenVINO GenAI, ExecuTorch's Llama export and llama.cpp.
 
-    python benchmarks/peers.py --prepare       # environments and files, minutes; what fails is said, and left out
+    python benchmarks/peers.py --prepare       # environments and files, minutes; failures are reported and left out
     python benchmarks/peers.py                 # checks logits, then measures
     python benchmarks/peers.py --slots 16384 --form ours --form onnxruntime
-    python benchmarks/peers.py --without-avx512    # benchmarks/without_avx512.py says how
+    python benchmarks/peers.py --without-avx512    # see benchmarks/without_avx512.py
 
-A random Llama of 110M parameters: in float32, with weights of 4 bits, and as a checkpoint whose numbers are bfloat16.
-Environments, made by venv and pip with pip's own settings, files and results stay in the folder. Delete a form's folder
-to make it again, and an environment's to try again what failed.
+The model is a random Llama of 110M parameters: in float32, with 4-bit weights, and as a checkpoint in bfloat16.
+Environments, made by venv and pip with pip's settings, files and results stay in the folder. Delete a form's folder to
+make it again, and an environment's folder to retry what failed.
 
-First every form is fed the same tokens and its logits are compared with transformers' float32 model: a form in float32
-that differs is left out. Then the forms with weights of the same bits are open at once, each in processes of its own,
-and have short turns, one process at a time, in many cycles (benchmarks/peer_turns.py): prompts on an empty cache, and
-a few tokens near the start and near the end of the cache. So all of them meet the same minutes of the machine, and a
-ratio says more than the milliseconds that it is made of. Where memory and files lie makes some processes faster than
-others of the same form: each has files that were copied just before, and after a third of the cycles all are opened
-anew. Seconds from the start of a process to a first token, and the most memory of one that did prompts and stands near
-the end, are of processes, not of turns.
+First every form runs the same tokens, and its logits are compared with transformers' float32 model; a float32 form that
+differs is left out. Then forms with the same weight precision are open at once, in separate processes, and run
+interleaved in many cycles (benchmarks/peer_turns.py): prompts on an empty cache, and a few tokens near the start and
+near the end of the cache. So all of them meet the same minutes of the machine, and ratios are more reliable than
+milliseconds. The location of memory and files makes some processes of a form faster than others, so each has freshly
+copied files, and after a third of the cycles all processes are opened again. The time from the start of a process to
+its first token, and the peak memory, are measured per process.
 
-Figures are medians of the cycles, and ratios have their spread beside them; on a machine that has other work take
+Figures are medians of the cycles, and ratios have their spread next to them. On a machine with other work use
 `--fastest`.
 """
 
@@ -48,7 +47,7 @@ from peer_results import LIMIT, distance, table
 from peer_turns import Failed, Group, Plan, Process, last_words
 from without_avx512 import hidden
 
-#: Positions that tokens are timed at: from this one on, and from `BEFORE_END` short of the last slot.
+#: First position at which tokens are timed; the last one is `BEFORE_END` slots before the last.
 FIRST, BEFORE_END = 100, 96
 PROMPTS = (128, 1024)
 CHECK_SECONDS = 600
@@ -56,13 +55,13 @@ CHECK_SECONDS = 600
 
 @dataclass(frozen=True)
 class Conditions:
-    """What forms run under.
+    """Conditions of a run.
 
     Attributes:
-        folder: Of environments and files.
+        folder: Folder of environments and files.
         slots: Tokens that a cache holds.
-        without_avx512: Whether that is hidden from them.
-        variables: Of the environment, which do that.
+        without_avx512: True if AVX-512 is hidden from the forms.
+        variables: Environment variables that hide it.
     """
 
     folder: Path
@@ -71,24 +70,24 @@ class Conditions:
     variables: dict[str, str] = field(default_factory=dict)
 
     def python(self, form: str) -> Path:
-        """Of a form's environment, which is another where it is compiled for the processor."""
+        """Return the Python of a form's environment, which depends on the processor if the form is compiled for it."""
         name = FORMS[form].environment
         older = f"{name}-avx2"
         return environment_python(older if self.without_avx512 and older in ENVIRONMENTS else name, self.folder)
 
     def place(self, form: str) -> Path:
-        """Of its files."""
+        """Return the folder of a form's files."""
         return place_of(form, self.folder, self.slots)
 
     def command(self, form: str, threads: int, **plan: str) -> tuple[list[str], dict[str, str], Path]:
-        """What runs a form, its environment's variables, and the file for what it says."""
+        """Return the command that runs a form, its environment variables, and its log file."""
         place, worker = self.place(form), HERE / "peer_worker.py"
         words = json.dumps({"threads": threads, "slots": self.slots, **plan})
         command = [str(self.python(form)), str(worker), form, str(place.resolve()), words]
         return command, form_environment(form, self.folder, threads) | self.variables, place / "worker.txt"
 
     def releases(self, form: str) -> str:
-        """Of what runs a form."""
+        """Return the releases of the packages that run a form."""
         wanted = ENVIRONMENTS[FORMS[form].environment].releases
         code = f"from importlib.metadata import version\nprint(', '.join(n + ' ' + version(n) for n in {wanted!r}))"
         return subprocess.run(
@@ -97,10 +96,10 @@ class Conditions:
 
 
 def check(name: str, threads: int, conditions: Conditions) -> float:
-    """A form's distance from transformers' model.
+    """Return a form's error relative to transformers' model.
 
     Raises:
-        Failed: If it ends early, takes too long, or runs in float32 and its logits are others.
+        Failed: If the form ends early, takes too long, or is in float32 and has other logits.
     """
     path = conditions.place(name) / f"{name}.npy"
     command, environment, log = conditions.command(name, threads, logits=str(path.resolve()))
@@ -122,7 +121,7 @@ def check(name: str, threads: int, conditions: Conditions) -> float:
 
 
 def report(results: dict[str, Any], fastest: bool) -> str:
-    """Every table of a run, with what it ran on."""
+    """Return all tables of a run, with the machine it ran on."""
     prompts, ends = results["prompts"], results["ends"]
     parts = [f"{results['processor']}, {results['cores']} cores, load {results['load']} at the start. {results['of']}"]
     for threads, answers in results["answers"].items():
@@ -150,10 +149,10 @@ def main(
     form: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FORMS)}; may be repeated.")] = None,
     slots: Annotated[int, typer.Option(help="Tokens that a cache holds.", min=1024)] = 4096,
     threads: Annotated[list[int] | None, typer.Option(help="May be repeated; 1 and all cores by default.")] = None,
-    length: Annotated[list[int] | None, typer.Option(help="Of prompts; may be repeated.")] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Prompt length; may be repeated.")] = None,
     cycles: Annotated[int, typer.Option(help="Turns of each process; prompts have fewer.", min=1)] = 15,
     steps: Annotated[int, typer.Option(help="Tokens timed in a turn.", min=1)] = 4,
-    openings: Annotated[int, typer.Option(help="Times that processes and files are made anew.", min=1)] = 3,
+    openings: Annotated[int, typer.Option(help="How often processes and files are opened again.", min=1)] = 3,
     fastest: Annotated[bool, typer.Option("--fastest", help="Show the fastest, not the median.")] = False,
     without_avx512: Annotated[bool, typer.Option("--without-avx512", help="Hide AVX-512 from every form.")] = False,
 ) -> None:
@@ -208,7 +207,7 @@ def main(
             before = results["answers"][str(count)]
 
             def kept(answers: dict[str, Any], key: str = str(count), before: dict[str, Any] = before) -> None:
-                # After every cycle, so that what was measured outlives an interruption.
+                # Written after every cycle, so that results survive an interruption.
                 results["answers"][key] = {**before, **answers}
                 file.write_text(json.dumps(results, indent=2))
                 file.with_suffix(".md").write_text(report(results, fastest) + "\n")

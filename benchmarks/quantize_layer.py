@@ -1,8 +1,8 @@
-"""How long it takes to round a decoder layer of true size to 4 bits: scales of least squared error beside torchao's.
+"""Time the rounding of a decoder layer of Llama 3.1 8B to 4 bits: scales of least squared error, and torchao's.
 
-    python benchmarks/quantize_layer.py                # a layer of Llama 3.1 8B, each kind of scales in turns
+    python benchmarks/quantize_layer.py                # interleaved
 
-Weights are random, in bfloat16, as checkpoints have them. Nanoseconds are of a weight: on the clock, and of processors.
+Weights are random, in bfloat16. Nanoseconds are per weight: on the clock, and of processors.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LAYER = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads":
 
 
 def main(
-    repeats: Annotated[int, typer.Option(help="Of each, in turns.")] = 3,
-    threads: Annotated[int, typer.Option(help="Of torch; 0 for its own number.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Interleaved rounds.")] = 3,
+    threads: Annotated[int, typer.Option(help="Threads of torch; 0 for its default.")] = 0,
 ) -> None:
     """Time each kind of scales."""
     if threads:

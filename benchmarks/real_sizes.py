@@ -1,14 +1,14 @@
-"""Exports of models of true size: seconds by stage, peak memory, size of the file, and what the result then does.
+"""Export models of published sizes: seconds by stage, peak memory, file size, and the speed of the bundle.
 
     python benchmarks/real_sizes.py qwen3-0.6b llama-3.2-1b          # or all of them, without names
 
-Checkpoints are written first, of random weights in bfloat16 with the published shapes, a tensor at a time, in shards as
-hubs have them. Each is exported in a process of its own, to ExecuTorch with 4-bit weights, 8-bit embeddings and a cache
-of 2048 tokens, verification included; another process opens the bundle and times it. Results go into a JSON file, one
-entry a model, and `--table` prints the table of docs/benchmarks.md from it.
+Checkpoints are written first: random weights in bfloat16 with the published shapes, one tensor at a time, in shards as
+on the hub. Each is exported in its own process, to ExecuTorch with 4-bit weights, 8-bit embeddings and a cache of 2048
+tokens, including verification; another process opens the bundle and times it. Results go into a JSON file, one entry
+per model, and `--table` prints a Markdown table of it.
 
-Memory is what a process has for itself (`RssAnon` in /proc, Linux only): pages of the checkpoint that are mapped come
-and go as the system likes. The most resident memory of all, such pages included, is given beside it.
+Memory is the process's anonymous memory (`RssAnon` in /proc, Linux only), because the system may drop mapped pages of
+the checkpoint at any time. The peak resident memory, which includes them, is given as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import typer
 
 CACHE = 2048
 QUANTIZED = {"quantize": "8da4w"}
-#: Bytes of a shard, as hubs have them.
+#: Bytes of a shard, as on the hub.
 SHARD = 5_000_000_000
 
 _QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rope_theta": 1e6}
@@ -64,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def write_checkpoint(name: str, folder: Path) -> None:
-    """Random weights in bfloat16, of the spread that models begin with; nothing is done where the folder is there."""
+    """Write random weights in bfloat16, with the usual initial spread, unless the folder exists."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -102,13 +102,13 @@ def write_checkpoint(name: str, folder: Path) -> None:
 
 
 def anonymous_bytes() -> int:
-    """Memory that this process has for itself."""
+    """Return the anonymous memory of this process in bytes."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
 class Stages:
-    """Seconds and the most memory of each stage of an export."""
+    """Seconds and peak memory of each stage of an export."""
 
     def __init__(self) -> None:
         self.stages: list[dict[str, Any]] = []
@@ -138,7 +138,7 @@ class Stages:
 
 
 def export_one(checkpoint: Path, bundle: Path) -> dict[str, Any]:
-    """In a process of its own: an export, from the import on."""
+    """Export a model, in a process of its own; the import is included."""
     start = time.monotonic()
     from exportable_cache import export
 
@@ -157,7 +157,7 @@ def export_one(checkpoint: Path, bundle: Path) -> dict[str, Any]:
 
 
 def run_one(bundle: Path) -> dict[str, Any]:
-    """In a process of its own: from its start to the first token, and speeds."""
+    """Open a bundle in a process of its own: seconds to the first token, and speeds."""
     import torch
 
     imported = time.process_time()
@@ -178,14 +178,14 @@ def run_one(bundle: Path) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Its name, and whether it has AVX-512."""
+    """Return the processor's name, and whether it has AVX-512."""
     from exportable_cache.common.native.machine_code import instructions, processor_name
 
     return f"{processor_name()}, {'AVX-512' if 'avx512f' in instructions() else 'no AVX-512'}"
 
 
 def table(results: dict[str, Any]) -> Iterator[str]:
-    """In Markdown."""
+    """Return the results as a Markdown table."""
     yield "| model | export, s | quantise / lower / verify | peak, GB | file, MB | cache, MB | prefill | ms @100 |"
     yield "|---|---|---|---|---|---|---|---|"
     for name, result in results.items():
@@ -203,8 +203,8 @@ def table(results: dict[str, Any]) -> Iterator[str]:
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help="Of the models; all by default.")] = None,
-    folder: Annotated[Path, typer.Option(help="Of checkpoints and bundles.")] = Path("artifacts/real-sizes"),
+    names: Annotated[list[str] | None, typer.Argument(help="Model names; all by default.")] = None,
+    folder: Annotated[Path, typer.Option(help="Folder of checkpoints and bundles.")] = Path("artifacts/real-sizes"),
     results: Annotated[Path, typer.Option(help="JSON, added to.")] = Path("docs/real_sizes.json"),
     show: Annotated[bool, typer.Option("--table", help="Print the table and measure nothing.")] = False,
     child: Annotated[str, typer.Option(hidden=True)] = "",

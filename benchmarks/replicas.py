@@ -1,11 +1,11 @@
-"""A load on two replicas under Ray Serve, one of which is killed amid it: which requests are lost, and what is said.
+"""Load two replicas under Ray Serve, and kill one of them during a response: which requests are lost?
 
-    python -m benchmarks.replicas artifacts/demo          # from the repository's root, where ray[serve] is installed
+    python -m benchmarks.replicas artifacts/demo          # from the repository's root, with ray[serve] installed
 
-Clients send the same prompt again and again, and say when an answer differs from the first one. Once a third of the
-requests is answered, a replica is killed (SIGKILL) that is amid another answer. A request is lost if it gets no
-status at all; one that gets a status of 500 or more is asked again, once. The times are those of this machine under
-this load, clients and replicas together.
+Clients send the same prompt repeatedly, and report a response that differs from the first one. After a third of the
+requests, a replica is killed (SIGKILL) during a response. A request is lost if it gets no status at all; one that gets
+a status of 500 or more is sent again, once. Times are those of this machine under this load, clients and replicas
+together.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ import typer
 
 from export_scripts.serve_replicas import REPLICA_HEADER, ReplicaOptions, start
 
-#: That the demo model goes on from for as long as it may.
+#: Prompt that the demo model continues up to the limit.
 PROMPT = "the quiet farmer"
-#: Seconds that a client waits for an answer, and the replicas may take to be two again.
+#: The limit of seconds for a response, and for the replacement of a replica.
 PATIENCE = 120
 
 
 @dataclass
 class Outcome:
-    """What a client got for one request.
+    """Result of one request.
 
     Attributes:
-        status: Of HTTP; None where the connection ended without one.
-        replica: That answered: machine and process id.
-        seconds: Until the whole answer was there.
-        said: The answer, or the error.
-        retried: Whether it was asked for the second time.
+        status: HTTP status; None if the connection ended without one.
+        replica: Replica that responded: machine and process id.
+        seconds: Until the response was complete.
+        said: Response or error.
+        retried: True for a second attempt.
     """
 
     status: int | None
@@ -54,15 +54,15 @@ class Outcome:
 
 @dataclass
 class Found:
-    """What became of a load; numbers of requests, and seconds.
+    """Results of a load, in numbers of requests and seconds.
 
     Attributes:
-        answered, refused, lost: At the first attempt: with the status 200, with another one, with none.
-        answered_again: Of those refused, at the second attempt.
-        different: Answers that are not the first one's.
-        refusals: What those refused were told.
-        median, longest: Of answers.
-        replaced_after: From the kill until another process answers.
+        answered, refused, lost: First attempts with status 200, with another status, and without one.
+        answered_again: Refused requests that succeeded on the second attempt.
+        different: Responses that differ from the first one.
+        refusals: Error messages.
+        median, longest: Seconds of responses.
+        replaced_after: Seconds from the kill until another process responds.
     """
 
     requests: int
@@ -79,12 +79,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked again and again.
+    """Request that is sent repeatedly.
 
     Attributes:
-        port: Of the proxy on this machine.
-        model: Its name.
-        tokens: Of an answer, at most.
+        port: Port of the proxy on this machine.
+        model: Model name.
+        tokens: Largest number of tokens of a response.
     """
 
     port: int
@@ -92,7 +92,7 @@ class Question:
     tokens: int
 
     def ask(self, retried: bool = False) -> Outcome:
-        """One request."""
+        """Send one request."""
         body = {"model": self.model, "prompt": PROMPT, "temperature": 0, "max_tokens": self.tokens}
         begun, replica, status = time.monotonic(), None, None
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
@@ -111,12 +111,12 @@ class Question:
 
 
 class Load:
-    """Clients that ask at the same time, and the replica that is killed meanwhile.
+    """Concurrent clients, and the replica that is killed during their requests.
 
     Args:
-        question: That they ask.
-        clients: That ask at a time.
-        each: Requests of a client.
+        question: Request of all clients.
+        clients: Number of concurrent clients.
+        each: Requests per client.
     """
 
     def __init__(self, question: Question, clients: int, each: int) -> None:
@@ -128,7 +128,7 @@ class Load:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Returns when all clients have their answers."""
+        """Run all clients to the end."""
         with ThreadPoolExecutor(self.clients + 1) as pool:
             killer = pool.submit(self._kill)
             for client in [pool.submit(self._client) for _ in range(self.clients)]:
@@ -136,7 +136,7 @@ class Load:
             killer.result()
 
     def until_replaced(self) -> None:
-        """Ask on until a process answers that is none of those of before the kill."""
+        """Send requests until a process responds that did not exist before the kill."""
         while self.replaced_after is None:
             if time.monotonic() - self.killed_at > PATIENCE:
                 raise SystemExit(f"no other replica answers {PATIENCE} s after one was killed")
@@ -161,7 +161,7 @@ class Load:
                 self.replaced_after = now - self.killed_at
 
     def _kill(self) -> None:
-        """Kill one of two amid an answer: half of an answer's time after its last one, as others wait for it."""
+        """Kill a replica half a response's time after its last response, so that it is busy."""
         while len(self.outcomes) < self.clients * self.each // 3 or len(self._answered) < 2:
             time.sleep(0.01)
         with self._lock:
@@ -176,7 +176,7 @@ class Load:
 
 
 def found(load: Load) -> Found:
-    """What became of the requests."""
+    """Return the results of the load."""
     first = [one for one in load.outcomes if not one.retried]
     again = [one for one in load.outcomes if one.retried]
     answers = [one for one in load.outcomes if one.status == 200]
@@ -200,10 +200,10 @@ def main(
     folder: Annotated[Path, typer.Argument(help="A bundle.")],
     clients: Annotated[int, typer.Option(help="That ask at a time.")] = 16,
     each: Annotated[int, typer.Option(help="Requests of a client.")] = 8,
-    tokens: Annotated[int, typer.Option(help="Of an answer, at most.")] = 64,
-    port: Annotated[int, typer.Option(help="Of the proxy.")] = 8000,
+    tokens: Annotated[int, typer.Option(help="The limit of tokens of a response.")] = 64,
+    port: Annotated[int, typer.Option(help="Port of the proxy.")] = 8000,
 ) -> None:
-    """Print what became of the requests, as JSON."""
+    """Print the results of the load as JSON."""
     start(ReplicaOptions(folder, port=port))
     load = Load(Question(port, folder.resolve().name, tokens), clients, each)
     load.run()

@@ -1,9 +1,9 @@
-"""A decode step of large models over 8, 64 and 512 devices, on paper: the counts of `plan`, over assumed devices.
+"""Estimate a decode step of large models over 8, 64 and 512 devices: the counts of `plan`, over assumed devices.
 
     python -m benchmarks.scale
 
-The counts of messages and bytes are those that `benchmarks/parallel.py` has found equal to what tiny models send on
-processes over gloo. The times are arithmetic: nothing here has run on such devices. See docs/scale.md.
+Counts of messages and bytes are those that `benchmarks/parallel.py` found to be sent by tiny models on processes over
+gloo. Times are arithmetic: nothing here has run on such devices. See docs/scale.md.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from exportable_cache.models.parallel.plan import RankPlan
 from exportable_cache.models.parallel.stage_plan import StagePlan
 from exportable_cache.pipeline.plan import Plan, plan
 
-#: Assumed, in bytes, bytes a second and seconds: memory and its bandwidth; devices of one machine, what one sends
-#: another there, and how long a collective takes at least; the same between machines.
+#: Assumptions, in bytes, bytes per second and seconds: memory and its bandwidth; devices of one machine, the bandwidth
+#: between them, and the least time of a collective; the same between machines.
 MEMORY, BANDWIDTH = 80e9, 3.35e12
 INSIDE, INSIDE_RATE, INSIDE_LATENCY = 8, 450e9, 8e-6
 OUTSIDE_RATE, OUTSIDE_LATENCY = 50e9, 25e-6
@@ -43,7 +43,7 @@ SMALL = AutoConfig.for_model(
     num_attention_heads=32,
     max_position_embeddings=1 << 20,
 )
-#: Rows of a replica's step, and tokens that each row holds.
+#: Rows of a replica's step, and tokens of each row.
 ROWS, TOKENS = 32, 8192
 #: Ranks and stages of each number of devices; the rest are replicas.
 SPLITS = {8: [(8, 1), (4, 2), (1, 8)], 64: [(8, 1), (8, 8), (64, 1)], 512: [(8, 1), (8, 8), (64, 8)]}
@@ -51,12 +51,12 @@ SPLITS = {8: [(8, 1), (4, 2), (1, 8)], 64: [(8, 1), (8, 8), (64, 1)], 512: [(8, 
 
 @dataclass(frozen=True)
 class Step:
-    """Where the time of one decode step goes, in seconds, and what a device holds.
+    """Time of one decode step in seconds, by cause, and the memory of a device.
 
     Attributes:
         memory: Reading weights and cache.
         sums: Messages of tensor parallelism.
-        stages: Handing hidden states on.
+        stages: Sending hidden states.
         idle: Waiting for other stages.
         held: Bytes on the fullest device.
     """
@@ -74,13 +74,13 @@ class Step:
 
 @functools.cache
 def planned(ranks: int, stages: int) -> Plan:
-    """Counts of a split of the large model."""
+    """Return the counts of a split of the large model."""
     asked = {"tensor_parallel": ranks} if ranks > 1 else {}
     return plan(LARGE, TOKENS, ROWS, **asked, **({"pipeline": stages} if stages > 1 else {}))
 
 
 def step(ranks: int, stages: int) -> Step:
-    """One token of every row, through as many micro-batches as stages."""
+    """Estimate one token of every row, with as many micro-batches as stages."""
     made = planned(ranks, stages)
     each: RankPlan | Plan = made.tensor_parallel or made
     assert made.cache_bytes is not None and each.weights_bytes is not None and each.cache_bytes is not None
@@ -88,26 +88,26 @@ def step(ranks: int, stages: int) -> Step:
     if made.pipeline is not None:
         fullest: StagePlan = made.pipeline
         weights, cache = fullest.weights_bytes[fullest.fullest], fullest.cache_bytes[fullest.fullest]
-    # Each micro-batch reads the weights of its stage anew, and its own rows of the cache.
+    # Each micro-batch reads the weights of its stage again, and its rows of the cache.
     turn = (weights + cache / stages) / BANDWIDTH
     sums = 0.0
     if made.tensor_parallel is not None:
         rate, latency = (INSIDE_RATE, INSIDE_LATENCY) if ranks <= INSIDE else (OUTSIDE_RATE, OUTSIDE_LATENCY)
         of_rank = made.tensor_parallel
-        # Of a stage's turn; a micro-batch sends its share of the bytes in as many messages.
+        # Sums of one micro-batch, which sends its share of the bytes in as many messages.
         sums = (of_rank.messages * latency + of_rank.sent_bytes / stages / rate) / stages
     hop, last = 0.0, 0.0
     if made.pipeline is not None:
         rate, latency = (INSIDE_RATE, INSIDE_LATENCY) if ranks * stages <= INSIDE else (OUTSIDE_RATE, OUTSIDE_LATENCY)
         hop = latency + made.pipeline.sent_bytes / stages / rate
-        # And the logits, once.
+        # The logits are sent once.
         last = latency + made.pipeline.logits_bytes / rate
     turns, busy = 2 * stages - 1, stages
     return Step(busy * turn, busy * sums, turns * hop + last, (turns - busy) * (turn + sums), weights + cache)
 
 
 def rows_of_splits() -> Iterator[str]:
-    """Lines of a table."""
+    """Return the lines of a table."""
     for devices, splits in SPLITS.items():
         for ranks, stages in splits:
             found, replicas = step(ranks, stages), devices // (ranks * stages)
@@ -120,14 +120,14 @@ def rows_of_splits() -> Iterator[str]:
 
 
 def rows_of_contexts() -> Iterator[str]:
-    """One row of the small model, whose slots are split over devices that each have all weights."""
+    """Return one row of the small model, whose slots are split over devices that each have all weights."""
     heads, dim, layers = SMALL.num_attention_heads, SMALL.head_dim, SMALL.num_hidden_layers
     for tokens in (131072, 1 << 20):
         whole = plan(SMALL, tokens)
         assert whole.weights_bytes is not None and whole.cache_bytes is not None
         for devices in (1, 8, 64):
             held = whole.weights_bytes + whole.cache_bytes / devices
-            # The largest scores, then sums and weighted values, float32, a layer: an all-reduce takes twice its bytes.
+            # Per layer: largest scores, then sums and weighted values, in float32; an all-reduce takes twice its bytes.
             sent = 0 if devices == 1 else 2 * layers * heads * (dim + 2) * 4
             rate, latency = (INSIDE_RATE, INSIDE_LATENCY) if devices <= INSIDE else (OUTSIDE_RATE, OUTSIDE_LATENCY)
             merge = 0.0 if devices == 1 else 2 * layers * latency + sent / rate

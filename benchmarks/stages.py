@@ -1,10 +1,10 @@
-"""A continuous batch over stages, on processes over gloo: with a pipeline that empties at each step, and one kept full.
+"""Run a continuous batch over pipeline stages, with a pipeline that empties at each step, and with one kept full.
 
-    python -m benchmarks.stages          # from the repository's root: it shares the tests' processes
+    python -m benchmarks.stages          # from the repository's root, because it shares the tests' processes
     python -m benchmarks.stages --stages 4 --rows 16
 
-A Llama of random weights, one thread a stage. `busy` is the share of the time in which a stage waits for no message of
-another. Prompts are one token long: they are prefilled between steps, which empties both.
+The model is a random Llama with one thread per stage. `busy` is the share of the time in which a stage does not wait
+for a message. Prompts are one token long, because they are prefilled between steps, which empties both pipelines.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from exportable_cache.session.session import Session
 from tests.parallel.processes import Rank, run_ranks
 
 CAPACITY, TOKENS = 128, 48
-#: In which a stage waits: `recv` and `broadcast` return when the message is there.
+#: Calls in which a stage waits: `recv` and `broadcast` return with the message.
 _WAITING = ("recv", "broadcast", "all_gather")
 
 
 @contextmanager
 def _waited() -> Iterator[list[float]]:
-    """Seconds of this process's waits."""
+    """Return the seconds that this process has waited."""
     seconds: list[float] = []
 
     def timed(call: Any) -> Any:
@@ -57,7 +57,7 @@ def _waited() -> Iterator[list[float]]:
 
 
 def served(me: Rank) -> dict[str, tuple[float, float]]:
-    """Seconds for all requests, and the share of them in which this stage was busy, of both kinds of pipeline."""
+    """Return the seconds of all requests, and the busy share of this stage, for both kinds of pipeline."""
     split = DistributedConfig(pp_size=me.size)
     model = AutoModelForCausalLM.from_pretrained(str(me.folder / "model"), distributed_config=split).eval()
     rows, found = int((me.folder / "rows").read_text()), {}
@@ -76,7 +76,7 @@ def served(me: Rank) -> dict[str, tuple[float, float]]:
                     pass
                 seconds = time.perf_counter() - begun
             one.prefill.reset()
-            # The first time allocates.
+            # The first run allocates memory.
             if again:
                 found[name] = (seconds, 1 - sum(waits) / seconds)
     return found
@@ -86,9 +86,9 @@ def main(
     stages: Annotated[int, typer.Option(help="Processes.")] = 2,
     rows: Annotated[int, typer.Option(help="Requests at a time.")] = 8,
     hidden: Annotated[int, typer.Option(help="Hidden size.")] = 768,
-    layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 8,
 ) -> None:
-    """Print a table in Markdown."""
+    """Print a Markdown table."""
     config = AutoConfig.for_model(
         "llama",
         hidden_size=hidden,

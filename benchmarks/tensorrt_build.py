@@ -1,5 +1,4 @@
-"""How long and how much memory TensorRT takes to build both methods of a model of a few hundred MB, on a machine
-without a GPU.
+"""Measure the time and memory that TensorRT takes to build both methods of a model, on a machine without a GPU.
 
 python benchmarks/tensorrt_build.py --layers 12 --hidden 896
 """
@@ -19,6 +18,7 @@ from exportable_cache import export
 
 
 def main() -> None:
+    """Print the time and memory of each build."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=896)

@@ -1,13 +1,12 @@
-"""How far TensorRT networks in half precision are from the model, and how far the model itself is from its float32
-self.
+"""Compare half-precision TensorRT networks with the model, and the model with itself in float32.
 
-    python -m benchmarks.tensorrt_precision    # from the repository's root: it shares the tests' models and oracle
+    python -m benchmarks.tensorrt_precision    # from the repository's root, because it shares the tests' models
 
-Tiny random models with a window of 8, all experts active; prompts of 5 and 20 random tokens, 24 decode steps after
-each, three seeds. Three sets of logits, fed the same tokens: the eager model over `DynamicCache`; the networks that
-TensorRT compiles, by the reference evaluator; and the eager model in float32 with the very weights of the
-half-precision one. Where the networks are no farther from float32 than the eager model is, what separates the two is
-rounding on both sides.
+Models are tiny and random, with a window of 8 and all experts active; prompts of 5 and 20 random tokens, 24 decode
+steps after each, three seeds. Three sets of logits are computed from the same tokens: the eager model over
+`DynamicCache`; the networks that TensorRT compiles, by the reference evaluator; and the eager model in float32 with the
+weights of the half-precision one. If the networks are not farther from float32 than the eager model, their difference
+is rounding on both sides.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def logits_of(family: str, dtype: torch.dtype, seeds: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits of the network, of the eager model, and of the eager model in float32: each [positions,
-    vocab], float32.
-    """
+    """Return logits of the network, the eager model, and the eager model in float32, each [positions, vocab]."""
     from exportable_cache.backends.tensorrt.target import engine_networks
 
     model = engine_model(family, dtype, **EVERY_EXPERT.get(family, {}))
@@ -55,7 +52,7 @@ def logits_of(family: str, dtype: torch.dtype, seeds: range) -> tuple[torch.Tens
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> str:
-    """Largest and root mean square difference."""
+    """Return the largest and the RMS difference."""
     return f"{(a - b).abs().max():.1e} / {(a - b).square().mean().sqrt():.1e}"
 
 

@@ -1,10 +1,11 @@
-"""Two checkouts of this package beside each other: what a change of the house did to its numbers.
+"""Compare two checkouts of this package: export, start, and decode speed.
 
     git worktree add ../before COMMIT
     python benchmarks/two_trees.py ../before .
 
-Every step of every round is a process of its own, the trees in turn: a slow moment of the machine falls on both.
-A row is the fastest of the rounds. What both trees can do with the same words is measured: the environment is one.
+Every step of every round runs in its own process, and the checkouts are interleaved, so that a slow moment of the
+machine affects both. A row is the fastest of the rounds. Only features with the same names in both checkouts are
+measured, in one environment.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ROWS = {
 
 
 def model_110m() -> Any:
-    """A random Llama of 110M parameters, float32."""
+    """Return a random Llama of 110M parameters in float32."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -51,7 +52,7 @@ def model_110m() -> Any:
 
 
 def milliseconds(step: Callable[[], object], steps: int = STEPS) -> float:
-    """Of the median step."""
+    """Return the milliseconds of the median step."""
     times = []
     for _ in range(steps):
         begin = time.perf_counter()
@@ -61,12 +62,13 @@ def milliseconds(step: Callable[[], object], steps: int = STEPS) -> float:
 
 
 def chunk_of(call: Callable[..., object]) -> dict[str, int]:
-    """The longest chunk of a prompt, by the name that a tree has for it."""
+    """Return the longest prompt chunk, by the name that a checkout has for it."""
     names = inspect.signature(call).parameters
     return {"prefill_chunk" if "prefill_chunk" in names else "prefill_length": CHUNK}
 
 
 def export_once(folder: Path) -> dict[str, float]:
+    """Measure an export to ExecuTorch."""
     from exportable_cache import export
 
     model = model_110m()
@@ -77,6 +79,7 @@ def export_once(folder: Path) -> dict[str, float]:
 
 
 def run_bundle(folder: Path) -> dict[str, float]:
+    """Measure the exported bundle."""
     import torch
 
     from exportable_cache import load
@@ -97,19 +100,21 @@ def run_bundle(folder: Path) -> dict[str, float]:
 
 
 def run_eager() -> dict[str, float]:
+    """Measure an eager session."""
     return {"eager @100": live(False)[0]}
 
 
 def run_compiled() -> dict[str, float]:
+    """Measure a compiled session."""
     from exportable_cache import Session
 
-    # Older trees know one way to compile: each graph is waited for.
+    # Older checkouts can only wait for each graph.
     knows = "wait" in str(inspect.signature(Session.from_model))
     return dict(zip(("compiled @100", "compiled prompt"), live("wait" if knows else True), strict=True))
 
 
 def live(compile: str | bool) -> tuple[float, float]:
-    """Milliseconds of a token at position 100, and of a prompt of 256."""
+    """Return the milliseconds of a token at position 100, and of a prompt of 256."""
     import torch
 
     from exportable_cache import ExportableCache, Session
@@ -140,7 +145,7 @@ WORK = {
 
 
 def in_process(tree: Path, work: str, folder: Path) -> dict[str, float]:
-    """What a step of `WORK` finds in a process that imports the package from a checkout."""
+    """Run a step of `WORK` in a process that imports the package from a checkout."""
     code = f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import two_trees as t, pathlib; "
     code += f"print(json.dumps(t.WORK[{work!r}](pathlib.Path({str(folder)!r}))))"
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_WAIT_POLICY": "PASSIVE"}
@@ -153,9 +158,9 @@ def in_process(tree: Path, work: str, folder: Path) -> dict[str, float]:
 def main(
     before: Annotated[Path, typer.Argument(help="A checkout.", exists=True, file_okay=False)],
     after: Annotated[Path, typer.Argument(help="Another.", exists=True, file_okay=False)],
-    rounds: Annotated[int, typer.Option(help="Of what takes seconds; exports and compilations are done once.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Rounds of short steps; exports and compilations run once.")] = 3,
 ) -> None:
-    """Measure both, and print a table."""
+    """Measure both checkouts, and print a table."""
     from exportable_cache.common.native.machine_code import processor_name
 
     trees = (before.resolve(), after.resolve())

@@ -1,13 +1,11 @@
-"""From the start of a process to the first tokens of a compiled session whose graphs are kept on disk, and what of that
-others take.
+"""Time the first tokens of a compiled session whose graphs are on disk, from the start of the process.
 
     python benchmarks/warm_start.py                     # the 110M Llama of benchmarks/loop.py, cache of 4096
-    python benchmarks/warm_start.py --lean              # as if only what this package requires were installed
+    python benchmarks/warm_start.py --lean              # as if only this package's requirements were installed
 
-Each start is a process of its own, and so is the one before them that compiles. Seconds are since the process started:
-when torch is imported, then transformers' auto class and the model's file, which every program that loads the model
-imports, then this package, when the model is loaded, and when the first two tokens are there. Inductor's folder is
-emptied between two starts.
+Each start is its own process, after one that compiles. Seconds are since the process started: when torch is imported,
+then transformers' auto class and the model's file, which every program that loads the model imports, then this package,
+when the model is loaded, and at the first two tokens. Inductor's folder is emptied between two starts.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import typer
 
 PROMPT = 100
 STAGES = ("torch", "transformers", "this package", "the model", "1st token", "2nd token", "all graphs")
-#: What transformers imports where it is installed, and this package does not require.
+#: Packages that transformers imports if they are installed, and that this package does not require.
 OPTIONAL = (
     "accelerate",
     "bitsandbytes",
@@ -41,7 +39,7 @@ OPTIONAL = (
 
 
 def start(folder: Path, length: int, began: float, lean: bool) -> dict[str, float]:
-    """Seconds since `began`, by stage, of this process."""
+    """Return the seconds since `began` of this process, by stage."""
     seconds: dict[str, float] = {}
 
     def done(stage: str) -> None:
@@ -76,7 +74,7 @@ def start(folder: Path, length: int, began: float, lean: bool) -> dict[str, floa
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Of benchmarks/loop.py, a Llama.")] = "llama-110m",
+    model: Annotated[str, typer.Option(help="A Llama of benchmarks/loop.py.")] = "llama-110m",
     length: Annotated[int, typer.Option(help="Slots allocated.")] = 4096,
     starts: Annotated[int, typer.Option(help="Processes.")] = 3,
     lean: Annotated[bool, typer.Option("--lean", help=f"Without {', '.join(OPTIONAL)}.")] = False,

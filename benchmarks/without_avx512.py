@@ -1,13 +1,13 @@
-"""Run a command as if its processor had no AVX-512 and no AMX, or count how often it is at such an instruction.
+"""Run a command as if its processor had no AVX-512 and no AMX, or count samples at such instructions.
 
-    python benchmarks/without_avx512.py python benchmarks/peers.py    # whatever the command starts, too
+    python benchmarks/without_avx512.py python benchmarks/peers.py    # child processes included
     python benchmarks/without_avx512.py --count COMMAND...
     python benchmarks/without_avx512.py --count --as-it-is COMMAND...
 
-Every library of the process is asked for the processor's abilities by CPUID, which answers without AVX-512 then, as
-benchmarks/hide_avx512.c says. It needs a C compiler and objdump, and disassembles each library the first time (libtorch
-takes more than a minute). What a compiler has put AVX-512 into without asking stays: llama.cpp has to be built for
-AVX2. What is left is the same processor, not an older one: its clock, caches and other instructions stay.
+Every library of the process queries the processor by CPUID, which is intercepted by benchmarks/hide_avx512.c. It needs
+a C compiler and objdump, and disassembles each library the first time (libtorch takes more than a minute). Code that
+uses AVX-512 without a query is not affected: llama.cpp has to be built for AVX2. The result is not an older processor:
+its clock, caches and other instructions stay.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-#: glibc asks before any library is loaded, and has a setting of its own.
+#: glibc queries before any library is loaded, and has its own setting.
 _GLIBC = ",".join(f"-AVX512{part}" for part in ("F", "VL", "BW", "DQ", "CD"))
 
 
 def hidden(folder: Path) -> dict[str, str]:
-    """The environment variables that hide AVX-512; what is compiled and found stays in the folder.
+    """Return the environment variables that hide AVX-512; compiled files stay in the folder.
 
     Raises:
-        RuntimeError: If a tool is missing, or the processor is another kind.
+        RuntimeError: If a tool is missing, or the processor is of another kind.
     """
     missing = [name for name in ("cc", "objdump") if shutil.which(name) is None]
     if missing or os.uname().machine != "x86_64":
@@ -48,7 +48,7 @@ def hidden(folder: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the command, and say the counts on standard error."""
+    """Run the command, and print the counts on standard error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("artifacts/without_avx512"), help="of what is kept")
     parser.add_argument("--count", action="store_true", help="samples of the process at AVX-512 instructions")

@@ -1,17 +1,17 @@
-"""On a machine with an NVIDIA GPU: build a TensorRT program, run it, compare it with eager, look at its cache, time it.
+"""Build, run, verify and time a TensorRT program on a machine with an NVIDIA GPU.
 
     python export_scripts/check_tensorrt_on_gpu.py                                  # the demo model
     python export_scripts/check_tensorrt_on_gpu.py Qwen/Qwen3-0.6B --dtype float16 --max-cache-len 4096 --json gpu.json
 
-Needs one of the extras `tensorrt` and `tensorrt-rtx`, and torch with CUDA. It says PASSED or FAILED for each of
+It needs one of the extras `tensorrt` and `tensorrt-rtx`, and torch with CUDA. It prints PASSED or FAILED for each of
 
 - load: the plans load on this GPU;
 - logits: prefill and decode equal the eager model's, token by token, past every sliding window;
-- aliases: the engine itself names the same pairs of inputs and outputs as the manifest, bound to one address;
-- in place: a decode step changes one slot of each cache, the one it should, and no other byte of it;
+- aliases: the engine names the same pairs of inputs and outputs as the manifest, bound to one address;
+- in place: a decode step changes the expected slot of each cache, and no other byte;
 
-and prints tokens per second beside eager, `torch.compile` and CUDA graphs. It exits with 1 if anything failed, and with
-2 where there is no GPU.
+and then tokens per second, compared with eager, `torch.compile` and CUDA graphs. It exits with 1 if anything failed,
+and with 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Step = Callable[[int], object]
 
 
 class Checks:
-    """What was looked at, printed as it goes and kept for the record."""
+    """Results, printed as they come and kept for the record."""
 
     def __init__(self, console: Console) -> None:
         self.results: dict[str, dict[str, Any]] = {}
@@ -56,18 +56,18 @@ class Checks:
 
     @property
     def passed(self) -> bool:
-        """Whether all did."""
+        """True if all checks passed."""
         return all(result["passed"] for result in self.results.values())
 
 
 def _wait() -> None:
-    """Until the GPU has done what it was given."""
+    """Wait for the GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def machine() -> dict[str, str]:
-    """GPU, driver and packages."""
+    """Return the names of GPU, driver and packages."""
     found = {"gpu": torch.cuda.get_device_name(), "sm": str(compute_capability()), "cuda": str(torch.version.cuda)}
     for package in ("torch", "transformers", "torch-tensorrt-rtx", "tensorrt-rtx", "torch-tensorrt", "tensorrt"):
         try:
@@ -78,13 +78,13 @@ def machine() -> dict[str, str]:
 
 
 def compute_capability() -> int:
-    """89 for SM 8.9."""
+    """Return the compute capability, 89 for SM 8.9."""
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
 
 
 def build(model: PreTrainedModel, max_cache_len: int, folder: Path) -> Bundle:
-    """Export for this GPU, or portably where plans cannot be built for it by name."""
+    """Export for this GPU, or portably if plans cannot be built for it by name."""
     from exportable_cache.backends.tensorrt.options import CAPABILITIES
 
     here = compute_capability()
@@ -93,7 +93,7 @@ def build(model: PreTrainedModel, max_cache_len: int, folder: Path) -> Bundle:
 
 
 def check_aliases(runner: Any, checks: Checks) -> None:
-    """Compare what the engines say of shared memory with the manifest, and the addresses that are bound."""
+    """Compare the engines' aliases with the manifest, and with the bound addresses."""
     for method, record in runner.records.items():
         context = runner._contexts[method]
         said = {output.name: context.engine.get_aliased_input_tensor(output.name) for output in record.outputs}
@@ -112,7 +112,7 @@ def check_aliases(runner: Any, checks: Checks) -> None:
 
 
 def check_in_place(session: Session, checks: Checks) -> None:
-    """Feed a prompt, keep a copy of every cache, decode one token, and see which slots differ."""
+    """Feed a prompt, copy every cache, decode one token, and compare the slots."""
     session.reset()
     generator = torch.Generator().manual_seed(0)
     length = min(5, (session.max_length or 8) - 1)
@@ -125,8 +125,8 @@ def check_in_place(session: Session, checks: Checks) -> None:
     _wait()
     wrong = []
     for name, tensor in state.items():
-        # [batch, heads, slots, dim]: a full layer writes slot `length`, a ring that modulo its capacity, and none a
-        # null slot.
+        # [batch, heads, slots, dim]: a full layer writes slot `length`, a ring slot `length` modulo its capacity.
+        # Null slots are never written.
         changed = (tensor != before[name]).any(-1).any(1).any(0).nonzero().flatten().tolist()
         capacity = session.layers[int(name.split(".")[-2])].capacity
         if changed != [length % capacity]:
@@ -137,7 +137,7 @@ def check_in_place(session: Session, checks: Checks) -> None:
 
 
 def dynamic_step(model: PreTrainedModel) -> Step:
-    """transformers, eager, `DynamicCache` filled up to a position once; each step is taken back where a layer grew."""
+    """Step transformers eagerly with `DynamicCache`, filled up to a position once; growing layers are cropped again."""
     filled: dict[int, DynamicCache] = {}
     token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
 
@@ -148,7 +148,7 @@ def dynamic_step(model: PreTrainedModel) -> Step:
             model(token.expand(1, position), past_key_values=filled[position], logits_to_keep=1)
         logits = model(token, past_key_values=filled[position]).logits
         for layer in filled[position].layers:
-            # A sliding layer holds no more than its window, and gives nothing back.
+            # A sliding layer holds at most its window and is not cropped.
             if not layer.is_sliding:
                 layer.crop(-1)
         return logits
@@ -157,7 +157,7 @@ def dynamic_step(model: PreTrainedModel) -> Step:
 
 
 def runner_step(runner: Any, device: torch.device | str) -> Step:
-    """One decode step of a runner at a position."""
+    """Run one decode step of a runner at a position."""
     token = torch.ones(1, 1, dtype=torch.int64, device=device)
     positions: dict[int, torch.Tensor] = {}
 
@@ -170,7 +170,7 @@ def runner_step(runner: Any, device: torch.device | str) -> Step:
 
 
 def graphed_step(model: PreTrainedModel, max_cache_len: int) -> Step:
-    """The eager step over a static cache, captured as one CUDA graph."""
+    """Run the eager step over a static cache, captured as one CUDA graph."""
     runner = ModuleRunner(model, ExportableCache.from_model(model, max_cache_len))
     token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
     place = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -185,7 +185,7 @@ def graphed_step(model: PreTrainedModel, max_cache_len: int) -> Step:
         logits = runner.run("decode", token, place)
 
     def step(position: int) -> object:
-        # Replayed at the addresses of the runner's tensors, which go with it.
+        # Replayed at the addresses of the runner's tensors, which must stay alive.
         assert runner.is_open
         place.fill_(position)
         graph.replay()
@@ -195,13 +195,13 @@ def graphed_step(model: PreTrainedModel, max_cache_len: int) -> Step:
 
 
 def compiled_step(model: PreTrainedModel, max_cache_len: int, mode: str) -> Step:
-    """Our compiled decode in a mode of torch.compile; `reduce-overhead` records CUDA graphs."""
+    """Run our compiled decode in a mode of torch.compile; `reduce-overhead` captures CUDA graphs."""
     cache = ExportableCache.from_model(model, max_cache_len)
     return runner_step(ModuleRunner(model, cache, options=CompileOptions("wait", mode)), model.device)
 
 
 def engine_step(runner: Any, captured: bool) -> Step:
-    """The engine's decode, replayed as a CUDA graph or launched anew."""
+    """Run the engine's decode, replayed as a CUDA graph or launched each time."""
     decode, step = runner.steps["decode"], runner_step(runner, "cpu")
 
     def run(position: int) -> object:
@@ -212,8 +212,9 @@ def engine_step(runner: Any, captured: bool) -> Step:
 
 
 def forms_of(path: str, dtype: str | None, max_cache_len: int, engines: Any) -> dict[str, Step]:
-    """Each way of decoding, over two copies of the model on the GPU: a runner of ours keeps the one
-    that it switched.
+    """Yield each way of decoding, over two copies of the model on the GPU.
+
+    A runner of ours keeps the copy whose attention it switched.
     """
     theirs, ours = (load_model(path, dtype).model.to("cuda") for _ in range(2))
     return {
@@ -227,7 +228,7 @@ def forms_of(path: str, dtype: str | None, max_cache_len: int, engines: Any) -> 
 
 
 def timed(forms: dict[str, Step], positions: list[int], rounds: int, steps: int) -> dict[str, dict[int, float]]:
-    """Median milliseconds per decode step, by form and position. Rounds are interleaved: a slow moment falls on all."""
+    """Return the median milliseconds per decode step, by form and position, with interleaved rounds."""
     times: dict[tuple[str, int], list[float]] = {}
     for position in positions:
         for step in forms.values():
@@ -245,7 +246,7 @@ def timed(forms: dict[str, Step], positions: list[int], rounds: int, steps: int)
 
 
 def speed_table(medians: dict[str, dict[int, float]], title: str) -> Table:
-    """Tokens per second, and each form's speed relative to the first."""
+    """Return a table of tokens per second, and of each form's speed relative to the first."""
     base = next(iter(medians.values()))
     table = Table(title=title)
     table.add_column("decode")

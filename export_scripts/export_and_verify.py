@@ -1,4 +1,4 @@
-"""Export a model with its cache, verify the result step by step, and answer a prompt with it: the whole job in Python.
+"""Export a model with its cache, verify the result step by step, and generate with it: the whole job in Python.
 
 python export_scripts/export_and_verify.py demo artifacts/demo --prompt "the code of amber is 4821. amber?"
 python export_scripts/export_and_verify.py Qwen/Qwen3-0.6B artifacts/qwen --target pt2 --max-cache-len 4096
@@ -13,6 +13,7 @@ from exportable_cache.verification.report import VerifyReport
 
 
 def main() -> None:
+    """Export, verify and generate."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="demo, a local folder, or a hub id")
     parser.add_argument("output", help="folder of the bundle")
@@ -21,8 +22,8 @@ def main() -> None:
     parser.add_argument("--prompt", default=None, help="text to continue")
     arguments = parser.parse_args()
 
-    # Verification runs before the bundle appears: the eager model and the exported program get the same tokens, one
-    # prompt around each sliding window and the steps after it, and every logit is compared. A mismatch raises.
+    # Verification runs before the bundle is written: the eager model and the exported program get the same tokens, with
+    # prompts around each sliding window and steps after them, and every logit is compared. A mismatch raises.
     bundle = export(
         arguments.model,
         target=arguments.target,

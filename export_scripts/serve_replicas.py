@@ -3,8 +3,8 @@
 pip install 'ray[serve]'
 python export_scripts/serve_replicas.py artifacts/demo --replicas 2 --port 8000
 
-Each replica is a process with a session of its own, behind the same application as `exportable-cache serve`; the header
-`X-Replica` of an answer says which one gave it. See docs/guides/replicas.md.
+Each replica is a process with its own session and the application of `exportable-cache serve`; the header `X-Replica`
+of a response names it. See docs/guides/replicas.md.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from exportable_cache.errors import InputError, MissingDependencyError
 
 REPLICA_HEADER = "X-Replica"
 
-#: What Ray's proxy is to say of a replica that is gone; read by Ray's processes. On a cluster that was started before
-#: set it there.
+#: Module that Ray's proxy loads for the error of a lost replica; Ray's processes read it. A running cluster must have
+#: been started with it.
 _SAID = ("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "exportable_cache.cli.server.proxied.middlewares")
 
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """What is served, by how many, and where.
+    """Bundle and replicas to serve.
 
     Attributes:
-        folder: Of the bundle; every machine of the cluster reaches it under this path.
-        replicas: Processes, each with a session of its own.
-        processors: That Ray sets aside for a replica, and as many threads of torch; ExecuTorch's are as many as there
-            are processors.
-        host, port: Where Ray's proxy listens.
-        trust: See `load`: machine code in the bundle may run.
+        folder: Folder of the bundle; every machine of the cluster reaches it under this path.
+        replicas: Number of processes, each with its own session.
+        processors: Processors that Ray reserves for a replica, and threads of torch; ExecuTorch uses a thread per
+            processor of the machine.
+        host, port: Address of Ray's proxy.
+        trust: Allow machine code in the bundle, see `load`.
 
     Raises:
-        InputError: If a number is not positive, or the folder is no folder.
+        InputError: If a number is not positive, or the folder does not exist.
     """
 
     folder: Path
@@ -59,7 +59,7 @@ class ReplicaOptions:
 
 
 def start(options: ReplicaOptions) -> None:
-    """Start Ray, unless this process has joined a cluster already, and the replicas; returns when all answer.
+    """Start Ray, unless this process has joined a cluster, and the replicas; return when all respond.
 
     Raises:
         MissingDependencyError: If Ray Serve is not installed.
@@ -67,7 +67,7 @@ def start(options: ReplicaOptions) -> None:
     if find_spec("ray") is None or find_spec("ray.serve") is None:
         raise MissingDependencyError("replicas need Ray Serve; install it: pip install 'ray[serve]'")
     os.environ.setdefault(*_SAID)
-    # Otherwise Ray sends statistics of use to its makers.
+    # Otherwise Ray sends usage statistics.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
     from ray import serve
@@ -79,7 +79,7 @@ def start(options: ReplicaOptions) -> None:
         serve.ingress(_builder(options))(),
         name=options.folder.name,
         num_replicas=options.replicas,
-        # A replica answers one request at a time. The others wait in Ray's proxy, so that they survive a replica.
+        # A replica runs one request at a time. The others wait in Ray's proxy, so that they survive a replica.
         max_ongoing_requests=1,
         ray_actor_options={"num_cpus": options.processors},
     )
@@ -90,7 +90,7 @@ def _builder(options: ReplicaOptions) -> Callable[[], Any]:
     folder, trust, host = str(options.folder.resolve()), options.trust, options.host
 
     def build() -> Any:
-        """Called in each replica."""
+        """Make the application in each replica."""
         from exportable_cache import load
         from exportable_cache.cli.server.app import ServerOptions, make_app
         from exportable_cache.decoding import Completer
@@ -112,6 +112,7 @@ def _builder(options: ReplicaOptions) -> Callable[[], Any]:
 
 
 def main() -> None:
+    """Parse the command line, and serve until interrupted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="a bundle")
     parser.add_argument("--replicas", type=int, default=2)

@@ -127,8 +127,8 @@ def make_document(rng: random.Random, facts: int, fillers: int, queries: int) ->
     """
     stated = make_facts(rng, facts)
     if rng.random() < HARD_SHARE:
-        # With ten digits the digits before mostly tell the next one, and a model that
-        # copies by them never learns to hold on to the name; few digits rule that out.
+        # With ten digits, the preceding digits mostly determine the next one, and a model that copies by them never
+        # learns to remember the name; few digits prevent that.
         digits = rng.sample("0123456789", rng.randint(2, 3))
         stated = [Fact(fact.name, "".join(rng.choices(digits, k=4))) for fact in stated]
     used = {fact.name for fact in stated}
@@ -191,7 +191,7 @@ def batches(
         opened = marks.cumsum(1) - marks.long()
         closed = ends.cumsum(1) - ends.long()
         weights = torch.where(opened > closed, 1.0, 0.05)
-        # The first digit alone needs the name; the rest can lean on the digits before.
+        # Only the first digit needs the name; the rest can follow from the digits before.
         weights[:, 1:].masked_fill_(marks[:, :-1], FIRST_DIGIT_WEIGHT)
         yield ids, weights.masked_fill(ids == tokenizer.pad_token_id, 0.0)
 
@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="optimizer steps")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
-    parser.add_argument("--resume", type=Path, help="folder of a model to go on from")
+    parser.add_argument("--resume", type=Path, help="folder of a model to continue from")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--questions", type=int, default=100, help="held-out questions per row")
     args = parser.parse_args()
