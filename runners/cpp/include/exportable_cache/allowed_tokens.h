@@ -1,4 +1,4 @@
-// A say in what comes next: how a grammar or a JSON schema, which whoever calls follows by a library of theirs, binds an answer.
+// Constrained generation: a callback through which the caller's grammar or JSON schema library limits the next token.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace exportable_cache {
 
-/// Called once before each choice, with the tokens chosen so far, the prompt not among them, and a mask of zeros: sets bit b of word
-/// w where token 32 w + b may come next. This is the mask of llguidance and XGrammar. False where the answer is whole, which ends
-/// the generation; an error fails it.
+/// Called once before each choice, with the tokens chosen so far, without the prompt, and a mask of zeros: sets bit b of word w if
+/// token 32 w + b is allowed. The mask has the format of llguidance and XGrammar. Returns false if the response is complete, which
+/// ends the generation; an error makes it fail.
 using AllowTokens = std::function<Result<bool>(std::span<const int64_t> tokens, std::span<uint32_t> mask)>;
 
 }  // namespace exportable_cache

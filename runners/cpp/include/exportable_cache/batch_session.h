@@ -1,4 +1,4 @@
-// Several prompts at once, over a bundle that was exported with a batch_size: each row answers as if it were alone.
+// Several prompts at once, with a bundle that was exported with a batch_size; each row generates what it would generate alone.
 #pragma once
 
 #include <atomic>
@@ -15,10 +15,10 @@
 
 namespace exportable_cache {
 
-/// A program of several rows, and the position of each.
+/// A program of several rows, and the position of each row.
 ///
-/// Rows of different length end their prompts together: a shorter one begins later. The rules are those of a batch in
-/// `exportable_cache.Session` in Python: a refused call changes nothing. Not thread-safe but for `cancel`.
+/// Rows of different length finish their prompts in the same step, so a shorter one starts later. The rules are those of a batch in
+/// `exportable_cache.Session` in Python: a refused call changes nothing. Not thread-safe except for `cancel`.
 ///
 ///     auto session = BatchSession::open("artifacts/rows");
 ///     if (!session.ok()) return report(session.error());
@@ -28,61 +28,61 @@ class BatchSession {
  public:
   /// Open the bundle that `export` wrote to a folder, every row at position 0.
   ///
-  /// Error kBundle as of `Session::open`, or if the bundle has an encoder or takes images or sound: `Session` runs those, one row.
+  /// Error kBundle as of `Session::open`, or if the bundle has an encoder or takes images, video or audio: `Session` runs those.
   static Result<BatchSession> open(const std::string& folder);
 
   const Manifest& manifest() const { return manifest_; }
 
-  /// Rows, each with a prompt of its own.
+  /// Number of rows, each with its own prompt.
   size_t rows() const { return lengths_.size(); }
 
-  /// Tokens seen, of each row.
+  /// Number of cached tokens per row.
   std::span<const int64_t> lengths() const { return lengths_; }
-  /// Tokens a row can hold in all, or nothing where no layer keeps all of them.
+  /// The limit of tokens per row, or nothing if no layer stores all of them.
   std::optional<int64_t> max_length() const { return limits_.max_length(); }
-  /// Tokens there is still room for in every row, or nothing for any number.
+  /// Number of tokens that fit into every row, or nothing for no limit.
   std::optional<int64_t> room() const;
 
-  /// Start anew at position 0 in every row.
+  /// Start again at position 0 in every row.
   void reset();
 
-  /// Take back the newest tokens of every row; see `Session::rewind`.
+  /// Roll back the newest tokens of every row; see `Session::rewind`.
   ///
-  /// Error kInput if a row holds fewer, a ring has overwritten one that would be needed again, or a layer keeps a state.
+  /// Error kInput if a row has fewer tokens, a ring has overwritten a needed one, or a layer stores a state.
   Status rewind(int64_t tokens);
 
-  /// Feed a prompt to each row, behind what it holds. Long ones go through in chunks.
+  /// Feed a prompt to each row, after its cached tokens. Long prompts are fed in chunks.
   ///
   /// Returns the logits [rows, vocab_size] of each row's last token, valid until the next call.
-  /// Error kInput if there is not one prompt a row, one is empty, a token is outside the vocabulary, or the prompts have different
-  /// lengths and rows must be equal in this model, or a row that holds tokens would lose some while it waits for a longer one;
-  /// kCacheFull if they do not fit; kRuntime if ExecuTorch fails.
+  /// Error kInput if there is not one prompt per row, one is empty, a token is outside the vocabulary, the prompts have different
+  /// lengths and this model needs equal rows, or a row would lose cached tokens while it waits for a longer prompt; kCacheFull if
+  /// they do not fit; kRuntime if ExecuTorch fails.
   Result<std::span<const float>> prefill(std::span<const std::vector<int64_t>> prompts);
 
   /// Feed one token to each row; see `prefill`.
   Result<std::span<const float>> decode(std::span<const int64_t> tokens);
 
-  /// Called with each token as it is chosen; false ends its row.
+  /// Called with each chosen token; false ends its row.
   using OnToken = std::function<bool(size_t row, int64_t token)>;
   /// Called with each piece of text, which never ends inside a character; false ends its row.
   using OnText = std::function<bool(size_t row, std::string_view piece)>;
 
-  /// Tokens that follow each prompt; rows go on from where they are. A row ends by itself, while others go on: it stays at its
-  /// length, but in models with a state, whose ended rows go on over tokens that nobody sees. All end where the fullest row is full.
+  /// Generate tokens after each prompt; rows continue their cached tokens. A finished row keeps its length while the others continue,
+  /// except in models with a state, whose finished rows continue with ignored tokens. All rows end when the fullest row is full.
   ///
-  /// Row r draws as a `Session` does with the seed `seed + r`, whatever the others do. Each row's newest token is not fed.
-  /// Error as of `prefill`; kInput also for a wrong option, and for `prompt_lookup` and `allowed_tokens`, which serve one row.
+  /// Row r draws like a `Session` with the seed `seed + r`, independent of the others. Each row's newest token is not fed.
+  /// Error as of `prefill`; kInput also for an invalid option, and for `prompt_lookup` and `allowed_tokens`, which support one row.
   Result<std::vector<Generation>> generate(std::span<const std::vector<int64_t>> prompts, const GenerateOptions& options,
                                            const OnToken& on_token = {});
 
-  /// Text that follows each text; what ends a row is not given out. A row's newest token of an earlier generation is fed in front
-  /// of its prompt, unless it ended that.
+  /// Generate text after each text; what ends a row is not returned. A row's newest token of an earlier generation is fed before its
+  /// prompt, unless it ended that generation.
   ///
-  /// Error as of `generate`; kBundle if the bundle has no tokenizer that is known here.
+  /// Error as of `generate`; kBundle if the bundle has no supported tokenizer.
   Result<std::vector<Generation>> generate_text(std::span<const std::string> prompts, const GenerateOptions& options,
                                                 const OnText& on_text);
 
-  /// End the generation that is running, before its next step; from any thread, or a signal handler.
+  /// End the running generation before its next step; from any thread, or a signal handler.
   void cancel() { cancelled_->store(true, std::memory_order_relaxed); }
 
  private:
@@ -90,12 +90,12 @@ class BatchSession {
 
   Status check_count(size_t given, const char* what) const;
   Status check_prompts(std::span<const std::vector<int64_t>> prompts, std::optional<int64_t> max_new_tokens) const;
-  // Whether rows that hold tokens still have them after waiting for longer prompts.
+  // True if rows with cached tokens still have them after waiting for longer prompts.
   Status check_waiting(std::span<const std::vector<int64_t>> prompts) const;
-  // How many tokens of a prompt go through each step.
+  // Number of prompt tokens in each step.
   std::vector<int64_t> chunk_sizes(int64_t length) const;
   Result<std::span<const float>> feed(std::span<const std::vector<int64_t>> prompts, bool may_stop = false);
-  // A step of tokens [rows, size]: those of `counted` rows count, the others stay where they are.
+  // Run a step of tokens [rows, size]: those of `counted` rows count, the others keep their length.
   Result<std::span<const float>> step(std::span<const int64_t> tokens, int64_t size, const std::vector<bool>& counted);
   bool is_cancelled() const { return cancelled_->load(std::memory_order_relaxed); }
 
@@ -110,7 +110,7 @@ class BatchSession {
   std::unique_ptr<std::atomic<bool>> cancelled_ = std::make_unique<std::atomic<bool>>(false);
   std::vector<int64_t> lengths_;
   std::vector<int64_t> max_lens_ever_;            // see `Session`
-  std::vector<std::optional<int64_t>> pending_;  // the newest token given out, while nothing was fed since and it ended nothing
+  std::vector<std::optional<int64_t>> pending_;  // newest returned token, if it was not fed yet and ended nothing
 };
 
 }  // namespace exportable_cache

@@ -1,4 +1,4 @@
-// Text of a bundle: to token ids and back, and an answer's text as it comes.
+// Text of a bundle: conversion to token ids and back, and streamed responses.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +13,15 @@
 
 namespace exportable_cache {
 
-/// A bundle's tokenizer, both ways. Each is opened when it is first needed.
+/// A bundle's tokenizer, both directions. Each is opened when it is first needed.
 class BundleText {
  public:
   explicit BundleText(const Manifest& manifest)
       : folder_(manifest.folder), path_(manifest.tokenizer_path()), is_there_(manifest.has_tokenizer) {}
 
-  /// Token ids of a text; with `starts`, as the first of a sequence.
+  /// Token ids of a text; with `starts`, as the beginning of a sequence.
   ///
-  /// Error kBundle if the bundle has no tokenizer that is known here; kInput if the text cannot be read.
+  /// Error kBundle if the bundle has no supported tokenizer; kInput if the text cannot be read.
   Result<std::vector<int64_t>> encode(const std::string& text, bool starts);
 
   /// The vocabulary, for `TextStream`.
@@ -35,20 +35,20 @@ class BundleText {
   std::optional<Detokenizer> detokenizer_;
 };
 
-/// Text of one answer's tokens, up to a stop string, which is not given out.
+/// Text of one response's tokens, up to a stop string, which is not returned.
 class AnswerText {
  public:
-  /// With `continues`, the text goes on from the prompt's; it is one of its own otherwise.
+  /// With `continues`, the text continues the prompt's; otherwise it is a separate text.
   AnswerText(const Detokenizer& detokenizer, std::vector<std::string> stop_strings, bool continues = false)
       : detokenizer_(&detokenizer), stream_(detokenizer, continues), stops_(std::move(stop_strings)) {}
 
-  /// Text that may be given out now that `token` follows, possibly none.
+  /// Text that is certain after `token`, possibly empty.
   std::string push(int64_t token);
 
-  /// Text still held back, where none ended it.
+  /// Text still held back, if no stop string ended it.
   std::string finish();
 
-  /// Whether a stop string was completed.
+  /// True if a stop string was completed.
   bool stopped() const { return stops_.stopped(); }
 
  private:

@@ -1,4 +1,4 @@
-// How much a cache holds, and how far it can be taken back. The rules are those of exportable_cache/cache/policies.
+// Capacity of a cache, and its limits of rollback. The rules are those of exportable_cache/cache/policies.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace exportable_cache {
 
-/// How many of the newest tokens can be taken back, and what keeps older ones from it.
+/// Number of newest tokens that can be rolled back, and the reason of the limit.
 struct Rollback {
   int64_t tokens;
   const char* reason;
@@ -18,20 +18,20 @@ struct Rollback {
 /// The limits of a cache of several layers.
 class CacheLimits {
  public:
-  /// Error kBundle if a layer has a policy whose rules are not known here, or lacks the sizes they need.
+  /// Error kBundle if a layer has an unknown policy, or lacks the sizes that the policy needs.
   static Result<CacheLimits> make(const std::vector<LayerSpec>& layers);
 
-  /// Tokens the cache can hold in all, or nothing where no layer keeps all of them.
+  /// The limit of cached tokens, or nothing if no layer stores all of them.
   std::optional<int64_t> max_length() const { return max_length_; }
 
-  /// What can be taken back without having lost a token that is still needed.
+  /// Number of tokens that can be rolled back without losing one that is still needed.
   ///
-  /// `length` is what the cache holds now, `max_len_ever` the most it ever held since it was empty: what came after `length`
-  /// was overwritten.
+  /// `length` is the number of cached tokens, `max_len_ever` their maximum since the cache was empty: slots after `length` were
+  /// overwritten.
   Rollback max_rollback(int64_t length, int64_t max_len_ever) const;
 
  private:
-  // The newest tokens of a layer, `slots` of them after the first ones that it may keep besides.
+  // The newest tokens of a layer, in `slots` slots after the first tokens that it may store as well.
   struct Ring {
     int64_t capacity;
     int64_t slots;
@@ -40,7 +40,7 @@ class CacheLimits {
 
   std::optional<int64_t> max_length_;
   std::vector<Ring> rings_;
-  bool keeps_states_ = false;  // which sum up all that was seen
+  bool keeps_states_ = false;  // states that sum up all tokens
 };
 
 }  // namespace exportable_cache

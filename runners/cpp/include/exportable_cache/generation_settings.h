@@ -1,4 +1,4 @@
-// What a checkpoint's generation_config asks of every generation.
+// Settings of a checkpoint's generation_config that apply to every generation.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,11 @@
 
 namespace exportable_cache {
 
-/// The settings that decide which tokens come, drawn or not, as transformers has them. How tokens are drawn is an argument, see
-/// `Sampling`. Values that change nothing are the defaults.
+/// Settings that decide which tokens are possible, greedy or sampled, as in transformers. Sampling is an argument, see
+/// `Sampling`. Default values change nothing.
 struct GenerationSettings {
-  std::optional<int64_t> max_new_tokens{};  // where a call has no limit
-  std::optional<int64_t> max_length{};      // of all tokens, where there is no max_new_tokens either
+  std::optional<int64_t> max_new_tokens{};  // if a call has no limit
+  std::optional<int64_t> max_length{};      // of all tokens, if there is no max_new_tokens either
   std::vector<std::pair<std::vector<int64_t>, double>> sequence_bias{};
   double encoder_repetition_penalty = 1;
   double repetition_penalty = 1;
@@ -28,7 +28,7 @@ struct GenerationSettings {
   std::optional<std::pair<int64_t, double>> decay{};  // exponential_decay_length_penalty
   std::vector<int64_t> suppressed{};
   std::vector<int64_t> suppressed_first{};
-  /// Names of settings that are set and change what transformers gives, and that are not followed.
+  /// Names of settings that are set, change transformers' results, and are not supported.
   std::vector<std::string> unheeded{};
 
   /// True if logits are changed before a token is chosen.

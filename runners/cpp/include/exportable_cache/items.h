@@ -1,4 +1,4 @@
-// Images, video and sound for the next prompt: what was added for it, item by item, as the encoders take it.
+// Images, video and audio for the next prompt, item by item, as the encoders take them.
 #pragma once
 
 #include <cstdint>
@@ -12,46 +12,46 @@
 
 namespace exportable_cache {
 
-/// What the model's processor gives beside token ids, one tensor of it: `{"pixel_values", {2, 3, 336, 336}, pixels}`.
+/// One tensor of the model's processor, other than token ids: `{"pixel_values", {2, 3, 336, 336}, pixels}`.
 struct Input {
   std::string name;
   std::vector<int64_t> shape;  // of all items joined, as the processor joins them
   std::variant<std::vector<float>, std::vector<int64_t>> values;  // the last dimension innermost
 };
 
-/// What was added and not fed yet.
+/// Items that were added and not fed yet.
 class Items {
  public:
   explicit Items(std::vector<ItemSpec> specs) : held_(specs.size()), specs_(std::move(specs)) {
     for (size_t index = 0; index < specs_.size(); ++index) held_[index].inputs.resize(specs_[index].inputs.size());
   }
 
-  /// Check a tensor and hold it; one of a name that is held already brings further items.
+  /// Check and add a tensor; a second one of the same name adds further items.
   ///
-  /// Error kInput if no encoder takes the name, it has another shape or dtype, or it is the grid, size or mask of other items
-  /// than the program was made for. Nothing has changed then.
+  /// Error kInput if no encoder takes the name, its shape or dtype is another, or it is a grid, size or mask of items that the
+  /// program was not made for. Nothing changes then.
   Status add(const Input& input);
 
-  /// Forget all of them.
+  /// Drop all items.
   void clear();
 
-  /// Whether the prompt has a placeholder for each embedding of what is held, and no others.
+  /// Check that the prompt has exactly one placeholder per embedding.
   ///
-  /// Error kInput if not, or if something is missing of an item.
+  /// Error kInput if not, or if a tensor of an item is missing.
   Status check(std::span<const int64_t> tokens) const;
 
   bool is_empty() const;
   const std::vector<ItemSpec>& specs() const { return specs_; }
 
-  /// Items of a kind, once `check` has passed.
+  /// Items of a kind, after `check` has passed.
   size_t count(size_t kind) const { return held_[kind].inputs.front().size(); }
-  /// What an input takes for one of them, in its dtype.
+  /// The values of an input for one of them, in the input's dtype.
   const std::vector<uint8_t>& bytes(size_t kind, size_t input, size_t item) const { return held_[kind].inputs[input][item]; }
 
  private:
   struct Held {
     std::vector<std::vector<std::vector<uint8_t>>> inputs;  // by input, by item
-    std::vector<std::pair<std::string, size_t>> fixed;      // of how many items a fixed value was given
+    std::vector<std::pair<std::string, size_t>> fixed;      // number of items for which a fixed value was given
   };
 
   Status add_main(size_t kind, size_t index, const Input& input);
@@ -61,11 +61,11 @@ class Items {
   std::vector<ItemSpec> specs_;
 };
 
-/// An item among the tokens that are held, of models whose items stay whole or count as other positions than tokens.
+/// A cached item, for models whose items must stay whole or advance positions by another number than their tokens.
 struct Placed {
   int64_t start = 0;  // position of its first token in the cache
   int64_t end = 0;    // position after its last
-  int64_t delta = 0;  // what is added to positions in the cache after it to get rotary ones
+  int64_t delta = 0;  // offset from positions in the cache after it to rotary positions
 };
 
 }  // namespace exportable_cache

@@ -1,4 +1,4 @@
-// Results that carry a message. Nothing in this library throws: devices build ExecuTorch with -fno-exceptions.
+// Results with a message. Nothing in this library throws, because devices build ExecuTorch with -fno-exceptions.
 #pragma once
 
 #include <optional>
@@ -11,22 +11,22 @@
 namespace exportable_cache {
 
 enum class ErrorCode {
-  kInput,      // a wrong argument: token out of range, empty prompt, position that skips ahead, ...
-  kCacheFull,  // there are no slots for the tokens
-  kBundle,     // the bundle is missing, damaged, or not one this library runs
+  kInput,      // invalid argument: token out of range, empty prompt, position that skips ahead, ...
+  kCacheFull,  // not enough slots for the tokens
+  kBundle,     // the bundle is missing, damaged, or not supported by this library
   kRuntime,    // ExecuTorch reported an error while it ran the program
 };
 
 /// "input", "cache_full", "bundle" or "runtime".
 const char* to_string(ErrorCode code);
 
-/// What is wrong, with the value, the limit and the remedy.
+/// The message: the value, the limit and the remedy.
 struct Error {
   ErrorCode code;
   std::string message;
 };
 
-/// A text with the bytes spelled of each character that a terminal obeys or that turns text round: messages quote files of strangers.
+/// Escape characters that control a terminal or reverse text, because messages quote files of unknown authors.
 inline std::string shown(std::string_view text) {
   const auto at = [text](size_t index) { return index < text.size() ? static_cast<unsigned char>(text[index]) : 0u; };
   std::string found;
@@ -47,7 +47,7 @@ inline std::string shown(std::string_view text) {
   return found;
 }
 
-/// An error whose message is its arguments written one after the other: `fail(ErrorCode::kInput, "got ", 3)`.
+/// An error whose message joins its arguments: `fail(ErrorCode::kInput, "got ", 3)`.
 template <class... Parts>
 Error fail(ErrorCode code, const Parts&... parts) {
   std::ostringstream message;
@@ -62,7 +62,7 @@ class [[nodiscard]] Status {
   Status(Error error) : error_(std::move(error)) {}
 
   bool ok() const { return !error_.has_value(); }
-  /// Only where `ok()` is false.
+  /// Valid only if `ok()` is false.
   const Error& error() const { return *error_; }
 
  private:
@@ -77,12 +77,12 @@ class [[nodiscard]] Result {
   Result(Error error) : content_(std::in_place_index<1>, std::move(error)) {}
 
   bool ok() const { return content_.index() == 0; }
-  /// Only where `ok()` is true.
+  /// Valid only if `ok()` is true.
   T& operator*() { return *std::get_if<0>(&content_); }
   const T& operator*() const { return *std::get_if<0>(&content_); }
   T* operator->() { return std::get_if<0>(&content_); }
   const T* operator->() const { return std::get_if<0>(&content_); }
-  /// Only where `ok()` is false.
+  /// Valid only if `ok()` is false.
   const Error& error() const { return *std::get_if<1>(&content_); }
 
  private:

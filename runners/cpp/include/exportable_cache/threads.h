@@ -1,4 +1,4 @@
-// How many threads compute.
+// Number of compute threads.
 #pragma once
 
 #include <cstdint>
@@ -7,14 +7,13 @@
 
 namespace exportable_cache {
 
-/// Threads that compute, in all sessions of this process: ExecuTorch has one pool. As many as the processor has cores until
-/// `set_threads` is called.
+/// Compute threads of all sessions in this process, because ExecuTorch has one pool. The default is the number of cores.
 int64_t threads();
 
-/// Change how many they are, before the first session is opened: programs keep the pool that they were opened with.
+/// Set their number before the first session is opened, because programs keep the pool that they were opened with.
 ///
-/// Error kInput if it is none of 1 to 512, or another number while a program is open. Not thread-safe: no other call of this
-/// library may run meanwhile.
+/// Error kInput if it is not from 1 to 512, or another number while a program is open. Not thread-safe: no other call of this
+/// library may run at the same time.
 Status set_threads(int64_t threads);
 
 }  // namespace exportable_cache

@@ -1,4 +1,4 @@
-// Text to token ids, by ExecuTorch's own reader of tokenizer.json (the one its LLM runner uses).
+// Text to token ids, by ExecuTorch's reader of tokenizer.json (which its LLM runner uses).
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@ class Tokenizer;
 
 namespace exportable_cache {
 
-/// The bundle's tokenizer, one way: `Detokenizer` goes back.
+/// The bundle's tokenizer, from text to ids; `Detokenizer` is the other direction.
 class Tokenizer {
  public:
-  /// Error kBundle if the file is missing or of a kind that the reader does not know. It logs the reason to stderr.
+  /// Error kBundle if the file is missing or of an unsupported kind. The reader logs the reason to stderr.
   static Result<Tokenizer> open(const std::string& path);
 
   Tokenizer(Tokenizer&&) noexcept;
@@ -26,7 +26,7 @@ class Tokenizer {
 
   /// Token ids of a text.
   ///
-  /// With `starts` the text begins a sequence and gets the special tokens that the tokenizer puts around one.
+  /// With `starts`, the text begins a sequence and gets the special tokens that the tokenizer adds.
   Result<std::vector<int64_t>> encode(const std::string& text, bool starts) const;
 
  private:
