@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..backends import backend_for
-from ..cache.kernel import Kernel
 from ..cache.layers import layer_from
+from ..cache.layout import Layout
 from ..common.fs.files import atomic_path
 from ..common.progress import silent
 from ..errors import BundleError, InputError
@@ -196,18 +196,18 @@ class Bundle:
         """Return the cache layers, without tensors.
 
         Raises:
-            BundleError: If this release lacks a layer's kernel, or a layer's tensors do not fit its parts.
+            BundleError: If this release lacks a layer's layout, or a layer's tensors do not fit its parts.
         """
-        # Importing the target registers its kernels.
+        # Importing the target registers its layouts.
         backend_for(self.manifest.target)
         layers = []
         for index, layer in enumerate(self.manifest.layers):
-            if not Kernel.has_kind(layer.kernel.get("kind")):
+            if not Layout.has_kind(layer.kernel.get("kind")):
                 raise BundleError(
-                    f"layer {index} of {self.path} has the kernel {layer.kernel.get('kind')!r}, this release has "
-                    f"{', '.join(Kernel.kinds)}; install the release that wrote it, or export the model again"
+                    f"layer {index} of {self.path} has the layout {layer.kernel.get('kind')!r}, this release has "
+                    f"{', '.join(Layout.kinds)}; install the release that wrote it, or export the model again"
                 )
-            # `Manifest.read` could not check kernels that the target has just registered.
+            # `Manifest.read` could not check layouts that the target has just registered.
             problem = layer.problem()
             if problem is not None:
                 raise BundleError(

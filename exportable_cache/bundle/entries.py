@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ..cache.kernel import Kernel
 from ..cache.layers import layer_from
+from ..cache.layout import Layout
 from ..common.method_io import TensorSpec
 from ..errors import InputError
 from ..models.positions import RopeRule
@@ -153,10 +153,10 @@ class Layer(Entry):
     def problem(self) -> str | None:
         """Return why the layer cannot be rebuilt from this entry, or None.
 
-        Layers with an unknown kernel give None, because their target may not be imported yet; call this again
+        Layers with an unknown layout give None, because their target may not be imported yet; call this again
         afterwards.
         """
-        if not Kernel.has_kind(self.kernel.get("kind")):
+        if not Layout.has_kind(self.kernel.get("kind")):
             return None
         try:
             layer = layer_from(self.config, {})

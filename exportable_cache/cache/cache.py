@@ -17,8 +17,8 @@ from ..common.tensors import dtype_name
 from ..errors import BundleError, InputError
 from .attention import ATTENTION, ATTENTION_NAMES, RANKS_ATTENTION
 from .checks import check_rollback, check_room, check_rows_agree, check_some, is_traced
-from .kernel import PORTABLE
 from .layers import CacheLayer, LinearLayer, layer_from
+from .layout import PORTABLE
 from .step import PLAIN
 
 if TYPE_CHECKING:
@@ -387,9 +387,9 @@ def _saved_layer(
         raise BundleError(
             f"{path}: layer {index} is of parts that this release does not have: {error}; save the cache again"
         ) from error
-    if layer.kernel != PORTABLE:
+    if layer.layout != PORTABLE:
         raise BundleError(
-            f"{path}: layer {index} must have the kernel {PORTABLE.kind!r}, got {layer.kernel.kind!r}, which layers of "
+            f"{path}: layer {index} must have the layout {PORTABLE.kind!r}, got {layer.layout.kind!r}, which layers of "
             "a program or of a rank have; save a whole cache"
         )
     prefix = f"layers.{index}."

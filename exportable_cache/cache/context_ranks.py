@@ -14,7 +14,7 @@ import torch
 
 from ..common.compat.torch_distributed import reduced
 from ..errors import UnsupportedModelError
-from .kernel import PortableKernel
+from .layout import PortableLayout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,11 +113,11 @@ def check_taken() -> None:
 
 
 @dataclass(frozen=True)
-class SplitKernel(PortableKernel, kind="split"):
+class SplitLayout(PortableLayout, kind="split"):
     """The portable kernel for a layer that has a part of the slots."""
 
     def mask_positions(self, layer: CacheLayer, query_length: int) -> torch.Tensor | None:
-        """See `Kernel.mask_positions`. Masks come before layers: what is left then is of a step that failed."""
+        """See `Layout.mask_positions`. Masks come before layers: what is left then is of a step that failed."""
         _awaited.ranks = None
         return super().mask_positions(layer, query_length)
 
@@ -133,4 +133,4 @@ class SplitKernel(PortableKernel, kind="split"):
         return keys, values
 
 
-SPLIT = SplitKernel()
+SPLIT = SplitLayout()

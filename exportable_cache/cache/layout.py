@@ -1,152 +1,140 @@
-"""What one layer of a model keeps, as its cache sees it, and the layer that is built for it."""
+"""Layouts: how a layer's rows are laid out, written and read; the interface, and the portable layout."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from ..errors import InputError
-from .context_ranks import SPLIT, ContextRanks
-from .layers import (
-    CacheLayer,
-    CrossLayer,
-    IndexedLayer,
-    IndexerKeys,
-    ItemsLayer,
-    LinearLayer,
-    LinearStates,
-    PromptLayer,
-    RowSizes,
-)
-from .policies import (
-    CrossPolicy,
-    FullPolicy,
-    ItemsPolicy,
-    NoPolicy,
-    PromptPolicy,
-    RecurrentPolicy,
-    RingPolicy,
-    SinkPolicy,
-    SplitPolicy,
-)
-from .storage import storage_of
+import torch
+
+from .component import Component
+from .policies.ring import is_one
+from .storage.slots import read_slots
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Mapping
 
-    from .layers import StateShape
+    from .layers import CacheLayer
     from .policies import SlotPolicy
-    from .spec import CacheSpec
 
-#: Transformers' name for a window of what follows the prompt, which is seen as a whole.
-PROMPT_TYPE = "reference_sliding_attention"
-#: Layer types, by transformers' names: those that keep keys and values, those that keep states, and those that keep
-#: both.
-KEY_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", PROMPT_TYPE)
-#: Of them, those that need a window.
-WINDOWED_TYPES = ("sliding_attention", "chunked_attention", "hybrid_sliding", PROMPT_TYPE)
-STATE_TYPES = ("linear_attention", "conv")
-HYBRID_TYPES = ("hybrid", "hybrid_sliding")
-SUPPORTED_LAYER_TYPES = (*KEY_TYPES, *STATE_TYPES, *HYBRID_TYPES, "dummy")
 
-#: Our name for the layer type that transformers has none for: attention to an encoder's output.
-CROSS_ATTENTION = "cross_attention"
+class StateTensor:
+    """Declaration of one state tensor: its dimensions by name and its dtype.
+
+    `StateTensor("batch_size", "num_heads", "capacity", "head_dim", dtype=torch.float32)` with sizes 1, 4, 128, 64 is a
+    float32 tensor [1, 4, 128, 64].
+
+    Args:
+        dims: Names of the dimensions.
+        dtype: Element type.
+    """
+
+    def __init__(self, *dims: str, dtype: torch.dtype) -> None:
+        self.dims = dims
+        self.dtype = dtype
+
+
+class Layout(Component, ABC):
+    """What a target does with a policy and a storage: in which layout tensors lie, how they are written, what attention
+    gets.
+
+    Members are frozen dataclasses of JSON fields; a target brings its own and puts them into layers before a program is
+    traced.
+    """
+
+    family = "layout"
+    kinds: ClassVar[dict[str, type[Layout]]] = {}
+
+    #: Dimensions of a stored tensor before its last.
+    row_dims: ClassVar[tuple[str, ...]] = ("batch_size", "num_heads", "capacity")
+
+    def declare(self, layer: CacheLayer) -> dict[str, StateTensor]:
+        """The state tensors of a layer's keys and values, none where it keeps no such."""
+        parts = layer.storage.parts if layer.storage is not None else {}
+        return {name: StateTensor(*self.row_dims, part.dim, dtype=part.dtype) for name, part in parts.items()}
+
+    def sizes(self, policy: SlotPolicy) -> Mapping[str, int]:
+        """Size of each of `row_dims` that follows from the policy."""
+        return {"capacity": policy.slot_count}
+
+    def mask_positions(self, layer: CacheLayer, query_length: int) -> torch.Tensor | None:
+        """See `SlotPolicy.mask_positions`, of the keys that `update` gives attention."""
+        return layer.policy.mask_positions(layer.cumulative_length, query_length, layer.context.kv_read_len)
+
+    @abstractmethod
+    def update(
+        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new tokens, advance the length, and return what attention reads.
+
+        Args:
+            layer: Whose tensors are written, in the step of `layer.context`.
+            key_states: [batch_size, num_heads, query_length, head_dim].
+            value_states: [batch_size, num_heads, query_length, value_head_dim].
+
+        Returns:
+            Keys and values, as the target's attention takes them.
+        """
 
 
 @dataclass(frozen=True)
-class LayerLayout:
-    """One layer of a model, as its cache sees it.
+class PortableLayout(Layout, kind="portable"):
+    """Plain operators on [batch_size, num_heads, capacity, dim], for any policy, storage and runtime."""
 
-    `LayerLayout("sliding_attention", num_heads=4, head_dim=64, value_head_dim=64, window=512)` becomes a ring of 512
-    slots, or a full layer where `max_cache_len` is smaller than the window.
+    def update(
+        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Layout.update`.
 
-    Attributes:
-        layer_type: Transformers' name, as in `config.layer_types`.
-        num_heads: Key and value heads; None where the layer keeps no keys.
-        head_dim: Size of a key head.
-        value_head_dim: Size of a value head.
-        window: Tokens a query attends to at most, itself included: a sliding window or a chunk; None for all.
-        index_head_dim: Size of an indexer key, where the layer has an indexer.
-        conv_states: Shape of each convolution state, where the layer has any.
-        recurrent_states: Shape of each recurrent state.
-        encoder_slots: Positions of the longest encoder output, where the layer is one of cross-attention.
-        item_slots: Positions of a picture, where the layer is one of cross-attention to pictures.
-    """
+        Where no slot is written twice in the step, the new tokens are appended, and attention reads as many slots as
+        the step may reach. Else one token is written over the oldest, and attention runs over all slots; several attend
+        over the slots as they were plus themselves, after which the slots take up what is to be kept of those rows: one
+        gather per tensor.
 
-    layer_type: str
-    num_heads: int | None = None
-    head_dim: int | None = None
-    value_head_dim: int | None = None
-    window: int | None = None
-    index_head_dim: int | None = None
-    conv_states: tuple[StateShape | None, ...] = ()
-    recurrent_states: tuple[StateShape | None, ...] = ()
-    encoder_slots: int | None = None
-    item_slots: int | None = None
-
-    def build(
-        self, spec: CacheSpec, dtype: torch.dtype, device: torch.device | str, over: ContextRanks | None = None
-    ) -> CacheLayer:
-        """Allocate this layer.
-
-        Args:
-            spec: Of the cache.
-            dtype: Of keys and values.
-            device: Where to allocate.
-            over: Processes that the slots of full layers are split over; layers that keep more than keys and values are
-                whole on each.
-
-        Raises:
-            InputError: If it cannot be kept in the spec's `kv_dtype`.
+        Returns:
+            Keys and values [batch_size, num_heads, kv_length, dim], kv_length being `policy.slots_read` in the first
+            case, capacity in the second, and capacity + query_length in the third.
         """
-        # Models read those of pictures as they are, and these are few.
-        batch_size, kv_dtype = spec.batch_size, spec.kv_dtype if self.item_slots is None else None
-        states = None
-        if any((*self.conv_states, *self.recurrent_states)):
-            states = LinearStates.of(self.conv_states, self.recurrent_states, dtype)
-        if self.num_heads is None:
-            if states is None:
-                return CacheLayer(NoPolicy())
-            return LinearLayer(RecurrentPolicy(), states, batch_size, device=device)
-        policy = self._policy(spec)
-        storage = storage_of(dtype, kv_dtype)
-        assert self.head_dim is not None
-        sizes = RowSizes(batch_size, self.num_heads, self.head_dim, self.value_head_dim)
-        if states is not None:
-            return LinearLayer(policy, states, batch_size, storage, sizes, device=device)
-        if self.index_head_dim is not None:
-            assert isinstance(policy, FullPolicy)
-            indexer = IndexerKeys(self.index_head_dim, storage.dtype)
-            return IndexedLayer(policy, indexer, storage, sizes, device=device)
-        if self.encoder_slots is not None and storage.rounds:
-            raise InputError(
-                f"kv_dtype is {kv_dtype!r}, but models read the keys and values of cross-attention as they are; leave "
-                "kv_dtype out"
-            )
-        if self.layer_type == PROMPT_TYPE:
-            return PromptLayer(policy, storage, sizes, device=device)
-        if over is not None and isinstance(policy, FullPolicy):
-            part = SplitPolicy(policy.capacity, over.rank, over.size)
-            layer = CacheLayer(part, storage, sizes, kernel=SPLIT, device=device)
-            layer.over = over
-            return layer
-        made = {CrossPolicy: CrossLayer, ItemsPolicy: ItemsLayer}.get(type(policy), CacheLayer)
-        return made(policy, storage, sizes, device=device)
+        policy, query_length = layer.policy, key_states.shape[2]
+        length = layer.cumulative_length
+        if not policy.wraps(layer.context.kv_read_len):
+            slots = policy.slots_of(length[:, None] + torch.arange(query_length, device=layer.device))
+            stored = self._write(layer, slots, key_states, value_states)
+            layer.advance(query_length)
+            return layer.read(layer.slots_read, stored)
+        if is_one(query_length):
+            stored = self._write(layer, policy.next_slot(length)[:, None], key_states, value_states)
+            layer.advance(1)
+            return layer.read(policy.slot_count, stored)
+        return self._gather(layer, key_states, value_states)
 
-    def _policy(self, spec: CacheSpec) -> SlotPolicy:
-        max_cache_len, sinks = spec.max_cache_len, spec.sinks
-        if self.item_slots is not None:
-            return ItemsPolicy.within(self.item_slots, spec.max_encoder_len)
-        if self.encoder_slots is not None:
-            return CrossPolicy(self.encoder_slots)
-        if self.index_head_dim is not None:
-            return FullPolicy(max_cache_len)
-        if self.layer_type == PROMPT_TYPE:
-            assert self.window is not None
-            return PromptPolicy(max_cache_len, self.window)
-        if sinks is not None and self.window is None:
-            return SinkPolicy(sinks.tokens, sinks.window, spec.rollback_slots)
-        # A window that is never reached needs no ring: every token stays visible, and the slot is the position.
-        if self.window is None or (self.window > max_cache_len and sinks is None):
-            return FullPolicy(max_cache_len)
-        return RingPolicy(self.window, spec.rollback_slots)
+    def _write(
+        self, layer: CacheLayer, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """See `CacheLayer.write`: the written parts, each [batch_size, num_heads, capacity, dim]."""
+        return layer.write(slots, key_states, value_states)
+
+    def _gather(
+        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Overwrite the slots whose positions are new, and return all slots as they were, the new tokens behind
+        them.
+        """
+        policy, storage, query_length = layer.policy, layer.storage, key_states.shape[2]
+        assert storage is not None
+        length = layer.cumulative_length[:, None]
+        positions = policy.positions(length + query_length)
+        slot = torch.arange(policy.slot_count, device=layer.device)
+        source = torch.where(positions >= length, policy.slot_count + positions - length, slot)
+        seen = []
+        for name, rows in zip(storage.parts, storage.encode(key_states, value_states), strict=True):
+            joined = torch.cat([getattr(layer, name), rows], dim=2)
+            layer.replace(name, read_slots(joined, source))
+            seen.append(joined)
+        layer.advance(query_length)
+        return storage.decode(seen)
+
+
+#: What layers are made with, until a target puts its own in its place.
+PORTABLE = PortableLayout()

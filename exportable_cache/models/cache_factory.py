@@ -30,8 +30,8 @@ from .layers.layout import (
     check_model_type,
     check_sinks,
     item_slots_of,
-    layout_from_config,
-    layout_from_model,
+    layer_specs_from_config,
+    layer_specs_from_model,
 )
 from .parallel.context import check_split, ranks_of_context
 from .parallel.heads import check_heads, parts_of_heads, repeat_heads
@@ -43,8 +43,8 @@ from .quantized_rows import QuantizedRows, has_quantized_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..cache.layer_spec import LayerSpec
     from ..cache.layers import CacheLayer
-    from ..cache.layout import LayerLayout
     from .parallel.ranks import Ranks
 
 register_attention()
@@ -141,15 +141,15 @@ class ExportableCache(LayeredCache):
                 f"max_encoder_len is {spec.max_encoder_len}, but a config alone does not say what the encoder takes; "
                 "use ExportableCache.from_model"
             )
-        layouts = layout_from_config(config)
+        layer_specs = layer_specs_from_config(config)
         # It may have been read off the config, without a model.
         patch_types(config_types(config))
         check_longest(config, spec.max_cache_len)
         if spec.sinks is not None:
-            check_sinks(config, layouts)
+            check_sinks(config, layer_specs)
         text_config = config.get_text_config(decoder=True)
         dtype = _asked_dtype(spec) or getattr(text_config, "dtype", None) or torch.float32
-        cache = cls([layout.build(spec, dtype, spec.device or "cpu") for layout in layouts])
+        cache = cls([layer_spec.build(spec, dtype, spec.device or "cpu") for layer_spec in layer_specs])
         if attn_implementation is not None:
             set_attention_implementation(config, attn_implementation)
         cache._config = text_config
@@ -227,7 +227,7 @@ class ExportableCache(LayeredCache):
         if getattr(model.config, "is_encoder_decoder", False):
             with _refused_if_it_fails(model):
                 encoder = encoder_of(model, spec.max_encoder_len, spec.batch_size)
-                layouts, dtype, device = encoder_decoder_layers(model, encoder)
+                layer_specs, dtype, device = encoder_decoder_layers(model, encoder)
             cls = ExportableEncoderDecoderCache
         elif spec.max_encoder_len is not None and not item_slots_of(model.config):
             raise InputError(
@@ -236,17 +236,17 @@ class ExportableCache(LayeredCache):
         else:
             with _refused_if_it_fails(model):
                 stage = stage_of(model, model.device)
-                layouts, dtype, device = _layouts(model, stage)
+                layer_specs, dtype, device = _layer_specs(model, stage)
         check_longest(model.config, spec.max_cache_len)
         check_in_one_place(model.config, ranks, stage, spec.offload, spec.split_context)
         if spec.sinks is not None:
-            check_sinks(model.config, layouts)
+            check_sinks(model.config, layer_specs)
         over = None
         if spec.split_context:
             ranks = ranks_of_context(model, ranks, spec.device or device)
             over = ContextRanks(ranks.group, ranks.rank, ranks.size)
         spec = replace(spec, dtype=spec.dtype or dtype, device=spec.device or device)
-        cache = cls(_built(model, layouts, spec, over))
+        cache = cls(_built(model, layer_specs, spec, over))
         if encoder is not None:
             assert isinstance(cache, ExportableEncoderDecoderCache)
             cache.encoder = encoder
@@ -257,13 +257,13 @@ class ExportableCache(LayeredCache):
         cache._config = model.config.get_text_config(decoder=True)
         cache.model_types = tuple(sorted(model_types(model)))
         if over is not None:
-            cache.ranks, cache.parts_of_heads = ranks, (1,) * len(layouts)
+            cache.ranks, cache.parts_of_heads = ranks, (1,) * len(layer_specs)
             if attn_implementation is not None:
                 check_split(model, cache)
         elif stage is not None:
-            cache.ranks, cache.parts_of_heads, cache.stage = stage.ranks, (1,) * len(layouts), stage
+            cache.ranks, cache.parts_of_heads, cache.stage = stage.ranks, (1,) * len(layer_specs), stage
         elif ranks is not None:
-            cache.ranks, cache.parts_of_heads = ranks, parts_of_heads(model, layouts, ranks)
+            cache.ranks, cache.parts_of_heads = ranks, parts_of_heads(model, layer_specs, ranks)
         return cache
 
     def save(self, path: str | Path) -> None:
@@ -330,22 +330,23 @@ def _asked_dtype(spec: CacheSpec) -> torch.dtype | None:
     return spec.dtype
 
 
-def _layouts(model: PreTrainedModel, stage: Stage | None) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
-    """`layout_from_model`; of quantised weights from the config where it tells, as a token through a model of billions
-    of them takes a minute.
+def _layer_specs(model: PreTrainedModel, stage: Stage | None) -> tuple[list[LayerSpec], torch.dtype, torch.device]:
+    """Return `layer_specs_from_model`; for quantised weights read the config where it says enough.
+
+    A token through a quantised model of billions of weights takes a minute.
     """
     if not has_quantized_weights(model):
-        return layout_from_model(model, None if stage is None else stage.layers)
+        return layer_specs_from_model(model, None if stage is None else stage.layers)
     try:
-        return layout_from_config(model.config), model.dtype, model.device
+        return layer_specs_from_config(model.config), model.dtype, model.device
     except UnsupportedModelError:
         with QuantizedRows():
-            return layout_from_model(model)
+            return layer_specs_from_model(model)
 
 
 def _built(
     model: PreTrainedModel,
-    layouts: list[LayerLayout],
+    layer_specs: list[LayerSpec],
     spec: CacheSpec,
     over: ContextRanks | None,
 ) -> list[CacheLayer]:
@@ -353,9 +354,9 @@ def _built(
 
     Args:
         model: Whose they are.
-        layouts: Of each.
+        layer_specs: Of each.
         spec: With dtype and device.
-        over: See `LayerLayout.build`.
+        over: See `LayerSpec.build`.
 
     Raises:
         UnsupportedModelError: If they are to live elsewhere and others than they themselves look at their tensors.
@@ -364,7 +365,7 @@ def _built(
     assert dtype is not None
     assert device is not None
     if spec.offload is None:
-        layers = [layout.build(spec, dtype, device, over) for layout in layouts]
+        layers = [layer_spec.build(spec, dtype, device, over) for layer_spec in layer_specs]
         if over is not None:
             # Elsewhere it stays 0: guards of a graph on disk are made of layers that were pickled, which have no place.
             for place, layer in enumerate(layers):
@@ -376,7 +377,7 @@ def _built(
             f"layers of {type(model).__name__} look at the keys of other layers, which an offloaded one takes with it "
             "after its turn; leave out offload"
         )
-    layers = [layout.build(spec, dtype, "meta") for layout in layouts]
+    layers = [layer_spec.build(spec, dtype, "meta") for layer_spec in layer_specs]
     kept = [layer for layer in layers if not layer.is_dummy]
     if kept:
         Residence(kept, spec.offload, device)

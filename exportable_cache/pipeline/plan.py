@@ -14,7 +14,7 @@ from ..cache.policies import SinkPolicy
 from ..cache.spec import CacheSpec
 from ..common.tensors import dtype_name
 from ..errors import InputError, UnsupportedModelError
-from ..models.layers.layout import check_longest, check_model_type, check_sinks, item_slots_of, layout_from_config
+from ..models.layers.layout import check_longest, check_model_type, check_sinks, item_slots_of, layer_specs_from_config
 from ..models.loading.loading import live_model, load_config, stored_dtype
 from ..models.loading.support import check_sizes
 from ..models.loading.without_weights import ask_without_weights, model_without_weights
@@ -28,8 +28,8 @@ from .spec import Split, dtype_of
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from ..cache.layer_spec import LayerSpec
     from ..cache.layers import CacheLayer
-    from ..cache.layout import LayerLayout
 
 _WHOLE = Split()
 #: Upper bound of the search for the longest cache that fits.
@@ -188,18 +188,18 @@ def plan_cache(
         check_longest(config, spec.max_cache_len)
         if live is not None:
             patch_model(live)
-        layouts = _layouts(config, model, spec)
+        layer_specs = _layer_specs(config, model, spec)
         if spec.sinks is not None:
-            check_sinks(config, layouts)
+            check_sinks(config, layer_specs)
     except UnsupportedModelError as error:
         return Plan(**about, layers=(), max_length=None, cache_bytes=None, dynamic_bytes=None, refusal=str(error))
-    built = [layout.build(spec, chosen, "meta") for layout in layouts]
-    ranks = None if split.tensor_parallel is None else _rank_plan(config, model, layouts, built, (split, chosen))
+    built = [layer_spec.build(spec, chosen, "meta") for layer_spec in layer_specs]
+    ranks = None if split.tensor_parallel is None else _rank_plan(config, model, layer_specs, built, (split, chosen))
     stages, longest = None, None
     if split.pipeline is not None:
-        stages = _stage_plan(model, layouts, built, split, chosen)
+        stages = _stage_plan(model, layer_specs, built, split, chosen)
     if split.memory is not None:
-        longest = _longest(model, layouts, spec, split, chosen)
+        longest = _longest(model, layer_specs, spec, split, chosen)
     assert not isinstance(split.memory, str)
     sinks = spec.sinks
     limits = [layer.max_length for layer in built if layer.max_length is not None]
@@ -208,23 +208,23 @@ def plan_cache(
         layers=tuple(
             PlannedLayer(
                 index=index,
-                layer_type=layout.layer_type,
+                layer_type=layer_spec.layer_type,
                 policy=layer.label,
                 slots=layer.capacity,
                 window=sinks.tokens + sinks.window
                 if sinks is not None and isinstance(layer.policy, SinkPolicy)
-                else layout.window,
-                heads=layout.num_heads,
-                head_dim=layout.head_dim,
-                value_head_dim=layout.value_head_dim,
+                else layer_spec.window,
+                heads=layer_spec.num_heads,
+                head_dim=layer_spec.head_dim,
+                value_head_dim=layer_spec.value_head_dim,
                 dtype=_kept_dtype(layer),
                 bytes=layer.nbytes,
             )
-            for index, (layout, layer) in enumerate(zip(layouts, built, strict=True))
+            for index, (layer_spec, layer) in enumerate(zip(layer_specs, built, strict=True))
         ),
         max_length=min(limits, default=None),
         cache_bytes=sum(layer.nbytes for layer in built),
-        dynamic_bytes=sum(_dynamic_bytes(layout, spec, chosen) for layout in layouts),
+        dynamic_bytes=sum(_dynamic_bytes(layer_spec, spec, chosen) for layer_spec in layer_specs),
         tensor_parallel=ranks,
         pipeline=stages,
         memory=split.memory,
@@ -235,7 +235,7 @@ def plan_cache(
 def _rank_plan(
     config: PreTrainedConfig,
     model: PreTrainedModel | None,
-    layouts: list[LayerLayout],
+    layer_specs: list[LayerSpec],
     built: list[CacheLayer],
     asked: tuple[Split, torch.dtype],
 ) -> RankPlan:
@@ -247,15 +247,15 @@ def _rank_plan(
         )
     dtype, ranks = asked[1], asked[0].tensor_parallel
     assert ranks is not None
-    check_tensor_parallel(model, layouts, ranks)
-    split = split_layers(model, layouts)
+    check_tensor_parallel(model, layer_specs, ranks)
+    split = split_layers(model, layer_specs)
     own = sum(_bytes_of_heads(built[index]) for index in split)
     total = sum(layer.nbytes for layer in built)
     messages = list(messages_of_token(model, ranks, _rows(built), dtype))
     return RankPlan(
         ranks=ranks,
-        weights_bytes=weights_of_rank(model, layouts, ranks, dtype),
-        cache_bytes=sum(_bytes_on_a_rank(model, layouts, built, ranks)),
+        weights_bytes=weights_of_rank(model, layer_specs, ranks, dtype),
+        cache_bytes=sum(_bytes_on_a_rank(model, layer_specs, built, ranks)),
         split_layers=split,
         replicated_bytes=total - own,
         messages=len(messages),
@@ -266,19 +266,19 @@ def _rank_plan(
 
 
 def _bytes_on_a_rank(
-    model: PreTrainedModel, layouts: list[LayerLayout], built: list[CacheLayer], ranks: int | None
+    model: PreTrainedModel, layer_specs: list[LayerSpec], built: list[CacheLayer], ranks: int | None
 ) -> list[int]:
     """Return the bytes of each layer on one rank."""
     found = [layer.nbytes for layer in built]
-    for index in split_layers(model, layouts) if ranks is not None else ():
+    for index in split_layers(model, layer_specs) if ranks is not None else ():
         heads = _bytes_of_heads(built[index])
-        found[index] += heads // min(ranks or 1, layouts[index].num_heads or 1) - heads
+        found[index] += heads // min(ranks or 1, layer_specs[index].num_heads or 1) - heads
     return found
 
 
 def _stage_plan(
     model: PreTrainedModel | None,
-    layouts: list[LayerLayout],
+    layer_specs: list[LayerSpec],
     built: list[CacheLayer],
     split: Split,
     dtype: torch.dtype,
@@ -292,14 +292,14 @@ def _stage_plan(
     return plan_stages(
         model,
         split.pipeline or 1,
-        _bytes_on_a_rank(model, layouts, built, ranks),
-        lambda has: weights_of_rank(model, layouts, ranks or 1, dtype, has),
+        _bytes_on_a_rank(model, layer_specs, built, ranks),
+        lambda has: weights_of_rank(model, layer_specs, ranks or 1, dtype, has),
         (_rows(built), dtype),
     )
 
 
 def _longest(
-    model: PreTrainedModel | None, layouts: list[LayerLayout], spec: CacheSpec, split: Split, dtype: torch.dtype
+    model: PreTrainedModel | None, layer_specs: list[LayerSpec], spec: CacheSpec, split: Split, dtype: torch.dtype
 ) -> int:
     """Return the largest `max_cache_len` with which every process stays within its memory."""
     memory = split.memory
@@ -309,14 +309,14 @@ def _longest(
         )
 
     def fits(tokens: int) -> bool:
-        built = [layout.build(replace(spec, max_cache_len=tokens), dtype, "meta") for layout in layouts]
+        built = [layer_spec.build(replace(spec, max_cache_len=tokens), dtype, "meta") for layer_spec in layer_specs]
         if split.pipeline is not None:
-            stages = _stage_plan(model, layouts, built, split, dtype)
+            stages = _stage_plan(model, layer_specs, built, split, dtype)
             taken = stages.weights_bytes[stages.fullest] + stages.cache_bytes[stages.fullest]
         else:
             ranks = split.tensor_parallel
-            taken = weights_of_rank(model, layouts, ranks or 1, dtype)
-            taken += sum(_bytes_on_a_rank(model, layouts, built, ranks))
+            taken = weights_of_rank(model, layer_specs, ranks or 1, dtype)
+            taken += sum(_bytes_on_a_rank(model, layer_specs, built, ranks))
         return taken <= memory
 
     least, most = 0, MOST_TOKENS
@@ -357,13 +357,13 @@ def _architecture(config: PreTrainedConfig, model: PreTrainedModel | None) -> st
     return None if model is None else type(model).__name__
 
 
-def _layouts(config: PreTrainedConfig, model: PreTrainedModel | None, spec: CacheSpec) -> list[LayerLayout]:
+def _layer_specs(config: PreTrainedConfig, model: PreTrainedModel | None, spec: CacheSpec) -> list[LayerSpec]:
     if not getattr(config, "is_encoder_decoder", False):
         if spec.max_encoder_len is not None and not item_slots_of(config):
             raise InputError(
                 f"max_encoder_len is {spec.max_encoder_len}, but {config.model_type!r} has no encoder; leave it out"
             )
-        return layout_from_config(config, model)
+        return layer_specs_from_config(config, model)
     from ..models.layers.encoder import encoder_decoder_layers, encoder_of
 
     found = ask_without_weights(
@@ -383,16 +383,16 @@ def _weights_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
 
 
-def _dynamic_bytes(layout: LayerLayout, spec: CacheSpec, dtype: torch.dtype) -> int:
+def _dynamic_bytes(layer_spec: LayerSpec, spec: CacheSpec, dtype: torch.dtype) -> int:
     """Return the bytes of transformers' dynamic layer after `max_cache_len` tokens.
 
     A sliding layer keeps `window - 1` tokens, because the next one is new.
     """
-    states = [state for state in (*layout.conv_states, *layout.recurrent_states) if state is not None]
+    states = [state for state in (*layer_spec.conv_states, *layer_spec.recurrent_states) if state is not None]
     fixed = sum(math.prod(state.shape) * (state.dtype or dtype).itemsize for state in states)
-    tokens = layout.encoder_slots or layout.item_slots or spec.max_cache_len
-    kept = tokens if layout.window is None else min(tokens, layout.window - 1)
-    per_token = (layout.num_heads or 0) * ((layout.head_dim or 0) + (layout.value_head_dim or 0)) + (
-        layout.index_head_dim or 0
+    tokens = layer_spec.encoder_slots or layer_spec.item_slots or spec.max_cache_len
+    kept = tokens if layer_spec.window is None else min(tokens, layer_spec.window - 1)
+    per_token = (layer_spec.num_heads or 0) * ((layer_spec.head_dim or 0) + (layer_spec.value_head_dim or 0)) + (
+        layer_spec.index_head_dim or 0
     )
     return spec.batch_size * (fixed + per_token * kept * dtype.itemsize)

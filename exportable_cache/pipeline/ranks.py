@@ -10,7 +10,7 @@ from ..bundle.builder import weights_bytes
 from ..bundle.entries import RankedProgram, rank_folder
 from ..common.compat.torch_distributed import group_to_come
 from ..errors import UnsupportedModelError
-from ..models.layers.layout import layout_from_config, layout_from_model
+from ..models.layers.layout import layer_specs_from_config, layer_specs_from_model
 from ..models.loading.without_weights import model_without_weights
 from ..models.parallel.heads import parts_of_heads
 from ..models.parallel.plan import check_tensor_parallel
@@ -41,7 +41,7 @@ def check_ranks(config: PreTrainedConfig, size: int) -> None:
             f"tensor_parallel is not supported for {config.model_type!r}, because it is an encoder-decoder or cannot "
             "be built without its weights; leave it out"
         )
-    check_tensor_parallel(model, layout_from_config(config, model), size)
+    check_tensor_parallel(model, layer_specs_from_config(config, model), size)
 
 
 def lower_ranks(
@@ -68,7 +68,7 @@ def lower_ranks(
         one = RankOf(rank, size)
         part = part_of_model(model, one)
         if rank == 0:
-            parts = parts_of_heads(part, layout_from_model(part)[0], one)
+            parts = parts_of_heads(part, layer_specs_from_model(part)[0], one)
         made = make(part)
         (folder / rank_folder(rank)).mkdir()
         with group_to_come(rank, size):

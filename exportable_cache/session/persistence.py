@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..backends.base import state_of
-from ..cache.kernel import PORTABLE
+from ..cache.layout import PORTABLE
 from ..cache.policies import FullPolicy
 from ..common.fs.tensor_files import damaged_if_malformed, read_tensors, write_tensors
 from ..errors import ExportableCacheError, InputError

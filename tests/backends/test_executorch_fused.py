@@ -24,11 +24,11 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir._serialize._program import deserialize_pte_binary
 
-from exportable_cache.backends.executorch.attention.fused import fusable_layers, native_kernels
+from exportable_cache.backends.executorch.attention.fused import fusable_layers, native_layouts
 from exportable_cache.backends.executorch.attention.fused_kernels import (
-    FusedFullKernel,
-    FusedRingKernel,
-    NativeKernel,
+    FusedFullLayout,
+    FusedRingLayout,
+    NativeLayout,
     fold_of,
 )
 from exportable_cache.backends.executorch.lowering.delegates import LINEAR_ONLY
@@ -77,7 +77,7 @@ def test_a_mask_that_is_not_causal_is_not_fused(monkeypatch: pytest.MonkeyPatch)
     model = tiny_model("llama")
     cache = ExportableCache.from_model(model, CAPACITY)
     make = modeling_llama.create_causal_mask
-    assert fusable_layers(model, cache) == [True, True] and native_kernels(model, cache) == [NativeKernel()] * 2
+    assert fusable_layers(model, cache) == [True, True] and native_layouts(model, cache) == [NativeLayout()] * 2
 
     def seen_by_all(*arguments: Any, **options: Any) -> torch.Tensor:
         mask = make(*arguments, **options)
@@ -86,7 +86,7 @@ def test_a_mask_that_is_not_causal_is_not_fused(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", seen_by_all)
     assert fusable_layers(model, cache) == [False, False]
-    assert native_kernels(model, cache) == [NativeKernel(masked=True)] * 2
+    assert native_layouts(model, cache) == [NativeLayout(masked=True)] * 2
 
 
 def test_a_window_that_is_never_reached_is_fused() -> None:
@@ -120,7 +120,7 @@ def program_of(family: str, num_attention_heads: int = 4, **options) -> Program:
 def test_the_fused_layout_is_part_of_the_program() -> None:
     program = program_of("gemma3_text")
     ring, full = program.cache.layers
-    assert (ring.kernel, full.kernel) == (FusedRingKernel(), FusedFullKernel())
+    assert (ring.layout, full.layout) == (FusedRingLayout(), FusedFullLayout())
     assert full.keys.shape == (2, CAPACITY, 1, 8) and ring.keys.shape == (2, WINDOW + 1, 1, 8)
     assert full.max_length == CAPACITY and full.policy == FullPolicy(CAPACITY)
     assert ring.max_length is None and ring.policy == RingPolicy(WINDOW)

@@ -22,7 +22,7 @@ from executorch.exir._serialize._program import deserialize_pte_binary
 
 from exportable_cache.backends.executorch.attention.forms import dequantize_slots
 from exportable_cache.backends.executorch.attention.fused import fuse_layers
-from exportable_cache.backends.executorch.attention.fused_kernels import FusedFullKernel, FusedRingKernel, fold_of
+from exportable_cache.backends.executorch.attention.fused_kernels import FusedFullLayout, FusedRingLayout, fold_of
 
 from .test_executorch import instructions
 
@@ -48,7 +48,7 @@ def test_the_layers_take_a_quarter_and_their_scales() -> None:
     model = tiny_model("gemma3_text")
     cache = fuse_layers(model, ExportableCache.from_model(model, CAPACITY, kv_dtype="int8", attn_implementation=None))
     ring, full = cache.layers
-    assert (ring.kernel, full.kernel) == (FusedRingKernel(), FusedFullKernel())
+    assert (ring.layout, full.layout) == (FusedRingLayout(), FusedFullLayout())
     assert ring.storage == full.storage == INT8
     assert [list(tensor.shape) for _, tensor in full.named_state()] == [FULL, FULL, SCALES[0], SCALES[0], [1]]
     assert [list(tensor.shape) for _, tensor in ring.named_state()] == [RING, RING, SCALES[1], SCALES[1], [1]]
@@ -145,7 +145,7 @@ def test_half_precision_goes_through_the_fused_operators(kv_dtype: str) -> None:
     assert list(session.runner.methods) == ["forward"]
     cache = ExportableCache.from_model(model, CAPACITY, kv_dtype=kv_dtype, attn_implementation=None)
     ring, full = fuse_layers(model, cache).layers
-    assert (ring.kernel, full.kernel) == (FusedRingKernel(), FusedFullKernel())
+    assert (ring.layout, full.layout) == (FusedRingLayout(), FusedFullLayout())
     assert [list(tensor.shape) for _, tensor in full.named_state()] == [FULL, FULL, [1]]
     report = verify_session(session, model)
     rounding = rounding_effect(model, 64, storage_of(torch.float32, kv_dtype))

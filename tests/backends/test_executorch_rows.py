@@ -16,7 +16,7 @@ from exportable_cache.errors import UnsupportedModelError
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
 from exportable_cache.backends.executorch.attention.fused import fuse_layers
-from exportable_cache.backends.executorch.attention.rows_kernel import RowsKernel, takes_rows
+from exportable_cache.backends.executorch.attention.rows_kernel import RowsLayout, takes_rows
 
 from ..support.kinds import kind_model
 from ..support.models import WINDOW, tiny_model
@@ -31,7 +31,7 @@ def _layers(policy: str) -> tuple[CacheLayer, Any]:
     model = tiny_model({"full": "llama", "ring": "mistral"}[policy])
     made = ExportableCache.from_model(model, 32, ROWS).layers[0]
     assert isinstance(made.policy, {"full": FullPolicy, "ring": RingPolicy}[policy])
-    return made, RowsKernel.over(made)
+    return made, RowsLayout.over(made)
 
 
 @pytest.mark.parametrize("policy", ["full", "ring"])
@@ -46,7 +46,7 @@ def test_keys_are_those_of_the_portable_layout(policy: str) -> None:
         for layer in (portable, rows):
             layer.begin(StepContext(), max_len_ever=None)
             layer.cumulative_length.copy_(length)
-            found.append(layer.kernel.update(layer, *new))
+            found.append(layer.layout.update(layer, *new))
         for one, other in zip(*found, strict=True):
             assert one.shape == other.shape and torch.equal(one, other)
         length = length + count
@@ -56,10 +56,10 @@ def test_keys_are_those_of_the_portable_layout(policy: str) -> None:
 
 def test_a_row_writes_nowhere_else() -> None:
     _, rows = _layers("full")
-    heads, capacity = rows.kernel.heads, rows.policy.capacity
+    heads, capacity = rows.layout.heads, rows.policy.capacity
     rows.cumulative_length.copy_(torch.tensor([0, 7, 31]))
     dim = rows.keys.shape[1]
-    rows.kernel.update(rows, torch.ones(ROWS, heads, 1, dim), torch.ones(ROWS, heads, 1, dim))
+    rows.layout.update(rows, torch.ones(ROWS, heads, 1, dim), torch.ones(ROWS, heads, 1, dim))
     written = rows.keys.view(ROWS, heads, capacity, dim)[..., 0].nonzero()
     assert written.tolist() == [[row, head, slot] for row, slot in enumerate((0, 7, 31)) for head in range(heads)]
 

@@ -185,12 +185,12 @@ def test_a_process_that_only_opens_knows_every_kernel_of_the_target(target: str)
     pytest.importorskip("executorch" if target == "executorch" else "torch")
     sources = (Path(exportable_cache.__file__).parent / "backends" / target).rglob("*.py")
     made = {
-        kind for path in sources for kind in re.findall(r'Kernel, kind="(\w+)"\)', path.read_text(encoding="utf-8"))
+        kind for path in sources for kind in re.findall(r'Layout, kind="(\w+)"\)', path.read_text(encoding="utf-8"))
     }
     code = (
         "from exportable_cache.backends.registry import backend_for\n"
-        "from exportable_cache.cache.kernel import Kernel\n"
-        f"backend_for({target!r})\nprint(*Kernel.kinds)"
+        "from exportable_cache.cache.layout import Layout\n"
+        f"backend_for({target!r})\nprint(*Layout.kinds)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -11,7 +11,7 @@ import torch
 from exportable_cache import load
 from exportable_cache.backends import TARGETS
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.cache.kernel import Kernel, PortableKernel
+from exportable_cache.cache.layout import Layout, PortableLayout
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError
 from exportable_cache.session.session import Session
 
@@ -97,7 +97,7 @@ def test_unknown_policy(folder: Path) -> None:
 
 def test_unknown_kernel(folder: Path) -> None:
     edit(folder, lambda fields: fields["layers"][1]["kernel"].update(kind="late"))
-    with pytest.raises(BundleError, match="layer 1 .* has the kernel 'late', this release has .*portable"):
+    with pytest.raises(BundleError, match="layer 1 .* has the layout 'late', this release has .*portable"):
         load(folder)
 
 
@@ -106,7 +106,7 @@ def test_a_layer_of_a_kernel_that_the_target_brings_is_checked_then(
 ) -> None:
     edit(folder, lambda fields: fields["layers"][1].update(kernel={"kind": "late"}, policy={"kind": "full"}))
     bundle = Bundle.open(folder)
-    monkeypatch.setitem(Kernel.kinds, "late", PortableKernel)
+    monkeypatch.setitem(Layout.kinds, "late", PortableLayout)
     with pytest.raises(
         BundleError, match="is damaged: layers.1: policy has none, one of kind 'full' has capacity; export"
     ):

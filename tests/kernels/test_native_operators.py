@@ -13,9 +13,9 @@ import torch
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
 from exportable_cache import ExportableCache
-from exportable_cache.backends.executorch.attention.fused import fusable_layers, fuse_layers, native_kernels
-from exportable_cache.backends.executorch.attention.fused_kernels import NativeKernel, NativeLatentKernel
-from exportable_cache.backends.executorch.attention.rows_kernel import RowsKernel
+from exportable_cache.backends.executorch.attention.fused import fusable_layers, fuse_layers, native_layouts
+from exportable_cache.backends.executorch.attention.fused_kernels import NativeLatentLayout, NativeLayout
+from exportable_cache.backends.executorch.attention.rows_kernel import RowsLayout
 from exportable_cache.backends.executorch.native.operators import check_native_kernels
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cache.attention.functions import matmul_attention
@@ -128,7 +128,7 @@ def test_new_keys_and_values_are_rounded_by_one_operator(kv_dtype: str) -> None:
 
     class Update(torch.nn.Module):
         def forward(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return layer.kernel.encoded(layer, keys, values)
+            return layer.layout.encoded(layer, keys, values)
 
     states = torch.randn(1, layer.keys.shape[0], 3, layer.storage.head_dim(layer.keys.shape[-1]))
     program = torch.export.export(Update(), (states, states))
@@ -205,22 +205,22 @@ def test_they_cannot_be_exported_without_the_kernels(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        ("gemma2", [NativeKernel()] * 2),
-        ("gpt_oss", [NativeKernel()] * 2),
-        ("llama4_text", [NativeKernel(chunked=True), NativeKernel()]),
-        ("gemma3n_text", [NativeKernel(readers=2)] * 2 + [None] * 2),
-        ("falcon_h1", [NativeKernel()] * 2),
-        ("deepseek_v3", [NativeLatentKernel()] * 2),
-        ("deepseek_v32", [NativeLatentKernel(masked=True)] * 2),
+        ("gemma2", [NativeLayout()] * 2),
+        ("gpt_oss", [NativeLayout()] * 2),
+        ("llama4_text", [NativeLayout(chunked=True), NativeLayout()]),
+        ("gemma3n_text", [NativeLayout(readers=2)] * 2 + [None] * 2),
+        ("falcon_h1", [NativeLayout()] * 2),
+        ("deepseek_v3", [NativeLatentLayout()] * 2),
+        ("deepseek_v32", [NativeLatentLayout(masked=True)] * 2),
         ("mamba2", [None] * 2),
-        ("bloom", [NativeKernel()] * 2),
-        ("falcon", [NativeKernel()] * 2),
-        ("gptj", [NativeKernel()] * 2),
+        ("bloom", [NativeLayout()] * 2),
+        ("falcon", [NativeLayout()] * 2),
+        ("gptj", [NativeLayout()] * 2),
     ],
 )
-def test_which_layers_are_fused(family: str, expected: list[NativeKernel | None]) -> None:
+def test_which_layers_are_fused(family: str, expected: list[NativeLayout | None]) -> None:
     model = _model(family)
-    assert native_kernels(model, ExportableCache.from_model(model, CAPACITY, rollback_slots=2)) == expected
+    assert native_layouts(model, ExportableCache.from_model(model, CAPACITY, rollback_slots=2)) == expected
 
 
 ZOO = {"falcon": "FalconForCausalLM", "gpt_neox_japanese": "GPTNeoXJapaneseForCausalLM"}
@@ -253,29 +253,29 @@ def test_a_model_with_attention_of_its_own_is_whole_without_its_patch(
     patch_model(model)
     assert not patch.apply()
     cache = ExportableCache.from_model(model, CAPACITY)
-    assert native_kernels(model, cache) == [None] * len(cache.layers)
+    assert native_layouts(model, cache) == [None] * len(cache.layers)
     assert not any(fusable_layers(model, cache))
 
 
 def test_latents_are_expanded_where_the_operator_cannot_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = kind_model("deepseek_v3")
-    assert native_kernels(model, ExportableCache.from_model(model, CAPACITY, kv_dtype="int8")) == [None] * 2
+    assert native_layouts(model, ExportableCache.from_model(model, CAPACITY, kv_dtype="int8")) == [None] * 2
     cache = ExportableCache.from_model(model, CAPACITY, kv_dtype="float16")
-    assert native_kernels(model, cache) == [NativeLatentKernel()] * 2
-    assert NativeLatentKernel().fused(cache.layers[0]).keys.dtype == torch.float16
+    assert native_layouts(model, cache) == [NativeLatentLayout()] * 2
+    assert NativeLatentLayout().fused(cache.layers[0]).keys.dtype == torch.float16
     cache = ExportableCache.from_model(model, CAPACITY)
     assert not any(fusable_layers(model, cache))
     # Its weights are in fewer bits: their parts cannot be taken from them.
     monkeypatch.setattr(
         "exportable_cache.backends.executorch.attention.fused.has_quantized_weights", lambda model: True
     )
-    assert native_kernels(model, cache) == [None] * 2
+    assert native_layouts(model, cache) == [None] * 2
 
 
 def test_several_rows_of_what_our_operators_do_not_serve_go_through_plain_ones() -> None:
     model = _model("gpt_neox_japanese")
     fused = fuse_layers(model, ExportableCache.from_model(model, CAPACITY, 2), own=True)
-    assert [type(layer.kernel) for layer in fused.layers] == [RowsKernel] * 2
+    assert [type(layer.layout) for layer in fused.layers] == [RowsLayout] * 2
 
 
 def test_a_layer_is_described_by_its_kernel() -> None:
@@ -283,7 +283,7 @@ def test_a_layer_is_described_by_its_kernel() -> None:
     cache = ExportableCache.from_model(model, CAPACITY, 3)
     layer = fuse_layers(model, cache, own=True).layers[0]
     assert layer.keys.shape == (6, CAPACITY, 1, 8) and layer.label == "full + states (native)"
-    assert layer_from(layer.config(), {}).kernel == NativeKernel()
+    assert layer_from(layer.config(), {}).layout == NativeLayout()
     latents = ExportableCache.from_model(kind_model("deepseek_v3"), CAPACITY, 3).layers[0]
-    assert NativeLatentKernel().fused(latents).keys.shape == (3, CAPACITY, 1, 16 + 8)
+    assert NativeLatentLayout().fused(latents).keys.shape == (3, CAPACITY, 1, 16 + 8)
     assert {name for name, _ in layer.named_state()} == {name for name, _ in cache.layers[0].named_state()}

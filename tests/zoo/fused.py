@@ -10,7 +10,7 @@ import sys
 import warnings
 
 from exportable_cache import ExportableCache
-from exportable_cache.backends.executorch.attention.fused import fusable_layers, native_kernels
+from exportable_cache.backends.executorch.attention.fused import fusable_layers, native_layouts
 from exportable_cache.errors import ExportableCacheError
 
 from .architectures import architectures
@@ -28,7 +28,7 @@ def counts(name: str) -> tuple[int, int, int]:
     model = tiny_model(architecture)
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, attn_implementation=None)
     keeping = [layer.storage is not None for layer in cache.layers]
-    theirs, ours = fusable_layers(model, cache), [kernel is not None for kernel in native_kernels(model, cache)]
+    theirs, ours = fusable_layers(model, cache), [layout is not None for layout in native_layouts(model, cache)]
     return sum(keeping), sum(theirs), sum(ours)
 
 

@@ -46,7 +46,7 @@ def tensorrt_attention(
 
     Args:
         query: [batch, heads, q_length, head_dim].
-        key: [batch, kv_heads, kv_length, head_dim]; with a null slot behind them, see `EngineKernel`, one longer.
+        key: [batch, kv_heads, kv_length, head_dim]; with a null slot behind them, see `EngineLayout`, one longer.
         value: [batch, kv_heads, kv_length, value_head_dim], likewise.
         attention_mask: Additive, [batch or 1, 1 or heads, q_length, kv_length] in the dtype of the query. (A bool one,
             shared by two attentions of dynamic length, fails in TensorRT-RTX 1.5's builder.)

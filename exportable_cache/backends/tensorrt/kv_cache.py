@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from ...cache.component import check_count
-from ...cache.kernel import PORTABLE, Kernel
 from ...cache.layers import CacheLayer, ItemsLayer, rounding_storage
+from ...cache.layout import PORTABLE, Layout
 from ...cache.policies.ring import CircularPolicy, is_one
 from ...common.compat.torch import check
 from ...errors import UnsupportedModelError
@@ -68,7 +68,7 @@ def reference_update(cache: torch.Tensor, update: torch.Tensor, start: torch.Ten
 
 
 @dataclass(frozen=True)
-class EngineKernel(Kernel, kind="tensorrt"):
+class EngineLayout(Layout, kind="tensorrt"):
     """Writes float keys and values through `kv_cache_update`, and may keep a null slot.
 
     TensorRT's attention layer knows no sinks, but a key of zeros has the score that the mask gives it, and a value of
@@ -102,12 +102,12 @@ class EngineKernel(Kernel, kind="tensorrt"):
         assert layer.storage is not None
         for name in layer.storage.parts:
             tensors[name] = F.pad(tensors[name], (0, 0, 0, self.null_slots))
-        return layer.with_kernel(self, tensors)
+        return layer.with_layout(self, tensors)
 
     def update(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernel.update`; the tensors are rebound, not mutated."""
+        """See `Layout.update`; the tensors are rebound, not mutated."""
         policy = layer.policy
         if isinstance(policy, CircularPolicy) and not is_one(key_states.shape[2]):
             return self._gather(layer, key_states, value_states)
@@ -164,7 +164,7 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
     sinks = layers_with_sinks(model)
     return ExportableCache(
         [
-            EngineKernel(null_slots=int(index in sinks)).engine_layer(layer) if _keeps_tokens_alone(layer) else layer
+            EngineLayout(null_slots=int(index in sinks)).engine_layer(layer) if _keeps_tokens_alone(layer) else layer
             for index, layer in enumerate(cache.layers)
         ]
     )

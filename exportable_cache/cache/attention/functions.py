@@ -24,25 +24,8 @@ from transformers import AttentionInterface
 
 from ...errors import UnsupportedModelError
 from . import ATTENTION, ATTENTION_NAMES, MATMUL_ATTENTION
+from .extended import EXTENDED_ATTENTION, EXTENSIONS, is_captured, library
 from .masks import register_masks
-
-_library = torch.library.Library("exportable_cache", "FRAGMENT")
-_library.define(
-    "extended_attention(Tensor query, Tensor key, Tensor value, Tensor mask, float? scale, float? softcap, "
-    "Tensor? sinks) -> Tensor"
-)
-#: Of queries [batch, heads, q_length, head_dim], keys and values [batch, kv_heads, kv_length, dim], a mask [batch or 1,
-#: heads or 1, q_length, kv_length], and sinks [batch or 1, heads, q_length or 1, 1]: as
-#: `torch.nn.functional.scaled_dot_product_attention` gives it.
-EXTENDED_ATTENTION = torch.ops.exportable_cache.extended_attention.default
-#: Arguments of models that it stands for, see `matmul_attention`.
-EXTENSIONS = {"softcap", "s_aux", "sinks"}
-
-
-def is_captured() -> bool:
-    """Whether TorchDynamo captures a graph that nobody exports."""
-    return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
-
 
 #: What modeling code calls attention functions by.
 _CALLED = re.compile(r"(?:attention|attn)_?(?:interface|forward|fn|func|function)|ALL_ATTENTION_FUNCTIONS")
@@ -212,7 +195,7 @@ def _plainly(
     return output.transpose(1, 2)
 
 
-_library.impl("extended_attention", _plainly, "CompositeImplicitAutograd")
+library.impl("extended_attention", _plainly, "CompositeImplicitAutograd")
 
 
 def scores_of(

@@ -1,4 +1,4 @@
-"""Cache layers: what one attention layer keeps, composed of a slot policy, a storage and a kernel."""
+"""Cache layers: what one attention layer keeps, composed of a slot policy, a storage and a layout."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 
 from ...errors import InputError
 from ..component import Component, check_count
-from ..kernel import PORTABLE, StateTensor
+from ..layout import PORTABLE, StateTensor
 from ..storage.slots import tracked
 from .layer import CacheLayer
 
@@ -88,7 +88,7 @@ class IndexedLayer(CacheLayer):
         *,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.compose(policy=policy, storage=storage, kernel=PORTABLE, indexer=indexer)
+        self.compose(policy=policy, storage=storage, layout=PORTABLE, indexer=indexer)
         self.allocate({**self.row_sizes(sizes), "index_head_dim": indexer.head_dim}, device)
 
     def declare(self) -> dict[str, StateTensor]:

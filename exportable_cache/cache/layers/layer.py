@@ -1,4 +1,4 @@
-"""A cache layer: a policy, a storage and a kernel around a fixed set of state tensors."""
+"""A cache layer: a policy, a storage and a layout around a fixed set of state tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...common.tensors import dtype_name, ordinary_tensors
 from ...errors import InputError, first_line
 from ..checks import check_new_states, check_rollback, check_room, is_traced, row_numbers
 from ..component import check_count, names
-from ..kernel import PORTABLE, Kernel, StateTensor
+from ..layout import PORTABLE, Layout, StateTensor
 from ..policies import SlotPolicy
 from ..step import PLAIN
 from ..storage import FloatStorage, Storage
@@ -58,12 +58,18 @@ class RowSizes:
         check_count(self.value_head_dim, "value_head_dim of a cache layer", 0)
 
 
+def _config_key(part: str) -> str:
+    """Return the key of a part in manifests, saved caches and pytree contexts, which call the layout "kernel"."""
+    return "kernel" if part == "layout" else part
+
+
 class CacheLayer(CacheLayerMixin):
-    """One layer of a cache, as transformers uses it: a policy, a storage and a kernel around a fixed set of tensors.
+    """One layer of a cache, as transformers uses it: a policy, a storage and a layout around a fixed set of tensors.
 
     The policy says which slot a token goes to and which position a slot holds, the storage how keys and values are
-    kept, the kernel how both are emitted. Pytree children and keys, the FX spec, program buffers, `reset`,
-    `reorder_cache`, `nbytes`, saving and restoring all follow from the tensors that these parts declare.
+    kept, the layout how they lie in memory and which operators write and read them. Pytree children and keys, the FX
+    spec, program buffers, `reset`, `reorder_cache`, `nbytes`, saving and restoring follow from the tensors that these
+    parts declare.
 
     Every length is a tensor, `cumulative_length` [batch_size] int64, so no graph ever depends on how many tokens were
     seen, and the rows of a batch may differ.
@@ -72,7 +78,7 @@ class CacheLayer(CacheLayerMixin):
         policy: See `cache.policies`.
         storage: See `cache.storage`; None where the policy keeps no keys.
         sizes: Sizes of keys and values; None where there are none.
-        kernel: Kernel that emits writes and reads.
+        layout: Order of the tensors' dimensions, and the operators that write and read them.
         device: Device to allocate on.
 
     Attributes:
@@ -85,12 +91,12 @@ class CacheLayer(CacheLayerMixin):
     supports_early_init = False
     #: True if tokens can be taken back at all.
     is_croppable = True
-    #: What the layer is composed of, by attribute name: the family that each part's config is read by.
-    composed_of: ClassVar[dict[str, type[Component]]] = {"policy": SlotPolicy, "storage": Storage, "kernel": Kernel}
+    #: Family of each part that the layer is composed of, by attribute name.
+    composed_of: ClassVar[dict[str, type[Component]]] = {"policy": SlotPolicy, "storage": Storage, "layout": Layout}
 
     policy: SlotPolicy
     storage: Storage | None
-    kernel: Kernel
+    layout: Layout
     state: dict[str, StateTensor]
     context: StepContext
     keys: torch.Tensor
@@ -110,10 +116,10 @@ class CacheLayer(CacheLayerMixin):
         storage: Storage | None = None,
         sizes: RowSizes | None = None,
         *,
-        kernel: Kernel = PORTABLE,
+        layout: Layout = PORTABLE,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.compose(policy=policy, storage=storage, kernel=kernel)
+        self.compose(policy=policy, storage=storage, layout=layout)
         self.allocate(self.row_sizes(sizes), device)
 
     def compose(self, **parts: Any) -> None:
@@ -124,12 +130,12 @@ class CacheLayer(CacheLayerMixin):
             needs = "needs one" if self.policy.keeps_keys else "keeps no keys"
             raise InputError(f"the storage of a layer is {self.storage!r}, but its policy {self.policy!r} {needs}")
         self.state = self.declare()
-        described = {name: getattr(self, name) for name in self.composed_of}
-        self._config = {name: part.to_config() for name, part in described.items() if part is not None}
+        described = {_config_key(name): getattr(self, name) for name in self.composed_of}
+        self._config = {key: part.to_config() for key, part in described.items() if part is not None}
 
     def declare(self) -> dict[str, StateTensor]:
         """The state tensors of these parts."""
-        declared = self.kernel.declare(self)
+        declared = self.layout.declare(self)
         if self.policy.length_name is not None:
             declared[self.policy.length_name] = StateTensor("batch_size", dtype=torch.int64)
         return declared
@@ -142,7 +148,7 @@ class CacheLayer(CacheLayerMixin):
         return {
             "batch_size": sizes.batch_size,
             "num_heads": sizes.num_heads,
-            **self.kernel.sizes(self.policy),
+            **self.layout.sizes(self.policy),
             **self.storage.sizes(sizes.head_dim, sizes.value_head_dim),
         }
 
@@ -150,7 +156,7 @@ class CacheLayer(CacheLayerMixin):
         """Return the sizes of dimensions that follow from the parts; the others are the model's."""
         if self.storage is None:
             return {}
-        return {**self.storage.known_sizes, **self.kernel.sizes(self.policy)}
+        return {**self.storage.known_sizes, **self.layout.sizes(self.policy)}
 
     def misfit(self, tensors: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
         """Return why tensors cannot be this layer's, or None.
@@ -229,10 +235,10 @@ class CacheLayer(CacheLayerMixin):
     @classmethod
     def parts_from(cls, config: Mapping[str, Any]) -> dict[str, Component]:
         """The parts that `config` describes, by name."""
-        unknown = [name for name in config if name not in cls.composed_of]
-        if unknown or "policy" not in config or "kernel" not in config:
-            raise InputError(f"a layer has {', '.join(config) or 'nothing'}, one has {', '.join(cls.composed_of)}")
-        return {name: family.from_config(config[name]) for name, family in cls.composed_of.items() if name in config}
+        families = {_config_key(name): (name, family) for name, family in cls.composed_of.items()}
+        if any(key not in families for key in config) or not {"policy", _config_key("layout")} <= set(config):
+            raise InputError(f"a layer has {', '.join(config) or 'nothing'}, one has {', '.join(families)}")
+        return {name: family.from_config(config[key]) for key, (name, family) in families.items() if key in config}
 
     def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> Self:
         """The same layer around other tensors, for one step; this one is left alone.
@@ -249,10 +255,10 @@ class CacheLayer(CacheLayerMixin):
         layer._hold(tensors, context)
         return layer
 
-    def with_kernel(self, kernel: Kernel, tensors: Mapping[str, Any]) -> Self:
-        """The layer as a target keeps it: of the same policy and storage, around tensors of the kernel's layout."""
+    def with_layout(self, layout: Layout, tensors: Mapping[str, Any]) -> Self:
+        """The layer as a target keeps it: of the same policy and storage, around tensors of that layout."""
         layer = type(self).__new__(type(self))
-        layer.compose(**{name: getattr(self, name) for name in self.composed_of} | {"kernel": kernel})
+        layer.compose(**{name: getattr(self, name) for name in self.composed_of} | {"layout": layout})
         layer._hold(tensors, PLAIN)
         return layer
 
@@ -366,8 +372,8 @@ class CacheLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new tokens of each row at its own length, and return what attention reads; see the kernel's
-        `update`.
+        """Write the new tokens of each row at its own length, and return what attention reads; see
+        `Layout.update`.
 
         Args:
             key_states: [batch_size, num_heads, query_length, head_dim].
@@ -384,7 +390,7 @@ class CacheLayer(CacheLayerMixin):
         if self.residence is not None:
             return self.residence.turn(self).update(key_states, value_states, *args, **kwargs)
         self.check_update(key_states, value_states)
-        return self.kernel.update(self, key_states, value_states)
+        return self.layout.update(self, key_states, value_states)
 
     def check_update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Refuse keys and values that the layer cannot take, outside of traced paths."""
@@ -449,7 +455,7 @@ class CacheLayer(CacheLayerMixin):
             raise InputError(
                 f"a layer of policy {self.policy.kind!r} has no keys; masks are sized by a layer that has some"
             )
-        return self.kernel.mask_positions(self, query_length)
+        return self.layout.mask_positions(self, query_length)
 
     @property
     def slots_read(self) -> int:
@@ -577,9 +583,11 @@ def label_of(config: Mapping[str, Any]) -> str:
     """A layer's `config` in a few words, for tables and messages: `ring`, `full int8`, `full + states`, `ring
     (tensorrt)`.
 
-    Kinds are not looked up: a target that is not installed may have brought the kernel.
+    Kinds are not looked up: a target that is not installed may have brought the layout.
     """
-    policy, storage, kernel = (config.get(part, {}).get("kind") for part in ("policy", "storage", "kernel"))
+    policy, storage, layout = (
+        config.get(_config_key(part), {}).get("kind") for part in ("policy", "storage", "layout")
+    )
     words = [policy]
     if storage not in (None, FloatStorage.kind):
         words.append(storage)
@@ -587,8 +595,8 @@ def label_of(config: Mapping[str, Any]) -> str:
         words.append("+ states")
     if "indexer" in config:
         words.append("+ indexer")
-    if kernel != PORTABLE.kind:
-        words.append(f"({kernel})")
+    if layout != PORTABLE.kind:
+        words.append(f"({layout})")
     return " ".join(words)
 
 

@@ -12,7 +12,7 @@ import torch
 from ...errors import InputError
 from ..checks import check_rows, is_traced
 from ..component import Component
-from ..kernel import PORTABLE, StateTensor
+from ..layout import PORTABLE, StateTensor
 from ..policies import RecurrentPolicy
 from ..storage.slots import tracked
 from .layer import CacheLayer
@@ -205,7 +205,7 @@ class LinearLayer(CacheLayer):
         *,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.compose(policy=policy, storage=storage, kernel=PORTABLE, states=states)
+        self.compose(policy=policy, storage=storage, layout=PORTABLE, states=states)
         self.allocate({"batch_size": batch_size, **self.row_sizes(sizes), **states.sizes()}, device)
 
     def declare(self) -> dict[str, StateTensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..kernel import StateTensor
+from ..layout import StateTensor
 from ..policies.ring import is_one
 from .layer import CacheLayer
 

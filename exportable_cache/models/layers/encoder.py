@@ -13,7 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from ...cache.attention.implementation import attention_of
-from ...cache.layout import CROSS_ATTENTION, LayerLayout
+from ...cache.layer_spec import CROSS_ATTENTION, LayerSpec
 from ...common.method_io import TensorSpec
 from ...errors import InputError, UnsupportedModelError
 from ..loading.support import WRONG_PADDED_IN_FLOAT16
@@ -314,8 +314,8 @@ def _positions(model: PreTrainedModel) -> int | None:
 @torch.no_grad()
 def encoder_decoder_layers(
     model: PreTrainedModel, encoder: Encoder
-) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
-    """Layouts of the self-attention layers, then of the cross-attention layers, and their dtype and device.
+) -> tuple[list[LayerSpec], torch.dtype, torch.device]:
+    """Specs of the self-attention layers, then of the cross-attention layers, and their dtype and device.
 
     Raises:
         UnsupportedModelError: If the model keeps them elsewhere than in a transformers `EncoderDecoderCache`.
@@ -343,8 +343,8 @@ def encoder_decoder_layers(
             f"{type(model).__name__} wrote {len(written)} layers to its cache, {half} of self-attention and as many of "
             "cross-attention were expected; layers that keep their keys and values elsewhere are not supported"
         )
-    layouts = [
-        LayerLayout(
+    layer_specs = [
+        LayerSpec(
             layer_type,
             num_heads=layer.keys.shape[1],
             head_dim=layer.keys.shape[3],
@@ -354,4 +354,4 @@ def encoder_decoder_layers(
         )
         for (layer_type, window), layer in zip(kinds, layers, strict=True)
     ]
-    return layouts, layers[0].keys.dtype, layers[0].keys.device
+    return layer_specs, layers[0].keys.dtype, layers[0].keys.device

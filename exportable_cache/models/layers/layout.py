@@ -10,16 +10,16 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicIndexedLayer, LinearAttentionLayer, get_layer_types_and_kwargs
 
-from ...cache.layers import LinearLayer, StateShape
-from ...cache.layout import (
+from ...cache.layer_spec import (
     CROSS_ATTENTION,
     HYBRID_TYPES,
     KEY_TYPES,
     STATE_TYPES,
     SUPPORTED_LAYER_TYPES,
     WINDOWED_TYPES,
-    LayerLayout,
+    LayerSpec,
 )
+from ...cache.layers import LinearLayer, StateShape
 from ...cache.policies import CrossPolicy, ItemsPolicy, RingPolicy
 from ...common.compat.transformers import type_of_layer
 from ...errors import InputError, UnsupportedModelError
@@ -126,20 +126,20 @@ def check_longest(config: PreTrainedConfig, max_cache_len: int) -> None:
             )
 
 
-def check_sinks(config: PreTrainedConfig, layouts: Sequence[LayerLayout]) -> None:
+def check_sinks(config: PreTrainedConfig, layer_specs: Sequence[LayerSpec]) -> None:
     """Refuse attention sinks where they would do nothing, or give other logits than the tokens kept.
 
     Raises:
         InputError: If no layer attends to all tokens.
         UnsupportedModelError: If the model computes with slots instead of positions.
     """
-    full = [layout for layout in layouts if layout.num_heads is not None and layout.window is None]
+    full = [layer_spec for layer_spec in layer_specs if layer_spec.num_heads is not None and layer_spec.window is None]
     if not full:
         raise InputError(
             f"no layer of this {config.model_type!r} model attends to all tokens, so it runs without end as it is; "
             "leave out attention_sinks"
         )
-    if any(layout.index_head_dim or layout.conv_states or layout.recurrent_states for layout in full):
+    if any(layer_spec.index_head_dim or layer_spec.conv_states or layer_spec.recurrent_states for layer_spec in full):
         raise UnsupportedModelError(
             f"the full-attention layers of {config.model_type!r} keep more than keys and values, for which there is no "
             "layer with sinks; leave out attention_sinks"
@@ -228,9 +228,9 @@ def probe_tokens(model: PreTrainedModel, length: int = 1) -> torch.Tensor:
     return tokens if codebooks is None else codebooks.taken(tokens[..., None].expand(-1, -1, codebooks.count))
 
 
-def layout_from_model(
+def layer_specs_from_model(
     model: PreTrainedModel, owned: range | None = None
-) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
+) -> tuple[list[LayerSpec], torch.dtype, torch.device]:
     """Shapes, dtype and device of each layer's keys and values, from one token run through the model.
 
     The model is the only reliable source: configs state head counts and sizes in many ways, some of them per layer.
@@ -257,16 +257,16 @@ def layout_from_model(
             f"{type(model).__name__} wrote {len(cache.layers)} layers to the cache, its config names {len(kinds)}; "
             "a cache of its own kind is not supported"
         )
-    layouts = [
-        _layout_of(index, model, layer, layer_type, window) if owned is None or index in owned else LayerLayout("dummy")
-        for index, ((layer_type, window), layer) in enumerate(zip(kinds, cache.layers, strict=True))
+    layer_specs = [
+        _layer_spec_of(index, model, layer, *kind) if owned is None or index in owned else LayerSpec("dummy")
+        for index, (kind, layer) in enumerate(zip(kinds, cache.layers, strict=True))
     ]
     found = (getattr(layer, "keys", None) for layer in cache.layers)
     keys = [one for one in found if isinstance(one, torch.Tensor)]
-    return (layouts, keys[0].dtype, keys[0].device) if keys else (layouts, model.dtype, model.device)
+    return (layer_specs, keys[0].dtype, keys[0].device) if keys else (layer_specs, model.dtype, model.device)
 
 
-def _layout_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, window: int | None) -> LayerLayout:
+def _layer_spec_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, window: int | None) -> LayerSpec:
     """What one layer of a `DynamicCache` holds after a token."""
     # Unlimited OCR keeps its prompt apart.
     keys, values = (getattr(layer, f"prefill_{name}", getattr(layer, name, None)) for name in ("keys", "values"))
@@ -291,7 +291,7 @@ def _layout_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, 
             "value_head_dim": values.shape[3],
             "window": window,
         }
-    return LayerLayout(
+    return LayerSpec(
         layer_type,
         **sizes,
         item_slots=item_slots_of(model.config) if layer_type == CROSS_ATTENTION else None,
@@ -343,8 +343,8 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache_params" if "cache_params" in parameters and "past_key_values" not in parameters else "past_key_values"
 
 
-def layout_from_config(config: PreTrainedConfig, model: PreTrainedModel | None = None) -> list[LayerLayout]:
-    """Like `layout_from_model`, without weights: the model is built and run where tensors have no values.
+def layer_specs_from_config(config: PreTrainedConfig, model: PreTrainedModel | None = None) -> list[LayerSpec]:
+    """Like `layer_specs_from_model`, without weights: the model is built and run where tensors have no values.
 
     Where its code cannot run there (it looks at values), sizes are read off the config.
 
@@ -365,7 +365,7 @@ def layout_from_config(config: PreTrainedConfig, model: PreTrainedModel | None =
     check_sizes(config, config.model_type)
     kinds = layer_types_and_windows(config)
     model = model_without_weights(config) if model is None else model
-    found = ask_without_weights(config, lambda one: layout_from_model(one)[0], model)
+    found = ask_without_weights(config, lambda one: layer_specs_from_model(one)[0], model)
     if found is not None:
         return found
     for layer_type, _ in kinds:
@@ -375,10 +375,10 @@ def layout_from_config(config: PreTrainedConfig, model: PreTrainedModel | None =
                 "ExportableCache.from_model"
             )
     layers = config.get_text_config(decoder=True).per_layer_config
-    return [_layout_from_fields(layer, *kind) for layer, kind in zip(layers, kinds, strict=True)]
+    return [_layer_spec_from_fields(layer, *kind) for layer, kind in zip(layers, kinds, strict=True)]
 
 
-def _layout_from_fields(config: PreTrainedConfig, layer_type: str, window: int | None) -> LayerLayout:
+def _layer_spec_from_fields(config: PreTrainedConfig, layer_type: str, window: int | None) -> LayerSpec:
     heads = getattr(config, "num_attention_heads", None)
     hidden = getattr(config, "hidden_size", None)
     if not heads or not hidden:
@@ -387,7 +387,7 @@ def _layout_from_fields(config: PreTrainedConfig, layer_type: str, window: int |
             "use ExportableCache.from_model, which reads the sizes from the model"
         )
     if layer_type == "dummy":
-        return LayerLayout(layer_type)
+        return LayerSpec(layer_type)
     unlike = next((name for name in _UNLIKE_FIELDS if getattr(config, name, None) is not None), None)
     if unlike is not None:
         raise UnsupportedModelError(
@@ -396,7 +396,7 @@ def _layout_from_fields(config: PreTrainedConfig, layer_type: str, window: int |
         )
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return LayerLayout(layer_type, kv_heads, head_dim, head_dim, window)
+    return LayerSpec(layer_type, kv_heads, head_dim, head_dim, window)
 
 
 def cross_layers_of(config: PreTrainedConfig) -> tuple[int, ...]:

@@ -11,13 +11,13 @@ from torch import nn
 
 from ...common.compat.transformers import is_split_by_transformers
 from ...errors import InputError, UnsupportedModelError
-from ..layers.layout import layout_from_config
+from ..layers.layout import layer_specs_from_config
 from ..weights import PartOf, is_split, part_of, split_tensor, whole_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ...cache.layout import LayerLayout
+    from ...cache.layer_spec import LayerSpec
     from .rank_model import RankOf
     from .ranks import Ranks
 
@@ -104,7 +104,7 @@ def _divisors(heads: int, queries: int | None) -> str:
     return str(found[0]) if len(found) == 1 else f"{', '.join(map(str, found[:-1]))} or {found[-1]}"
 
 
-def parts_of_heads(model: PreTrainedModel, local: Sequence[LayerLayout], ranks: Ranks | RankOf) -> tuple[int, ...]:
+def parts_of_heads(model: PreTrainedModel, local: Sequence[LayerSpec], ranks: Ranks | RankOf) -> tuple[int, ...]:
     """Of each layer, into how many parts its heads are cut: as many as ranks; fewer, where several ranks keep the same
     head; 1 where all ranks keep all of the layer.
 
@@ -115,7 +115,7 @@ def parts_of_heads(model: PreTrainedModel, local: Sequence[LayerLayout], ranks: 
         UnsupportedModelError: If a rank keeps neither all of a layer nor its share of the heads.
     """
     try:
-        whole = layout_from_config(model.config)
+        whole = layer_specs_from_config(model.config)
     except (InputError, UnsupportedModelError) as error:
         raise UnsupportedModelError(
             f"what the layers of {model.config.model_type!r} keep as a whole cannot be told from its config, so "
@@ -124,7 +124,7 @@ def parts_of_heads(model: PreTrainedModel, local: Sequence[LayerLayout], ranks: 
     return tuple(_parts(index, *pair, ranks) for index, pair in enumerate(zip(local, whole, strict=True)))
 
 
-def _parts(index: int, local: LayerLayout, whole: LayerLayout, ranks: Ranks | RankOf) -> int:
+def _parts(index: int, local: LayerSpec, whole: LayerSpec, ranks: Ranks | RankOf) -> int:
     others = [one.name for one in fields(local) if _sizes(local, one.name) != _sizes(whole, one.name)]
     if not others:
         return 1
@@ -141,9 +141,9 @@ def _parts(index: int, local: LayerLayout, whole: LayerLayout, ranks: Ranks | Ra
     )
 
 
-def _sizes(layout: LayerLayout, name: str) -> Any:
-    """A field of a layout; of states their shapes alone, as a config does not say in which dtype a model is loaded."""
-    value = getattr(layout, name)
+def _sizes(layer_spec: LayerSpec, name: str) -> Any:
+    """Return a field of a layer spec; of states only the shapes, because a config does not say the loading dtype."""
+    value = getattr(layer_spec, name)
     return [one and one.shape for one in value] if name in ("conv_states", "recurrent_states") else value
 
 

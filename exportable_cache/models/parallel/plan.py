@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from ...cache.layout import LayerLayout
+    from ...cache.layer_spec import LayerSpec
 
 #: Styles of transformers' plans (5.23): by columns, by rows, and of tables that tokens are looked up in.
 _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
@@ -61,7 +61,7 @@ class RankPlan:
     sent_bytes: int
 
 
-def check_tensor_parallel(model: PreTrainedModel, layouts: Sequence[LayerLayout], ranks: int) -> None:
+def check_tensor_parallel(model: PreTrainedModel, layer_specs: Sequence[LayerSpec], ranks: int) -> None:
     """Refuse a number of ranks that cannot have equal parts of the model's heads.
 
     Raises:
@@ -76,7 +76,7 @@ def check_tensor_parallel(model: PreTrainedModel, layouts: Sequence[LayerLayout]
             f"transformers has no tensor parallel plan of {type(model).__name__}; leave out tensor_parallel, or split "
             "it by torch's parallelize_module"
         )
-    split = {layouts[index].num_heads for index in split_layers(model, layouts)}
+    split = {layer_specs[index].num_heads for index in split_layers(model, layer_specs)}
     # Of fewer heads than ranks each is kept by several ranks.
     heads = [count for count in split if count is not None and (count % ranks == 0 or ranks % count)]
     queries = heads_of(model.config.get_text_config(decoder=True))
@@ -91,14 +91,14 @@ def check_tensor_parallel(model: PreTrainedModel, layouts: Sequence[LayerLayout]
         )
 
 
-def split_layers(model: PreTrainedModel, layouts: Sequence[LayerLayout]) -> tuple[int, ...]:
+def split_layers(model: PreTrainedModel, layer_specs: Sequence[LayerSpec]) -> tuple[int, ...]:
     """Layers of which each rank would keep its own heads: those whose projection of keys is split by columns."""
     found = set()
     for name, style, _ in _parts(model):
         number = _LAYER.search(name)
-        if number is None or style != "colwise" or int(number[1]) >= len(layouts):
+        if number is None or style != "colwise" or int(number[1]) >= len(layer_specs):
             continue
-        heads, last = layouts[int(number[1])].num_heads, name.rsplit(".", 1)[-1]
+        heads, last = layer_specs[int(number[1])].num_heads, name.rsplit(".", 1)[-1]
         # What expands latents gives keys only where those are kept, of more than one head.
         if heads is not None and (last in _KEYS or last == "kv_b_proj" and heads > 1):
             found.add(int(number[1]))
@@ -107,13 +107,13 @@ def split_layers(model: PreTrainedModel, layouts: Sequence[LayerLayout]) -> tupl
 
 def weights_of_rank(
     model: PreTrainedModel,
-    layouts: Sequence[LayerLayout],
+    layer_specs: Sequence[LayerSpec],
     ranks: int,
     dtype: torch.dtype,
     has: Callable[[str], bool] = lambda name: True,
 ) -> int:
     """Bytes of the weights of the rank that has most, of the parameters of whose names `has` says so."""
-    heads = min((layouts[index].num_heads or 0 for index in split_layers(model, layouts)), default=0)
+    heads = min((layer_specs[index].num_heads or 0 for index in split_layers(model, layer_specs)), default=0)
     plan, count = model.tp_plan, 0
     for name, parameter in model.named_parameters():
         if not has(name):

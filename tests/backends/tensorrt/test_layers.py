@@ -19,7 +19,7 @@ from ...support.models import WINDOW, tiny_model, tokens
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.backends.tensorrt.kv_cache import EngineKernel, layers_with_sinks
+from exportable_cache.backends.tensorrt.kv_cache import EngineLayout, layers_with_sinks
 from exportable_cache.backends.tensorrt.options import TensorRTOptions
 from exportable_cache.backends.tensorrt.target import engine_networks
 
@@ -51,7 +51,7 @@ def test_only_layers_with_sinks_have_a_null_slot() -> None:
                 layer.keys.shape[2]
                 == layer.values.shape[2]
                 == layer.capacity + extra
-                == layer.capacity + layer.kernel.null_slots
+                == layer.capacity + layer.layout.null_slots
             )
 
 
@@ -78,7 +78,7 @@ def test_a_loaded_state_leaves_the_null_slot_alone(make, tmp_path: Path) -> None
     """Also one that had reached further than this cache does: its slots behind the length are not wanted."""
 
     def session(capacity: int) -> Session:
-        layer = EngineKernel(null_slots=1).engine_layer(make(1, 2, 4, capacity))
+        layer = EngineLayout(null_slots=1).engine_layer(make(1, 2, 4, capacity))
         state = {
             f"cache.layers.0.{name}": tensor for name, tensor in layer.named_state() if name != "cumulative_length"
         }

@@ -13,7 +13,7 @@ from ...support.models import WINDOW, among
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.backends.tensorrt.kv_cache import EngineKernel
+from exportable_cache.backends.tensorrt.kv_cache import EngineLayout
 from exportable_cache.backends.tensorrt.network import Network
 from exportable_cache.backends.tensorrt.options import TensorRTOptions
 from exportable_cache.backends.tensorrt.target import engine_networks, engine_program_spec, program_networks
@@ -83,7 +83,7 @@ def test_states_of_fixed_size(family: str, dtype: torch.dtype) -> None:
     assert report.passed, str(report)
     # Each state goes in and comes out; only keys and values of plain layers are written in place.
     states = [name for name, _ in program.cache.named_state() if not name.endswith("cumulative_length")]
-    full = [layer for layer in program.cache.layers if isinstance(layer.kernel, EngineKernel)]
+    full = [layer for layer in program.cache.layers if isinstance(layer.layout, EngineLayout)]
     for network in networks.values():
         assert [name.removeprefix("next.") for name in network.outputs[2:]] == states
         assert len(network.aliases) == 2 * len(full)

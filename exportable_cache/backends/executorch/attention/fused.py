@@ -1,7 +1,7 @@
 """Choose fused attention operators for the layers that they compute exactly, and call them.
 
 ExecuTorch's operators compute causal and masked attention only, so `fusable_layers` probes each layer of a model first.
-`native_kernels` does the same for this package's operators.
+`native_layouts` does the same for this package's operators.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ....models.quantized_rows import has_quantized_weights
 from ...probe_attention import is_causal, probe_attention
 from ..native import operators  # noqa: F401  registers torch.ops.exportable_cache.attention and write
 from .fused_kernels import (
-    FusedFullKernel,
-    FusedKernel,
-    FusedRingKernel,
-    NativeKernel,
-    NativeLatentKernel,
+    FusedFullLayout,
+    FusedLayout,
+    FusedRingLayout,
+    NativeLatentLayout,
+    NativeLayout,
     takes_latents,
     updated_just_now,
 )
-from .rows_kernel import RowsKernel, takes_rows
+from .rows_kernel import RowsLayout, takes_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,10 +77,10 @@ def executorch_attention(
         return matmul_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     extras = {name: kwargs[name] for name in (*EXTRAS, "indices") if kwargs.get(name) is not None}
-    kernel = step.kernel
-    if kernel.attends_latents:
+    layout = step.layout
+    if layout.attends_latents:
         extras["module"] = module
-    return kernel.attend(step, query, attention_mask, scaling, **extras), None
+    return layout.attend(step, query, attention_mask, scaling, **extras), None
 
 
 def fuse_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = False) -> ExportableCache:
@@ -99,21 +99,21 @@ def fuse_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = Fals
             _refuse_rows(model, cache, range(len(cache.layers)))
         return cache
     if own or several:
-        kernels: Sequence[FusedKernel | None] = native_kernels(model, cache) if own else [None] * len(cache.layers)
+        layouts: Sequence[FusedLayout | None] = native_layouts(model, cache) if own else [None] * len(cache.layers)
     else:
         fusable = fusable_layers(model, cache)
-        kernels = [fused_kernel(layer) if fuse else None for layer, fuse in zip(cache.layers, fusable, strict=True)]
+        layouts = [fused_layout(layer) if fuse else None for layer, fuse in zip(cache.layers, fusable, strict=True)]
         # Beside layers that need methods of their own (sinks; soft-capping over 8 bits) the branches of fused layers do
         # not lower.
-        if not all(kernel or _is_plain(layer) for layer, kernel in zip(cache.layers, kernels, strict=True)):
+        if not all(layout or _is_plain(layer) for layer, layout in zip(cache.layers, layouts, strict=True)):
             return cache
-    pairs = list(zip(cache.layers, kernels, strict=True))
+    pairs = list(zip(cache.layers, layouts, strict=True))
     if several:
-        alike = [index for index, (layer, kernel) in enumerate(pairs) if kernel is None and not takes_rows(layer)]
+        alike = [index for index, (layer, layout) in enumerate(pairs) if layout is None and not takes_rows(layer)]
         if alike:
             _refuse_rows(model, cache, alike)
-        return ExportableCache([kernel.fused(one) if kernel else RowsKernel.over(one) for one, kernel in pairs])
-    return ExportableCache([layer if kernel is None else kernel.fused(layer) for layer, kernel in pairs])
+        return ExportableCache([layout.fused(one) if layout else RowsLayout.over(one) for one, layout in pairs])
+    return ExportableCache([layer if layout is None else layout.fused(layer) for layer, layout in pairs])
 
 
 def _refuse_rows(model: PreTrainedModel, cache: ExportableCache, layers: Sequence[int]) -> NoReturn:
@@ -131,20 +131,20 @@ def one_method_suffices(cache: ExportableCache) -> bool:
     Rings that are not fused need a static length of one to know that they may be written in place.
     """
     return all(
-        isinstance(layer.kernel, FusedKernel) or (_is_plain(layer) and isinstance(layer.policy, FullPolicy))
+        isinstance(layer.layout, FusedLayout) or (_is_plain(layer) and isinstance(layer.policy, FullPolicy))
         for layer in cache.layers
     )
 
 
-def fused_kernel(layer: CacheLayer) -> FusedKernel | None:
-    """The kernel of ExecuTorch's operators for a layer's policy and storage, or None where there is none."""
+def fused_layout(layer: CacheLayer) -> FusedLayout | None:
+    """Return the layout of ExecuTorch's operators for a layer's policy and storage, or None where there is none."""
     if type(layer) is not CacheLayer or not isinstance(layer.storage, _FUSED_STORAGES):
         return None
     if isinstance(layer.policy, FullPolicy):
-        return FusedFullKernel()
+        return FusedFullLayout()
     # A ring that keeps more than its window holds tokens that the newest query does not see.
     is_exact = isinstance(layer.policy, RingPolicy) and layer.policy.rollback_slots == 0
-    return FusedRingKernel() if is_exact else None
+    return FusedRingLayout() if is_exact else None
 
 
 def _is_plain(layer: CacheLayer) -> bool:
@@ -170,7 +170,7 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
     calls = probe_attention(model, is_plain_and_causal)
     types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
     return [
-        fused_kernel(layer) is not None
+        fused_layout(layer) is not None
         # Of an attention chunk a query sees what came before it in the chunk, not all that the ring holds.
         and types[index] != "chunked_attention"
         and layer.keys is not None
@@ -193,7 +193,7 @@ _POLICIES = (FullPolicy, RingPolicy, SinkPolicy)
 _NATIVE_STORAGES = (FloatStorage, HalfStorage, Int8Storage, Int4Storage)
 
 
-def native_kernels(model: PreTrainedModel, cache: ExportableCache) -> list[NativeKernel | None]:
+def native_layouts(model: PreTrainedModel, cache: ExportableCache) -> list[NativeLayout | None]:
     """The kernel of each layer that the operators compute exactly, found by running a short prompt through the model;
     None for the others.
 
@@ -210,7 +210,7 @@ def native_kernels(model: PreTrainedModel, cache: ExportableCache) -> list[Nativ
 
     calls = probe_attention(model, needs, latents=not has_quantized_weights(model))
     types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
-    return [_kernel_for(layer, types[index], calls.get(index, [])) for index, layer in enumerate(cache.layers)]
+    return [_layout_for(layer, types[index], calls.get(index, [])) for index, layer in enumerate(cache.layers)]
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class _Needs:
     of_latents: bool
 
 
-def _kernel_for(layer: CacheLayer, layer_type: str, calls: list[Any]) -> NativeKernel | None:
+def _layout_for(layer: CacheLayer, layer_type: str, calls: list[Any]) -> NativeLayout | None:
     if not isinstance(layer.policy, _POLICIES) or not isinstance(layer.storage, _NATIVE_STORAGES):
         return None
     if not calls or not all(calls) or layer.storage.rows_dtype != torch.float32:
@@ -238,5 +238,5 @@ def _kernel_for(layer: CacheLayer, layer_type: str, calls: list[Any]) -> NativeK
     form = (chunked, any(call.masked for call in calls), len(calls))
     if any(call.of_latents for call in calls):
         # Whole numbers of keys and of values have scales of their own, which their sum in one product has no place for.
-        return NativeLatentKernel(*form) if isinstance(layer.storage, (FloatStorage, HalfStorage)) else None
-    return NativeKernel(*form)
+        return NativeLatentLayout(*form) if isinstance(layer.storage, (FloatStorage, HalfStorage)) else None
+    return NativeLayout(*form)

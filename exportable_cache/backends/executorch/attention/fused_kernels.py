@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ....cache.kernel import Kernel, StateTensor
 from ....cache.layers import CacheLayer, RowSizes
+from ....cache.layout import Layout, StateTensor
 from ....cache.policies import FullPolicy, RingPolicy, SinkPolicy
 from ....cache.storage import RoundedStorage
 from .forms import fused_attention
@@ -54,10 +54,10 @@ class FusedStep:
     asked: int = 0
 
     @property
-    def kernel(self) -> FusedKernel:
-        """Kernel of the layer."""
-        assert isinstance(self.layer.kernel, FusedKernel)
-        return self.layer.kernel
+    def layout(self) -> FusedLayout:
+        """Layout of the layer."""
+        assert isinstance(self.layer.layout, FusedLayout)
+        return self.layer.layout
 
 
 # Transformers calls attention with tensors alone: this is where the updates that come before it leave what attention
@@ -72,7 +72,7 @@ def updated_just_now(keys: torch.Tensor) -> FusedStep | None:
     for step in _updated.get():
         if step.layer.keys is keys:
             step.asked += 1
-            if step.asked == step.kernel.readers:
+            if step.asked == step.layout.readers:
                 _updated.set(tuple(other for other in _updated.get() if other is not step))
             return step
     return None
@@ -80,10 +80,10 @@ def updated_just_now(keys: torch.Tensor) -> FusedStep | None:
 
 def takes_latents(keys: torch.Tensor) -> bool:
     """Whether these keys are of a layer whose kernel attends over latents."""
-    return any(step.layer.keys is keys and step.kernel.attends_latents for step in _updated.get())
+    return any(step.layer.keys is keys and step.layout.attends_latents for step in _updated.get())
 
 
-class FusedKernel(Kernel):
+class FusedLayout(Layout):
     """What these kernels share. They exist in traced programs only, and attention must go through `attend`."""
 
     #: Times that a step attends over a layer.
@@ -97,7 +97,7 @@ class FusedKernel(Kernel):
         assert layer.storage is not None
         batch_size, num_heads, _, head_dim = layer.keys.shape
         sizes = RowSizes(batch_size, num_heads, layer.storage.head_dim(head_dim))
-        return CacheLayer(layer.policy, layer.storage, sizes, kernel=self, device=layer.device)
+        return CacheLayer(layer.policy, layer.storage, sizes, layout=self, device=layer.device)
 
     def update(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
@@ -155,7 +155,7 @@ class FusedKernel(Kernel):
 
 
 @dataclass(frozen=True)
-class FusedFullKernel(FusedKernel, kind="executorch_full"):
+class FusedFullLayout(FusedLayout, kind="executorch_full"):
     """Of a full policy: stored tensors are [num_heads, capacity, 1, dim]. The mask is not looked at: attention is
     causal.
     """
@@ -184,7 +184,7 @@ class FusedFullKernel(FusedKernel, kind="executorch_full"):
 
 
 @dataclass(frozen=True)
-class FusedRingKernel(FusedKernel, kind="executorch_ring"):
+class FusedRingLayout(FusedLayout, kind="executorch_ring"):
     """Of a ring without rollback slots: stored tensors are [num_heads, capacity + 1, 1, dim].
 
     The last slot takes what is to be written nowhere, and is never read. One token is written before attention, which
@@ -212,7 +212,7 @@ class FusedRingKernel(FusedKernel, kind="executorch_ring"):
         scaling: float,
         **extras: Any,
     ) -> torch.Tensor:
-        """See `FusedKernel.attend`; the mask is additive, [1, 1, query_length, capacity + query_length]."""
+        """See `FusedLayout.attend`; the mask is additive, [1, 1, query_length, capacity + query_length]."""
         layer, (heads, query_length) = step.layer, query.shape[1:3]
         assert layer.keys is not None
         assert attention_mask is not None
@@ -288,7 +288,7 @@ def _newest_if_single(newest: int, query_length: int) -> int:
 
 
 @dataclass(frozen=True)
-class NativeKernel(FusedKernel, kind="native"):
+class NativeLayout(FusedLayout, kind="native"):
     """Over `exportable_cache::attention` and `exportable_cache::write`: stored tensors are [batch_size * num_heads,
     capacity, 1, dim]. Programs with it run only where the compiled kernels of `kernels/` are loaded.
 
@@ -313,7 +313,7 @@ class NativeKernel(FusedKernel, kind="native"):
         for name in layer.storage.parts if layer.storage is not None else ():
             batch_size, num_heads, *sizes = tensors[name].shape
             tensors[name] = tensors[name].new_zeros(batch_size * num_heads, sizes[0], 1, sizes[1])
-        return layer.with_kernel(self, tensors)
+        return layer.with_layout(self, tensors)
 
     def encoded(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
@@ -338,7 +338,7 @@ class NativeKernel(FusedKernel, kind="native"):
         scaling: float,
         **extras: Any,
     ) -> torch.Tensor:
-        """See `FusedKernel.attend`; for any number of rows. `extras` are further arguments of `matmul_attention`."""
+        """See `FusedLayout.attend`; for any number of rows. `extras` are further arguments of `matmul_attention`."""
         layer, policy = step.layer, step.layer.policy
         is_full = isinstance(policy, FullPolicy)
         limit = getattr(policy, "window", 0)
@@ -380,7 +380,7 @@ class NativeKernel(FusedKernel, kind="native"):
 
 
 @dataclass(frozen=True)
-class NativeLatentKernel(NativeKernel, kind="native_latents"):
+class NativeLatentLayout(NativeLayout, kind="native_latents"):
     """Of layers that keep a latent of a token for all of its keys and values (DeepSeek's MLA), and one rotated key:
     side by side in one tensor [batch_size, capacity, 1, kv_lora_rank + qk_rope_head_dim].
 
@@ -398,7 +398,7 @@ class NativeLatentKernel(NativeKernel, kind="native_latents"):
         tensors = dict(layer.named_state())
         keys, values = tensors["keys"], tensors.pop("values")
         tensors["keys"] = keys.new_zeros(keys.shape[0], keys.shape[2], 1, keys.shape[3] + values.shape[3])
-        return layer.with_kernel(self, tensors)
+        return layer.with_layout(self, tensors)
 
     def stored(self, layer: CacheLayer) -> tuple[torch.Tensor, ...]:
         return (dict(layer.named_state())["keys"],)
@@ -417,7 +417,7 @@ class NativeLatentKernel(NativeKernel, kind="native_latents"):
         scaling: float,
         **extras: Any,
     ) -> torch.Tensor:
-        """See `FusedKernel.attend`; `module` of the extras has the expansion."""
+        """See `FusedLayout.attend`; `module` of the extras has the expansion."""
         module = extras.pop("module")
         batch_size, heads, query_length = query.shape[:3]
         size = module.qk_nope_head_dim

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....cache.kernel import PortableKernel
 from ....cache.layers import CacheLayer
+from ....cache.layout import PortableLayout
 from ....cache.policies import FullPolicy, RingPolicy
 from ....cache.storage import FloatStorage
 
@@ -25,7 +25,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class RowsKernel(PortableKernel, kind="executorch_rows"):
+class RowsLayout(PortableLayout, kind="executorch_rows"):
     """The portable kernel on keys and values [batch_size * num_heads * capacity, dim], which are stored as they are.
 
     Attributes:
@@ -49,7 +49,7 @@ class RowsKernel(PortableKernel, kind="executorch_rows"):
         heads = tensors["keys"].shape[1]
         for name in ("keys", "values"):
             tensors[name] = tensors[name].new_zeros(tensors[name].shape[:3].numel(), tensors[name].shape[3])
-        return layer.with_kernel(cls(heads), tensors)
+        return layer.with_layout(cls(heads), tensors)
 
     def _write(
         self, layer: CacheLayer, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
@@ -99,7 +99,7 @@ def _held(layer: CacheLayer) -> _Pair:
 
 
 def takes_rows(layer: CacheLayer) -> bool:
-    """Whether `RowsKernel` keeps what this layer does: keys and values of tokens, all or those of a ring, unrounded;
+    """Whether `RowsLayout` keeps what this layer does: keys and values of tokens, all or those of a ring, unrounded;
     or a state of fixed size in their place.
     """
     if layer.storage is None:

@@ -1,0 +1,152 @@
+"""What one layer of a model keeps, as its cache sees it, and the layer that is built for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import InputError
+from .context_ranks import SPLIT, ContextRanks
+from .layers import (
+    CacheLayer,
+    CrossLayer,
+    IndexedLayer,
+    IndexerKeys,
+    ItemsLayer,
+    LinearLayer,
+    LinearStates,
+    PromptLayer,
+    RowSizes,
+)
+from .policies import (
+    CrossPolicy,
+    FullPolicy,
+    ItemsPolicy,
+    NoPolicy,
+    PromptPolicy,
+    RecurrentPolicy,
+    RingPolicy,
+    SinkPolicy,
+    SplitPolicy,
+)
+from .storage import storage_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from .layers import StateShape
+    from .policies import SlotPolicy
+    from .spec import CacheSpec
+
+#: Transformers' name for a window of what follows the prompt, which is seen as a whole.
+PROMPT_TYPE = "reference_sliding_attention"
+#: Layer types, by transformers' names: those that keep keys and values, those that keep states, and those that keep
+#: both.
+KEY_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", PROMPT_TYPE)
+#: Of them, those that need a window.
+WINDOWED_TYPES = ("sliding_attention", "chunked_attention", "hybrid_sliding", PROMPT_TYPE)
+STATE_TYPES = ("linear_attention", "conv")
+HYBRID_TYPES = ("hybrid", "hybrid_sliding")
+SUPPORTED_LAYER_TYPES = (*KEY_TYPES, *STATE_TYPES, *HYBRID_TYPES, "dummy")
+
+#: Our name for the layer type that transformers has none for: attention to an encoder's output.
+CROSS_ATTENTION = "cross_attention"
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer of a model, as its cache sees it.
+
+    `LayerSpec("sliding_attention", num_heads=4, head_dim=64, value_head_dim=64, window=512)` becomes a ring of 512
+    slots, or a full layer where `max_cache_len` is smaller than the window.
+
+    Attributes:
+        layer_type: Transformers' name, as in `config.layer_types`.
+        num_heads: Key and value heads; None where the layer keeps no keys.
+        head_dim: Size of a key head.
+        value_head_dim: Size of a value head.
+        window: Tokens a query attends to at most, itself included: a sliding window or a chunk; None for all.
+        index_head_dim: Size of an indexer key, where the layer has an indexer.
+        conv_states: Shape of each convolution state, where the layer has any.
+        recurrent_states: Shape of each recurrent state.
+        encoder_slots: Positions of the longest encoder output, where the layer is one of cross-attention.
+        item_slots: Positions of a picture, where the layer is one of cross-attention to pictures.
+    """
+
+    layer_type: str
+    num_heads: int | None = None
+    head_dim: int | None = None
+    value_head_dim: int | None = None
+    window: int | None = None
+    index_head_dim: int | None = None
+    conv_states: tuple[StateShape | None, ...] = ()
+    recurrent_states: tuple[StateShape | None, ...] = ()
+    encoder_slots: int | None = None
+    item_slots: int | None = None
+
+    def build(
+        self, spec: CacheSpec, dtype: torch.dtype, device: torch.device | str, over: ContextRanks | None = None
+    ) -> CacheLayer:
+        """Allocate this layer.
+
+        Args:
+            spec: Of the cache.
+            dtype: Of keys and values.
+            device: Where to allocate.
+            over: Processes that the slots of full layers are split over; layers that keep more than keys and values are
+                whole on each.
+
+        Raises:
+            InputError: If it cannot be kept in the spec's `kv_dtype`.
+        """
+        # Models read those of pictures as they are, and these are few.
+        batch_size, kv_dtype = spec.batch_size, spec.kv_dtype if self.item_slots is None else None
+        states = None
+        if any((*self.conv_states, *self.recurrent_states)):
+            states = LinearStates.of(self.conv_states, self.recurrent_states, dtype)
+        if self.num_heads is None:
+            if states is None:
+                return CacheLayer(NoPolicy())
+            return LinearLayer(RecurrentPolicy(), states, batch_size, device=device)
+        policy = self._policy(spec)
+        storage = storage_of(dtype, kv_dtype)
+        assert self.head_dim is not None
+        sizes = RowSizes(batch_size, self.num_heads, self.head_dim, self.value_head_dim)
+        if states is not None:
+            return LinearLayer(policy, states, batch_size, storage, sizes, device=device)
+        if self.index_head_dim is not None:
+            assert isinstance(policy, FullPolicy)
+            indexer = IndexerKeys(self.index_head_dim, storage.dtype)
+            return IndexedLayer(policy, indexer, storage, sizes, device=device)
+        if self.encoder_slots is not None and storage.rounds:
+            raise InputError(
+                f"kv_dtype is {kv_dtype!r}, but models read the keys and values of cross-attention as they are; leave "
+                "kv_dtype out"
+            )
+        if self.layer_type == PROMPT_TYPE:
+            return PromptLayer(policy, storage, sizes, device=device)
+        if over is not None and isinstance(policy, FullPolicy):
+            part = SplitPolicy(policy.capacity, over.rank, over.size)
+            layer = CacheLayer(part, storage, sizes, layout=SPLIT, device=device)
+            layer.over = over
+            return layer
+        made = {CrossPolicy: CrossLayer, ItemsPolicy: ItemsLayer}.get(type(policy), CacheLayer)
+        return made(policy, storage, sizes, device=device)
+
+    def _policy(self, spec: CacheSpec) -> SlotPolicy:
+        max_cache_len, sinks = spec.max_cache_len, spec.sinks
+        if self.item_slots is not None:
+            return ItemsPolicy.within(self.item_slots, spec.max_encoder_len)
+        if self.encoder_slots is not None:
+            return CrossPolicy(self.encoder_slots)
+        if self.index_head_dim is not None:
+            return FullPolicy(max_cache_len)
+        if self.layer_type == PROMPT_TYPE:
+            assert self.window is not None
+            return PromptPolicy(max_cache_len, self.window)
+        if sinks is not None and self.window is None:
+            return SinkPolicy(sinks.tokens, sinks.window, spec.rollback_slots)
+        # A window that is never reached needs no ring: every token stays visible, and the slot is the position.
+        if self.window is None or (self.window > max_cache_len and sinks is None):
+            return FullPolicy(max_cache_len)
+        return RingPolicy(self.window, spec.rollback_slots)
