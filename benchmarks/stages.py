@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from exportable_cache.decoding import ContinuousBatch
-from exportable_cache.session.session import Session
+from exportable_cache.session.stepper import RowGroups
 from tests.parallel.processes import Rank, run_ranks
 
 CAPACITY, TOKENS = 128, 48
@@ -63,7 +63,7 @@ def served(me: Rank) -> dict[str, tuple[float, float]]:
     rows, found = int((me.folder / "rows").read_text()), {}
     batch = ContinuousBatch.from_model(model, CAPACITY, rows)
     batches = {"kept full": batch}
-    with mock.patch.object(Session, "row_groups", ()):
+    with mock.patch.object(RowGroups, "__iter__", lambda groups: iter(())):
         batches["emptied"] = ContinuousBatch(batch.prefill, ContinuousBatch.from_model(model, CAPACITY, rows).decode)
     for again in range(2):
         for name, one in batches.items():

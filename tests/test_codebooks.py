@@ -80,7 +80,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             session.decode(ids[:, 0, 0])
         with pytest.raises(InputError, match="129, outside the vocabulary of 0 to 128"):
             session.prefill(torch.full((1, 2, 4), 129))
-        with pytest.raises(InputError, match="4 ids, each of a codebook"):
+        with pytest.raises(InputError, match="4 ids, one per codebook"):
             list(session.generate(ids[:, :6], max_new_tokens=2))
         assert session.length.tolist() == [0]
         session.warm_up()

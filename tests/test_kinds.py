@@ -53,7 +53,7 @@ def worst_difference(session, model) -> dict[tuple[int, ...], float]:
     for parts in PROMPTS:
         prompt = sum(parts)
         ids = tokens(prompt + STEPS, seed=prompt)
-        session.shift(-session.length)
+        session.stepper.shift(-session.length)
         for part in ids[:, :prompt].split(parts, dim=1):
             last = session.prefill(part)
         rows = [last, *(session.decode(ids[:, at]) for at in range(prompt, prompt + STEPS))]

@@ -308,11 +308,11 @@ def test_images_are_held_once_their_step_ran(family: str, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
         patch.setattr(session.runner, "run", fail)
         session.prefill(**inputs)
-    assert session.sequence.images.rows == ((),)
+    assert session.stepper.state.images.rows == ((),)
     # A ring cannot take back what the step may have written.
     session.reset()
     session.prefill(**inputs)
-    assert len(session.sequence.images.rows[0]) == 1
+    assert len(session.stepper.state.images.rows[0]) == 1
 
 
 def test_refused_grids_and_sizes() -> None:

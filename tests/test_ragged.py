@@ -198,7 +198,7 @@ def test_a_step_that_fails_puts_the_rows_that_wait_back(monkeypatch: pytest.Monk
     with pytest.raises(InputError, match="did not finish"):
         session.decode(torch.stack([rows[0][0, 20], rows[1][0, 4]]))
     # Here they are not, as the step failed before it began.
-    session.go_on_from(session.sequence)
+    session.stepper.restore(session.stepper.state)
     logits = session.decode(torch.stack([rows[0][0, 20], rows[1][0, 4]]))
     for row, end in enumerate((21, 5)):
         assert (logits[row] - reference_logits(model, rows[row][:, :end], end)[0, 0]).abs().max() <= TOLERANCE
@@ -210,7 +210,7 @@ def test_rows_that_began_later_are_rewound_by_their_own_tokens() -> None:
     session = session_of(model, 2, length=64)
     rows = sequences((29, 5))
     session.prefill(*padded([rows[0][:, :29], rows[1][:, :5]], "left"))
-    assert session.sequence.max_len_ever.tolist() == [29, 5]
+    assert session.stepper.state.max_len_ever.tolist() == [29, 5]
 
 
 # -- generation
@@ -308,11 +308,11 @@ def test_models_that_take_one_length_for_all_rows_are_refused_before_a_step() ->
         session.prefill(ids, attention_mask=mask)
     with pytest.raises(InputError, match="one length of all rows"):
         next(session.generate([[3, 4, 5], [3, 4, 5, 6, 7]]))
-    assert session.length.tolist() == [0, 0] and session.equal_rows
-    with pytest.raises(InputError, match="at a position of their own"):
+    assert session.length.tolist() == [0, 0] and session.stepper.equal_rows
+    with pytest.raises(InputError, match="rows of a continuous batch differ in length"):
         ContinuousBatch.from_model(model, 32, 2)
-    assert not session_of(tiny_model("llama"), rows=2).equal_rows
-    assert not session_of(model, rows=1).equal_rows
+    assert not session_of(tiny_model("llama"), rows=2).stepper.equal_rows
+    assert not session_of(model, rows=1).stepper.equal_rows
 
 
 def test_rows_of_one_length_go_on_together_after_one_has_ended() -> None:
@@ -338,15 +338,18 @@ def test_a_bundle_says_that_its_rows_have_to_be_of_one_length(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda s: s.prefill(tokens(4, 2), attention_mask=torch.ones(2, 3)), r"shape \[2, 3\], input_ids \[2, 4\]"),
-        (lambda s: s.prefill(tokens(3, 2), torch.tensor([[1, 0, 1], [1, 1, 1]])), "a gap between the tokens of row 0"),
+        (
+            lambda s: s.prefill(tokens(4, 2), attention_mask=torch.ones(2, 3)),
+            r"shape of input_ids, \[2, 4\], got \[2, 3\]",
+        ),
+        (lambda s: s.prefill(tokens(3, 2), torch.tensor([[1, 0, 1], [1, 1, 1]])), "a gap in row 0"),
         (lambda s: s.prefill(tokens(3, 2), torch.tensor([[1, 1, 1], [0, 0, 0]])), "no token in row 1"),
-        (lambda s: s.prefill(tokens(3, 2), [1]), "attention_mask has shape list"),
+        (lambda s: s.prefill(tokens(3, 2), [1]), "attention_mask must have .* got list"),
         (lambda s: s.generate([[3, 4]]), "a list of 1 prompts, this session runs 2 rows"),
         (lambda s: s.generate([[3, 4], []]), "prompt 1 of the list has shape .0.: the prompt is empty"),
         (lambda s: s.generate([[3, 4], [3.0]]), r"prompt 1 of the list is \[3.0\]; pass int64 tensors"),
         (lambda s: s.generate([[3, 4], [999]]), r"prompt 1 of the list\[0\] is token id 999, outside the vocabulary"),
-        (lambda s: s.generate([[3], [4]], attention_mask=torch.ones(2, 1)), "a list of prompts has none"),
+        (lambda s: s.generate([[3], [4]], attention_mask=torch.ones(2, 1)), "a list of prompts, which have no padding"),
     ],
 )
 def test_what_is_no_batch_is_refused(given: Any, message: str) -> None:
@@ -384,7 +387,7 @@ def test_nothing_outside_the_room_touches_a_private_attribute_of_a_session() -> 
     tests = Path(__file__).parent
     own = set().union(*(private_names(ast.parse((package / f"session/{one}.py").read_text())) for one in _SESSION))
     own = {name for name in own if name.startswith("_") and not name.startswith("__")} | {"_length"}
-    assert {"_stepper", "_stages", "_cache"} <= own
+    assert {"_warned", "_cache"} <= own
     found = []
     for path in (*package.rglob("*.py"), *tests.rglob("*.py")):
         if (package / "session") in path.parents:
@@ -395,6 +398,6 @@ def test_nothing_outside_the_room_touches_a_private_attribute_of_a_session() -> 
             owner = node.value
             named = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
             is_session = "session" in named.lower() or named in ("prefill", "decode")
-            if is_session or (node.attr in {"_stepper", "_stages", "_length"} and named != "self"):
+            if is_session or (node.attr in {"_warned", "_length"} and named != "self"):
                 found.append(f"{path.name}:{node.lineno} {named}.{node.attr}")
     assert found == []

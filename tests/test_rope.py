@@ -380,7 +380,7 @@ def test_a_program_across_the_border(kind: str, tmp_path: Path) -> None:
     bundle = export(model, target="pt2", max_cache_len=SLOTS, prefill_chunk=CHUNK, output_dir=tmp_path / "x")
     assert any(prompt["length"] > BORDER for prompt in bundle.manifest.verification["prompts"])
     session = load(tmp_path / "x")
-    assert session.rope == rope_rule(model)
+    assert session.stepper.rope == rope_rule(model)
     for prompt in (BORDER - 3, BORDER + 4):
         session.reset()
         oracle = Oracle(model)

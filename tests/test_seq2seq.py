@@ -133,7 +133,7 @@ def test_text_is_padded_to_whole_blocks_of_the_encoder() -> None:
     assert (session.runner.methods["encode"].multiple, session.runner.methods["encode"].max_length) == (4, 12)
     for length in (1, 4, 7, 12):
         hidden = session.encode(**encoder_inputs(model, length))
-        assert hidden.shape[1] == max(8, -(-length // 4) * 4) and session.sequence.encoded[1].tolist() == [length]
+        assert hidden.shape[1] == max(8, -(-length // 4) * 4) and session.stepper.state.encoded[1].tolist() == [length]
     with pytest.raises(InputError, match="the encoder takes 1 to 12"):
         session.encode(**encoder_inputs(model, 13))
 

@@ -71,16 +71,16 @@ def test_rows_are_independent(model: Any) -> None:
 def test_without_prefill_method_prompts_go_token_by_token(model: Any) -> None:
     ids = tokens(30)
     session = session_of(model, prefill_chunk=1)
-    assert session.chunk_sizes(5) == [1] * 5
+    assert session.stepper.chunk_sizes(5) == [1] * 5
     torch.testing.assert_close(feed(session, ids, 20), reference_logits(model, ids, 20), atol=1e-5, rtol=0)
 
 
 def test_chunk_sizes_cover_the_prompt(model: Any) -> None:
     session = session_of(model)
-    assert session.chunk_sizes(12) == [12]
-    assert session.chunk_sizes(13) == [13]
-    assert session.chunk_sizes(14) == [13, 1]
-    assert session.chunk_sizes(28) == [13, 13, 2]
+    assert session.stepper.chunk_sizes(12) == [12]
+    assert session.stepper.chunk_sizes(13) == [13]
+    assert session.stepper.chunk_sizes(14) == [13, 1]
+    assert session.stepper.chunk_sizes(28) == [13, 13, 2]
 
 
 def test_prefill_continues_and_reset_starts_anew(model: Any) -> None:

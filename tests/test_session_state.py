@@ -163,6 +163,6 @@ def test_a_fork_has_no_cache_object(model: Any) -> None:
     session = live_session(model, False, 64)
     session.prefill(tokens(3))
     fork = session.fork()
-    with pytest.raises(InputError, match="a fork has no cache object of its own: .* save_state"):
+    with pytest.raises(InputError, match="a fork has no cache object: .* save_state"):
         _ = fork.cache
     assert session.cache.cumulative_length.tolist() == [3]

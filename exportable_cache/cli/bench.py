@@ -53,8 +53,8 @@ def bench(
         from ..session.session import load
 
         session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
-        if session.ranks is not None:
-            terminal.set_rank(session.ranks.rank)
+        if session.stepper.ranks is not None:
+            terminal.set_rank(session.stepper.ranks.rank)
         report = run_bench(
             session, positions=positions or None, steps=steps, prompt_length=prompt_length, progress=progress
         )

@@ -130,8 +130,8 @@ def generate(
         versions = not ignore_versions
         bundle = Bundle.open(folder, check_versions=versions, trust=trust, key=key, known=not check, to_run=True)
         session = Session.from_bundle(bundle)
-        if session.ranks is not None:
-            terminal.set_rank(session.ranks.rank)
+        if session.stepper.ranks is not None:
+            terminal.set_rank(session.stepper.ranks.rank)
         files = {"image": image or (), "audio": audio or ()}
         prepared = _prompt_of(bundle, session, text, files, chat, split_special_tokens)
     terminal.note_all(session.generation_settings.remarks())

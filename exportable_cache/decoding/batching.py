@@ -65,15 +65,16 @@ class ContinuousBatch:
     def __init__(self, prefill: Session, decode: Session) -> None:
         from ..session.checks import check_rows_may_differ
         from ..session.persistence import runner_state
+        from ..session.stepper import RowGroups
 
         if prefill.batch_size != 1:
             raise InputError(
                 f"prompts are prefilled one by one, but the prefill session has {prefill.batch_size} rows; use 1"
             )
-        if decode.steps_per_launch != 1:
+        if decode.stepper.steps_per_launch != 1:
             raise InputError(
-                f"steps_per_launch is {decode.steps_per_launch}, but rows of a continuous batch start and finish on "
-                "their own, one step at a time; leave out steps_per_launch"
+                f"steps_per_launch must be 1 for a continuous batch, got {decode.stepper.steps_per_launch}: its rows "
+                "start and finish at any step; leave it out"
             )
         if prefill.fingerprint and decode.fingerprint and prefill.fingerprint != decode.fingerprint:
             raise InputError(
@@ -85,7 +86,7 @@ class ContinuousBatch:
                     f"the {name} session holds {session.length.tolist()} tokens, which requests would overwrite; "
                     "reset() it"
                 )
-        check_rows_may_differ(decode.equal_rows, "rows of a continuous batch are each at a position of their own")
+        check_rows_may_differ(decode.stepper.equal_rows, "rows of a continuous batch differ in length")
         source, target = runner_state(prefill), runner_state(decode)
         for name, tensor in target.items():
             if name not in source or source[name].shape[1:] != tensor.shape[1:] or source[name].dtype != tensor.dtype:
@@ -98,8 +99,9 @@ class ContinuousBatch:
         self.decode = decode
         self._waiting: deque[Request] = deque()
         self._rows: list[Request | None] = [None] * decode.batch_size
-        #: In the order of their turns, each with the step of it that is under way.
-        self._groups: deque[tuple[range, BegunStep | None]] = deque((rows, None) for rows in decode.row_groups)
+        self._row_groups = RowGroups(decode.stepper)
+        #: Groups in the order of their steps, each with its step that is running.
+        self._groups: deque[tuple[range, BegunStep | None]] = deque((rows, None) for rows in self._row_groups)
 
     @classmethod
     def from_model(
@@ -186,10 +188,10 @@ class ContinuousBatch:
         rows, begun = self._groups.popleft()
         given: list[tuple[Request, int]] = []
         if begun is not None:
-            given += self._give_all(rows, self.decode.row_groups.finish(begun))
+            given += self._give_all(rows, self._row_groups.finish(begun))
         given += self._admit_all(rows)
         is_used = any(self._rows[row] is not None for row in rows)
-        self._groups.append((rows, self.decode.row_groups.begin(self._newest(rows), rows) if is_used else None))
+        self._groups.append((rows, self._row_groups.begin(self._newest(rows), rows) if is_used else None))
         return given
 
     def _newest(self, rows: range) -> torch.Tensor:
@@ -203,14 +205,14 @@ class ContinuousBatch:
             request = self._rows[row]
             if request is not None:
                 mine = logits[index : index + 1]
-                if self.decode.crossed(row):
+                if self.decode.stepper.crossed(row):
                     # As transformers' `generate`: the whole sequence, at the length where RoPE's factors change.
                     tokens = request.input_ids.new_tensor([request.tokens])
                     mine = self._prefill(row, torch.cat([request.input_ids, tokens], dim=1))
                 given.append((request, self._give(row, request, mine)))
         for row in rows:
             if self._rows[row] is None:
-                self.decode.set_length(row, 0)
+                self.decode.stepper.set_length(row, 0)
         return given
 
     def _admit_all(self, rows: range) -> list[tuple[Request, int]]:
@@ -240,7 +242,7 @@ class ContinuousBatch:
         source = runner_state(self.prefill)
         for name, tensor in runner_state(self.decode).items():
             tensor[row].copy_(source[name][0])
-        self.decode.set_length(row, ids.shape[1])
+        self.decode.stepper.set_length(row, ids.shape[1])
         return logits
 
     def _give(self, row: int, request: Request, logits: torch.Tensor) -> int:
@@ -252,5 +254,5 @@ class ContinuousBatch:
             request.finished = True
             self._rows[row] = None
             # A row without a request is fed too; at position 0 there is always room.
-            self.decode.set_length(row, 0)
+            self.decode.stepper.set_length(row, 0)
         return token

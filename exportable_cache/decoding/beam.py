@@ -97,8 +97,8 @@ def beam_search(
         # Asked for anew, as programs that pass their cache along have other tensors after every step.
         for tensor in runner_state(session).values():
             tensor.copy_(tensor.index_select(0, rows))
-        session.select_rows(rows)
-        logits = session.go_on(tokens[:, -1])
+        session.stepper.select_rows(rows)
+        logits = session.decode_for_generation(tokens[:, -1])
     if len(finished) < beams:
         for row in range(beams):
             finished.append(Hypothesis(tokens[row].tolist(), float(scores[row]) / tokens.shape[1] ** penalty))

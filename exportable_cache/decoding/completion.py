@@ -190,10 +190,10 @@ class Completer:
             raise InputError(
                 f"completions run at batch size 1, this session has {session.batch_size}; export it with batch_size=1"
             )
-        if session.ranks is not None:
+        if session.stepper.ranks is not None:
             raise InputError(
-                f"this session runs on {session.ranks.size} ranks, which would have to be asked the same in the same "
-                "order; completions are for sessions of one process, use generate_text"
+                f"this session runs on {session.stepper.ranks.size} ranks, which must all get the same requests in the "
+                "same order; completions are for sessions of one process, use generate_text"
             )
         if session.text_tokenizer is None:
             raise InputError("completions need a tokenizer and this session has none; export the model with its own")
@@ -321,7 +321,7 @@ class Completer:
                 session.rewind(len(held) - common)
             except InputError:  # a layer has overwritten, or mixed, what would be needed again
                 held = None
-        if held is not None and not session.continues(common, len(ids)):
+        if held is not None and not session.stepper.continues(common, len(ids)):
             held = None
         if held is None or common == 0:
             common = 0
@@ -347,7 +347,7 @@ class Completer:
         self._held = None
         try:
             with session.paced(MOST_A_CHUNK, before_chunk):
-                logits = session.go_on(torch.tensor([token], device=session.device))
+                logits = session.decode_for_generation(torch.tensor([token], device=session.device))
         except _GivenUp:
             self._held = None if held is None else [*held, token][: int(session.length[0])]
             raise

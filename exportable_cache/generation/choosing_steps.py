@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from .sampling import SamplingSettings, draw, penalise, sorted_distribution
+from .sampling import SamplingSettings, choose
 
 if TYPE_CHECKING:
     from ..program.methods import ProgramMethod
@@ -41,12 +41,7 @@ class Choice(nn.Module):
         uniform = None if self.greedy else left.pop(0)
         seen = left.pop(0) if self.penalised else None
         settings = SamplingSettings(*left)
-        if seen is not None:
-            logits = penalise(logits, seen, settings.repetition_penalty)
-        if uniform is None:
-            tokens = logits.argmax(dim=-1)
-        else:
-            tokens = draw(*sorted_distribution(logits, settings), uniform)
+        tokens, _ = choose(logits, settings, uniform, seen)
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
         return tokens

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -13,11 +13,12 @@ from .multi_step import MultiStepDecoder
 from .text import TextPieces
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
     from ..models.tokenizers.text import TextTokenizer
     from .sampling import Sampler
+
+Tokens = TypeVar("Tokens")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Chosen(NamedTuple):
     are_padding: torch.Tensor
 
 
-def decode_loop(session: Stepper, logits: torch.Tensor, sampler: Sampler, ending: Ending) -> Iterator[Chosen]:
+def decode_loop(session: Stepper, logits: torch.Tensor, sampler: Sampler, ending: Ending) -> Generator[Chosen]:
     """Tokens that follow a prompt which was fed.
 
     A token is fed back only when the next one is asked for, so the newest token is never in the cache. A row that has
@@ -116,7 +117,10 @@ def generate_tokens(
         int64 [batch], on the session's device.
     """
     ending = Ending(limit, end_tokens, stop_strings, pad_token, session.tokenizer, input_ids.tolist())
-    for step in decode_loop(session, session.prefill(input_ids, **inputs), chooser, ending):
+    steps = session.stepper.guarded(
+        lambda: decode_loop(session.stepper, session.prefill(input_ids, **inputs), chooser, ending)
+    )
+    for step in steps:
         yield step.tokens
 
 
@@ -126,13 +130,13 @@ def _completes(token: int, text: TextPieces) -> bool:
 
 
 class Stepper(Protocol):
-    """Rows of tokens that a program goes through, each at a position of its own: what a loop does after the prompt.
+    """Runs the steps of a program after the prompt, for rows that each have their own position.
 
     Attributes:
-        batch_size: Rows.
+        batch_size: Number of rows.
         vocab_size: Token ids run from 0 to vocab_size - 1.
-        device: Where inputs are expected and logits come back.
-        target: What runs the steps, for messages.
+        device: Device of the inputs and the logits.
+        target: Name of the target, for messages.
     """
 
     batch_size: int
@@ -142,99 +146,120 @@ class Stepper(Protocol):
 
     @property
     def steps_per_launch(self) -> int:
-        """Decode steps that `decode_and_choose` takes at once where there is room for them."""
+        """Number of decode steps that `decode_and_choose` runs at once if there is room for them."""
         ...
 
     @property
     def moves(self) -> int:
-        """Counts the calls that took it to another place or wrote its cache, but for `shift`."""
+        """Number of calls that changed the state or wrote the cache, except `shift`."""
         ...
 
     @property
     def equal_rows(self) -> bool:
-        """Whether all rows have to hold as many tokens."""
+        """True if all rows must have the same length."""
         ...
 
     @property
     def chooses_in_graph(self) -> bool:
-        """Whether decode steps can choose the next tokens inside their graph."""
+        """True if decode steps can choose the next tokens inside their graph."""
         ...
 
     @property
     def length(self) -> torch.Tensor:
-        """Tokens seen per row, int64 [batch] on the host."""
+        """Number of tokens in each row, int64 [batch] on the host; not to be written."""
         ...
 
     @property
     def max_length(self) -> int | None:
-        """Tokens a row can hold in all, or None for any number."""
+        """Tokens that a row can hold, or None for any number."""
         ...
 
     @property
     def room(self) -> int | None:
-        """Tokens that every row still has room for, or None for any number."""
+        """Number of tokens that fit every row, or None for any number."""
         ...
 
     @property
     def score_length(self) -> int:
-        """Most tokens that `score` takes, 0 where it takes none."""
+        """Most tokens that `score` takes; 0 if the program has no such method."""
         ...
 
     @property
     def least_rollback(self) -> tuple[str, int]:
-        """The layer of which fewest tokens can be taken back at any length, as `layer 2 (ring)`, and how many
-        they are.
-        """
+        """Label of the layer that can take back the fewest tokens, such as `layer 2 (ring)`, and how many."""
         ...
 
     def decode_and_choose(self, tokens: torch.Tensor, chooser: Sampler, steps: int = 1) -> torch.Tensor:
-        """Feed one token per row, int64 [batch], then those that were chosen: int64 [batch, steps]."""
+        """Feed one token per row, int64 [batch], choose the next ones and feed those: int64 [batch, steps]."""
         ...
 
-    def equal_steps(self, going: torch.Tensor | None = None) -> int:
-        """Return how many tokens can be fed in one step as though one by one; 0 where `go_on` has to feed the next.
+    def equal_steps(self, active: torch.Tensor | None = None) -> int:
+        """Return the number of tokens that one step may feed with the result of single steps.
+
+        0 means that `decode_for_generation` must feed the next token.
 
         Args:
-            going: Rows whose answers go on, bool [batch] on the host; all by default.
+            active: Rows that are still generating, bool [batch] on the host; all by default.
         """
         ...
 
-    def go_on(self, tokens: torch.Tensor, going: torch.Tensor | None = None) -> torch.Tensor:
-        """Feed one token per row, int64 [batch], and compute rows again where generation has to: logits [batch, vocab].
+    def decode_for_generation(self, tokens: torch.Tensor, active: torch.Tensor | None = None) -> torch.Tensor:
+        """Feed one token per row, int64 [batch], recompute rows if needed, and return logits [batch, vocab].
 
         Args:
-            going: See `equal_steps`.
+            tokens: int64 [batch].
+            active: See `equal_steps`.
         """
         ...
 
     def score(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Feed a few tokens, int64 [batch, length]: logits [batch, length, vocab]."""
+        """Feed a few tokens, int64 [batch, length], and return the logits after each, [batch, length, vocab]."""
         ...
 
     def shift(self, tokens: int | torch.Tensor) -> None:
-        """Go back or on by a number of tokens, or by one per row int64 [batch], which the caller knows to be in the
-        cache.
-        """
+        """Change the length by a number of tokens, or by int64 [batch], without checks; the cache must hold them."""
+        ...
+
+    def guarded(self, begin: Callable[[], Generator[Tokens]]) -> Generator[Tokens]:
+        """Return the items of the generator that `begin` makes, each computed under the session's lock."""
         ...
 
 
-class PromptStepper(Stepper, Protocol):
-    """One that takes prompts as well, and checks them."""
+class PromptStepper(Protocol):
+    """A session: it takes prompts and checks them, and its `stepper` runs the steps after them."""
 
+    batch_size: int
+    vocab_size: int
+    device: torch.device
     tokenizer: PreTrainedTokenizerBase | None
 
+    @property
+    def stepper(self) -> Stepper:
+        """Stepper of the session; it does not check token ids."""
+        ...
+
+    @property
+    def length(self) -> torch.Tensor:
+        """Number of tokens in each row, int64 [batch] on the host."""
+        ...
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens that a row can hold, or None for any number."""
+        ...
+
     def prefill(self, input_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
-        """Feed tokens, int64 [batch, length]: logits [batch, vocab] of each row's last one."""
+        """Feed tokens, int64 [batch, length], and return the logits [batch, vocab] of each row's last one."""
         ...
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Feed one token per row, int64 [batch]: logits [batch, vocab]."""
+        """Feed one token per row, int64 [batch], and return logits [batch, vocab]."""
         ...
 
     def rewind(self, tokens: int) -> None:
-        """Take back the newest tokens of every row, if that can be done."""
+        """Take back the newest tokens of every row, if every layer allows it."""
         ...
 
     def reset(self) -> None:
-        """Start anew at position 0."""
+        """Return to position 0."""
         ...

@@ -10,7 +10,7 @@ import torch
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from .loop import Stepper
+    from .loop import PromptStepper, Stepper
     from .sampling import Sampler
 
 
@@ -46,7 +46,7 @@ class MultiStepDecoder:
         if self._ahead and self.session.moves == self._moves:
             self.session.shift(on)
         elif (equal := self.session.equal_steps(~ended)) == 0:
-            self._ahead = deque([self.sampler.choose(self.session.go_on(tokens, ~ended))])
+            self._ahead = deque([self.sampler.choose(self.session.decode_for_generation(tokens, ~ended))])
             self.session.shift(on - 1)
             self._moves = self.session.moves
         else:
@@ -66,7 +66,7 @@ class MultiStepDecoder:
         return steps if all(limit is None or limit >= steps for limit in (wanted, room, equal)) else 1
 
 
-def check_steps_per_launch(session: Stepper, steps: int) -> None:
+def check_steps_per_launch(session: PromptStepper, steps: int) -> None:
     """Refuse a number of steps that this session could not take at once, or not take back after a stop.
 
     Raises:
@@ -78,12 +78,12 @@ def check_steps_per_launch(session: Stepper, steps: int) -> None:
         return
     if session.max_length is not None and steps > session.max_length:
         raise InputError(f"steps_per_launch is {steps}, a row holds {session.max_length} tokens; pass fewer steps")
-    if not session.chooses_in_graph:
+    if not session.stepper.chooses_in_graph:
         raise InputError(
-            f"steps_per_launch is {steps}, but a {session.target!r} program gives logits, and tokens are chosen "
-            "outside of it; leave it out, or use Session.from_model"
+            f"steps_per_launch must be 1 for a {session.stepper.target!r} program, which gives logits and leaves the "
+            f"choice of tokens to the caller, got {steps}; leave it out, or use Session.from_model"
         )
-    layer, allowed = session.least_rollback
+    layer, allowed = session.stepper.least_rollback
     if allowed == 0:
         raise InputError(
             f"{layer} keeps a state that cannot be taken back, as it must be where an answer ends within a launch of "

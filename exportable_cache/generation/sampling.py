@@ -103,17 +103,14 @@ class Sampling:
             generator: Source of the draws, on the device of `logits`; torch's global one by default.
             seen: bool [batch, vocab], the tokens of the prompt and the answer so far, for the repetition penalty.
         """
-        settings = self.settings(logits.device)
-        if seen is not None:
-            logits = penalise(logits, seen, settings.repetition_penalty)
-        # Not-a-number is the largest of all, so this sees it at no further cost.
-        largest, likeliest = logits.max(dim=-1)
+        uniform = None
+        if not self.is_greedy:
+            uniform = torch.rand(logits.shape[0], generator=generator, device=logits.device)
+        tokens, largest = choose(logits, self.settings(logits.device), uniform, seen)
+        # Checking the largest is enough, because NaN is the largest of all.
         if not bool(largest.isfinite().all()):
             raise NonFiniteLogitsError("logits are not finite")
-        if self.is_greedy:
-            return likeliest
-        uniform = torch.rand(logits.shape[0], generator=generator, device=logits.device)
-        return draw(*sorted_distribution(logits, settings), uniform)
+        return tokens
 
 
 class SamplingSettings(NamedTuple):
@@ -124,6 +121,31 @@ class SamplingSettings(NamedTuple):
     top_p: torch.Tensor
     min_p: torch.Tensor
     repetition_penalty: torch.Tensor
+
+
+def choose(
+    logits: torch.Tensor,
+    settings: SamplingSettings,
+    uniform: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the next token of each row; eager and compiled steps both do it here, without a branch on data.
+
+    Args:
+        logits: [batch, vocab].
+        settings: Sampling settings as tensors.
+        uniform: Random numbers [batch] in [0, 1); None for the most probable token.
+        seen: Tokens that the repetition penalty applies to, bool [batch, vocab]; None for no penalty.
+
+    Returns:
+        Tokens int64 [batch], and the largest logit of each row [batch].
+    """
+    if seen is not None:
+        logits = penalise(logits, seen, settings.repetition_penalty)
+    largest, tokens = logits.max(dim=-1)
+    if uniform is not None:
+        tokens = draw(*sorted_distribution(logits, settings), uniform)
+    return tokens, largest
 
 
 def penalise(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
@@ -178,10 +200,10 @@ def draw(probabilities: torch.Tensor, tokens: torch.Tensor, uniform: torch.Tenso
     Returns:
         int64 [batch].
     """
-    # Rounding may leave the sum below one; a token of probability zero is never taken for it.
+    # Clamped, because rounding may leave the sum below one, and a token of probability zero must not be chosen.
     cumulative = probabilities.cumsum(dim=-1)
     index = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(dim=-1)
-    last = (probabilities > 0).sum(dim=-1) - 1
+    last = ((probabilities > 0).sum(dim=-1) - 1).clamp(min=0)
     return tokens.gather(-1, torch.minimum(index, last)[:, None])[:, 0]
 
 

@@ -7,7 +7,7 @@ from what of p is above q (Leviathan et al. 2023, Chen et al. 2023). Rejected to
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -161,13 +161,13 @@ class SpeculationStatistics:
     accepted: int = 0
 
 
-def check_can_rewind(session: Stepper, tokens: int) -> None:
+def check_can_rewind(session: PromptStepper, tokens: int) -> None:
     """Refuse speculation on a session that could not take back what is rejected.
 
     Raises:
         InputError: If a layer's state cannot be taken back that far.
     """
-    layer, allowed = session.least_rollback
+    layer, allowed = session.stepper.least_rollback
     if allowed == 0:
         raise InputError(f"{layer} keeps a state that cannot be taken back; decode without a draft")
     if allowed < tokens:
@@ -194,7 +194,7 @@ class Speculation:
 
 def speculative_loop(
     session: Stepper, logits: torch.Tensor, sampler: Sampler, ending: Ending, speculation: Speculation
-) -> Iterator[Chosen]:
+) -> Generator[Chosen]:
     """Tokens that follow a prompt which was fed, at batch size 1.
 
     Between tokens the session's cache may be ahead of what was given out; when the iterator ends, or is closed, it
@@ -213,18 +213,18 @@ def speculative_loop(
     context.append(token)
     yield Chosen(torch.tensor([token]), torch.tensor([False]))
     given = 1
-    while token not in ending.tokens and given != limit and session.room != 0:
+    while token not in ending.tokens and given != limit and (room := session.room) != 0:
         equal = session.equal_steps()
         count = min(
             draft.max_tokens,
             session.score_length - 1,
             equal - 1,
             draft.max_tokens if limit is None else limit - given - 1,
-            draft.max_tokens if session.room is None else session.room - 1,
+            draft.max_tokens if room is None else room - 1,
         )
         proposal = draft.propose(context, count, sampler.sampling) if count > 0 else Proposal([])
         fed_tokens = torch.tensor([[token, *proposal.tokens]], device=session.device)
-        logits = session.go_on(fed_tokens[0]) if equal == 0 else session.score(fed_tokens)[0]
+        logits = session.decode_for_generation(fed_tokens[0]) if equal == 0 else session.score(fed_tokens)[0]
         fed, moves = int(session.length[0]), session.moves
         tokens = sampler.agreed(_judge(logits, proposal, sampler)[0], len(proposal.tokens) + 1)
         accepted = len(tokens) - 1
@@ -267,8 +267,12 @@ def generate_speculative(
         statistics: Counted here, if given.
     """
     speculation = Speculation(input_ids[0].tolist(), draft, statistics or SpeculationStatistics())
-    logits = session.prefill(input_ids)
-    for step in speculative_loop(session, logits, chooser, Ending(limit, end_tokens), speculation):
+
+    def begin() -> Generator[Chosen]:
+        logits = session.prefill(input_ids)
+        return speculative_loop(session.stepper, logits, chooser, Ending(limit, end_tokens), speculation)
+
+    for step in session.stepper.guarded(begin):
         yield int(step.tokens[0])
 
 

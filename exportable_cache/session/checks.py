@@ -1,4 +1,4 @@
-"""What a session refuses, before anything runs."""
+"""Checks of a session's arguments, before anything runs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 from ..errors import CacheFullError, InputError
 
-#: Limits of the strings that end an answer: each token's text is searched for all of them.
+#: Limits of stop strings, because the text of each token is searched for all of them.
 MOST_STOPS, MOST_STOP_CHARACTERS = 64, 1024
 
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What a program's steps take.
+    """Limits of a program's inputs.
 
     Attributes:
-        batch_size: Rows.
+        batch_size: Number of rows.
         vocab_size: Token ids run from 0 to vocab_size - 1.
-        device: Where inputs are expected.
-        codebooks: Ids of each token, where these are several.
+        device: Device of the inputs.
+        codebooks: Number of ids in each token; None for one.
     """
 
     batch_size: int
@@ -30,12 +30,12 @@ class ProgramLimits:
     codebooks: int | None = None
 
     def dims(self, *names: str) -> tuple[str, ...]:
-        """Of a tensor of tokens: these, and one more where a token is several ids."""
+        """Return the dimensions of a tensor of tokens: `names`, and "codebooks" if a token has several ids."""
         return names if self.codebooks is None else (*names, "codebooks")
 
 
 def check_no_autocast(device: torch.device) -> None:
-    """Refuse to run a program under other dtypes than it was made with.
+    """Check that a program runs in the dtypes that it was made with.
 
     Raises:
         InputError: Under `torch.autocast`.
@@ -48,14 +48,14 @@ def check_no_autocast(device: torch.device) -> None:
 
 
 def check_rows_may_differ(equal_rows: bool, found: str) -> None:
-    """Refuse rows of different length where the model takes one length for all.
+    """Check that the model allows rows of different length.
 
     Args:
-        equal_rows: Whether it does, see `program.lengths`.
-        found: What would make them differ, for the message.
+        equal_rows: True if it takes one length for all rows, see `program.lengths`.
+        found: The cause of different lengths, for the message.
 
     Raises:
-        InputError: Then.
+        InputError: If it does not.
     """
     if equal_rows:
         raise InputError(
@@ -64,33 +64,33 @@ def check_rows_may_differ(equal_rows: bool, found: str) -> None:
         )
 
 
-def check_pieces(sizes: Sequence[int]) -> None:
-    """Refuse a prompt that would go through in steps of which one, by having one token, ends it (Unlimited OCR).
+def check_chunks(sizes: Sequence[int]) -> None:
+    """Check that no chunk of a prompt has one token, for models that end the prompt at such a step (Unlimited OCR).
 
     Args:
-        sizes: Tokens of each step.
+        sizes: Number of tokens in each step.
 
     Raises:
-        InputError: Then.
+        InputError: If one of several chunks has one token.
     """
     if len(sizes) > 1 and 1 in sizes:
         raise InputError(
-            f"the prompt would go through in steps of {list(sizes)} tokens, and this model takes a step of one token "
-            "for the end of its prompt; use a larger prefill_chunk, or another text around the images"
+            f"the prompt would be fed in steps of {list(sizes)} tokens, and this model ends its prompt at a step of "
+            "one token; use a larger prefill_chunk, or another text around the images"
         )
 
 
 def check_ids(name: str, ids: torch.Tensor, dims: tuple[str, ...], limits: ProgramLimits) -> None:
-    """Refuse token ids that a program cannot take.
+    """Check token ids.
 
     Args:
-        name: Of the argument, for the message.
-        ids: What was passed, to be int64 with these dimensions.
-        dims: `("batch", "length")`, `("batch",)` or `("length",)`, with "codebooks" behind where a token is several.
-        limits: Of the program.
+        name: Name of the argument, for messages.
+        ids: The argument, which must be int64 with these dimensions.
+        dims: `("batch", "length")`, `("batch",)` or `("length",)`, followed by "codebooks" if a token has several ids.
+        limits: Limits of the program.
 
     Raises:
-        InputError: On another type, shape, dtype or device, on no token at all, or on an id outside the vocabulary.
+        InputError: If the type, shape, dtype or device is wrong, there is no token, or an id is outside the vocabulary.
     """
     batch_size, vocab_size, device = limits.batch_size, limits.vocab_size, limits.device
     shape = f"[{', '.join(dims)}]"
@@ -128,23 +128,23 @@ def check_ids(name: str, ids: torch.Tensor, dims: tuple[str, ...], limits: Progr
 
 
 def check_one_id_a_token(codebooks: int | None) -> None:
-    """Refuse to choose tokens of several ids.
+    """Check that each token is one id, because others cannot be chosen here.
 
     Raises:
-        InputError: If a token is that.
+        InputError: If a token has several ids.
     """
     if codebooks is not None:
         raise InputError(
-            f"a token of this model is {codebooks} ids, each of a codebook, and how they follow each other is the "
-            "model's own; feed rows of ids with prefill and decode, and choose from the logits of each codebook"
+            f"a token of this model is {codebooks} ids, one per codebook, and their order depends on the model; feed "
+            "rows of ids with prefill and decode, and choose from the logits of each codebook"
         )
 
 
 def check_max_new_tokens(max_new_tokens: int | None) -> None:
-    """Refuse a limit that is no positive int.
+    """Check a limit of new tokens.
 
     Raises:
-        InputError: If it is neither that nor None.
+        InputError: If it is neither a positive int nor None.
     """
     if max_new_tokens is None:
         return
@@ -155,13 +155,13 @@ def check_max_new_tokens(max_new_tokens: int | None) -> None:
 
 
 def check_room(held: int, limit: int | None, tokens: int, max_new_tokens: int | None = None) -> None:
-    """Refuse tokens for which there are no slots.
+    """Check that there are slots for tokens.
 
     Args:
-        held: Tokens that the fullest row holds.
-        limit: Tokens that a row can hold in all, or None for any number.
-        tokens: To be fed to every row.
-        max_new_tokens: To be generated after them, if that number was asked for.
+        held: Number of tokens in the fullest row.
+        limit: Tokens that a row can hold, or None for any number.
+        tokens: Number of tokens to feed to every row.
+        max_new_tokens: Number of tokens to generate after them; None if no number was given.
 
     Raises:
         CacheFullError: If they do not fit.
@@ -175,7 +175,7 @@ def check_room(held: int, limit: int | None, tokens: int, max_new_tokens: int | 
         if tokens > limit:
             remedy = f"shorten the prompt, or allocate or export with max_cache_len of at least {held + tokens}"
         raise CacheFullError(f"{holds}, {tokens} more do not fit; {remedy}")
-    # The last new token is not fed back, so it needs no slot.
+    # The last new token needs no slot, because it is not fed back.
     if max_new_tokens is not None and tokens + max_new_tokens - 1 > room:
         raise CacheFullError(
             f"{holds}: after a prompt of {tokens} tokens max_new_tokens may be at most {room - tokens + 1}, "
@@ -185,10 +185,10 @@ def check_room(held: int, limit: int | None, tokens: int, max_new_tokens: int | 
 
 
 def check_stops(strings: Sequence[str]) -> None:
-    """Check the strings that end an answer.
+    """Check stop strings.
 
     Raises:
-        InputError: If one is empty or not text, or there are more or longer ones than the limits.
+        InputError: If one is empty, too long or not text, or there are too many.
     """
     if isinstance(strings, str) or any(not isinstance(text, str) or not text for text in strings):
         raise InputError(f"stop must be texts of at least one character, got {strings!r:.80}; leave out what is empty")
@@ -202,11 +202,10 @@ def check_stops(strings: Sequence[str]) -> None:
 
 
 def split_stops(stop: int | str | Sequence[int | str] | None, vocab_size: int) -> tuple[list[int], list[str]]:
-    """Stop tokens and stop strings, from one, several or none of either.
+    """Return the stop tokens and the stop strings of an argument that may be None, one of either, or several.
 
     Raises:
-        InputError: If one is neither a token id of the vocabulary nor a string of at least one character, or strings
-            are more or longer than `check_stops` allows.
+        InputError: If one is neither a token id of the vocabulary nor a string that `check_stops` allows.
     """
     given = [] if stop is None else [stop] if isinstance(stop, (int, str)) else list(stop)
     tokens, strings = [], []

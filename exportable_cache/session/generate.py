@@ -1,4 +1,4 @@
-"""What a session generates: tokens and text, by the loops of `generation`. Arguments are checked here, once."""
+"""Generates the tokens and text of a session with the loops of `generation`, and checks the arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ..generation.sampling import Sampler
 from ..generation.speculative import DraftModel, Speculation, check_can_rewind, speculative_loop
 from ..generation.text import encode_prompt, stream_text, stream_texts
 from .checks import check_max_new_tokens, check_one_id_a_token, split_stops
-from .guard import Answer
 from .inputs.encoder import start_tokens
 from .inputs.stages import Prompt
 from .rows import TokenRows
@@ -33,14 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """How a prompt is to be answered, checked.
+    """Checked options of a generation.
 
     Attributes:
-        sampling: How tokens are chosen.
-        ending: What ends a row, the model's own end tokens among it. Its limit is the one that was asked for.
-        draft: What proposes tokens, or None.
-        continues: True if the text goes on from the prompt's, False if it is one of its own, as the answer to chat
-            messages is.
+        sampling: Settings of the sampler.
+        ending: Ends of a row, including the model's end tokens. Its limit is the one that was requested.
+        draft: Proposes tokens; None for plain decoding.
+        continues: True if the text continues that of the prompt; False for a text of its own, such as the response to
+            chat messages.
     """
 
     sampling: Sampling
@@ -56,10 +55,10 @@ def make_request(
     stop: int | str | Sequence[int | str] | None,
     draft: Draft | None,
 ) -> Request:
-    """A request from what a user gives.
+    """Check the arguments of `Session.generate`, and return them as a request.
 
     Raises:
-        InputError: If an argument is not what it has to be.
+        InputError: If an argument is not valid.
     """
     check_one_id_a_token(session.codebooks)
     check_max_new_tokens(max_new_tokens)
@@ -77,30 +76,30 @@ def make_request(
 def token_steps(
     session: Session, request: Request, prompt: Prompt, texts: Sequence[torch.Tensor] = ()
 ) -> Generator[torch.Tensor]:
-    """Tokens that follow a prompt, int64 [batch] per step, from where the session is now.
+    """Return the tokens after a prompt, int64 [batch] per step, from the session's position.
 
     Args:
-        prompt: Checked.
-        texts: What it was made of, int64 [length] per row, where the tokens that are unfed by the first step go in
-            front of it.
+        session: The session.
+        request: Options of the generation.
+        prompt: The checked prompt.
+        texts: Its text, int64 [length] per row, if tokens that are pending at the first step go in front of it.
     """
-    answer = Answer(session._stepper)
-    return answer.steps(lambda: _token_steps(session, request, prompt, texts))
+    return session.stepper.guarded(lambda: _token_steps(session, request, prompt, texts))
 
 
 def _token_steps(
     session: Session, request: Request, prompt: Prompt, texts: Sequence[torch.Tensor]
 ) -> Generator[torch.Tensor]:
     if texts:
-        prompt = Prompt(TokenRows.of(behind_unfed(session, texts)))
-    stepper, held = session._stepper, session.length.tolist()
+        prompt = Prompt(TokenRows.of(after_unfed(session, texts)))
+    stepper, held = session.stepper, session.length.tolist()
     ending = replace(request.ending, limit=default_limit(session, request.ending.limit, prompt.rows, held))
     if ending.strings and request.continues:
         ending = replace(ending, after=_rows_of(prompt.rows.ids, prompt.rows.lengths))
-    agree = None if session.ranks is None else session.ranks.of_first
+    agree = None if session.stepper.ranks is None else session.stepper.ranks.of_first
     stepper.check_room(prompt.rows)
-    logits = stepper.feed_for_generation(session._stages.steps(prompt, stepper))
-    # The newest token takes no slot.
+    logits = stepper.feed_for_generation(session.stages.steps(prompt, stepper))
+    # The newest token needs no slot, because it is not fed.
     most = [limit for limit in (ending.limit, None if stepper.room is None else stepper.room + 1) if limit is not None]
     sampler = sampler_after(session, request.sampling, prompt.rows, min(most, default=None), held, agree)
     if request.draft is None:
@@ -108,7 +107,7 @@ def _token_steps(
     else:
         speculation = Speculation(prompt.rows.ids[0].tolist(), request.draft)
         chosen = speculative_loop(stepper, logits, sampler, ending, speculation)
-    # Rows that have ended and stay where they are keep their newest; where they go on over padding, it was fed.
+    # An ended row keeps its newest token if it keeps its length. Otherwise the token was fed, with padding after it.
     keeps = stepper.least_rollback[1] > 0
     unfed: list[int | None] = [None] * session.batch_size
     for tokens, are_padding in _finite(chosen, stepper):
@@ -122,16 +121,16 @@ def _token_steps(
 
 
 def _rows_of(ids: torch.Tensor, lengths: Sequence[int]) -> list[list[int]]:
-    """Return the token ids of each row; `TokenRows` has them at the rows' ends."""
+    """Return the token ids of each row, which `TokenRows` keeps at the end of the row."""
     return [row[len(row) - length :] for row, length in zip(ids.tolist(), lengths, strict=True)]
 
 
 def _finite(chosen: Iterator[Chosen], stepper: ProgramStepper) -> Iterator[Chosen]:
-    """The same, saying where logits are not finite."""
+    """Yield the steps, and name the position if logits are not finite."""
     try:
         yield from chosen
     except NonFiniteLogitsError as error:
-        # A row that ended may be behind.
+        # The longest row, because rows that ended may be shorter.
         position = int(stepper.length.max()) - 1
         raise NonFiniteLogitsError(
             f"the logits are not finite at position {position}, so no token can be chosen: the model overflows there, "
@@ -139,11 +138,11 @@ def _finite(chosen: Iterator[Chosen], stepper: ProgramStepper) -> Iterator[Chose
         ) from error
 
 
-def behind_unfed(session: Session, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Texts, int64 [length] per row, behind the tokens that were given out and not fed yet.
+def after_unfed(session: Session, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return texts, int64 [length] per row, with the token that was given out and not fed in front of each.
 
     Raises:
-        InputError: If there is no token at all in a row.
+        InputError: If a row has no token.
     """
     found = [
         text if token is None else torch.cat([text.new_tensor([token]), text])
@@ -157,9 +156,9 @@ def behind_unfed(session: Session, texts: Sequence[torch.Tensor]) -> list[torch.
 def checked_steps(
     session: Session, input_ids: Any, inputs: Mapping[str, torch.Tensor], request: Request
 ) -> Generator[torch.Tensor]:
-    """Tokens that follow token ids and what a processor gave beside them, int64 [batch] per step; checked now."""
-    further, stepper = dict(inputs), session._stepper
-    prompt = session._stages.check(input_ids, further.pop("attention_mask", None), further, stepper.state)
+    """Check a prompt and the further outputs of a processor now, and return the tokens after it, see `token_steps`."""
+    extra, stepper = dict(inputs), session.stepper
+    prompt = session.stages.check(input_ids, extra.pop("attention_mask", None), extra, stepper.state)
     stepper.check_room(prompt.rows, request.ending.limit)
     default_limit(session, request.ending.limit, prompt.rows, session.length.tolist())
     if request.draft is not None:
@@ -172,24 +171,24 @@ def checked_steps(
 
 
 def generated_text(session: Session, prompt: Any, request: Request) -> Iterator[Any]:
-    """See `Session.generate_text`."""
+    """Check the arguments of `Session.generate_text` now, and return its iterator."""
     tokenizer = require_tokenizer(session, "text")
     prompts, many = _prompts(session, prompt)
     strings = request.ending.strings
-    # One row's text ends where its strings are taken out of it; rows of a batch end by them, too.
+    # The text stream of a single row ends at a stop string; in a batch the decode loop must end the row.
     if not many:
         request = replace(request, ending=replace(request.ending, strings=()))
     after: Sequence[Sequence[int]]
     if session.has_encoder:
-        steps, after = _answers_to_encoded(session, tokenizer, prompts, request)
+        steps, after = _encoder_steps(session, tokenizer, prompts, request)
     elif isinstance(prompts, Mapping):
         inputs = dict(prompts)
         ids = inputs.pop("input_ids")
         steps = checked_steps(session, ids, inputs, request)
-        # Padding is a special token, which gives no text.
+        # With padding, because it is a special token and gives no text.
         after = ids.tolist()
     else:
-        steps, after = _answers_to_text(session, tokenizer, prompts, request)
+        steps, after = _text_steps(session, tokenizer, prompts, request)
     if many:
         return _until_closed(steps, stream_texts(steps, tokenizer, request.ending.tokens, strings, after))
     tokens = (int(step[0]) for step in steps)
@@ -198,7 +197,7 @@ def generated_text(session: Session, prompt: Any, request: Request) -> Iterator[
 
 
 def _until_closed(steps: Generator[torch.Tensor], pieces: Iterator[Any]) -> Iterator[Any]:
-    """Pieces of text; once they end, or fail, so do the steps that they are made of, whoever keeps the error."""
+    """Yield pieces of text, and close the steps at their end or error, even if the caller keeps the traceback."""
     try:
         yield from pieces
     finally:
@@ -206,7 +205,7 @@ def _until_closed(steps: Generator[torch.Tensor], pieces: Iterator[Any]) -> Iter
 
 
 def _prompts(session: Session, prompt: Any) -> tuple[Any, bool]:
-    """The prompt of each row, or what a processor gave for them; and whether the answer is a list per step."""
+    """Return the prompt of each row, or a processor's output; and True if each step gives a list of pieces."""
     if isinstance(prompt, Mapping):
         return prompt, session.batch_size > 1
     if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], Mapping):
@@ -224,16 +223,16 @@ def _prompts(session: Session, prompt: Any) -> tuple[Any, bool]:
     return [prompt], False
 
 
-def _answers_to_text(
+def _text_steps(
     session: Session, tokenizer: PreTrainedTokenizerBase | TextTokenizer, prompts: Sequence[Any], request: Request
 ) -> tuple[Generator[torch.Tensor], list[list[int]]]:
-    """Return the steps that follow prompts, and the token ids of each row that the generated text goes on from.
+    """Return the steps after text prompts, and the token ids of each row that the generated text continues.
 
-    Texts go on from where the session is. With conversations it starts again, and each generation is a text of its own.
+    Texts continue from the session's position. Conversations reset it, and each response is a text of its own.
     """
     are_text = [isinstance(prompt, str) for prompt in prompts]
     if any(are_text) != all(are_text):
-        raise InputError("a list of prompts has texts and conversations, which start anew; pass only one of the two")
+        raise InputError("a list of prompts must have only texts or only conversations, got both; pass one of the two")
     continues = are_text[0]
     held = session.length.tolist()
     ids = [
@@ -242,9 +241,9 @@ def _answers_to_text(
     ]
     if request.draft is not None:
         _check_draft(session, request.draft)
-    rows = behind_unfed(session, ids) if continues else ids
-    prompt = session._stages.check(rows, None, {}, session.sequence)
-    session._stepper.check_room(prompt.rows, request.ending.limit, anew=not continues)
+    rows = after_unfed(session, ids) if continues else ids
+    prompt = session.stages.check(rows, None, {}, session.stepper.state)
+    session.stepper.check_room(prompt.rows, request.ending.limit, from_start=not continues)
     default_limit(session, request.ending.limit, prompt.rows, held if continues else None)
     if continues:
         return token_steps(session, request, prompt, ids), [row.tolist() for row in rows]
@@ -252,10 +251,10 @@ def _answers_to_text(
     return token_steps(session, replace(request, continues=False), prompt), []
 
 
-def _answers_to_encoded(
+def _encoder_steps(
     session: Session, tokenizer: PreTrainedTokenizerBase | TextTokenizer, prompts: Any, request: Request
 ) -> tuple[Generator[torch.Tensor], list[list[int]]]:
-    """Return the steps of a decoder over its encoder's states of the prompts, and the token ids that it starts with."""
+    """Encode the prompts, and return the decoder's steps and the token ids that it starts with."""
     if request.draft is not None:
         _check_draft(session, request.draft)
     start = start_tokens(session.generation_config, session.batch_size, session.device)
@@ -265,7 +264,7 @@ def _answers_to_encoded(
         session.encode(**encoded)
     else:
         rows = [encode_prompt(tokenizer, prompt)[0].to(session.device) for prompt in prompts]
-        # Masks on the right, as encoders take them.
+        # Padded on the right, because encoders take no padding on the left.
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         masks = {} if bool(mask.all()) else {"attention_mask": mask}
         session.encode(pad_sequence(rows, batch_first=True), **masks)
@@ -291,15 +290,16 @@ def _check_draft(session: Session, draft: Draft, strings: Sequence[str] = ()) ->
             "vocabulary"
         )
     check_can_rewind(session, min(draft.max_tokens, session.score_length - 1))
-    if session.ranks is not None and isinstance(draft, DraftModel) and getattr(draft.session, "ranks", None) is None:
+    of_one_process = isinstance(draft, DraftModel) and getattr(draft.session.stepper, "ranks", None) is None
+    if session.stepper.ranks is not None and of_one_process:
         raise InputError(
-            f"the draft model runs by itself on each of {session.ranks.size} ranks, which need not propose the same; "
-            "split it over the same ranks, or draft by PromptLookup"
+            f"the draft model runs separately on each of {session.stepper.ranks.size} ranks, which may propose other "
+            "tokens; split it over the same ranks, or draft by PromptLookup"
         )
 
 
 def require_tokenizer(session: Session, purpose: str) -> PreTrainedTokenizerBase | TextTokenizer:
-    """The session's tokenizer.
+    """Return the session's tokenizer.
 
     Raises:
         InputError: If it has none.
@@ -320,25 +320,26 @@ def sampler_after(
     held: Sequence[int] | None = None,
     agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Sampler:
-    """Return the sampler of a generation, which follows the settings of the checkpoint as well.
+    """Return the sampler of a generation, which also follows the settings of the checkpoint.
 
     Args:
-        sampling: How tokens are chosen. A repetition penalty comes before the checkpoint's.
+        session: The session.
+        sampling: Settings of the caller. Its repetition penalty replaces the checkpoint's.
         rows: Prompts.
-        limit: Largest number of new tokens, with what fits the cache in mind; None if there is no limit.
-        held: Number of tokens that each row held before its prompt; none by default.
+        limit: Largest number of new tokens that was requested and fits the cache; None if there is no limit.
+        held: Number of tokens in each row before its prompt; 0 by default.
         agree: See `Sampler`.
 
     Raises:
-        InputError: If a setting of the checkpoint is not what it has to be.
+        InputError: If a setting of the checkpoint is not valid.
     """
     settings = session.generation_settings
     if sampling.repetition_penalty is None and settings.repetition_penalty is not None:
         sampling = replace(sampling, repetition_penalty=settings.repetition_penalty)
     texts, encoded = rows.texts, rows.texts
     if session.has_encoder:
-        # By identity, because a state that was loaded has been encoded elsewhere.
-        known, encoder = session.encoded_ids, session.sequence.encoded
+        # Compared by identity, because the tokens of a loaded state are not known.
+        known, encoder = session.encoded_ids, session.stepper.state.encoded
         encoded = known[1] if known is not None and encoder and encoder[0] is known[0] else []
     starts = [
         RowStart(ids, 0 if held is None else held[row], limit, encoded[row] if encoded else None)
@@ -349,14 +350,14 @@ def sampler_after(
 
 
 def default_limit(
-    session: Session, asked: int | None, rows: TokenRows, held: Sequence[int] | None = None
+    session: Session, requested: int | None, rows: TokenRows, held: Sequence[int] | None = None
 ) -> int | None:
-    """Return the limit of new tokens that was asked for, or else that of the checkpoint; None if neither has one.
+    """Return the requested limit of new tokens, or else that of the checkpoint; None if there is neither.
 
     Raises:
         InputError: If the checkpoint's limit of all tokens leaves no room for a new one.
     """
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     before = [0] * len(rows.lengths) if held is None else held
     return session.generation_settings.limit(max(map(sum, zip(before, rows.lengths, strict=True))))

@@ -1,8 +1,6 @@
-"""What keeps a session's answers right when it is used wrongly: by two threads, by two generators, or after a step that
-was cut off.
+"""Refuses misuse of a session by two threads or two generators, and steps after one that was interrupted.
 
-None of it is in traced code: a step costs a lock that only a generator's end waits for, and two assignments, a token a
-comparison.
+None of it is in traced code. A call takes the lock once, and each token costs one comparison of the state.
 """
 
 from __future__ import annotations
@@ -24,24 +22,24 @@ Tokens = TypeVar("Tokens")
 
 
 class StepGuard:
-    """Lets one thread run steps at a time, and remembers one that did not finish: `with guard: ...` around it.
+    """Lets one thread at a time run steps (`with guard: ...`), and remembers a step that did not finish.
 
     Args:
-        lock: Of the program. Forks run one program, and share it.
+        lock: Lock of the program. Forks run the same program, so they share it.
 
     Attributes:
-        is_broken: Whether a step was cut off that may have written what cannot be taken back.
-        last_thread: That ran something last.
+        is_broken: True if an interrupted step may have overwritten what cannot be taken back.
+        last_thread: Thread that ran something last.
     """
 
     def __init__(self, lock: threading.RLock | None = None) -> None:
         self.lock = lock or threading.RLock()
         self.is_broken = False
         self.last_thread = threading.get_ident()
-        self._answer: weakref.ref[Answer] | None = None
+        self._generation: weakref.ref[Generation] | None = None
 
     def forked(self) -> StepGuard:
-        """Of another session over the same program, whose cache is a copy of this one's."""
+        """Return the guard of another session over the same program, whose cache is a copy."""
         fork = StepGuard(self.lock)
         fork.is_broken = self.is_broken
         return fork
@@ -59,10 +57,10 @@ class StepGuard:
         self.lock.release()
 
     def check_whole(self) -> None:
-        """Refuse to go on from a cache that a step has left half-written.
+        """Check that no step has left the cache half-written.
 
         Raises:
-            InputError: If it has.
+            InputError: If one has.
         """
         if self.is_broken:
             raise InputError(
@@ -70,30 +68,29 @@ class StepGuard:
                 "back; reset() and feed the sequence again, or load_state() what was saved before"
             )
 
-    def begin(self, answer: Answer) -> None:
-        """Give an answer its turn.
+    def begin(self, generation: Generation) -> None:
+        """Make a generation the current one.
 
         Raises:
             InputError: If another one is not finished.
         """
-        other = self._answer() if self._answer is not None else None
+        other = self._generation() if self._generation is not None else None
         if other is not None and not other.has_ended and other.is_current:
             raise InputError(
-                "this session is generating: an answer that was begun is not finished; take all of it, close() that "
-                "generator, or reset() the session to give it up"
+                "this session is generating: another generator has not finished; take all of its tokens, close() it, "
+                "or reset() the session to drop it"
             )
-        self._answer = weakref.ref(answer)
+        self._generation = weakref.ref(generation)
 
 
-class Answer:
-    """One generator's turn: it goes on only from where it left the session.
+class Generation:
+    """A generator's use of a session. It continues only if the session is where the generator left it.
 
     Args:
-        stepper: Of the session, where it is when the answer is asked for.
+        stepper: The stepper of the session, at the time of the call.
 
     Attributes:
-        has_ended: Whether it gives out nothing more. A traceback that is kept keeps the answer alive, so that it is
-            there says nothing.
+        has_ended: True if it gives no more tokens. A traceback may keep the object alive after its end.
     """
 
     def __init__(self, stepper: ProgramStepper) -> None:
@@ -103,22 +100,21 @@ class Answer:
 
     @property
     def is_current(self) -> bool:
-        """Whether the session is where it was left."""
+        """True if the session is where this generation left it."""
         state, moves = self._left
         return self._stepper.state is state and self._stepper.moves == moves
 
     def steps(self, begin: Callable[[], Generator[Tokens]]) -> Generator[Tokens]:
-        """What an iterator gives, each item computed under the session's lock.
+        """Yield the items of the generator that `begin` makes, each computed under the session's lock.
 
         Raises:
-            InputError: If the session was reset, or has run or gone elsewhere since the item before, or another
-                generator's answer is not finished.
+            InputError: If the session was used or moved since the last item, or another generation is not finished.
         """
         stepper, steps = self._stepper, None
         try:
             while True:
                 with stepper.guard:
-                    self._check_place(has_begun=steps is not None)
+                    self._check_unmoved(has_begun=steps is not None)
                     if steps is None:
                         stepper.guard.begin(self)
                         steps = begin()
@@ -131,19 +127,17 @@ class Answer:
         finally:
             self.has_ended = True
             if steps is not None:
-                # Here, not where its last reference goes: what it takes back must not meet another thread's step.
+                # Closed under the lock, because closing may take tokens back while another thread runs a step.
                 with stepper.guard.lock:
                     steps.close()
 
-    def _check_place(self, has_begun: bool) -> None:
-        """Refuse to go on from elsewhere.
+    def _check_unmoved(self, has_begun: bool) -> None:
+        """Check that the session is where it was left.
 
-        Raises:
-            InputError: If the session is not where it was left. Between the call and the first token its own thread may
-                move it; another one's move is a mistake.
+        Its own thread may move it between the call and the first token. A move by another thread is a mistake.
         """
         if not self.is_current and (has_begun or self._stepper.guard.last_thread != threading.get_ident()):
             raise InputError(
-                "the session was reset, moved or used otherwise since this generator gave out its last token, "
-                "so its answer cannot go on; start another one, and use fork() for several at a time"
+                "the session was reset, moved or used otherwise since this generator gave out its last token, so "
+                "it cannot continue; start another one, and use fork() for several at a time"
             )

@@ -51,7 +51,7 @@ def save_state(session: Session, path: Path) -> None:
     writes one file, of the heads of all ranks: the same as one process writes.
     """
     _check_no_stages(session)
-    sequence, ranks = session.sequence, session.ranks
+    sequence, ranks = session.stepper.state, session.stepper.ranks
     most = int(sequence.max_len_ever.max())
     tensors = {}
     for name, tensor in runner_state(session).items():
@@ -104,7 +104,7 @@ def load_state(session: Session, path: Path) -> None:
         InputError: If it is of another model, of other layers or another batch size, or longer than this cache.
     """
     _check_no_stages(session)
-    ranks = session.ranks
+    ranks = session.stepper.ranks
     if ranks is None:
         tensors, sequence = _read(session, path)
     else:
@@ -120,7 +120,7 @@ def load_state(session: Session, path: Path) -> None:
         dim = _capacity_dim(session, name)
         part = tensor if dim is None else tensor.narrow(dim, 0, tensors[name].shape[dim])
         part.copy_(tensors[name])
-    session.go_on_from(sequence)
+    session.stepper.restore(sequence)
 
 
 def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], SequenceState]:
@@ -162,7 +162,7 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
         _check_rows(session, length, max_len_ever, unfed)
         images = PlacedImages.from_saved(json.loads(metadata["images"]), max_len_ever.tolist())
         encoded = tuple(tensors.pop(f"{_ENCODED}{index}") for index in range(_count_encoded(tensors)))
-        session.check_encoded(encoded)
+        session.stages.check_given(encoded, session.runner.methods)
         state = runner_state(session)
         missing, unknown = set(state) - set(tensors), set(tensors) - set(state)
         if missing:
@@ -228,9 +228,9 @@ def _fitting(
     # Before slots are cut to what this session has.
     if dim is not None:
         _check_slots(layer, name, saved, dim, rows)
-    if session.ranks is not None:
+    if session.stepper.ranks is not None:
         _check_parts(session, name, saved, tensor, path)
-        saved = session.ranks.part(saved, *_cut(session, name))
+        saved = session.stepper.ranks.part(saved, *_cut(session, name))
         if _is_split(session, name):
             saved = _own_slots(saved, session, name)
     expected = list(tensor.shape)
@@ -353,7 +353,7 @@ def _is_split(session: Session, name: str) -> bool:
 
 def _slots_of_all(part: torch.Tensor, session: Session, name: str, most: int) -> torch.Tensor:
     """The first `most` slots of a row, of which ranks have every `size`-th one."""
-    ranks, dim = session.ranks, _capacity_dim(session, name)
+    ranks, dim = session.stepper.ranks, _capacity_dim(session, name)
     assert ranks is not None and dim is not None
     each = -(-most // ranks.size)
     found = ranks.whole(part.narrow(dim, 0, each), dim, ranks.size)
@@ -362,7 +362,7 @@ def _slots_of_all(part: torch.Tensor, session: Session, name: str, most: int) ->
 
 def _own_slots(whole: torch.Tensor, session: Session, name: str) -> torch.Tensor:
     """Of a row's slots those of this rank."""
-    ranks, dim = session.ranks, _capacity_dim(session, name)
+    ranks, dim = session.stepper.ranks, _capacity_dim(session, name)
     assert ranks is not None and dim is not None
     return whole.index_select(dim, torch.arange(ranks.rank, whole.shape[dim], ranks.size))
 

@@ -1,4 +1,4 @@
-"""Prompts of a batch of equal or different length, and the rows that wait while longer rows are prefilled."""
+"""Prompts of a batch, whose rows may differ in length, and copies of rows that wait for longer ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Segment:
-    """Columns of a batch that go through together: the tokens of some rows, while the others wait.
+    """Columns of a batch that are fed together: tokens of some rows, while the others wait.
 
     Attributes:
-        start, end: First column, and the one after the last.
-        rows: Whether each row has tokens there, bool [batch] on the host.
+        start: First column.
+        end: Column after the last.
+        rows: True for rows that have tokens there, bool [batch] on the host.
     """
 
     start: int
@@ -34,14 +35,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Prompts that end together: `TokenRows(tensor([[5, 6, 7], [8, 8, 9]]), (3, 2), False)` holds 5 6 7 and 8 9.
+    """Prompts aligned at their ends: `TokenRows(tensor([[5, 6, 7], [8, 8, 9]]), (3, 2), False)` holds 5 6 7 and 8 9.
 
     Attributes:
-        ids: int64 [batch, length], of several codebooks [batch, length, codebooks], each row's tokens at its end. What
-            stands before them is the row's own first token, a valid id, and one that counts as no other in what a
-            prompt is said to hold.
-        lengths: Tokens of each row.
-        are_even: Whether all rows have the same length.
+        ids: int64 [batch, length], or [batch, length, codebooks], with each row's tokens at its end. The padding is
+            the row's first token, because it must be a valid id that occurs in the prompt anyway.
+        lengths: Number of tokens in each row.
+        are_even: True if all rows have the same length.
     """
 
     ids: torch.Tensor
@@ -50,7 +50,7 @@ class TokenRows:
 
     @property
     def texts(self) -> list[torch.Tensor]:
-        """Tokens of each row, int64 [length], without what stands before them."""
+        """Tokens of each row, int64 [length], without the padding."""
         longest = self.ids.shape[1]
         return [row[longest - length :] for row, length in zip(self.ids, self.lengths, strict=True)]
 
@@ -62,12 +62,12 @@ class TokenRows:
 
     @classmethod
     def whole(cls, ids: torch.Tensor) -> TokenRows:
-        """Rows of equal length, int64 [batch, length]."""
+        """Return rows of equal length, from int64 [batch, length]."""
         return cls(ids, (ids.shape[1],) * ids.shape[0])
 
     @classmethod
     def of(cls, prompts: Sequence[torch.Tensor]) -> TokenRows:
-        """From one tensor int64 [length] per row."""
+        """Return rows from one tensor int64 [length] each."""
         lengths = tuple(len(prompt) for prompt in prompts)
         if len(set(lengths)) == 1:
             return cls(torch.stack(list(prompts)), lengths)
@@ -77,15 +77,15 @@ class TokenRows:
 
     @classmethod
     def checked(cls, prompts: Any, attention_mask: Any, limits: ProgramLimits) -> TokenRows:
-        """From what a user gives.
+        """Check the prompts of a user, and return their rows.
 
         Args:
             prompts: int64 [batch, length], or a list of prompts, each int64 [length] or a list of ints.
-            attention_mask: [batch, length], 0 on the padding before or behind each row's tokens; or None.
-            limits: What the program takes.
+            attention_mask: [batch, length], 0 on the padding before or after each row's tokens; or None.
+            limits: Limits of the program.
 
         Raises:
-            InputError: If either is not that, a row has no token, or a token is outside the vocabulary.
+            InputError: If either is not valid, a row has no token, or a token is outside the vocabulary.
         """
         if isinstance(prompts, (list, tuple)):
             return cls._from_list(prompts, attention_mask, limits)
@@ -100,7 +100,7 @@ class TokenRows:
     @classmethod
     def _from_list(cls, prompts: Sequence[Any], attention_mask: Any, limits: ProgramLimits) -> TokenRows:
         if attention_mask is not None:
-            raise InputError("attention_mask says which columns of a tensor are padding; a list of prompts has none")
+            raise InputError("attention_mask must be None for a list of prompts, which have no padding; leave it out")
         if len(prompts) != limits.batch_size:
             raise InputError(
                 f"got a list of {len(prompts)} prompts, this session runs {limits.batch_size} rows; pass one prompt "
@@ -116,8 +116,9 @@ class TokenRows:
         return cls.of(rows)
 
     def segments(self) -> list[Segment]:
-        """The columns in order, cut wherever a row begins. Rows end together, so the last step gives every row's
-        logits.
+        """Return the columns in order, cut where a row begins.
+
+        Rows end together, so the last step gives the logits of every row.
         """
         longest = self.ids.shape[1]
         starts = torch.tensor([longest - length for length in self.lengths])
@@ -126,14 +127,14 @@ class TokenRows:
 
 
 def _real(attention_mask: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Which columns hold tokens, bool [batch, length] on the host."""
+    """Return True for columns that hold tokens, bool [batch, length] on the host."""
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != ids.shape[:2]:
         given = (
             list(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else type(attention_mask).__name__
         )
         raise InputError(
-            f"attention_mask has shape {given}, input_ids {list(ids.shape)}; pass the mask that the tokenizer gave "
-            "with them"
+            f"attention_mask must have the shape of input_ids, {list(ids.shape[:2])}, got {given}; pass the mask that "
+            "the tokenizer gave with them"
         )
     real = attention_mask.cpu() != 0
     for row, mask in enumerate(real):
@@ -144,8 +145,7 @@ def _real(attention_mask: Any, ids: torch.Tensor) -> torch.Tensor:
             )
         if columns[-1] - columns[0] + 1 != len(columns):
             raise InputError(
-                f"attention_mask has a gap between the tokens of row {row}; padding goes before or behind a row's "
-                "tokens"
+                f"attention_mask must be 0 only before or after the tokens of a row, got a gap in row {row}; remove it"
             )
     return real
 
@@ -158,12 +158,14 @@ def _as_tensor(name: str, prompt: Any, device: torch.device) -> torch.Tensor:
     return torch.tensor(prompt, dtype=torch.int64, device=device)
 
 
-class RowsAside:
-    """Rows kept in copies while steps run over them at position 0, and put back when it is their turn.
+class SavedRows:
+    """Copies of rows that would be overwritten while longer rows of the batch are still being prefilled.
+
+    The rows are at position 0 until `restore` puts their copies back.
 
     Args:
-        stepper: What runs the steps.
-        rows: Which to keep.
+        stepper: Runs the steps.
+        rows: Indices of the rows to save.
     """
 
     def __init__(self, stepper: ProgramStepper, rows: list[int]) -> None:
@@ -176,7 +178,7 @@ class RowsAside:
         stepper.state = replace(self._held, length=self._held.length * ~self._rows)
 
     def restore(self, rows: torch.Tensor) -> None:
-        """Put back those of `rows`, bool [batch], that are aside."""
+        """Restore those of `rows`, bool [batch], that are saved."""
         due = self._rows & rows
         if not bool(due.any()):
             return
@@ -190,21 +192,21 @@ class RowsAside:
 
 
 @contextmanager
-def set_aside(stepper: ProgramStepper, rows: list[int]) -> Iterator[RowsAside]:
-    """Keep rows in copies; those that are not put back inside the block are at its end, whatever ends it."""
-    aside = RowsAside(stepper, rows)
+def saved_rows(stepper: ProgramStepper, rows: list[int]) -> Iterator[SavedRows]:
+    """Save rows, and restore at the end of the block those that were not restored inside it."""
+    saved = SavedRows(stepper, rows)
     try:
-        yield aside
+        yield saved
     finally:
-        aside.restore(stepper.all_rows)
+        saved.restore(stepper.all_rows)
 
 
-def rows_to_set_aside(stepper: ProgramStepper, rows: TokenRows) -> list[int]:
-    """Rows that wait and would lose what they hold to the steps of longer ones.
+def rows_to_save(stepper: ProgramStepper, rows: TokenRows) -> list[int]:
+    """Return the rows that wait and would lose tokens to the steps of longer rows.
 
     Args:
-        stepper: At the place where `rows` are to be fed.
-        rows: A prompt.
+        stepper: Runs the steps.
+        rows: The prompt to be fed next.
 
     Raises:
         InputError: If there are any and the runtime does not give out its cache.
@@ -231,14 +233,14 @@ def rows_to_set_aside(stepper: ProgramStepper, rows: TokenRows) -> list[int]:
             if layer.max_rollback(end, ever) < longest
         ]
         if stepper.max_length is not None and end > stepper.max_length:
-            loses.append(f"there is no room for behind them, of {stepper.max_length} in all")
+            loses.append(f"does not fit after them, of {stepper.max_length} in all")
         if not loses:
             continue
         if state_of(stepper.runner) is None:
             raise InputError(
                 f"row {row} holds {held} tokens and waits while a longer row is fed {longest} at once, which "
-                f"{loses[0]}, and the {stepper.target!r} runtime does not give out its cache to keep the row apart; "
-                "feed every row as many tokens, or reset() and prefill whole sequences"
+                f"{loses[0]}, and the {stepper.target!r} runtime does not give out its cache to save the row; feed "
+                "every row the same number of tokens, or reset() and prefill whole sequences"
             )
         found.append(row)
     return found

@@ -1,4 +1,4 @@
-"""One object to prefill, decode and generate with, over any target: eager, compiled, or a bundle."""
+"""`Session`: prefill, decode and generate over any target (eager, compiled, or a bundle); `load` opens a bundle."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .generate import checked_steps, generated_text, make_request
 from .inputs.items import recorded_placeholders
 from .inputs.stages import InputStages
 from .state import SequenceState
-from .stepper import ProgramStepper, RowGroups
+from .stepper import ProgramStepper
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,34 +46,39 @@ if TYPE_CHECKING:
     from ..generation.speculative import Draft
     from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
     from ..models.parallel.ranks import Ranks
-    from ..models.positions import RopeRule
     from ..program.methods import ProgramMethod
     from .inputs.stages import Prompt
 
 
 class Session:
-    """A running program and where each row is in its sequence: it takes prompts and gives tokens and text.
+    """A running program with the position of each row: it takes prompts and gives logits, tokens and text.
 
     Open one with `from_model` or `load`. Every call checks its arguments and the room in the cache before anything
-    runs: a refused call changes nothing.
+    runs, so a refused call changes nothing.
 
     Args:
-        runner: What runs the steps.
-        layers: The cache's layers; only their limits are asked for, so they need no tensors.
+        runner: Runs the methods of the program.
+        layers: Layers of the cache. Only their limits are read, so they need no tensors.
         vocab_size: Token ids run from 0 to vocab_size - 1.
-        batch_size: Rows.
-        tokenizer: For text.
-        generation_config: The checkpoint's settings of generation, see `generation_settings`. Its `eos_token_id` and
-            `pad_token_id` end and fill rows in `generate`.
-        device: Where inputs are expected and logits come back.
-        target: What the runner is, for reports.
-        fingerprint: Of the model's weights, see `fingerprint.fingerprint`; saved states are refused to other models by
-            it.
-        placeholders: Token ids that stand for images or sound, by the method that encodes those.
-        steps_per_launch: Decode steps that `generate` runs at once, see `from_model`.
+        batch_size: Number of rows.
+        tokenizer: Tokenizer for text.
+        generation_config: Settings of the checkpoint, see `generation_settings`. `generate` ends rows with its
+            `eos_token_id` and fills them with its `pad_token_id`.
+        device: Device of the inputs and the logits.
+        target: Name of the target, for reports.
+        fingerprint: Fingerprint of the model's weights, see `fingerprint.fingerprint`. A saved state of other weights
+            is refused.
+        placeholders: Token ids that represent images or audio, by the name of the method that encodes them.
+        steps_per_launch: Number of decode steps that `generate` runs at once, see `from_model`.
+
+    Attributes:
+        stepper: Runs the steps. Decoding loops use it directly; it does not check token ids.
+        stages: Turn what a user gives into inputs of steps.
+        parts_of_heads: Number of parts that each layer's heads are split into over ranks; empty for one process.
+        encoded_ids: Output of the encoder and the tokens of each row that it encoded; None if it took no tokens.
 
     Raises:
-        InputError: If `steps_per_launch` is none that this cache or this runtime allows.
+        InputError: If this cache or this runtime does not allow `steps_per_launch`.
 
     Example:
         >>> session = load("artifacts/demo")
@@ -106,21 +111,19 @@ class Session:
         self.fingerprint = fingerprint
         codebooks = next((method.codebooks for method in runner.methods.values() if method.codebooks), None)
         limits = ProgramLimits(batch_size, vocab_size, self.device, codebooks)
-        self._stepper = ProgramStepper(runner, layers, limits, target)
-        self._stages = InputStages(runner.methods, placeholders or {}, limits)
-        check_steps_per_launch(self._stepper, steps_per_launch)
-        self._stepper.steps_per_launch = steps_per_launch
-        #: Of each layer, into how many parts its heads are cut over ranks; nothing where there is one process.
+        self.stepper = ProgramStepper(runner, layers, limits, target)
+        self.stages = InputStages(runner.methods, placeholders or {}, limits)
+        check_steps_per_launch(self, steps_per_launch)
+        self.stepper.steps_per_launch = steps_per_launch
         self.parts_of_heads: tuple[int, ...] = ()
-        #: What the encoder gave, and the tokens of each row that it was given, where these are tokens.
         self.encoded_ids: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._warned: frozenset[str] = frozenset()
 
-    # -- where it is -------------------------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------------------------
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Transformers' tokenizer; of a bundle it is made when it is first asked for."""
+        """Tokenizer of transformers; that of a bundle is made on first use."""
         if isinstance(self.text_tokenizer, TextTokenizer):
             self.text_tokenizer = self.text_tokenizer.whole
         return self.text_tokenizer
@@ -131,151 +134,69 @@ class Session:
 
     @property
     def runner(self) -> Runner:
-        """What runs the steps."""
-        return self._stepper.runner
+        """Runner of the program's methods."""
+        return self.stepper.runner
 
     @runner.setter
     def runner(self, runner: Runner) -> None:
-        self._stepper.use(runner)
-
-    @property
-    def steps_per_launch(self) -> int:
-        """Decode steps that `generate` runs at once."""
-        return self._stepper.steps_per_launch
+        self.stepper.use(runner)
 
     @property
     def layers(self) -> tuple[CacheLayer, ...]:
-        """The cache's layers, as far as their limits go."""
-        return self._stepper.layers
-
-    @property
-    def sequence(self) -> SequenceState:
-        """Where each row is: what is saved and forked beside the cache's tensors."""
-        return self._stepper.state
-
-    @property
-    def moves(self) -> int:
-        """Counts the calls that took it to another place or wrote its cache, but for `shift`."""
-        return self._stepper.moves
+        """Layers of the cache; those of a bundle have limits and no tensors."""
+        return self.stepper.layers
 
     @property
     def length(self) -> torch.Tensor:
-        """Tokens seen per row, int64 [batch] on the host."""
-        return self.sequence.length.clone()
+        """Number of tokens in each row, int64 [batch] on the host."""
+        return self.stepper.state.length.clone()
 
     @property
     def unfed(self) -> tuple[int | None, ...]:
-        """The newest token of each row that a generation gave out, while nothing was fed since and it ended nothing."""
-        return self.sequence.unfed
+        """Newest token of each row that a generation gave out; None if something was fed since, or it ended the row."""
+        return self.stepper.state.unfed
 
     @property
     def max_length(self) -> int | None:
-        """Tokens a row can hold in all, or None where only rings keep state."""
-        return self._stepper.max_length
+        """Tokens that a row can hold, or None if all layers are rings."""
+        return self.stepper.max_length
 
     @property
     def room(self) -> int | None:
-        """Tokens that every row still has room for, or None for any number."""
-        return self._stepper.room
+        """Number of tokens that fit every row, or None for any number."""
+        return self.stepper.room
 
     @property
-    def least_rollback(self) -> tuple[str, int]:
-        """The layer of which fewest tokens can be taken back at any length, as `layer 2 (ring)`, and how many
-        they are.
-        """
-        return self._stepper.least_rollback
-
-    @property
-    def equal_rows(self) -> bool:
-        """Whether all rows have to hold as many tokens, because the model's own code asks for one length of them."""
-        return self._stepper.equal_rows
+    def score_length(self) -> int:
+        """Most tokens that `score` takes; 0 if the program has no such method."""
+        return self.stepper.score_length
 
     @property
     def codebooks(self) -> int | None:
-        """Ids of each token, where these are several: tokens are [batch, length, codebooks] then, logits [batch,
-        codebooks, vocab] where the model gives those of each.
+        """Number of ids in each token, for models with several codebooks.
+
+        Tokens are then [batch, length, codebooks], and logits [batch, codebooks, vocab] if the model has one head each.
         """
-        return self._stages.limits.codebooks
+        return self.stages.limits.codebooks
 
     @property
-    def chooses_in_graph(self) -> bool:
-        """Whether decode steps choose the next tokens inside their graph."""
-        return self.codebooks is None and self._stepper.chooses_in_graph
-
-    # -- ranks -------------------------------------------------------------------------------------------------------
-
-    @property
-    def ranks(self) -> Ranks | None:
-        """The processes that its model is split over, None of a program of one process."""
-        return self._stepper.ranks
-
-    def use_ranks(self, ranks: Ranks | None, parts_of_heads: tuple[int, ...]) -> None:
-        """Agree with the other ranks, where the cache holds the heads of one."""
-        self._stepper.ranks, self.parts_of_heads = ranks, parts_of_heads
-
-    def check_same(self, call: str, **values: Any) -> None:
-        """Refuse a call that another rank makes with other arguments, or from another place; before all other checks,
-        whose errors would leave the others waiting.
-
-        Raises:
-            InputError: On every rank.
-            RankLostError: If a rank is gone.
-        """
-        if self.ranks is not None:
-            self.ranks.check_same(call, length=self.sequence.length, **values)
-
-    def agreed(self, sampling: Sampling) -> Sampling:
-        """The same on every rank: with a seed that rank 0 has drawn where it draws and names none."""
-        if self.ranks is None or sampling.is_greedy or sampling.seed is not None:
-            return sampling
-        return replace(sampling, seed=self.ranks.seed())
-
-    # -- encoder -----------------------------------------------------------------------------------------------------
+    def placeholders(self) -> tuple[int, ...]:
+        """Token ids that represent images or audio in a prompt; empty if the session takes text only."""
+        return self.stages.placeholders
 
     @property
     def has_encoder(self) -> bool:
-        """Whether it runs an encoder-decoder, whose input goes through `encode`."""
-        return self._stages.encoder is not None
-
-    def encode(self, main_input: torch.Tensor | None = None, **inputs: torch.Tensor) -> torch.Tensor:
-        """Run an encoder-decoder's encoder, and start anew at position 0: the next prefill attends to what it gave.
-
-        `reset()` starts another answer to the same input.
-
-        Args:
-            main_input: int64 [batch, length] token ids, or what else the encoder reads.
-            **inputs: The same by name, as the tokenizer or processor gives it (input_ids, input_features or
-                input_values), and `attention_mask` [batch, length], 0 on the padding behind each row.
-
-        Returns:
-            Hidden states [batch, encoder_length, hidden_size].
-
-        Raises:
-            InputError: If the model has no encoder, or an input is not what it takes; nothing has changed then.
-        """
-        encoder = self._stages.encoder
-        if encoder is None:
-            raise InputError(f"this {self.target!r} session runs a text decoder, which has no encoder; use prefill")
-        if main_input is not None:
-            inputs = {encoder.method.inputs[0].name: main_input, **inputs}
-        hidden = encoder.encode(inputs, self._stepper)
-        ids, mask = inputs[encoder.method.inputs[0].name], inputs.get("attention_mask")
-        if ids.dtype == torch.int64:
-            rows = list(ids) if mask is None else [row[real.bool()] for row, real in zip(ids, mask, strict=True)]
-            self.encoded_ids = (hidden, rows)
-        self.reset()
-        return hidden
-
-    # -- what the checkpoint asks of a generation ----------------------------------------------------------------------
+        """True for an encoder-decoder, whose input goes through `encode`."""
+        return self.stages.encoder is not None
 
     @property
     def generation_settings(self) -> CheckpointSettings:
-        """What `generation_config` asks of the choice of tokens, as it is now: its fields may be set at any time.
+        """Rules of `generation_config` for the choice of tokens, read at each access, as its fields may be set.
 
-        A setting that is not followed is warned of once.
+        A setting that is not followed causes one warning.
 
         Raises:
-            InputError: If a setting is not what it has to be.
+            InputError: If a setting is not valid.
         """
         settings = CheckpointSettings.read(self.generation_config, self.vocab_size, self.text_tokenizer)
         new = settings.unheeded.keys() - self._warned
@@ -284,36 +205,87 @@ class Session:
             warnings.warn(remark, UserWarning, stacklevel=3)
         return settings
 
+    # -- ranks -------------------------------------------------------------------------------------------------------
+
+    def use_ranks(self, ranks: Ranks | None, parts_of_heads: tuple[int, ...]) -> None:
+        """Agree with the other ranks on arguments and tokens, if the model is split over processes."""
+        self.stepper.ranks, self.parts_of_heads = ranks, parts_of_heads
+
+    def check_same(self, call: str, **values: Any) -> None:
+        """Check that all ranks make the same call at the same length.
+
+        It comes before all other checks, because an error on one rank only would leave the others waiting.
+
+        Raises:
+            InputError: If they do not; on every rank.
+            RankLostError: If a rank has ended.
+        """
+        if self.stepper.ranks is not None:
+            self.stepper.ranks.check_same(call, length=self.stepper.state.length, **values)
+
+    def agreed(self, sampling: Sampling) -> Sampling:
+        """Return the sampling settings for all ranks: with rank 0's seed if they draw and have none."""
+        if self.stepper.ranks is None or sampling.is_greedy or sampling.seed is not None:
+            return sampling
+        return replace(sampling, seed=self.stepper.ranks.seed())
+
     # -- steps -------------------------------------------------------------------------------------------------------
+
+    def encode(self, main_input: torch.Tensor | None = None, **inputs: torch.Tensor) -> torch.Tensor:
+        """Run the encoder of an encoder-decoder, and reset the decoder; the next prefill attends to the output.
+
+        `reset()` starts another response to the same input.
+
+        Args:
+            main_input: int64 [batch, length] token ids, or the features that the encoder takes.
+            **inputs: The same by name, as a tokenizer or processor gives it (input_ids, input_features or
+                input_values), and `attention_mask` [batch, length], 0 on the padding after each row.
+
+        Returns:
+            Hidden states [batch, encoder_length, hidden_size].
+
+        Raises:
+            InputError: If the model has no encoder, or an input is not valid; nothing has changed then.
+        """
+        encoder = self.stages.encoder
+        if encoder is None:
+            raise InputError(f"this {self.target!r} session runs a text decoder, which has no encoder; use prefill")
+        if main_input is not None:
+            inputs = {encoder.method.inputs[0].name: main_input, **inputs}
+        with self.stepper.guard:
+            hidden = encoder.encode(inputs, self.stepper)
+            ids, mask = inputs[encoder.method.inputs[0].name], inputs.get("attention_mask")
+            if ids.dtype == torch.int64:
+                rows = list(ids) if mask is None else [row[real.bool()] for row, real in zip(ids, mask, strict=True)]
+                self.encoded_ids = (hidden, rows)
+            self.stepper.reset()
+        return hidden
 
     def prefill(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: torch.Tensor
     ) -> torch.Tensor:
-        """Feed a prompt of any length, after whatever was fed before. Long ones go through in chunks.
+        """Feed a prompt of any length after the tokens that were fed before. Long prompts are fed in chunks.
 
-        Rows of a batch may be of different length: each row's own tokens follow what it holds, and the padding goes
-            nowhere.
+        Rows of a batch may differ in length. Padding is not written to the cache.
 
         Args:
-            input_ids: int64 [batch, length], length at least 1; where a token is several ids [batch, length,
-                codebooks].
-            attention_mask: [batch, length], 0 on the padding before or behind each row's tokens, as a tokenizer gives
-                it.
-            **inputs: What a processor gives beside them (pixel_values, input_features), where the session has
-                modalities.
+            input_ids: int64 [batch, length], length at least 1; [batch, length, codebooks] for several codebooks.
+            attention_mask: [batch, length], 0 on the padding before or after each row's tokens.
+            **inputs: Further outputs of a processor (pixel_values, input_features), if the session has modalities.
 
         Returns:
             Logits [batch, vocab] of each row's last token.
 
         Raises:
-            InputError: If shape, dtype, device or a token id is wrong, a row has no token, or a shorter row would lose
-                what it holds while longer ones go ahead and the runtime does not let it be set aside.
+            InputError: If a shape, dtype, device or token id is wrong, or a row has no token. Also if a shorter row
+                would lose tokens while longer rows are fed, and the runtime does not give out its cache to save them.
             CacheFullError: If the prompt does not fit.
         """
         self.check_same("prefill", input_ids=input_ids, attention_mask=attention_mask, inputs=inputs)
         prompt = self._checked(input_ids, attention_mask, inputs)
-        self._stepper.check_room(prompt.rows)
-        return self._stepper.feed(self._stages.steps(prompt, self._stepper))
+        with self.stepper.guard:
+            self.stepper.check_room(prompt.rows)
+            return self.stepper.feed(self.stages.steps(prompt, self.stepper))
 
     def _checked(
         self,
@@ -322,18 +294,18 @@ class Session:
         inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> Prompt:
         if not isinstance(input_ids, torch.Tensor):
-            check_ids("input_ids", input_ids, self._stages.limits.dims("batch", "length"), self._stages.limits)
-        return self._stages.check(input_ids, attention_mask, inputs, self.sequence)
+            check_ids("input_ids", input_ids, self.stages.limits.dims("batch", "length"), self.stages.limits)
+        return self.stages.check(input_ids, attention_mask, inputs, self.stepper.state)
 
     @contextmanager
     def paced(self, most_tokens: int, before_chunk: Callable[[], None]) -> Iterator[None]:
-        """Within the block, feed prompts in short chunks, and call back before each.
+        """Feed prompts in short chunks within the block, and call `before_chunk` before each.
 
         Args:
-            most_tokens: Longest chunk, at least 3. Programs whose methods take longer ones only keep their own.
-            before_chunk: What it raises gives the prompt up: the session keeps the chunks that were fed.
+            most_tokens: Longest chunk, at least 3. A program whose methods only take longer chunks keeps its own sizes.
+            before_chunk: An exception that it raises ends the prompt. The session keeps the chunks that were fed.
         """
-        stepper = self._stepper
+        stepper = self.stepper
         before = stepper.most_a_chunk, stepper.before_chunk
         stepper.most_a_chunk, stepper.before_chunk = most_tokens, before_chunk
         try:
@@ -341,22 +313,8 @@ class Session:
         finally:
             stepper.most_a_chunk, stepper.before_chunk = before
 
-    def chunk_sizes(self, length: int) -> list[int]:
-        """How many tokens of a prompt of `length` go through each step."""
-        return self._stepper.chunk_sizes(length)
-
-    @property
-    def placeholders(self) -> tuple[int, ...]:
-        """Token ids that stand for images or sound in a prompt, none where the session takes text only."""
-        return self._stages.placeholders
-
-    @property
-    def score_length(self) -> int:
-        """Most tokens that `score` takes, or 0 if no method of the program does that."""
-        return self._stepper.score_length
-
     def score(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Feed a few tokens and judge each: like `prefill`, with the logits after every token.
+        """Feed a few tokens like `prefill`, and return the logits after every token.
 
         Args:
             input_ids: int64 [batch, length], length 1 to `score_length`.
@@ -373,10 +331,12 @@ class Session:
                 "this program gives the logits of the last token only; make the session, or export, with "
                 "score_length=8 or more"
             )
-        self._stepper.check_room(self._checked(input_ids).rows)
-        if input_ids.shape[1] > self.score_length:
-            raise InputError(f"score takes up to {self.score_length} tokens at once, got {input_ids.shape[1]}")
-        return self._stepper.score(input_ids)
+        rows = self._checked(input_ids).rows
+        with self.stepper.guard:
+            self.stepper.check_room(rows)
+            if input_ids.shape[1] > self.score_length:
+                raise InputError(f"score takes up to {self.score_length} tokens at once, got {input_ids.shape[1]}")
+            return self.stepper.score(input_ids)
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Feed one token per row.
@@ -388,95 +348,47 @@ class Session:
             Logits [batch, vocab].
 
         Raises:
-            InputError: If shape, dtype, device or a token id is wrong.
+            InputError: If the shape, dtype, device or a token id is wrong.
             CacheFullError: If a row has no slot left.
         """
         self.check_same("decode", tokens=tokens)
-        check_ids("tokens", tokens, self._stages.limits.dims("batch"), self._stages.limits)
-        if self._stages.encoder is not None:
-            self._stages.encoder.check_encoded(self.sequence)
-        check_room(int(self.sequence.length.max()), self.max_length, 1)
-        return self._stepper.step(tokens[:, None])
+        check_ids("tokens", tokens, self.stages.limits.dims("batch"), self.stages.limits)
+        with self.stepper.guard:
+            if self.stages.encoder is not None:
+                self.stages.encoder.check_encoded(self.stepper.state)
+            check_room(self.stepper.state.longest, self.max_length, 1)
+            return self.stepper.step(tokens[:, None])
 
-    def go_on(self, tokens: torch.Tensor, going: torch.Tensor | None = None) -> torch.Tensor:
-        """For decoding loops: feed one token per row as transformers' `generate` does.
+    def decode_for_generation(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Feed one token per row as transformers' `generate` does.
 
-        It is `decode`, except where a row gets past the length at which transformers computes the whole sequence again
-        (LongRoPE of Phi 3): so it is here, in chunks, at the cost of a prompt of that length.
+        It is `decode`, except for rows that cross the length at which transformers computes the whole sequence again
+        (LongRoPE of Phi 3). These are recomputed in chunks, at the cost of a prompt of that length.
 
         Args:
             tokens: int64 [batch].
-            going: Rows whose answers go on, bool [batch] on the host; all by default. No others are computed again.
 
         Returns:
             Logits [batch, vocab].
 
         Raises:
-            InputError: See `decode`; or if the tokens that such a row holds are not known.
+            InputError: See `decode`; or if the tokens of such a row are not known.
             CacheFullError: If a row has no slot left.
         """
-        if not self._stepper.crossing([1] * self.batch_size, going):
+        if not self.stepper.crossing([1] * self.batch_size):
             return self.decode(tokens)
-        self.check_same("go_on", tokens=tokens)
-        check_ids("tokens", tokens, self._stages.limits.dims("batch"), self._stages.limits)
-        check_room(int(self.sequence.length.max()), self.max_length, 1)
-        return self._stepper.go_on(tokens, going)
-
-    @property
-    def rope(self) -> RopeRule | None:
-        """When the factors of the model's RoPE change; None where no row gets that far."""
-        return self._stepper.rope
-
-    def crossed(self, row: int) -> bool:
-        """Return True if the newest token of a row was fed by `decode` where `go_on` would have computed it again."""
-        rule, length = self._stepper.rope, int(self.sequence.length[row])
-        return rule is not None and rule.crosses(length - 1, length)
-
-    def equal_steps(self, going: torch.Tensor | None = None) -> int:
-        """Return how many tokens can be fed in one step as though one by one; 0 where `go_on` computes rows again.
-
-        Args:
-            going: See `go_on`.
-        """
-        return self._stepper.equal_steps(going)
-
-    def continues(self, kept: int, length: int) -> bool:
-        """Return True if the first tokens of a session of one row are those of a prompt fed at once from position 0.
-
-        They are not where the factors of RoPE change with the length, and were others.
-
-        Args:
-            kept: How many of the tokens that it holds.
-            length: Tokens of the prompt.
-        """
-        rule, rope = self._stepper.rope, self.sequence.rope
-        if rule is None or rope is None or kept == 0:
-            return True
-        end = torch.tensor([length])
-        wanted = rule.factors(end)
-        return bool((rope.factors == wanted) & (rule.factors(rule.after(rope.lengths, end)) == wanted))
-
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """For decoding loops that have put the cache's rows in another order: row i is now what row `rows[i]` was.
-
-        All rows hold as many tokens.
-        """
-        sequence = self.sequence
-        if sequence.rope is not None:
-            self._stepper.state = replace(sequence, rope=sequence.rope.select(rows.tolist()))
-
-    @property
-    def row_groups(self) -> RowGroups:
-        """Rows whose steps may overlap with those of others, for decoding loops."""
-        return RowGroups(self._stepper)
+        self.check_same("decode_for_generation", tokens=tokens)
+        check_ids("tokens", tokens, self.stages.limits.dims("batch"), self.stages.limits)
+        with self.stepper.guard:
+            check_room(self.stepper.state.longest, self.max_length, 1)
+            return self.stepper.decode_for_generation(tokens)
 
     def decode_and_choose(self, tokens: torch.Tensor, chooser: Sampler, steps: int = 1) -> torch.Tensor:
-        """Feed one token per row and choose the next ones: inside the graph where the target can. Then feed those, and
-        so on.
+        """Feed one token per row, choose the next ones (inside the graph if the target can), and feed those.
 
         Args:
-            tokens: int64 [batch], taken as they are: the loops feed what was chosen from the vocabulary.
-            chooser: How to choose.
+            tokens: int64 [batch]. The ids are not checked, because loops feed what was chosen from the vocabulary.
+            chooser: Chooses the tokens.
             steps: 1, or `steps_per_launch`.
 
         Returns:
@@ -486,62 +398,34 @@ class Session:
             CacheFullError: See `decode`.
         """
         check_one_id_a_token(self.codebooks)
-        return self._stepper.decode_and_choose(tokens, chooser, steps)
-
-    # -- other places ------------------------------------------------------------------------------------------------
+        with self.stepper.guard:
+            check_room(self.stepper.state.longest, self.max_length, steps)
+            return self.stepper.decode_and_choose(tokens, chooser, steps)
 
     def reset(self) -> None:
-        """Start anew at position 0; the next step is the first of a sequence.
+        """Return to position 0; the next step is the first of a sequence.
 
         The buffers are zeroed, except by runtimes that do not give them out (executorch). Those keep their contents,
-        which no query sees; only if a sequence has left infinities or not-a-number in them, load the bundle again, as
-        zero times those is not zero.
+        which no query sees. If a sequence has left infinities or NaN there, load the bundle again, because zero times
+        those is not zero.
         """
-        self._stepper.reset()
+        with self.stepper.guard:
+            self.stepper.reset()
 
     def rewind(self, tokens: int) -> None:
-        """Take back the newest tokens of every row, so that others can follow in their place.
+        """Take back the newest tokens of every row, so that others can replace them.
 
-        A generated token that was given out and not fed yet is dropped as well, and not counted: `rewind(0)` drops it
-            alone.
-
-        Args:
-            tokens: How many, 0 or more.
-
-        Raises:
-            InputError: If a row holds fewer, a ring has overwritten one that would be needed again, a layer keeps a
-                state, or part of an image would stay whose tokens belong together.
-        """
-        self._stepper.guard.check_whole()
-        self._stepper.move_to(self.sequence.rewound(tokens, self.layers))
-
-    def set_length(self, row: int, length: int) -> None:
-        """Say how many tokens a row holds, for loops that write a row's state themselves (continuous batching)."""
-        self._stepper.move_to(self.sequence.with_row(row, length))
-
-    def shift(self, tokens: int | torch.Tensor) -> None:
-        """For decoding loops: go back over tokens that were fed, or, where positive, on over tokens that the cache
-        still holds.
-
-        `rewind` without its checks: a token that was given out and not fed stays so.
+        A generated token that was given out and not fed is dropped as well, and not counted: `rewind(0)` drops only it.
 
         Args:
-            tokens: How many, or how many in each row, int64 [batch] on the host.
-        """
-        self._stepper.shift(tokens)
-
-    def check_encoded(self, encoded: Sequence[torch.Tensor]) -> None:
-        """Refuse what no encoder of this session can have given; nothing is right, too.
+            tokens: Number of tokens, at least 0.
 
         Raises:
-            ValueError: Then.
+            InputError: If a row holds fewer, a ring has overwritten a token that would be needed again, a layer keeps a
+                state, or only part of an image would remain.
         """
-        self._stages.check_given(encoded, self.runner.methods)
-
-    def go_on_from(self, sequence: SequenceState) -> None:
-        """Take up another place, for loops that write the cache's tensors themselves."""
-        self._stepper.move_to(sequence)
-        self._stepper.guard.is_broken = False
+        self.stepper.guard.check_whole()
+        self.stepper.move_to(self.stepper.state.rewound(tokens, self.layers))
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
@@ -564,40 +448,39 @@ class Session:
         tokenizer: PreTrainedTokenizerBase | None = None,
         progress: Progress = silent,
     ) -> Session:
-        """Run a live model over a cache, which may hold tokens already: the session goes on from there.
+        """Run a live model over a cache, which may hold tokens already: the session continues after them.
 
-        The session owns the cache: its keys and values are written in place, and steps taken with it elsewhere go
-        unseen. The model's attention implementation is switched to ours until `close`, or the end of a `with` block.
+        The session owns the cache. It writes keys and values in place, and does not see steps taken with the cache
+        elsewhere. The model's attention implementation is replaced by ours until `close`, or the end of a `with` block.
 
         Args:
-            model: A transformers causal LM in eval mode.
-            cache: Allocated for it.
-            compile: Run through torch.compile, one graph per method. True: another process compiles, while steps run as
-                they are over the same cache; where that cannot be (on a GPU, with a `mode`, for a model that cannot be
-                handed over) each is compiled when it is first needed. "wait": always so. "background": never so, but
-                refused.
-            mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default for steps of one size on a GPU.
+            model: A causal LM of transformers in eval mode.
+            cache: A cache allocated for it.
+            compile: Run through torch.compile, one graph per method. With True, a subprocess compiles while steps run
+                uncompiled over the same cache; if that is not possible (on a GPU, with a `mode`, or for a model that
+                cannot be sent to a process), each method is compiled on first use. "wait" always compiles on first
+                use. "background" never does, and raises an error instead.
+            mode: Mode of torch.compile; `reduce-overhead` (CUDA graphs) by default for steps of one size on a GPU.
             prefill_chunk: Longest chunk of a prompt, see `methods.methods_for`.
-            buckets: Read lengths with methods of their own, so that a step costs what the filled part of the cache
-                costs, not what is allocated. True for powers of two, see `methods.length_buckets`; False for none.
+            buckets: Read lengths that have methods of their own, so that a step reads the filled part of the cache
+                instead of all of it. True for powers of two, see `methods.length_buckets`; False for none.
             score_length: Most tokens that `score` takes, as speculative decoding needs it; 0 for no such method.
-            steps_per_launch: Decode steps that `generate` runs at once, each choosing the tokens for the next inside
-                the graph: the same tokens, at less cost per step outside of it. Tokens after a stop are dropped, and
-                taken back by length. Each method for decoding gets a second graph, as many times as large. Drafts judge
-                several tokens without it.
-            modalities: What is fed beside text, of `image`, `video` and `audio`; or by kind what the model's processor
-                gives for one item, whose sizes the program is made for: see `modalities.modalities_of`.
-            image_size: Of every image, in pixels, where the model's config leaves it open: see there.
+            steps_per_launch: Number of decode steps that `generate` runs at once. Each chooses the tokens of the next
+                inside the graph: the same tokens, with less overhead per step. Tokens after a stop are taken back.
+                Each decode method gets a second graph, that many times as large. Drafts do not need it.
+            modalities: Names of the inputs besides text: `image`, `video` and `audio`; or a dict of what the processor
+                gives for one item of each, which fixes the sizes, see `modalities.modalities_of`.
+            image_size: Size of every image in pixels, if the model's config does not state it.
             graph_cache: Folder that keeps compiled graphs, so that a later process neither traces nor compiles them,
                 see `backends.live.graph_cache.GraphCache`; only with `compile`.
-            graph_cache_mb: Megabytes that the folder may hold; those used longest ago are dropped first.
-            tokenizer: For text.
-            progress: Told of graphs that are compiled in the background, from another thread.
+            graph_cache_mb: Size limit of the folder in megabytes; the least recently used graphs are deleted first.
+            tokenizer: Tokenizer for text.
+            progress: Receives the graphs that are compiled in the background, from another thread.
 
         Raises:
-            InputError: If the model is in training mode, or the cache is not one for this model, or holds more tokens
-                than the model has positions for; or if an argument is out of range, such as more steps per launch than
-                a ring with these rollback slots, or a state of fixed size, can take back.
+            InputError: If the model is in training mode, or the cache does not fit it or holds more tokens than it has
+                positions. Also if an argument is out of range, such as more steps per launch than a ring with these
+                rollback slots, or a state of fixed size, can take back.
         """
         from ..backends.live.compile import CompileOptions
         from ..program.lengths import needs_equal_rows
@@ -614,17 +497,20 @@ class Session:
         )
         session = live_session(cls, model, cache, options, tokenizer)
         session._cache = cache
-        session._stepper.rope = changing_rope(model, cache)
-        session._stepper.move_to(SequenceState.of_layers(cache.layers, cache.cumulative_length.detach().cpu().clone()))
-        session._stepper.needs_equal_rows = functools.cache(lambda: needs_equal_rows(model, cache))
+        session.stepper.rope = changing_rope(model, cache)
+        # A copy, because the session owns its lengths and the cache writes its own.
+        length = cache.cumulative_length.detach().cpu().clone()
+        session.stepper.move_to(SequenceState.of_layers(cache.layers, length))
+        session.stepper.needs_equal_rows = functools.cache(lambda: needs_equal_rows(model, cache))
         return session
 
     @classmethod
     def from_bundle(cls, bundle: Bundle, runner: Runner | None = None) -> Session:
-        """Open the program of a bundle and start at position 0.
+        """Open the program of a bundle at position 0.
 
         Args:
-            runner: What runs the steps instead of the bundle's own program.
+            bundle: The bundle.
+            runner: A runner to use instead of the bundle's program.
         """
         if runner is None:
             with ordinary_tensors():
@@ -645,25 +531,25 @@ class Session:
             placeholders=recorded_placeholders(runner.methods.values(), manifest.config),
         )
         session.use_ranks(getattr(runner, "ranks", None), manifest.parts_of_heads)
-        session._stepper.needs_equal_rows = lambda: manifest.program.equal_rows
+        session.stepper.needs_equal_rows = lambda: manifest.program.equal_rows
         if manifest.program.rope is not None:
-            session._stepper.rope = manifest.program.rope.described()
-            session._stepper.move_to(session.sequence)
-        session._stepper.logits_size = manifest.logits_size or manifest.vocab_size
+            session.stepper.rope = manifest.program.rope.described()
+            session.stepper.move_to(session.stepper.state)
+        session.stepper.logits_size = manifest.logits_size or manifest.vocab_size
         return session
 
     def warm_up(self, progress: Progress = silent) -> None:
-        """Run every method, so that no later step waits for a compilation; then start anew at position 0.
+        """Run every method, so that no later step waits for a compilation, and reset.
 
-        Only the repetition penalty, whose choice of tokens has a graph of its own, is compiled when it is first used.
+        The graph that applies the repetition penalty is still compiled on first use.
 
         Args:
-            progress: Told about each method.
+            progress: Receives each method.
 
         Raises:
-            InputError: If tokens were fed already, which this would overwrite.
+            InputError: If the session holds tokens, which would be overwritten.
         """
-        if self.sequence.has_begun:
+        if self.stepper.state.has_begun:
             raise InputError(
                 f"warm_up overwrites the cache, which holds {self.length.tolist()} tokens; call it first, or reset()"
             )
@@ -682,14 +568,15 @@ class Session:
                 for inputs in examples:
                     self.runner.run(method.name, *inputs)
                 if self.runner.methods[method.name] != method:
-                    # Compiling it found that it takes longer steps only.
+                    # Compiling has narrowed the lengths that the method takes.
                     for inputs in smallest_inputs(self.runner.methods[method.name], self.batch_size, self.device):
                         self.runner.run(method.name, *inputs)
             warm.add(graph_of(method.name))
-            tokens, further = {"input_ids", "input_pos"}, {ROPE_DELTAS.name, ROPE_LENGTHS.name, ITEMS_SEEN}
-            feeds = tokens <= set(method.input_names) <= tokens | further
-            if feeds and method.max_length == 1 and self.chooses_in_graph:
-                for sampling, steps in product((Sampling(), Sampling(temperature=1.0)), {1, self.steps_per_launch}):
+            tokens, extra = {"input_ids", "input_pos"}, {ROPE_DELTAS.name, ROPE_LENGTHS.name, ITEMS_SEEN}
+            feeds = tokens <= set(method.input_names) <= tokens | extra
+            if feeds and method.max_length == 1 and self.stepper.chooses_in_graph:
+                samplings, launches = (Sampling(), Sampling(temperature=1.0)), {1, self.stepper.steps_per_launch}
+                for sampling, steps in product(samplings, launches):
                     choice = (graph_of(method.name), sampling.is_greedy, steps)
                     if method.serves(1, steps) and choice not in warm:
                         warm.add(choice)
@@ -699,13 +586,13 @@ class Session:
 
     @property
     def pending_graphs(self) -> int:
-        """Graphs that are being compiled in the background: 0 once every step that was taken has one."""
+        """Number of graphs being compiled in the background; 0 once every method that was used has its graph."""
         return self.runner.pending_graphs if isinstance(self.runner, WaitsForGraphs) else 0
 
     def close(self) -> None:
-        """Put back the attention implementation that a live model had before its first session, with the last of them.
+        """Close the session; closing the last one over a live model restores the model's attention implementation.
 
-        A session that is no longer referred to is closed as well. Over a bundle there is nothing to put back.
+        Garbage collection closes a session as well. A session over a bundle has nothing to restore.
         """
         if hasattr(self.runner, "close"):
             self.runner.close()
@@ -717,30 +604,30 @@ class Session:
         self.close()
 
     def check_request(self, input_ids: torch.Tensor, max_new_tokens: int | None, stop: Sequence[int]) -> list[int]:
-        """Refuse a prompt that could not be answered from an empty cache; nothing changes.
+        """Check that a prompt and its response fit an empty cache; nothing changes.
 
         Returns:
-            The tokens that end an answer: the model's own and `stop`.
+            The tokens that end the response: the model's end tokens and `stop`.
         """
         check_max_new_tokens(max_new_tokens)
-        self._stepper.check_room(self._checked(input_ids).rows, max_new_tokens, anew=True)
+        self.stepper.check_room(self._checked(input_ids).rows, max_new_tokens, from_start=True)
         tokens, strings = split_stops(stop, self.vocab_size)
         if strings:
-            raise InputError(f"stop has {strings[0]!r}; rows of a batch stop at token ids only")
+            raise InputError(f"stop must be token ids for rows of a batch, got {strings[0]!r}; leave out strings")
         return [*self.generation_settings.ends, *tokens]
 
-    # -- the state, kept and copied ------------------------------------------------------------------------------------
+    # -- saved and copied states -------------------------------------------------------------------------------------
 
     @property
     def cache(self) -> ExportableCache:
-        """The cache given to `from_model`, brought up to date: its lengths, and whether cross-attention was computed.
+        """Cache that was given to `from_model`, with its lengths and cross-attention flags brought up to date.
 
         Raises:
             InputError: If the session runs a bundle, whose cache is inside the program, or is a fork.
         """
         if self._cache is None and self.target in ("eager", "compiled"):
             raise InputError(
-                "a fork has no cache object of its own: its tensors take turns in that of the session it was forked "
+                "a fork has no cache object: its tensors are swapped into the cache of the session that it was forked "
                 "from; save_state() writes what it holds"
             )
         if self._cache is None:
@@ -751,31 +638,31 @@ class Session:
             self.runner.take_turn()
         for layer in self._cache.layers:
             if layer.follows_decoder and not layer.is_dummy:
-                layer.cumulative_length.copy_(self.sequence.length)
-            layer._max_len_ever = self.sequence.most_ever
-        if self._stages.encoder is not None:
+                layer.cumulative_length.copy_(self.stepper.state.length)
+            layer._max_len_ever = self.stepper.state.most_ever
+        if self.stages.encoder is not None:
             cache = cast("ExportableEncoderDecoderCache", self._cache)
-            self._stages.encoder.update_cache(cache, self.sequence)
+            self.stages.encoder.update_cache(cache, self.stepper.state)
         return self._cache
 
     def save_state(self, path: str | Path) -> None:
-        """Write what the cache holds (safetensors, atomically), to go on from in another session of the same model.
+        """Write the contents of the cache (safetensors, atomically), for another session of the same model.
 
-        Of a parallel session one file, which rank 0 writes; any number of ranks, or one process, goes on from it.
+        Rank 0 of a parallel session writes one file, which any number of ranks, or one process, can load.
 
         Raises:
             InputError: If the runtime does not give out its cache.
         """
         self.check_same("save_state", path=str(path))
-        self._stepper.guard.check_whole()
+        self.stepper.guard.check_whole()
         persistence.save_state(self, Path(path))
 
     def load_state(self, path: str | Path) -> None:
-        """Go on from what `save_state` wrote, on this or another target; nothing changes if it is refused.
+        """Load a state that `save_state` wrote, on this or another target; nothing changes if it is refused.
 
         Raises:
             BundleError: If the file is missing, damaged or not a saved state.
-            InputError: If it is of another model, other layers, another batch size or dtype, or does not fit.
+            InputError: If it has another model, other layers, another batch size or dtype, or does not fit.
         """
         persistence.load_state(self, Path(path))
 
@@ -783,10 +670,10 @@ class Session:
         raise InputError("a session cannot be copied; fork() it, or save_state() and load_state() into another")
 
     def fork(self) -> Session:
-        """A second session that goes on from here by itself, over the same weights and compiled graphs.
+        """Return a second session that continues from here, over the same weights and compiled graphs.
 
-        Each keeps a cache of its own; whenever another one's turn comes, the cache in place is exchanged, at the cost
-        of a copy. The session that was forked goes on unchanged.
+        Each has its own cache contents. They are swapped whenever another one runs, at the cost of a copy. The forked
+        session is not changed.
 
         Raises:
             InputError: If the runtime does not give out its cache.
@@ -794,8 +681,8 @@ class Session:
         persistence.runner_state(self)
         self.runner, runner = ForkedRunner.of(self.runner)
         forked = copy.copy(self)
-        forked._stepper = copy.copy(self._stepper)
-        forked._stepper.guard = self._stepper.guard.forked()
+        forked.stepper = copy.copy(self.stepper)
+        forked.stepper.guard = self.stepper.guard.forked()
         forked.runner = runner
         forked._cache = None
         return forked
@@ -816,31 +703,33 @@ class Session:
         draft: Draft | None = None,
         **inputs: torch.Tensor,
     ) -> Iterator[Any]:
-        """Tokens that follow a prompt, one step each. Arguments are checked now, steps run as the iterator is consumed.
+        """Generate tokens after a prompt. Arguments are checked now; steps run as the iterator is consumed.
 
-        It continues from where the session is: `reset()` first for a new sequence. The newest token given out is not in
-        the cache yet; to continue after the end, start the next prompt with it, as `generate_text` does.
+        Generation continues from the session's position: `reset()` first for a new sequence. The newest token given out
+        is not in the cache yet. To continue later, start the next prompt with it, as `generate_text` does.
 
         Args:
             input_ids: int64 [batch, length]; or a list of prompts of any length, one per row, each int64 [length] or
                 token ids.
-            max_new_tokens: Most tokens per row; by default the checkpoint's own limit (`max_new_tokens` or `max_length`
-                of its generation config), or else as many as fit, beside the fullest row.
-            temperature, top_k, top_p, min_p, seed: See `decoding.Sampling`; greedy by default.
-            repetition_penalty: See there; the checkpoint's by default. What else its generation config asks of the
-                choice of tokens holds, too: see `generation_settings`, and set fields of `generation_config` to change
-                it.
-            stop: Token ids that end a row, besides the model's end tokens, or strings where there is a tokenizer. The
+            max_new_tokens: Most tokens per row. By default the checkpoint's limit (`max_new_tokens` or `max_length` of
+                its generation config), or else what fits after the fullest row.
+            temperature: Divisor of the logits; 0 is greedy, see `decoding.Sampling`.
+            top_k: Number of most probable tokens to draw from; None for all.
+            top_p: Probability that the drawn tokens together reach; None for all.
+            min_p: Least probability relative to the most probable token; None for all.
+            repetition_penalty: Penalty on tokens seen before; the checkpoint's by default. The other settings of its
+                generation config are followed too, see `generation_settings`; set its fields to change them.
+            seed: Seed of the draws; None for torch's global generator.
+            stop: Token ids that end a row, besides the model's end tokens, or strings if there is a tokenizer. The
                 token that ends a row is given out too.
-            draft: Speculative decoding, at batch size 1: `PromptLookup()` or `DraftModel(session)`. The tokens are
-                those of plain decoding, or follow the same distribution; several are judged per step.
-            **inputs: What a tokenizer or processor gives beside input_ids, `attention_mask` among it, as `prefill`
-                takes it: `generate(**tokenizer(texts, padding=True, return_tensors="pt"))`.
+            draft: Speculative decoding at batch size 1: `PromptLookup()` or `DraftModel(session)`. Several tokens are
+                scored per step; they are those of plain decoding, or follow the same distribution.
+            **inputs: Further outputs of a tokenizer or processor, such as `attention_mask`, as `prefill` takes them:
+                `generate(**tokenizer(texts, padding=True, return_tensors="pt"))`.
 
         Yields:
-            A token id (int) at batch size 1, otherwise int64 [batch], where ended rows give the padding token. They
-            stay at the length they ended with while others go on, unless a layer keeps a state that cannot be taken
-            back.
+            A token id (int) at batch size 1, otherwise int64 [batch], with the padding token in rows that have ended.
+            These keep their length while others continue, unless a layer keeps a state that cannot be taken back.
 
         Raises:
             InputError: If an argument is wrong.
@@ -866,23 +755,29 @@ class Session:
         stop: int | str | Sequence[int | str] | None = None,
         draft: Draft | None = None,
     ) -> Iterator[Any]:
-        """Text that follows a prompt, in pieces that never split a character and join to the whole.
+        """Generate text after a prompt, in pieces that never split a character and join to the whole.
 
-        An encoder-decoder encodes the prompt, and its decoder starts anew with the model's start token.
+        An encoder-decoder encodes the prompt, and its decoder starts again with the model's start token.
 
-        Text continues from where the session is, and so from all that was generated before: the newest token given out,
-        which is not in the cache yet, is fed in front of the prompt and takes one token of room. It is left out if it
-        is an end or a stop token, or if the session was reset, rewound or fed something else since. Chat messages are a
-        whole conversation: with them the session starts again. What ends the text (an end token, a stop token or a stop
-        string) is not part of it; the tokens that made up a stop string are seen by text that continues.
+        Text continues from the session's position. The newest token given out is not in the cache yet, so it is fed in
+        front of the prompt and takes one slot. It is left out if it is an end or stop token, or if the session was
+        reset, rewound or fed since. Chat messages are a whole conversation and reset the session. An end token, stop
+        token or stop string is not part of the text; text that continues sees the tokens of a stop string.
 
         Args:
-            prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`. Empty text goes on from the
-                newest token, where one is left to be fed. Or what a processor gives, `processor(...)`, fed as
-                `generate` does; with an encoder-decoder as `encode` does, and the answer begins with
-                `decoder_input_ids` [1, length] behind the start token, if they are in it. Or a list of texts, or of
-                conversations, one per row: then each step gives a list of pieces, one per row.
-            max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, draft: See `generate`.
+            prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`. Empty text continues from
+                the newest token. Or the output of a processor, fed as by `generate`; for an encoder-decoder it goes to
+                `encode`, and its `decoder_input_ids` [1, length] follow the start token. Or a list of texts or
+                conversations, one per row: each step then gives a list of pieces, one per row.
+            max_new_tokens: See `generate`.
+            temperature: See `generate`.
+            top_k: See `generate`.
+            top_p: See `generate`.
+            min_p: See `generate`.
+            repetition_penalty: See `generate`.
+            seed: See `generate`.
+            stop: See `generate`.
+            draft: See `generate`.
 
         Raises:
             InputError: If there is no tokenizer, there is not one prompt per row, or an argument is wrong.
@@ -905,22 +800,22 @@ def load(
     check: bool = False,
     progress: Progress = silent,
 ) -> Session:
-    """Open a bundle that `export` wrote, ready to run.
+    """Open a bundle that `export` wrote.
 
     Args:
-        path: The folder.
-        check_versions: Refuse a bundle made with other versions of the packages its target depends on.
-        check: Read and check every file. By default those that this user has not checked as they are, going by size,
-            time stamps, inode and device.
-        trust: Let machine code in it run, as targets `aoti` and `tensorrt` have it: it can do what you can.
-        key: File of the public key that must have signed it (`export(..., sign=)`); None for no check of who made it.
-        progress: Told about bytes checked.
+        path: Folder of the bundle.
+        check_versions: Refuse a bundle made with other versions of the packages that its target depends on.
+        trust: Run machine code in the bundle (targets `aoti` and `tensorrt`), with all rights of the current user.
+        key: File of the public key that must have signed it (`export(..., sign=)`); None for no signature check.
+        check: Read and check every file. By default a file is skipped if this user has checked it before and its size,
+            time stamps, inode and device are unchanged.
+        progress: Receives the bytes that were checked.
 
     Raises:
-        BundleError: If it is missing, damaged, of another schema version or of other package versions, not signed with
-            the key, or machine code that is not trusted.
+        BundleError: If it is missing or damaged, has another schema version or other package versions, is not signed
+            with the key, or contains machine code that is not trusted.
         InputError: If the key cannot be read.
-        MissingDependencyError: If its target, or the check of a signature, needs a package that is not installed.
+        MissingDependencyError: If its target, or the signature check, needs a package that is not installed.
     """
     from ..bundle.bundle import Bundle
 

@@ -1,9 +1,10 @@
-"""Where each row is in its sequence, as one value: what is saved, restored and forked beside the cache's tensors."""
+"""Lengths of the rows of a session and what belongs to them: one value, saved and forked with the cache's tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,15 +23,15 @@ UNKNOWN = 2**62
 
 @dataclass(frozen=True)
 class RopeState:
-    """The factors that the rows of a session were computed with.
+    """The factors that the rows of a session were computed with, for models whose RoPE changes with the length.
 
     Attributes:
-        lengths: The length that each row's last call chose its factors by, int64 [batch], 0 at the start.
-        factors: The factors of the keys that each row holds, see `RopeRule.factors`, int64 [batch]; `MIXED` where they
-            are several, or not known.
-        tokens: Ids that each row holds, int64 on the host, as many as come before the border: what is computed again
-            past it. None where they are not known, and for models that do not compute them again. They may be more than
-            the row holds, after a rewind.
+        lengths: Length that each row's last call chose its factors by, int64 [batch]; 0 at the start.
+        factors: Factors of the keys that each row holds, see `RopeRule.factors`, int64 [batch]; `MIXED` if they differ
+            or are not known.
+        tokens: Ids that each row holds before the border, int64 on the host, to compute them again after it. None if
+            they are not known, or the model does not compute them again. After a rewind they may be more than the row
+            holds.
     """
 
     lengths: torch.Tensor
@@ -39,21 +40,21 @@ class RopeState:
 
     @classmethod
     def of(cls, length: torch.Tensor) -> RopeState:
-        """Return the state of rows that hold `length` tokens, int64 [batch], of which nothing more is known."""
+        """Return the state of rows of which only the length is known, int64 [batch]."""
         none = torch.zeros(0, dtype=torch.int64)
         return cls(length, torch.full_like(length, MIXED), tuple(none if held == 0 else None for held in length))
 
     def with_row(self, row: int, length: int) -> RopeState:
-        """Return it with a row that holds `length` tokens, of which nothing more is known."""
-        mine, other = torch.arange(len(self.lengths)) == row, RopeState.of(torch.tensor([length]))
+        """Return the state with a row of which only the length is known."""
+        is_row, other = torch.arange(len(self.lengths)) == row, RopeState.of(torch.tensor([length]))
         return RopeState(
-            torch.where(mine, other.lengths, self.lengths),
-            torch.where(mine, other.factors, self.factors),
+            torch.where(is_row, other.lengths, self.lengths),
+            torch.where(is_row, other.factors, self.factors),
             tuple(other.tokens[0] if index == row else one for index, one in enumerate(self.tokens)),
         )
 
     def select(self, rows: list[int]) -> RopeState:
-        """Return the rows of these indices."""
+        """Return the state of the rows at these indices."""
         return RopeState(self.lengths[rows], self.factors[rows], tuple(self.tokens[row] for row in rows))
 
     def fed(
@@ -62,11 +63,11 @@ class RopeState:
         """Return the state after a step.
 
         Args:
-            rule: Of the model.
-            held: Tokens that each row held before it, int64 [batch].
-            lengths: Those that its factors were chosen by, int64 [batch].
-            fed: Token ids [batch, length], embeddings, or None where they are not known.
-            rows: Rows whose tokens count, bool [batch] on the host.
+            rule: Rule of the model.
+            held: Number of tokens in each row before the step, int64 [batch].
+            lengths: Lengths that the factors were chosen by, int64 [batch].
+            fed: Token ids [batch, length], embeddings, or None if they are not known.
+            rows: Rows that advance, bool [batch] on the host.
         """
         factors = rule.factors(lengths)
         same = (held == 0) | (factors == self.factors)
@@ -93,7 +94,7 @@ class RopeState:
         return tuple(after)
 
     def emptied(self, rows: torch.Tensor) -> RopeState:
-        """Return it with rows at position 0, bool [batch] on the host."""
+        """Return the state with `rows`, bool [batch] on the host, at position 0."""
         none = torch.zeros(0, dtype=torch.int64)
         return replace(
             self,
@@ -104,19 +105,21 @@ class RopeState:
 
 @dataclass(frozen=True)
 class SequenceState:
-    """The rows of a session, without their keys and values. Every change gives a new one; no tensor is written in
-    place.
+    """The rows of a session without their keys and values. Every change returns a new state.
+
+    The state owns its tensors: none is written in place. `ProgramStepper._call` copies the length for the program, and
+    `Session.length` for users. Everything else reads it.
 
     Attributes:
-        length: Tokens that each row holds, int64 [batch] on the host.
-        max_len_ever: The most that each ever held since position 0, int64 [batch]: what a rewind leaves behind in a
-            ring depends on it.
-        unfed: The newest token of each row that a generation gave out, while nothing was fed since and it ended
-            nothing.
-        images: Images that rewinding may not cut, or after which rotary positions are not those in the cache.
-        encoded: What an encoder gave, hidden states [batch, encoder_length, hidden_size] and their number per row;
-            empty without one, or before its first run.
-        rope: Factors of RoPE that the rows were computed with; None where they are the same at every length.
+        length: Number of tokens in each row, int64 [batch] on the host.
+        max_len_ever: The most that each row held since position 0, int64 [batch]. What a rewind leaves in a ring
+            depends on it.
+        unfed: The newest token of each row that a generation gave out. None if something was fed since, or the token
+            ended the row.
+        images: Images that a rewind may not cut, or after which rotary positions differ from those in the cache.
+        encoded: Output of the encoder: hidden states [batch, encoder_length, hidden_size] and their number per row;
+            empty without an encoder, or before its first run.
+        rope: Factors of RoPE that the rows were computed with; None if they are the same at every length.
     """
 
     length: torch.Tensor
@@ -128,71 +131,84 @@ class SequenceState:
 
     @classmethod
     def empty(cls, batch_size: int, encoded: tuple[torch.Tensor, ...] = ()) -> SequenceState:
-        """Rows at position 0."""
+        """Return the state of rows at position 0."""
         zeros = torch.zeros(batch_size, dtype=torch.int64)
         return cls(zeros, zeros, (None,) * batch_size, PlacedImages.none(batch_size), encoded)
 
     @classmethod
     def of_layers(cls, layers: Sequence[CacheLayer], length: torch.Tensor) -> SequenceState:
-        """Of a cache that is in use, whose rows hold `length` tokens, int64 [batch]."""
+        """Return the state of a cache in use, whose rows hold `length` tokens, int64 [batch]."""
         marks = [layer._max_len_ever for layer in layers] if bool(length.any()) else [0]
         most = max(UNKNOWN if mark is None else mark for mark in marks)
         ever = torch.maximum(length, torch.tensor(most))
         return replace(cls.empty(len(length)), length=length, max_len_ever=ever)
 
+    @cached_property
+    def longest(self) -> int:
+        """Number of tokens in the fullest row."""
+        return int(self.length.max())
+
+    @property
+    def common_length(self) -> int | None:
+        """Number of tokens in every row, or None if rows differ."""
+        return self.longest if int(self.length.min()) == self.longest else None
+
     @property
     def has_begun(self) -> bool:
-        """Whether any row holds a token."""
-        return bool(self.length.any())
+        """True if any row holds a token."""
+        return self.longest > 0
 
     @property
     def most_ever(self) -> int | None:
-        """The most tokens that any row ever held, or None where the history of the cache is unknown."""
+        """The most tokens that any row ever held, or None if the history of the cache is unknown."""
         most = int(self.max_len_ever.max())
         return None if most >= UNKNOWN else most
 
     def emptied(self) -> SequenceState:
-        """At position 0 again; what was encoded stays."""
+        """Return the state at position 0; the output of the encoder stays."""
         emptied = self.empty(len(self.length), self.encoded)
         return emptied if self.rope is None else replace(emptied, rope=RopeState.of(emptied.length))
 
     def reaching(self, tokens: int, rows: torch.Tensor | None = None) -> SequenceState:
-        """About to run a step of `tokens` for `rows`, bool [batch], or all: should it fail halfway, slots may have been
-        written.
+        """Return the state at the start of a step: if it fails halfway, its slots may have been written.
+
+        Args:
+            tokens: Number of tokens in the step.
+            rows: Rows that advance, bool [batch]; all by default.
         """
-        # A row that waits at position 0 starts there: what is written meanwhile leaves nothing behind.
+        # A row that waits at position 0 starts there, so what is written after it does not matter.
         end = self.length + tokens
         if rows is not None:
             end = end * (rows | (self.length > 0))
         return replace(self, max_len_ever=torch.maximum(self.max_len_ever, end))
 
     def fed(self, tokens: int, rows: torch.Tensor | None = None) -> SequenceState:
-        """With `tokens` more in `rows`, bool [batch], or in all."""
+        """Return the state with `tokens` more in `rows`, bool [batch], or in all."""
         length = self.length + (tokens if rows is None else tokens * rows)
         return replace(self, length=length, unfed=(None,) * len(self.unfed))
 
     def with_row(self, row: int, length: int) -> SequenceState:
-        """With a row of which others have written the state."""
-        mine = torch.arange(len(self.length)) == row
+        """Return the state with the length of one row replaced."""
+        is_row = torch.arange(len(self.length)) == row
         return replace(
             self,
-            length=torch.where(mine, length, self.length),
-            max_len_ever=torch.where(mine, length, self.max_len_ever),
+            length=torch.where(is_row, length, self.length),
+            max_len_ever=torch.where(is_row, length, self.max_len_ever),
             rope=None if self.rope is None else self.rope.with_row(row, length),
         )
 
     def rewound(self, tokens: int, layers: Sequence[CacheLayer]) -> SequenceState:
-        """Without the newest `tokens` of every row.
+        """Return the state without the newest `tokens` of every row.
 
         Raises:
-            InputError: If a row holds fewer, or a layer or an image rules it out.
+            InputError: If a row holds fewer, or a layer or an image does not allow it.
         """
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
             raise InputError(f"cannot rewind {tokens!r} tokens; pass an int of at least 0")
         lengths = self.length.tolist()
         if tokens > min(lengths):
             raise InputError(f"cannot rewind {tokens} tokens, rows hold {lengths}; rewind at most {min(lengths)}")
-        # A row that is left with no token starts anew, whatever its layers keep.
+        # A row that is left empty can always be rewound, because it starts at position 0 again.
         kept = [row for row in zip(lengths, self.max_len_ever.tolist(), strict=True) if row[0] != tokens]
         found = ((layer.max_rollback(*row), layer.forgetting) for layer in layers for row in kept)
         allowed, reason = min(found, default=(tokens, ""))

@@ -1,11 +1,11 @@
-"""Steps of a program over its cache: which method, which inputs, and what they make of the state."""
+"""Runs the steps of a program: selects the method, builds its inputs, and advances the sequence state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -15,12 +15,12 @@ from ..errors import BundleError, InputError
 from ..models.positions import ANY
 from ..program.items import ITEM_STATES, ITEMS_SEEN
 from ..program.methods import POSITIONS, ROPE_DELTAS, ROPE_LENGTHS, chunk_sizes, method_for
-from .checks import check_no_autocast, check_pieces, check_room, check_rows_may_differ
-from .guard import StepGuard
+from .checks import check_chunks, check_no_autocast, check_room, check_rows_may_differ
+from .guard import Generation, StepGuard
 from .inputs.image import shifted
 from .inputs.items import seen_by_next
 from .inputs.stages import Steps
-from .rows import TokenRows, rows_to_set_aside, set_aside
+from .rows import TokenRows, rows_to_save, saved_rows
 from .state import RopeState, SequenceState
 
 if TYPE_CHECKING:
@@ -32,40 +32,45 @@ if TYPE_CHECKING:
     from .checks import ProgramLimits
     from .inputs.image import PlacedImages
 
+Tokens = TypeVar("Tokens")
+
 _NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
+#: An input of the methods that compute the keys and values of cross-attention.
+_ENCODED = "encoder_hidden_states"
 
 
 class ProgramStepper:
-    """Moves a `SequenceState` along by running steps. It trusts its caller with token ids.
+    """Advances a `SequenceState` by running steps.
+
+    Its methods do not check token ids, and they do not take the lock: `Session` and `Generation` do both, once a call.
 
     Args:
-        runner: What runs the steps.
-        layers: The cache's layers; only their limits are asked for, so they need no tensors.
-        limits: Of the program.
-        target: What the runner is, for messages.
+        runner: Runs the methods of the program.
+        layers: Layers of the cache. Only their limits are read, so they need no tensors.
+        limits: Limits of the program.
+        target: Name of the target, for messages.
 
     Attributes:
-        state: Where each row is.
-        needs_equal_rows: Finds out whether all rows have to hold as many tokens; asked when it is first of interest.
-        most_a_chunk: Longest chunk of a prompt; None for the program's own.
-        before_chunk: Called before each chunk of a prompt. What it raises ends the prompt after a whole chunk.
-        logits_size: Tokens that each step's logits are of, None if no file says it.
-        moves: Counts what took it to another place or wrote its cache, but for `shift`.
-        steps_per_launch: Decode steps that the loops take at once.
-        ranks: The processes that its model is split over, None of a program of one process.
-        rope: When the factors of its RoPE change; None where no row gets that far.
-        max_length: Tokens a row can hold in all, or None where only rings keep state.
-        least_rollback: The layer of which fewest tokens can be taken back at any length, as `layer 2 (ring)`, and
-            how many they are.
-        chooses_in_graph: Whether decode steps can choose the next tokens inside their graph.
+        state: Lengths of the rows and what belongs to them. It owns the lengths, see `SequenceState`.
+        needs_equal_rows: Returns True if all rows must have the same length; called on first use.
+        most_a_chunk: Longest chunk of a prompt; None for the longest of the program.
+        before_chunk: Called before each chunk of a prompt. An exception that it raises ends the prompt between chunks.
+        logits_size: Vocabulary size of each step's logits; None if no file states it.
+        moves: Number of calls that changed the state or wrote the cache, except `shift`.
+        steps_per_launch: Number of decode steps that a loop runs at once.
+        ranks: Processes that the model is split over; None for a program of one process.
+        rope: Rule by which the factors of RoPE change; None if no row gets that far.
+        max_length: Tokens that a row can hold; None if all layers are rings.
+        least_rollback: Label of the layer that can take back the fewest tokens, such as `layer 2 (ring)`, and how many.
+        chooses_in_graph: True if decode steps can choose the next tokens inside their graph.
     """
 
     def __init__(self, runner: Runner, layers: Sequence[CacheLayer], limits: ProgramLimits, target: str) -> None:
-        self.use(runner)
         self.layers = tuple(layers)
         self.limits = limits
         self.batch_size, self.vocab_size, self.device = limits.batch_size, limits.vocab_size, limits.device
         self.target = target
+        self.use(runner)
         self.state = SequenceState.empty(limits.batch_size)
         self.moves = 0
         self.guard = StepGuard()
@@ -86,70 +91,74 @@ class ProgramStepper:
         self.all_rows = torch.ones(limits.batch_size, dtype=torch.bool)
 
     def use(self, runner: Runner) -> None:
-        """Run the steps by another runner of the same program."""
+        """Run the steps with another runner of the same program."""
         self.runner = runner
-        self.chooses_in_graph = isinstance(runner, ChoosesInGraph)
+        self.chooses_in_graph = isinstance(runner, ChoosesInGraph) and self.limits.codebooks is None
 
     @property
     def equal_rows(self) -> bool:
-        """Whether all rows have to hold as many tokens."""
+        """True if all rows must have the same length."""
         return self.needs_equal_rows()
 
     @property
     def length(self) -> torch.Tensor:
-        """Tokens seen per row, int64 [batch] on the host."""
-        return self.state.length.clone()
+        """Number of tokens in each row, int64 [batch] on the host; not to be written."""
+        return self.state.length
 
     @property
     def room(self) -> int | None:
-        """Tokens that every row still has room for, or None for any number."""
-        return None if self.max_length is None else self.max_length - int(self.state.length.max())
+        """Number of tokens that fit every row, or None for any number."""
+        return None if self.max_length is None else self.max_length - self.state.longest
 
     @property
     def score_length(self) -> int:
-        """Most tokens that `score` takes, or 0 if no method of the program does that."""
+        """Most tokens that `score` takes; 0 if the program has no such method."""
         return max((method.scored_tokens for method in self.runner.methods.values()), default=0)
 
+    @property
+    def keeps_prompt(self) -> bool:
+        """True if a step of one token ends the prompt, see `SlotPolicy.keeps_prompt`."""
+        return any(layer.policy.keeps_prompt for layer in self.layers)
+
     def chunk_sizes(self, length: int, by_ids: bool = True) -> list[int]:
-        """How many tokens of a prompt of `length` go through each step."""
+        """Return the number of tokens in each step of a prompt of `length` tokens."""
         methods = self.runner.methods
         methods = {name: methods[name] for name in methods if methods[name].takes_ids is by_ids}
         return chunk_sizes(methods, length, self.keeps_prompt, self.most_a_chunk)
 
-    @property
-    def keeps_prompt(self) -> bool:
-        """Whether a step of one token ends the prompt, see `SlotPolicy.keeps_prompt`."""
-        return any(layer.policy.keeps_prompt for layer in self.layers)
-
-    def check_room(self, rows: TokenRows, max_new_tokens: int | None = None, anew: bool = False) -> None:
-        """Refuse a prompt that does not fit, or not with what is to be generated after it.
+    def check_room(self, rows: TokenRows, max_new_tokens: int | None = None, from_start: bool = False) -> None:
+        """Check that a prompt fits, with the tokens that are to be generated after it.
 
         Args:
             rows: The prompt.
-            max_new_tokens: Tokens that follow it, if that number was asked for.
-            anew: Whether rows are to be at position 0 then.
+            max_new_tokens: Number of tokens after it; None if no number was given.
+            from_start: True if the rows will be at position 0.
 
         Raises:
-            CacheFullError: If there are no slots for them.
-            InputError: If a row has to wait for longer ones and would lose what it holds.
+            CacheFullError: If there are not enough slots.
+            InputError: If a row must wait for longer rows and would lose tokens.
         """
-        held = [0] * self.batch_size if anew else self.state.length.tolist()
+        held = [0] * self.batch_size if from_start else self.state.length.tolist()
         ends = [before + length for before, length in zip(held, rows.lengths, strict=True)]
         fullest = ends.index(max(ends))
         check_room(held[fullest], self.max_length, rows.lengths[fullest], max_new_tokens)
         if not rows.are_even:
             check_rows_may_differ(self.equal_rows, f"the rows of the prompt have {list(rows.lengths)} tokens")
-        if not (anew or rows.are_even):
-            rows_to_set_aside(self, rows)
+        if not (from_start or rows.are_even):
+            rows_to_save(self, rows)
 
-    # -- steps -------------------------------------------------------------------------------------------------------
+    def guarded(self, begin: Callable[[], Generator[Tokens]]) -> Generator[Tokens]:
+        """Return the items of the generator that `begin` makes, each computed under the lock, see `Generation`."""
+        return Generation(self).steps(begin)
+
+    # -- prompts -----------------------------------------------------------------------------------------------------
 
     def feed(self, steps: Steps, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Feed a prompt in chunks, rows that are shorter than others beginning later.
+        """Feed a prompt in chunks. Shorter rows begin later, so that all rows end together.
 
         Args:
             steps: The prompt.
-            rows: Whose tokens count, see `step`.
+            rows: Rows that advance, see `step`.
 
         Returns:
             Logits [batch, vocab] of each row's last token.
@@ -157,68 +166,89 @@ class ProgramStepper:
         before, placed = self.state, steps.placed
         if placed is not None:
             placed = shifted(placed, before.length, before.images.deltas(before.length))
-        # Of the whole prompt, so that its chunks give what it gives at once.
+        # By the length of the whole prompt, because its chunks must give the same as one step.
         lengths = None if self.rope is None else self._rope_lengths(self._ends(steps))
         if not steps.rows.are_even:
-            return self._feed_apart(steps, placed, lengths)
-        return self._feed_even(steps, rows, before.images, placed, lengths)
+            return self._feed_segments(steps, placed, lengths)
+        return self._feed_chunks(steps, rows, before.images, placed, lengths)
 
-    def feed_for_generation(self, steps: Steps, going: torch.Tensor | None = None) -> torch.Tensor:
-        """Feed a prompt as transformers' `generate` does: rows that get past a border of RoPE are computed again.
+    def feed_for_generation(self, steps: Steps, active: torch.Tensor | None = None) -> torch.Tensor:
+        """Feed a prompt as transformers' `generate` does: rows that cross a border of RoPE are computed again.
 
         Args:
             steps: The prompt.
-            going: Rows whose answers go on, bool [batch] on the host; all by default. No others are computed again.
+            active: Rows that are still generating, bool [batch] on the host; all by default. Others are not recomputed.
 
         Returns:
             Logits [batch, vocab] of each row's last token.
 
         Raises:
-            InputError: If the tokens that a row holds are not known, or the prompt is more than text.
+            InputError: If the tokens of such a row are not known, or the prompt is more than text.
         """
-        again = self.crossing(steps.rows.lengths, going)
+        again = self.crossing(steps.rows.lengths, active)
         return self.feed(self._from_start(steps, again) if again else steps)
 
-    def crossing(self, added: Sequence[int], going: torch.Tensor | None = None) -> list[int]:
-        """Return the rows that generation computes again, because they get past a border of RoPE.
+    def crossing(self, added: Sequence[int], active: torch.Tensor | None = None) -> list[int]:
+        """Return the rows that must be computed again, because they cross a border of RoPE.
 
         Args:
-            added: Tokens that are to be fed to each row.
-            going: Rows whose answers go on, bool [batch] on the host; all by default.
+            added: Number of tokens that each row is about to be fed.
+            active: Rows that are still generating, bool [batch] on the host; all by default.
         """
         if self.rope is None or not self.rope.recomputes:
             return []
         # Rows of one length are computed again together.
-        counts = self.all_rows if going is None or self.equal_rows else going
+        counts = self.all_rows if active is None or self.equal_rows else active
         rows = enumerate(zip(self.state.length.tolist(), added, counts.tolist(), strict=True))
-        return [row for row, (held, more, goes) in rows if goes and self.rope.crosses(held, held + more)]
+        return [row for row, (held, more, counted) in rows if counted and self.rope.crosses(held, held + more)]
 
-    def equal_steps(self, going: torch.Tensor | None = None) -> int:
-        """Return how many tokens can be fed in one step as though one by one, because RoPE has the same factors.
+    def equal_steps(self, active: torch.Tensor | None = None) -> int:
+        """Return the number of tokens that one step may feed with the result of single steps: RoPE must not change.
 
-        0 means that rows have to be computed again first, see `go_on`.
+        0 means that rows must be computed again first, see `decode_for_generation`.
 
         Args:
-            going: See `crossing`.
+            active: See `crossing`.
         """
         if self.rope is None:
             return ANY
-        if self.crossing([1] * self.batch_size, going):
+        if self.crossing([1] * self.batch_size, active):
             return 0
         assert self.state.rope is not None
         rows = zip(self.state.length.tolist(), self.state.rope.lengths.tolist(), strict=True)
         return min(self.rope.equal_steps(held, before) for held, before in rows)
 
-    def go_on(self, tokens: torch.Tensor, going: torch.Tensor | None = None) -> torch.Tensor:
+    def decode_for_generation(self, tokens: torch.Tensor, active: torch.Tensor | None = None) -> torch.Tensor:
         """Feed one token per row, int64 [batch], as transformers' `generate` does, see `feed_for_generation`."""
         fed = tokens[:, None]
-        return self.feed_for_generation(Steps(fed, TokenRows.whole(fed)), going)
+        return self.feed_for_generation(Steps(fed, TokenRows.whole(fed)), active)
+
+    def crossed(self, row: int) -> bool:
+        """Return True if `decode` fed a row's newest token where `decode_for_generation` would have recomputed it."""
+        length = int(self.state.length[row])
+        return self.rope is not None and self.rope.crosses(length - 1, length)
+
+    def continues(self, kept: int, length: int) -> bool:
+        """Return True if the first tokens of a session of one row are those of a prompt fed at once from position 0.
+
+        They differ where the factors of RoPE change with the length.
+
+        Args:
+            kept: Number of tokens that are kept.
+            length: Number of tokens in the prompt.
+        """
+        rule, rope = self.rope, self.state.rope
+        if rule is None or rope is None or kept == 0:
+            return True
+        end = torch.tensor([length])
+        wanted = rule.factors(end)
+        return bool((rope.factors == wanted) & (rule.factors(rule.after(rope.lengths, end)) == wanted))
 
     def _from_start(self, steps: Steps, again: list[int]) -> Steps:
-        """Return a prompt with what rows hold in front of it, and go to position 0 in those rows."""
+        """Put the tokens of rows in front of their prompt, and set these rows to position 0."""
         rope, state = self.rope, self.state
         assert rope is not None and state.rope is not None
-        if not steps.are_ids or steps.further or steps.first:
+        if not steps.are_ids or steps.extra or steps.first:
             raise InputError(
                 f"the prompt must be text where a row gets past {rope.border} tokens ({rope}), got more than token "
                 "ids; reset(), and pass the whole conversation in one prompt"
@@ -236,12 +266,12 @@ class ProgramStepper:
                 ids = torch.cat([held[: int(state.length[row])].to(ids.device), ids])
             rows.append(ids)
         whole = TokenRows.of(rows)
-        mine = torch.zeros_like(self.all_rows)
-        mine[again] = True
-        self.move_to(replace(state, length=state.length * ~mine, rope=state.rope.emptied(mine)))
+        emptied = torch.zeros_like(self.all_rows)
+        emptied[again] = True
+        self.move_to(replace(state, length=state.length * ~emptied, rope=state.rope.emptied(emptied)))
         return Steps(whole.ids, whole)
 
-    def _feed_even(
+    def _feed_chunks(
         self,
         steps: Steps,
         rows: torch.Tensor | None,
@@ -249,76 +279,75 @@ class ProgramStepper:
         placed: PlacedImages | None,
         lengths: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The same for rows of equal length; `placed` are the items of the whole prompt, behind those of `before`."""
+        """Feed rows of equal length; `before` are the images of the session and `placed` those of the whole prompt."""
         start = 0
         sizes = steps.sizes or self.chunk_sizes(steps.fed.shape[1], not steps.fed.is_floating_point())
         if self.keeps_prompt:
-            check_pieces(sizes)
+            check_chunks(sizes)
         for size in sizes:
             if self.before_chunk is not None:
                 self.before_chunk()
             chunk = slice(start, start + size)
-            further = {name: tensor[..., chunk].contiguous() for name, tensor in steps.further.items()}
-            further |= steps.first if start == 0 else {}
-            logits = self.step(steps.fed[:, chunk].contiguous(), further, rows, lengths=lengths)
+            extra = {name: tensor[..., chunk].contiguous() for name, tensor in steps.extra.items()}
+            extra |= steps.first if start == 0 else {}
+            logits = self.step(steps.fed[:, chunk].contiguous(), extra, rows, lengths=lengths)
             start += size
             if placed is not None:
-                self._place(before, placed)
+                # Only images whose tokens were fed, because a later chunk may fail.
+                fed = placed.begun(self.state.length)
+                self.state = replace(self.state, images=before.followed_by(fed))
         return logits
 
-    def _feed_apart(self, steps: Steps, placed: PlacedImages | None, lengths: torch.Tensor | None) -> torch.Tensor:
+    def _feed_segments(self, steps: Steps, placed: PlacedImages | None, lengths: torch.Tensor | None) -> torch.Tensor:
+        """Feed rows of different length: columns of the prompt, cut where a row begins."""
         before = self.state.images
-        with set_aside(self, rows_to_set_aside(self, steps.rows)) as aside:
+        with saved_rows(self, rows_to_save(self, steps.rows)) as saved:
             for segment in steps.rows.segments():
-                aside.restore(segment.rows)
+                saved.restore(segment.rows)
                 columns = slice(segment.start, segment.end)
-                further = {name: tensor[..., columns] for name, tensor in steps.further.items()}
-                part = Steps(steps.fed[:, columns], TokenRows.whole(steps.rows.ids[:, columns]), further=further)
-                logits = self._feed_even(part, segment.rows, before, placed, lengths)
+                extra = {name: tensor[..., columns] for name, tensor in steps.extra.items()}
+                part = Steps(steps.fed[:, columns], TokenRows.whole(steps.rows.ids[:, columns]), extra=extra)
+                logits = self._feed_chunks(part, segment.rows, before, placed, lengths)
         return logits
 
-    def _place(self, before: PlacedImages, placed: PlacedImages) -> None:
-        # Those whose tokens were fed, and no others: a step may fail.
-        self.state = replace(self.state, images=before.followed_by(placed.begun(self.state.length)))
+    # -- steps -------------------------------------------------------------------------------------------------------
 
     def step(
         self,
         fed: torch.Tensor,
-        further: Mapping[str, torch.Tensor] = _NONE,
+        extra: Mapping[str, torch.Tensor] = _NONE,
         rows: torch.Tensor | None = None,
         scores: bool = False,
         lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One step of any length.
+        """Run one step of any length.
 
         Args:
             fed: Token ids int64 [batch, length], or embeddings [batch, length, hidden_size].
-            further: What the method takes besides, by name.
-            rows: Whose tokens count, bool [batch] on the host; all by default. The others stay where they are, and find
-                what was written behind them overwritten by their next step.
-            scores: Whether logits after every token are wanted.
-            lengths: Those that the factors of RoPE are chosen by, int64 [batch] on the host, where they change; those
-                after the step by default.
+            extra: Further inputs of the method, by name.
+            rows: Rows that advance, bool [batch] on the host; all by default. The others keep their length, and their
+                next step overwrites what was written after it.
+            scores: True for logits after every token.
+            lengths: Lengths that the factors of RoPE are chosen by, int64 [batch] on the host; by default those after
+                the step.
 
         Returns:
             Logits [batch, vocab], or [batch, length, vocab].
         """
         check_no_autocast(self.device)
+        self.guard.check_whole()
         size = fed.shape[1]
-        with self.guard:
-            self.guard.check_whole()
-            if lengths is None and self.rope is not None:
-                lengths = self._rope_lengths(self._ends_after(size))
-            method, inputs = self._call(fed, size, further, scores, lengths)
-            before = self.state.length
-            self._reach(size, rows)
-            with starting_at(inputs[1], _common(before)):
-                logits = self.runner.run(method, *inputs)
-            assert isinstance(logits, torch.Tensor)
-            if self.runner.methods[method].scored_tokens and not scores:
-                logits = logits[:, -1]
-            self._move_on(size, rows, fed, lengths)
-            self.guard.is_broken = False
+        if lengths is None and self.rope is not None:
+            lengths = self._rope_lengths(self._ends_after(size))
+        method, inputs = self._call(fed, size, extra, scores, lengths)
+        start = self.state.common_length
+        self._begin(size, rows)
+        with starting_at(inputs[1], start):
+            logits = self.runner.run(method, *inputs)
+        assert isinstance(logits, torch.Tensor)
+        self._finish(size, rows, fed, lengths)
+        if self.runner.methods[method].scored_tokens and not scores:
+            logits = logits[:, -1]
         if self.logits_size not in (None, logits.shape[-1]):
             raise BundleError(
                 f"the program gives logits of {logits.shape[-1]} tokens, the manifest says {self.logits_size}; "
@@ -326,81 +355,8 @@ class ProgramStepper:
             )
         return logits
 
-    def begin(self, tokens: torch.Tensor, rows: range) -> BegunStep:
-        """A decode step of some rows, whose logits `runner.finish` gives; the state is that of after it at once.
-
-        Args:
-            tokens: int64 [len(rows)].
-            rows: One of the runner's `row_groups`.
-        """
-        check_no_autocast(self.device)
-        runner, mine = self.runner, torch.zeros(self.batch_size, dtype=torch.bool)
-        assert isinstance(runner, OverlapsSteps)
-        mine[rows.start : rows.stop] = True
-        with self.guard:
-            self.guard.check_whole()
-            lengths = None if self.rope is None else self._rope_lengths(self._ends_after(1))
-            # The inputs are those of all rows, and the tokens those of the group.
-            method, inputs = self._call(tokens[:, None], 1, lengths=lengths)
-            self._reach(1, mine)
-            begun = runner.begin(method, rows, inputs[0], *(one[rows.start : rows.stop] for one in inputs[1:]))
-            # Which tokens the rows hold is for the loop to know.
-            self._move_on(1, mine, None, lengths)
-            self.guard.is_broken = False
-        return begun
-
-    def finish(self, begun: BegunStep) -> torch.Tensor:
-        """Logits [len(rows), vocab] of a step that was begun."""
-        runner = self.runner
-        assert isinstance(runner, OverlapsSteps)
-        with self.guard:
-            return runner.finish(begun)
-
-    def _move_on(
-        self, tokens: int, rows: torch.Tensor | None, fed: torch.Tensor | None, lengths: torch.Tensor | None
-    ) -> None:
-        """Go to where a step of `tokens` ends, see `step` and `RopeState.fed`."""
-        state = self.state.fed(tokens, rows)
-        if self.rope is not None:
-            assert state.rope is not None and lengths is not None
-            counts = self.all_rows if rows is None else rows
-            state = replace(state, rope=state.rope.fed(self.rope, self.state.length, lengths, fed, counts))
-        self.state = state
-
-    def _rope_lengths(self, ends: torch.Tensor) -> torch.Tensor:
-        """Return the lengths that the factors of RoPE are chosen by in a call after which rows are at `ends`."""
-        assert self.rope is not None and self.state.rope is not None
-        return self.rope.after(self.state.rope.lengths, ends)
-
-    def _ends_after(self, tokens: int | torch.Tensor) -> torch.Tensor:
-        """Return the positions that rows have reached after `tokens` more, one more than the largest, int64 [batch]."""
-        length = self.state.length
-        return length + tokens + self.state.images.deltas(length)
-
-    def _ends(self, steps: Steps) -> torch.Tensor:
-        """Return the positions that rows have reached after a prompt, one more than the largest, int64 [batch]."""
-        positions = steps.further.get(POSITIONS)
-        if positions is not None:
-            return positions.amax(dim=(0, 2)).cpu() + 1
-        return self._ends_after(torch.tensor(steps.rows.lengths))
-
-    def _reach(self, tokens: int, rows: torch.Tensor | None = None) -> None:
-        """About to run a step of `tokens`: until it has finished, what it may write stands against the session."""
-        self.state = self.state.reaching(tokens, rows)
-        self.guard.is_broken = self._is_lost_if_cut_off(tokens)
-        # Counted now: a generator that is collected during the step must leave the session where it is.
-        self.moves += 1
-
-    def _is_lost_if_cut_off(self, tokens: int) -> bool:
-        """Whether a step of `tokens` may write what cannot be taken back: a state, or slots of a ring still needed."""
-        allowed = self.least_rollback[1]
-        if allowed >= tokens:
-            return False
-        ends = zip((self.state.length + tokens).tolist(), self.state.max_len_ever.tolist(), strict=True)
-        return any(layer.max_rollback(*end) < tokens for end in ends for layer in self.layers)
-
     def score(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Feed a few tokens, int64 [batch, length], and judge each: logits [batch, length, vocab]."""
+        """Feed a few tokens, int64 [batch, length], and return the logits after each, [batch, length, vocab]."""
         if self.ranks is not None:
             self.ranks.check_same("score", tokens=input_ids, length=self.state.length)
         if input_ids.shape[1] == 1:
@@ -408,112 +364,174 @@ class ProgramStepper:
         return self.step(input_ids.contiguous(), scores=True)
 
     def decode_and_choose(self, tokens: torch.Tensor, chooser: Sampler, steps: int = 1) -> torch.Tensor:
-        """Feed one token per row, int64 [batch], choose the next ones and feed those, and so on: int64 [batch, steps].
+        """Feed one token per row, int64 [batch], choose the next ones and feed those: int64 [batch, steps].
 
-        Raises:
-            CacheFullError: If a row has no slots left for them.
+        The caller has checked that every row has room for `steps` tokens.
         """
-        check_no_autocast(self.device)
-        check_room(int(self.state.length.max()), self.max_length, steps)
         fed = tokens[:, None]
         if not self.chooses_in_graph or not chooser.chooses_in_graph:
             return chooser.choose(self.step(fed))[:, None]
-        with self.guard:
-            self.guard.check_whole()
-            lengths = None if self.rope is None else self._rope_lengths(self._ends_after(steps))
-            method, inputs = self._call(fed, steps, lengths=lengths)
-            before = self.state.length
-            self._reach(steps)
-            with starting_at(inputs[1], _common(before)):
-                chosen = cast(ChoosesInGraph, self.runner).run_and_choose(method, chooser, *inputs, steps=steps)
-            self._move_on(steps, None, torch.cat([fed, chosen[:, :-1]], dim=1), lengths)
-            self.guard.is_broken = False
+        check_no_autocast(self.device)
+        self.guard.check_whole()
+        lengths = None if self.rope is None else self._rope_lengths(self._ends_after(steps))
+        method, inputs = self._call(fed, steps, lengths=lengths)
+        start = self.state.common_length
+        self._begin(steps)
+        with starting_at(inputs[1], start):
+            chosen = cast(ChoosesInGraph, self.runner).run_and_choose(method, chooser, *inputs, steps=steps)
+        self._finish(steps, None, torch.cat([fed, chosen[:, :-1]], dim=1), lengths)
         return chosen
+
+    def begin(self, tokens: torch.Tensor, rows: range) -> BegunStep:
+        """Begin a decode step of some rows, and advance the state at once; `runner.finish` gives the logits.
+
+        Args:
+            tokens: int64 [len(rows)].
+            rows: One of the runner's `row_groups`.
+        """
+        check_no_autocast(self.device)
+        self.guard.check_whole()
+        runner, in_group = self.runner, torch.zeros(self.batch_size, dtype=torch.bool)
+        assert isinstance(runner, OverlapsSteps)
+        in_group[rows.start : rows.stop] = True
+        lengths = None if self.rope is None else self._rope_lengths(self._ends_after(1))
+        # The inputs are those of all rows, except for the tokens, which are those of the group.
+        method, inputs = self._call(tokens[:, None], 1, lengths=lengths)
+        self._begin(1, in_group)
+        begun = runner.begin(method, rows, inputs[0], *(one[rows.start : rows.stop] for one in inputs[1:]))
+        # The tokens are not recorded, because the loop knows what its rows hold.
+        self._finish(1, in_group, None, lengths)
+        return begun
 
     def _call(
         self,
         fed: torch.Tensor,
         tokens: int,
-        further: Mapping[str, torch.Tensor] = _NONE,
+        extra: Mapping[str, torch.Tensor] = _NONE,
         scores: bool = False,
         lengths: torch.Tensor | None = None,
     ) -> tuple[str, list[torch.Tensor]]:
-        """The method that serves a step, after which rows hold `tokens` more, and what it takes.
-
-        Args:
-            fed: See `step`.
-            tokens: Those fed, and those that it chooses itself.
-            further, scores, lengths: See `step`.
-        """
+        """Return the name of the method for a step that adds `tokens` tokens, and its inputs; see `step`."""
         by_ids = not fed.is_floating_point()
-        longest = int(self.state.length.max())
-        methods = self.runner.methods
-        if "encode" in methods and longest == 0:
-            # The first step of a sequence, however short, is the one that fills the cross-attention layers.
+        state, methods = self.state, self.runner.methods
+        if "encode" in methods and state.longest == 0:
+            # The first step of a sequence fills the cross-attention layers, even if it is short.
             able = {name: method for name, method in methods.items() if _ENCODED in method.input_names}
         else:
             able = {
                 name: method
                 for name, method in methods.items()
-                if method.takes_ids is by_ids and (ITEM_STATES in method.input_names) is (ITEM_STATES in further)
+                if method.takes_ids is by_ids and (ITEM_STATES in method.input_names) is (ITEM_STATES in extra)
             }
-        method = methods[method_for(able, fed.shape[1], longest + tokens, scores)]
-        inputs = [fed, self.state.length.to(self.device, copy=True)]
+        method = methods[method_for(able, fed.shape[1], state.longest + tokens, scores)]
+        # A copy, because the state owns its lengths and a runner may keep or write its inputs.
+        inputs = [fed, state.length.to(self.device, copy=True)]
         names = method.input_names[2:]
         if lengths is not None:
-            further = {**further, ROPE_LENGTHS.name: lengths.to(self.device)}
+            extra = {**extra, ROPE_LENGTHS.name: lengths.to(self.device)}
         if _ENCODED in names:
             of_encoder = [name for name in names if name != ROPE_LENGTHS.name]
-            further = {**further, **dict(zip(of_encoder, self.state.encoded, strict=True))}
+            extra = {**extra, **dict(zip(of_encoder, state.encoded, strict=True))}
         for spec in method.inputs[2:]:
             if spec.name == ROPE_DELTAS.name:
-                inputs.append(self.state.images.deltas(self.state.length).to(self.device))
-            elif spec.name == ITEMS_SEEN and spec.name not in further:
-                inputs.append(seen_by_next(self.state, int(spec.shape[1]), fed.shape[1]).to(self.device))
+                inputs.append(state.images.deltas(state.length).to(self.device))
+            elif spec.name == ITEMS_SEEN and spec.name not in extra:
+                inputs.append(seen_by_next(state, int(spec.shape[1]), fed.shape[1]).to(self.device))
             else:
-                inputs.append(further[spec.name])
+                inputs.append(extra[spec.name])
         return method.name, inputs
 
-    # -- other places ------------------------------------------------------------------------------------------------
+    def _begin(self, tokens: int, rows: torch.Tensor | None = None) -> None:
+        """Mark the session as mid-step; cleared when the step finishes."""
+        self.state = self.state.reaching(tokens, rows)
+        self.guard.is_broken = self._is_lost_if_interrupted(tokens)
+        # Counted before the step, because a generator that is collected during it must not move the session.
+        self.moves += 1
+
+    def _is_lost_if_interrupted(self, tokens: int) -> bool:
+        """Return True if a step may overwrite what cannot be taken back: a state, or slots of a ring."""
+        if self.least_rollback[1] >= tokens:
+            return False
+        ends = zip((self.state.length + tokens).tolist(), self.state.max_len_ever.tolist(), strict=True)
+        return any(layer.max_rollback(*end) < tokens for end in ends for layer in self.layers)
+
+    def _finish(
+        self, tokens: int, rows: torch.Tensor | None, fed: torch.Tensor | None, lengths: torch.Tensor | None
+    ) -> None:
+        """Advance the state by a step of `tokens`; see `step` and `RopeState.fed`."""
+        state = self.state.fed(tokens, rows)
+        if self.rope is not None:
+            assert state.rope is not None and lengths is not None
+            counts = self.all_rows if rows is None else rows
+            state = replace(state, rope=state.rope.fed(self.rope, self.state.length, lengths, fed, counts))
+        self.state = state
+        self.guard.is_broken = False
+
+    def _rope_lengths(self, ends: torch.Tensor) -> torch.Tensor:
+        """Return the lengths that choose the factors of RoPE in a call after which rows end at `ends`."""
+        assert self.rope is not None and self.state.rope is not None
+        return self.rope.after(self.state.rope.lengths, ends)
+
+    def _ends_after(self, tokens: int | torch.Tensor) -> torch.Tensor:
+        """Return one more than the largest position of each row after `tokens` more, int64 [batch]."""
+        length = self.state.length
+        return length + tokens + self.state.images.deltas(length)
+
+    def _ends(self, steps: Steps) -> torch.Tensor:
+        """Return one more than the largest position of each row after a prompt, int64 [batch]."""
+        positions = steps.extra.get(POSITIONS)
+        if positions is not None:
+            return positions.amax(dim=(0, 2)).cpu() + 1
+        return self._ends_after(torch.tensor(steps.rows.lengths))
+
+    # -- moves -------------------------------------------------------------------------------------------------------
 
     def shift(self, tokens: int | torch.Tensor) -> None:
-        """Go back or on by a number of tokens, or by one per row int64 [batch], that the cache holds; no move."""
+        """Change the length by a number of tokens, or by int64 [batch], without checks; the cache must hold them.
+
+        A token that was given out and not fed stays pending. It does not count as a move.
+        """
         self.state = replace(self.state, length=self.state.length + tokens)
 
     def reset(self) -> None:
-        """Start anew at position 0; the buffers are zeroed where the runner gives them out."""
-        with self.guard:
-            self._empty()
-
-    def _empty(self) -> None:
+        """Return to position 0; the buffers are zeroed if the runner gives them out."""
         self.move_to(self.state.emptied())
         for tensor in (state_of(self.runner) or {}).values():
             tensor.zero_()
         self.guard.is_broken = False
 
+    def set_length(self, row: int, length: int) -> None:
+        """Set the length of a row, for loops that write a row's cache themselves (continuous batching)."""
+        self.move_to(self.state.with_row(row, length))
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Reorder the rows, for loops that have reordered the cache: row i becomes row `rows[i]`.
+
+        All rows have the same length.
+        """
+        if self.state.rope is not None:
+            self.state = replace(self.state, rope=self.state.rope.select(rows.tolist()))
+
+    def restore(self, state: SequenceState) -> None:
+        """Set the state, for callers that have written all of the cache's tensors."""
+        self.move_to(state)
+        self.guard.is_broken = False
+
     def move_to(self, state: SequenceState) -> None:
-        """Go to another place, and count that."""
+        """Set the state, and count a move."""
         if self.rope is not None and state.rope is None:
             state = replace(state, rope=RopeState.of(state.length))
         self.state = state
         self.moves += 1
 
 
-#: An input of those methods that compute the cross-attention's keys and values.
-_ENCODED = "encoder_hidden_states"
-
-
-def _common(lengths: torch.Tensor) -> int | None:
-    """The one number of int64 [batch] on the host, None where rows differ."""
-    first, *others = lengths.tolist()
-    return first if all(length == first for length in others) else None
-
-
 class RowGroups:
-    """The groups of a session, each a range of rows; none where all rows take a step together. For decoding loops.
+    """Groups of rows whose decode steps overlap: a group's next step begins while those of other groups run.
+
+    It iterates over ranges of rows; there are none if all rows take a step together.
 
     Args:
-        stepper: Of the session.
+        stepper: The stepper of a session.
     """
 
     def __init__(self, stepper: ProgramStepper) -> None:
@@ -524,21 +542,25 @@ class RowGroups:
         return iter(runner.row_groups if isinstance(runner, OverlapsSteps) else ())
 
     def begin(self, tokens: torch.Tensor, rows: range) -> BegunStep:
-        """`decode` of one group, as far as this process's part of it goes.
+        """Begin a decode step of one group, as far as this process's part of it goes.
 
-        Ranks compare nothing here, which would have each wait for all: the tokens follow from logits that all got.
+        Ranks compare nothing here, because each would have to wait for all. The tokens follow from logits that all got.
 
         Args:
-            tokens: int64 [len(rows)], taken as they are.
-            rows: The group, of which no other step is under way.
+            tokens: int64 [len(rows)], not checked.
+            rows: A group that has no other step running.
 
         Raises:
             CacheFullError: If a row has no slot left.
         """
         stepper = self._stepper
-        check_room(int(stepper.state.length[rows.start : rows.stop].max()), stepper.max_length, 1)
-        return stepper.begin(tokens, rows)
+        with stepper.guard:
+            check_room(int(stepper.state.length[rows.start : rows.stop].max()), stepper.max_length, 1)
+            return stepper.begin(tokens, rows)
 
     def finish(self, begun: BegunStep) -> torch.Tensor:
-        """Logits [len(rows), vocab] of the step that was begun first."""
-        return self._stepper.finish(begun)
+        """Return the logits [len(rows), vocab] of the step that was begun first."""
+        runner = self._stepper.runner
+        assert isinstance(runner, OverlapsSteps)
+        with self._stepper.guard:
+            return runner.finish(begun)

@@ -133,7 +133,7 @@ def compare(
     sinks = kept_sinks(session)
     seen_windows = {window for _, window in layer_types_and_windows(model.config) if window is not None}
     windows = sorted(seen_windows if sinks is None else {*seen_windows, sinks.tokens + sinks.window})
-    changes = () if session.rope is None else session.rope.borders
+    changes = () if session.stepper.rope is None else session.stepper.rope.borders
     plan = planned(session, spec, most_tokens(session, model), sorted({*windows, *changes}))
     storage = None if spec.exact_cache else rounding_storage(session.layers)
     generator = torch.Generator().manual_seed(spec.seed)
@@ -236,7 +236,7 @@ class _Seen:
             The session's logits [batch, vocab] of the prompt and of the first `KEPT_STEPS` steps.
         """
         # Where RoPE changes, several calls are not one: the last of them chooses the factors of its own tokens alone.
-        feeds = prompt_feeds(length, longest_chunk(session)) if session.rope is None else [[length]]
+        feeds = prompt_feeds(length, longest_chunk(session)) if session.stepper.rope is None else [[length]]
         differences, squares, agreements, kept = [], [], [], []
         for step, reference in enumerate(expected):
             if step == 0:
@@ -256,7 +256,7 @@ class _Seen:
         self.prompts.append(
             VerifiedPrompt(
                 length,
-                sum(len(session.chunk_sizes(part)) for part in feeds[-1]),
+                sum(len(session.stepper.chunk_sizes(part)) for part in feeds[-1]),
                 len(expected) - 1,
                 torch.stack(differences).max().item(),
                 torch.stack(agreements).mean().item(),

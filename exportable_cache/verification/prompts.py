@@ -144,7 +144,7 @@ def most_tokens(session: Session, model: PreTrainedModel) -> int | None:
     # Learned position tables end there, and past it even rotary ones are not what the model was trained for.
     config = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
-    if session.rope is not None:
+    if session.stepper.rope is not None:
         # Dynamic NTK begins there.
         positions = None
     return min((limit for limit in (session.max_length, positions) if limit), default=None)

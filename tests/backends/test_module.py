@@ -54,7 +54,7 @@ def test_prompts_too_short_for_the_graph_of_longer_ones_go_token_by_token(prompt
         session.reset()
         assert difference(session.prefill, reference_logits(model, ids, prompt), ids, prompt) <= 1e-4
     assert session.runner.methods["prefill"].min_length == LEAST
-    assert session.chunk_sizes(LEAST - 1) == [1] * (LEAST - 1)
+    assert session.stepper.chunk_sizes(LEAST - 1) == [1] * (LEAST - 1)
 
 
 @pytest.mark.full

@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_refused_when_it_is_submitted(model: Any) -> None:
         batch.submit(tokens(49))
     with pytest.raises(CacheFullError, match="max_new_tokens may be at most 9"):
         batch.submit(tokens(40), 10)
-    with pytest.raises(InputError, match="stop at token ids only"):
+    with pytest.raises(InputError, match="must be token ids for rows of a batch"):
         batch.submit(tokens(4), 3, stop=["x"])
     assert batch.waiting == 0
     with pytest.raises(InputError, match="the prefill session has 2 rows"):

@@ -111,7 +111,7 @@ def test_speculation_gives_the_tokens_of_plain_decoding(settings: dict[str, Any]
 
 def test_steps_that_would_choose_in_a_graph_choose_outside_of_it() -> None:
     session = live_session(configured(**TOGETHER), False, CAPACITY, steps_per_launch=4)
-    assert session.chooses_in_graph
+    assert session.stepper.chooses_in_graph
     assert list(session.generate(PROMPT, LENGTH)) == upstream(TOGETHER)
 
 

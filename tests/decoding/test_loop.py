@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,14 @@ class Scripted:
         self.fed.append(tokens.tolist())
         return chooser.choose(self.prefill(tokens[:, None]))[:, None]
 
-    def equal_steps(self, going: torch.Tensor) -> int:
+    @property
+    def stepper(self) -> Scripted:
+        return self
+
+    def guarded(self, begin: Callable[[], Generator[Any]]) -> Generator[Any]:
+        return begin()
+
+    def equal_steps(self, active: torch.Tensor) -> int:
         return 1
 
     def shift(self, tokens: int) -> None:

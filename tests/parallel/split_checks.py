@@ -35,7 +35,7 @@ def _over_context(path: Path) -> dict[str, Any]:
     running = Session.from_model(model, cache)
     found: dict[str, Any] = {"logits": logits_of(running, ids), "bytes": cache.nbytes, "layers": repr(cache.layers)}
     found["full"] = error_of(lambda: running.decode(ids[:, 0]))
-    if running.least_rollback[1] >= 3:
+    if running.stepper.least_rollback[1] >= 3:
         running.rewind(3)
         found["again"] = torch.stack([running.decode(ids[:, -3 + index]) for index in range(3)], dim=1)
     running.reset()
@@ -86,7 +86,7 @@ def _over_stages(me: Rank, path: Path) -> dict[str, Any]:
     running.reset()
     found["tokens"] = list(running.generate(REPEATED, max_new_tokens=16))
     running.reset()
-    if running.least_rollback[1] > 1:
+    if running.stepper.least_rollback[1] > 1:
         found["drafted"] = list(running.generate(REPEATED, max_new_tokens=16, draft=PromptLookup(3)))
     running.close()
     found["compiled"] = error_of(lambda: Session.from_model(model, cache, compile="wait"))

@@ -272,14 +272,14 @@ class ItemPlaces:
         self, stages: tuple[ItemStage, ...], methods: Mapping[str, ProgramMethod], device: torch.device
     ) -> None:
         steps = [each for each in methods.values() if each.is_step]
-        further = {spec.name: spec for step in steps for spec in step.inputs}
+        extra = {spec.name: spec for step in steps for spec in step.inputs}
         self.stages = stages
         self.device = device
         self.longest_step = max((step.max_length for step in steps if not step.takes_ids), default=0)
-        self.stays_whole = IMAGE_IDS.name in further
-        self.has_axes = POSITIONS in further
+        self.stays_whole = IMAGE_IDS.name in extra
+        self.has_axes = POSITIONS in extra
         self.sees_prompt = any(one.method.item is not None and one.method.item.sees == "prompt" for one in stages)
-        axes = int(further[POSITIONS].shape[0]) if self.has_axes else 0
+        axes = int(extra[POSITIONS].shape[0]) if self.has_axes else 0
         self.patterns = [_pattern(stage, axes) for stage in stages]
         # Bundles from before say by an input of their steps alone that items are seen.
         seen = [stage.method.item is None or stage.method.item.sees for stage in stages]
@@ -307,18 +307,18 @@ class ItemPlaces:
         if steps.are_ids or not (self.has_axes or self.stays_whole):
             return steps
         rows = prompt.rows
-        further, sizes, placed = {}, None, None
+        extra, sizes, placed = {}, None, None
         if self.stays_whole:
             ids = self._ids(rows)
             sizes = whole_chunks(ids, self.longest_step)
-            further[IMAGE_IDS.name] = ids.to(self.device)
+            extra[IMAGE_IDS.name] = ids.to(self.device)
             placed = placed_images(image_ids(self._kinds(rows) >= 0))
         if self.has_axes:
             state = stepper.state
             first = state.length + state.images.deltas(state.length)
             positions, placed = rope_positions(self._kinds(rows), rows.lengths, first, self.patterns)
-            further[POSITIONS] = positions.to(self.device)
-        return replace(steps, sizes=sizes, further=further, placed=placed)
+            extra[POSITIONS] = positions.to(self.device)
+        return replace(steps, sizes=sizes, extra=extra, placed=placed)
 
     def _check_contiguous(self, rows: TokenRows) -> None:
         for index, (stage, pattern) in enumerate(zip(self.stages, self.patterns)):

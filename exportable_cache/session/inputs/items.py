@@ -248,7 +248,7 @@ class CrossItemStage(ItemStage):
             seen[: len(items) * self.tiles, : starts[0]] = -1
         return replace(
             steps,
-            further={**steps.further, ITEMS_SEEN: seen[None].to(self.device)},
+            extra={**steps.extra, ITEMS_SEEN: seen[None].to(self.device)},
             first={ITEM_STATES: states},
             placed=PlacedImages((placed,)),
         )

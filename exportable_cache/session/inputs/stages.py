@@ -51,7 +51,7 @@ class Steps:
     fed: torch.Tensor
     rows: TokenRows
     sizes: Sequence[int] | None = None
-    further: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
     first: Mapping[str, torch.Tensor] = field(default_factory=dict)
     placed: PlacedImages | None = None
 

@@ -88,8 +88,8 @@ def test_a_loaded_state_leaves_the_null_slot_alone(make, tmp_path: Path) -> None
     saved = session(8)
     for tensor in saved.runner.state.values():
         tensor[:, :, :8] = 1
-    saved.set_length(0, 20 if make is ring_layer else 8)
-    saved.shift(3 - saved.length)
+    saved.stepper.set_length(0, 20 if make is ring_layer else 8)
+    saved.stepper.shift(3 - saved.length)
     saved.save_state(tmp_path / "state.safetensors")
     assert {
         tensor.shape[2] for name, tensor in load_file(tmp_path / "state.safetensors").items() if "layers" in name
