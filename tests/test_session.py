@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "generate prompt": (lambda s: s.generate(tokens(55)), CacheFullError, "55 more do not fit"),
     "generate steps": (lambda s: s.generate(tokens(50), 6), CacheFullError, "max_new_tokens may be at most 5, got 6"),
     "no new tokens": (lambda s: s.generate(tokens(5), 0), InputError, "max_new_tokens is 0; it must be an int of at least 1"),
-    "temperature": (lambda s: s.generate(tokens(5), temperature=-1.0), InputError, "temperature is -1.0"),
+    "temperature": (lambda s: s.generate(tokens(5), temperature=-1.0), InputError, "temperature must be .*got -1.0"),
     "stop token": (lambda s: s.generate(tokens(5), stop=VOCAB), InputError, f"stop has {VOCAB}.*0 to {VOCAB - 1}"),
     "empty stop": (lambda s: s.generate(tokens(5), stop=[""]), InputError, "stop has ''.*at least one character"),
     "stop without tokenizer": (lambda s: s.generate(tokens(5), stop="x"), InputError, "stop string needs a tokenizer"),

@@ -109,7 +109,7 @@ def test_a_target_decides_methods_by_the_cache() -> None:
         ({"tolerance": float("nan")}, "tolerance must be above 0, got nan"),
         ({"rms_tolerance": 0.0}, "rms_tolerance must be above 0, got 0.0"),
         ({"rms_tolerance": float("nan")}, "rms_tolerance must be above 0, got nan"),
-        ({"seed": 2**64}, "seed is 18446744073709551616; it must be an int of at most 64 bits"),
+        ({"seed": 2**64}, "seed must be an int from .*, got 18446744073709551616"),
     ],
 )
 def test_a_verify_spec_is_checked_where_it_is_made(options: dict[str, Any], message: str) -> None:

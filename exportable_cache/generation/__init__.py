@@ -1,1 +1,1 @@
-"""From logits to tokens to text: sampling, loops over steps, speculation."""
+"""Token generation: sampling, decode loops, speculation, and conversion to text."""

@@ -1,9 +1,9 @@
-"""A chat template as the texts between its turns, for runners that have no engine for templates.
+"""Chat templates reduced to the texts between turns, for runners without a template engine.
 
-Most templates write the same around every turn: what stands between an answer and the next question does not depend on
-what was said before. Then a few texts say all of it, and a conversation that goes on is fed its new turn alone. Which
-they are is found by rendering, and compared with the template over conversations; of a template that does more (one
-that leaves out earlier reasoning, or puts the system message into the last question) nothing is recorded.
+Most templates write the same text around every turn, independent of earlier turns. A few strings describe such a
+template, and a runner feeds only the new turn of a conversation. They are found by rendering the template, and checked
+against it over several conversations. Templates that do more are not recorded, such as those that drop earlier
+reasoning or put the system message into the last question.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, str]]
 
-#: Stand for what is said: words that no template writes itself.
+#: Placeholders for message contents, which no template contains.
 _SYSTEM, _QUESTION, _ANSWER, _NEXT = ("zqsystemqz", "zqfirstqz", "zqanswerqz", "zqsecondqz")
-#: What people and models say, as far as templates treat it otherwise: lines, marks of markup and code, other letters.
+#: Message contents that templates may treat specially: newlines, markup, code, non-ASCII characters.
 _SAID = ("one line", "two\nlines, and 'quotes' \"here\"", "<b>{{ x }}</b> [1] & {% y %} \\n", "Grüße, 世界 🙂", "a")
 
 
 @dataclass(frozen=True)
 class ChatTurns:
-    """The texts around what is said.
+    """The texts that a chat template writes around message contents.
 
     Attributes:
-        opening: In front of the first question, where there is no system message.
-        system: In front of a system message, and between it and the first question; None where the template takes none.
-        answer: Behind a question, where the model goes on.
-        answered: Between a question and an answer that was given: `answer`, and white space if models begin with that.
-        question: Between an answer and the next question.
-        trims: Whether white space around what is said is left out.
+        opening: Text before the first question if there is no system message.
+        system: Text before the system message, and between it and the first question; None if the template refuses one.
+        answer: Text after the last question, where the model continues.
+        answered: Text between a question and its answer: `answer`, plus white space that models generate themselves.
+        question: Text between an answer and the next question.
+        trims: True if white space around contents is removed.
     """
 
     opening: str
@@ -47,15 +47,15 @@ class ChatTurns:
     trims: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """As a manifest records it."""
+        """Return the fields for a manifest."""
         fields = asdict(self)
         return {**fields, "system": None if self.system is None else list(self.system)}
 
     def render(self, messages: Messages) -> str:
-        """The text of a conversation, up to where the assistant begins.
+        """Return the text of a conversation, up to the start of the assistant's message.
 
         Args:
-            messages: A system message, or none, then questions and answers in turn, a question last.
+            messages: An optional system message, then alternating questions and answers, ending with a question.
         """
         said = [one["content"].strip() if self.trims else one["content"] for one in messages]
         text = self.opening
@@ -69,9 +69,9 @@ class ChatTurns:
 
 
 def chat_turns(tokenizer: PreTrainedTokenizerBase) -> ChatTurns | None:
-    """The turns of a tokenizer's chat template; None without one, and where turns alone do not make it up.
+    """Return the turns of a tokenizer's chat template; None if there is no template or turns do not describe it.
 
-    What a template says of the day is that of now.
+    A template that writes the date gives today's.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, str):
@@ -84,25 +84,25 @@ def chat_turns(tokenizer: PreTrainedTokenizerBase) -> ChatTurns | None:
         found = _found(rendered)
         if found is not None and all(found.render(one) == rendered(one) for one in _conversations(found)):
             return found
-    except InputError:  # the template refuses what most take
+    except InputError:  # the template refuses an ordinary conversation
         pass
     return None
 
 
 def _found(rendered: Any) -> ChatTurns | None:
-    """What can be read from a few renderings, to be compared with others."""
+    """Derive turns from a few renderings, without checking them."""
     plain = [_user(_QUESTION), _assistant(_ANSWER), _user(_NEXT)]
     first = _parts(rendered(plain[:1]), _QUESTION)
     second = _parts(rendered(plain), _QUESTION, _ANSWER, _NEXT)
     if first is None or second is None:
         return None
     try:
-        told = _parts(rendered([{"role": "system", "content": _SYSTEM}, *plain[:1]]), _SYSTEM, _QUESTION)
-    except InputError:  # many refuse the role
-        told = None
+        with_system = _parts(rendered([{"role": "system", "content": _SYSTEM}, *plain[:1]]), _SYSTEM, _QUESTION)
+    except InputError:  # many templates refuse the role
+        with_system = None
     spaced = rendered([_user(f" \n{_QUESTION}\n ")])
     trims = f" \n{_QUESTION}" not in spaced
-    system = None if told is None else (told[0], told[1])
+    system = None if with_system is None else (with_system[0], with_system[1])
     answer, answered = first[1], second[1]
     if not answered.startswith(answer) or answered[len(answer) :].strip():
         return None
@@ -110,7 +110,7 @@ def _found(rendered: Any) -> ChatTurns | None:
 
 
 def _parts(text: str, *marks: str) -> list[str] | None:
-    """What lies in front of, between and behind marks; None unless each is there once, in this order."""
+    """Split a text at marks; None unless each occurs once, in this order."""
     if any(text.count(mark) != 1 for mark in marks):
         return None
     parts = []
@@ -123,7 +123,7 @@ def _parts(text: str, *marks: str) -> list[str] | None:
 
 
 def _conversations(turns: ChatTurns) -> Iterator[list[dict[str, str]]]:
-    """Of one to three questions, with and without a system message, of all that people say."""
+    """Yield conversations of one to three questions, with and without a system message, over all contents."""
     for shift, text in enumerate(_SAID):
         said = [*_SAID[shift:], *_SAID[:shift]]
         for questions in (1, 2, 3):

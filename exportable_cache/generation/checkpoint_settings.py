@@ -25,7 +25,7 @@ _REMEDY = "correct generation_config.json, or set generation_config.{name} of th
 
 @dataclass(frozen=True)
 class RowStart:
-    """Where the generation of one row begins.
+    """The start of one row's generation.
 
     Attributes:
         ids: Prompt, int64 [length].
@@ -135,11 +135,11 @@ class CheckpointSettings:
         ]
 
     def row_rules(self, rows: Sequence[RowStart], repetition_penalty: float | None = None) -> RowRules | None:
-        """Return the rules at work on the rows of one generation, None where nothing but a penalty is asked for.
+        """Return the rules for the rows of one generation, or None if there are none besides a repetition penalty.
 
         Args:
-            rows: Where each row begins.
-            repetition_penalty: See `Sampling`; it is one of the rules where there are others.
+            rows: The start of each row.
+            repetition_penalty: See `Sampling`; it becomes one of the rules if there are others.
 
         Raises:
             InputError: If transformers refuses a value.
@@ -171,9 +171,9 @@ class CheckpointSettings:
 
 
 class RowRules:
-    """Logits processors at work on the rows of one generation, with the tokens of each row so far.
+    """Logits processors for the rows of one generation, with the tokens of each row so far.
 
-    Each row has processors and tokens of its own, so that it gives what it gives alone, whatever the others hold.
+    Each row has its own processors and tokens, so that its result does not depend on other rows.
 
     Args:
         rows: Prompts, each int64 [length].
@@ -185,7 +185,7 @@ class RowRules:
         self._processors = list(processors)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits [batch, vocab] as the processors leave them, float32.
+        """Apply the processors to the logits [batch, vocab] and return float32.
 
         Raises:
             InputError: If a setting names a token that has no logit.
@@ -206,7 +206,7 @@ class RowRules:
         ]
 
     def reorder(self, rows: torch.Tensor) -> None:
-        """Put row `rows[i]`, int64 [batch], in the place of row i; the rows have had one prompt."""
+        """Replace row i by row `rows[i]`, int64 [batch]; all rows have the same prompt."""
         self._ids = [self._ids[row] for row in rows.tolist()]
 
 

@@ -1,4 +1,4 @@
-"""Decode steps that end in tokens instead of in logits: what a compiled loop runs."""
+"""Decode steps that return chosen tokens instead of logits, for compiled loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Choice(nn.Module):
-    """The choice of the next tokens from logits, without a look at any value.
+    """The choice of the next tokens from logits, traceable because it reads no tensor values.
 
     Args:
         greedy: Take the most probable token, instead of drawing one.
@@ -28,11 +28,12 @@ class Choice(nn.Module):
         self.penalised = penalised
 
     def forward(self, logits: torch.Tensor, *further: torch.Tensor) -> torch.Tensor:
-        """
+        """Choose one token per row.
+
         Args:
             logits: [batch, vocab].
-            *further: Random numbers [batch] in [0, 1) unless greedy; tokens seen, bool [batch, vocab], if penalised,
-                where the chosen tokens are added in place; and the fields of `SamplingSettings`.
+            *further: Random numbers [batch] in [0, 1) unless greedy; seen tokens, bool [batch, vocab], if penalised,
+                which is updated in place; and the fields of `SamplingSettings`.
 
         Returns:
             int64 [batch].
@@ -48,18 +49,16 @@ class Choice(nn.Module):
 
 
 class ChoosingSteps(nn.Module):
-    """A program's decode step with the choice of the next tokens behind it, without a look at any value; once, or
-    several times.
+    """One or several decode steps followed by the choice of the next tokens, unrolled into one graph.
 
-    Of several steps each feeds the tokens that the one before has chosen, one position further: a loop unrolled into
-    one graph.
+    Each further step feeds the tokens chosen by the one before, at the next position.
 
     Args:
-        step: A `ProgramModule` of one token that gives logits [batch, vocab].
+        step: A `ProgramModule` of one token that returns logits [batch, vocab].
         greedy: Take the most probable token, instead of drawing one.
         penalised: Apply the repetition penalty, and count the chosen tokens as seen.
-        steps: How many.
-        agree: What makes of the chosen tokens, int64 [batch], those that all processes of a parallel session take.
+        steps: Number of steps.
+        agree: Function that makes the chosen tokens, int64 [batch], equal on all processes of a parallel session.
     """
 
     def __init__(
@@ -78,9 +77,10 @@ class ChoosingSteps(nn.Module):
         self.steps = steps
 
     def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
-        """
+        """Run the steps.
+
         Args:
-            *arguments: The step's inputs, and what `Choice` takes behind the logits, but random numbers
+            *arguments: The step's inputs, and the arguments of `Choice` after the logits, with random numbers
                 [steps, batch].
 
         Returns:
@@ -100,5 +100,5 @@ class ChoosingSteps(nn.Module):
 
 
 def of_step(further: Sequence[torch.Tensor], index: int, greedy: bool) -> list[torch.Tensor]:
-    """What a choice takes in one of several steps: its own random numbers, and the rest."""
+    """Return the arguments of the choice in one of several steps, with that step's random numbers."""
     return list(further) if greedy else [further[0][index], *further[1:]]

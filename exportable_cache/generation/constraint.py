@@ -1,6 +1,6 @@
-"""Answers of a given form: JSON of a schema, a regular expression, or a grammar, by llguidance's masks over tokens.
+"""Constrained generation: JSON of a schema, a regular expression, or a grammar.
 
-https://github.com/guidance-ai/llguidance works out, token by token, which may come next.
+llguidance (https://github.com/guidance-ai/llguidance) computes a mask of the allowed tokens for each step.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ if TYPE_CHECKING:
 
 ConstraintKind = Literal["json_schema", "regex", "lark"]
 
-#: Seconds that a form may take to be compiled, or one of its tokens, and on average each of its tokens after that.
+#: Seconds for the compilation of a constraint, or for one token; and seconds per token on average after that.
 MOST_SECONDS = 3.0
 TOKEN_SECONDS = 0.1
-#: Seconds that a large vocabulary may take.
+#: Seconds for loading a large vocabulary.
 _TOKENIZER_SECONDS = 60.0
-#: Address space of a process, with Python's own and the vocabulary, and bytes of a mask.
+#: Address space of a subprocess, including Python and the vocabulary, and bytes of a mask.
 _MOST_MEMORY, _MOST_BYTES = 2 << 30, 1 << 24
-#: Processes that are kept while no form is followed.
+#: Idle subprocesses that are kept.
 _MOST_FREE = 2
 _SHOWN = 300
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """The form of an answer: `Constraint("regex", "yes|no")`.
+    """A constraint on generated text: `Constraint("regex", "yes|no")`.
 
     Attributes:
-        kind: What `text` is: a JSON schema (https://json-schema.org), a regular expression without lookaround or
-            backreferences, or a grammar in llguidance's form of Lark.
-        text: As text; a schema is JSON.
+        kind: Kind of `text`: a JSON schema (https://json-schema.org), a regular expression without lookaround or
+            backreferences, or a grammar in llguidance's dialect of Lark.
+        text: The constraint; a schema is JSON.
 
     Raises:
-        InputError: If the kind is unknown, the text has half a character, or a schema is not a JSON object or has a
-            number that cannot be followed exactly, see `exact_schema`.
+        InputError: If the kind is unknown, the text has a lone surrogate, or a schema is not a JSON object or has a
+            number that cannot be enforced exactly, see `exact_schema`.
     """
 
     kind: ConstraintKind
@@ -61,38 +61,38 @@ class Constraint:
     def __post_init__(self) -> None:
         kinds = get_args(ConstraintKind)
         if self.kind not in kinds:
-            raise InputError(f"the kind of a constraint is {self.kind!r}; it must be one of {', '.join(kinds)}")
+            raise InputError(f"kind of a constraint must be one of {', '.join(kinds)}, got {self.kind!r}")
         if not isinstance(self.text, str):
-            raise InputError(f"a constraint is text, got {type(self.text).__name__}; pass a schema as JSON")
+            raise InputError(f"a constraint must be text, got {type(self.text).__name__}; pass a schema as JSON")
         try:
             self.text.encode()
         except UnicodeEncodeError as error:
             raise InputError(
-                f"a constraint must be text that has a form in UTF-8, got {self.text[error.start]!r} at character "
-                f"{error.start}; correct it"
+                f"a constraint must be valid Unicode, got {self.text[error.start]!r} at character {error.start}; "
+                "correct it"
             ) from error
         if self.kind == "json_schema":
             exact_schema(self.text)
 
     @classmethod
     def json_object(cls) -> Constraint:
-        """Any JSON object."""
+        """Return a constraint that allows any JSON object."""
         return cls("json_schema", '{"type": "object"}')
 
 
 class ConstraintCompiler:
-    """Makes followers of constraints over one tokenizer.
+    """Compiler of constraints for one tokenizer.
 
-    llguidance works in subprocesses, because some forms crash it or keep it busy for hours. Each follower has one to
-    itself until it is closed. A process that is free again is kept for the next form.
+    llguidance runs in subprocesses, because some constraints crash it or keep it busy for hours. Each `Follower` has
+    its own subprocess until it is closed; idle ones are reused.
 
     Args:
-        tokenizer: One that the library `tokenizers` runs ("fast").
-        vocab_size: Size of the logits.
-        end_tokens: Tokens that end an answer.
+        tokenizer: A tokenizer of the library `tokenizers` ("fast").
+        vocab_size: Number of logits.
+        end_tokens: Tokens that end a generation.
 
     Raises:
-        InputError: If the tokenizer is another one.
+        InputError: If the tokenizer is of another library.
         MissingDependencyError: If llguidance is not installed.
     """
 
@@ -101,30 +101,30 @@ class ConstraintCompiler:
     ) -> None:
         if find_spec("llguidance") is None:
             raise MissingDependencyError(
-                "answers of a given form need llguidance; pip install 'exportable-cache[serve]'"
+                "constrained generation needs llguidance; pip install 'exportable-cache[serve]'"
             )
         self._vocab_size = vocab_size
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise InputError(
-                f"answers of a given form need a tokenizer of the library tokenizers, and {type(tokenizer).__name__} "
-                "is none; export the model with its fast tokenizer"
+                "constrained generation needs a tokenizer of the library tokenizers, got "
+                f"{type(tokenizer).__name__}; export the model with its fast tokenizer"
             )
-        # A model's head may be wider than its tokenizer, by tokens that mean nothing.
+        # A model may have more logits than its tokenizer has tokens.
         known = max(backend.get_vocab_size(with_added_tokens=True), vocab_size)
         self._start = {"do": "tokenizer", "vocab": known, "ends": sorted(end_tokens)}
         self._tokenizer = backend.to_str().encode()
         self._lock = threading.Lock()
         self._free: list[LimitedProcess] = []
         self._all: weakref.WeakSet[LimitedProcess] = weakref.WeakSet()
-        # A tokenizer that cannot be followed is refused here.
+        # Refuses unsupported tokenizers early.
         self._release(self._new())
 
     def follow(self, constraint: Constraint) -> Follower:
-        """Begin to follow a constraint. Threads may do so at the same time.
+        """Compile a constraint and return its follower. This method is thread-safe.
 
         Raises:
-            InputError: If it cannot be read, or takes too much to follow.
+            InputError: If the constraint is invalid, or takes too much time or memory.
         """
         text = exact_schema(constraint.text) if constraint.kind == "json_schema" else constraint.text
         with self._lock:
@@ -134,7 +134,7 @@ class ConstraintCompiler:
         return Follower(process, self._release, constraint.kind, text, self._vocab_size)
 
     def close(self) -> None:
-        """End all processes. Followers that wait for one are refused."""
+        """End all subprocesses. Followers that wait for one raise an error."""
         for process in list(self._all):
             process.stop()
 
@@ -145,7 +145,7 @@ class ConstraintCompiler:
             process.call(_TOKENIZER_SECONDS, self._start, self._tokenizer)
         except WorkFailed as error:
             raise InputError(
-                f"this tokenizer cannot be followed token by token: {str(error)[:_SHOWN]}; ask for no form"
+                f"this tokenizer does not support constrained generation: {str(error)[:_SHOWN]}; remove the constraint"
             ) from error
         return process
 
@@ -158,16 +158,17 @@ class ConstraintCompiler:
 
 
 class Follower:
-    """Where an answer is in its constraint; made by `ConstraintCompiler.follow`.
+    """State of a constraint during one generation; made by `ConstraintCompiler.follow`.
 
     Args:
-        process: The process that follows it, with the tokenizer.
-        release: Takes the process back.
-        kind, text: The form.
-        vocab_size: Size of the logits.
+        process: The subprocess, with the tokenizer.
+        release: Function that takes the subprocess back.
+        kind: Kind of the constraint.
+        text: Text of the constraint.
+        vocab_size: Number of logits.
 
     Attributes:
-        ended: True if nothing may come but the end.
+        ended: True if only an end token is allowed next.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Follower:
         self._process, self._vocab_size = process, vocab_size
         self._starts = process.starts
         self._seconds = MOST_SECONDS
-        #: Also for a follower that nobody closes.
+        #: Releases the subprocess of a follower that is never closed.
         self._finalizer = weakref.finalize(self, release, process)
         self.ended, self._allowed = False, b""
         try:
@@ -191,53 +192,51 @@ class Follower:
             raise
 
     def only_allowed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [1, vocab], those of tokens that may not come next at minus infinity.
+        """Set the logits [1, vocab] of forbidden tokens to minus infinity.
 
         Raises:
-            InputError: If there are none that may, or the follower is closed.
+            InputError: If no token is allowed, or the follower is closed.
         """
         self._check_open()
         packed = np.frombuffer(self._allowed, dtype=np.uint8)
         allowed = torch.from_numpy(np.unpackbits(packed, bitorder="little")[: self._vocab_size]).bool()
         if not allowed.any():
-            raise InputError("no token of this model can go on in the form that was asked for; ask for another form")
+            raise InputError("the constraint allows no token of this model here; pass another constraint")
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
     def take(self, token: int) -> None:
-        """Go on by a token.
+        """Advance by a token.
 
         Raises:
-            InputError: If following takes too much from here.
+            InputError: If this takes too much time or memory.
         """
         self._check_open()
         self._call({"do": "take", "token": token})
-        # What a simple form leaves of the time of one token is for later ones, up to the limit.
+        # Unused time is available for later tokens, up to the limit.
         self._seconds = min(MOST_SECONDS, self._seconds + TOKEN_SECONDS)
 
     def close(self) -> None:
-        """Give the process back. A closed follower follows nothing."""
+        """Release the subprocess. A closed follower cannot be used."""
         self._finalizer()
 
     def _check_open(self) -> None:
-        # A process that was started again knows nothing of the form.
+        # A restarted subprocess has lost the constraint.
         if not (self._finalizer.alive and self._process.is_alive and self._process.starts == self._starts):
-            raise InputError("this answer's form is closed, and nothing follows it; ask again")
+            raise InputError("the constraint of this generation is closed; start the generation again")
 
     def _call(self, request: dict[str, Any], data: bytes = b"") -> None:
         start = time.monotonic()
         try:
             reply, self._allowed = self._process.call(max(self._seconds, TOKEN_SECONDS), request, data)
         except WorkFailed as error:
-            raise InputError(
-                f"the form that was asked for cannot be followed: {str(error)[:_SHOWN]}; ask for a simpler one"
-            ) from error
+            raise InputError(f"the constraint cannot be enforced: {str(error)[:_SHOWN]}; pass a simpler one") from error
         self._seconds -= time.monotonic() - start
         self.ended = reply["ended"]
 
 
-#: Up to here every whole number is a float of 64 bits.
+#: Largest integer up to which every integer is a float64.
 MOST_WHOLE = 2**53
-#: Decimal digits that every float of 64 bits keeps, and the powers of ten that are such floats.
+#: Decimal digits that every float64 keeps, and the largest power of ten that is exact.
 MOST_DIGITS, MOST_POWER = 15, 22
 #: Keywords whose value is a limit -> its sign.
 _LIMITS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
@@ -248,10 +247,10 @@ _REMARKS = frozenset(("default", "example", "examples", "title", "description", 
 
 
 def exact_schema(text: str) -> str:
-    """Return a JSON schema that allows nothing which the given one does not, with numbers that are followed exactly.
+    """Return a JSON schema that is at least as strict, with numbers that llguidance enforces exactly.
 
-    A lower limit below -2**53 or an upper one above 2**53, such as those of whole numbers of 64 bits, becomes that
-    number: an answer then lies within both. Any other number that would not be followed exactly is refused.
+    A lower limit below -2**53 or an upper limit above 2**53, such as those of 64-bit integers, becomes that number. Any
+    other number that would not be enforced exactly is refused.
 
     Args:
         text: A JSON object.

@@ -1,6 +1,6 @@
-"""Forms compiled and followed, in a process of `constraint.py`: it imports llguidance and nothing of this package.
+"""Subprocess of `constraint.py` that runs llguidance; it imports nothing of this package.
 
-A process follows one form at a time. It keeps its tokenizer from one to the next.
+A process handles one constraint at a time, and keeps its tokenizer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Control tokens that are spelled in chat messages: they stay text, so that no message forges a turn of a conversation.
+"""Encoding of chat messages in which control tokens stay text, so that no message can forge a turn.
 
-Before a chat template is rendered, the control tokens in the messages' strings are put between two marks. In the
-rendered text those without marks are the template's own. It is encoded at once, by a copy of the tokenizer that knows
-the template's tokens by secret names and takes all other ones for text.
+Before rendering, control tokens in the messages are enclosed in two marks. In the rendered text, those without marks
+come from the template. A copy of the tokenizer encodes the text: it knows the template's tokens by secret names and
+treats all others as text.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class MarkedMessages:
 
 
 class _Known:
-    """What is known of a tokenizer's control tokens; it does not hold the tokenizer.
+    """Cached data about a tokenizer's control tokens; it does not reference the tokenizer.
 
     Args:
         tokens: The control tokens by id.
@@ -191,12 +191,12 @@ class _Known:
 
     @cached_property
     def copy(self) -> _Copy | None:
-        """The copy, which is made when a message spells a control token for the first time."""
+        """The copy of the tokenizer, made when a message contains a control token for the first time."""
         return None if self._backend is None else _Copy(self._backend, self.tokens)
 
 
 class _Copy:
-    """A copy of a tokenizer that takes control tokens for text and knows them by secret names.
+    """A copy of a tokenizer that treats control tokens as text and knows them by secret names.
 
     Attributes:
         tokenizer: The copy.
@@ -221,7 +221,7 @@ class _Copy:
 
 
 def _named(token: AddedToken, name: str, strips: bool = True) -> AddedToken:
-    """Return a token with its own name, as a special one, or with another name, as one that is not special."""
+    """Return a token as a special token, or renamed as one that is not special."""
     from tokenizers import AddedToken
 
     return AddedToken(
@@ -279,13 +279,13 @@ def _mapped(value: Any, change: Callable[[str, str], str], key: str = "") -> Any
 
 def _with_marks(texts: Sequence[str], spans: Sequence[tuple[int, int]], marks: tuple[str, str]) -> Iterator[str]:
     """Yield texts with marks around spans of the joined texts."""
-    places = deque(place for start, end in spans for place in ((start, marks[0]), (end, marks[1])))
+    pending = deque(mark for start, end in spans for mark in ((start, marks[0]), (end, marks[1])))
     start = 0
     for text in texts:
         parts, done = [], 0
-        # A first mark goes in front of a character of the text, a last one after one.
-        while places and places[0][0] - start < len(text) + (places[0][1] == marks[1]):
-            index, mark = places.popleft()
+        # An opening mark belongs to the character after it, a closing one to the character before it.
+        while pending and pending[0][0] - start < len(text) + (pending[0][1] == marks[1]):
+            index, mark = pending.popleft()
             parts += [text[done : index - start], mark]
             done = index - start
         yield "".join([*parts, text[done:]])

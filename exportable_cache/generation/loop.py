@@ -1,4 +1,4 @@
-"""The decode loop: choose, feed back, until something ends every row."""
+"""The decode loop, which chooses tokens and feeds them back until every row has ended."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Tokens = TypeVar("Tokens")
 
 @dataclass(frozen=True)
 class Ending:
-    """What ends the rows of a generation.
+    """The conditions that end the rows of a generation.
 
     Attributes:
-        limit: Most tokens per row; None for as many as the cache has room for.
-        tokens: A row ends with any of these.
-        strings: A row ends with the token that completes one of these.
-        pad_token: What a row that has ended gives while others go on.
-        tokenizer: Needed where there are strings.
-        after: Tokens of each row's prompt, if the strings are looked for in text that goes on from theirs.
+        limit: Most tokens per row; None for the room in the cache.
+        tokens: Tokens that end a row.
+        strings: Strings that end a row with the token that completes them.
+        pad_token: Token that a row returns after its end while others continue.
+        tokenizer: Tokenizer, required if there are strings.
+        after: Tokens of each row's prompt, if generated text continues that of the prompt.
     """
 
     limit: int | None = None
@@ -42,7 +42,7 @@ class Ending:
     after: Sequence[Sequence[int]] = ()
 
     def texts(self, batch_size: int) -> list[TextPieces]:
-        """Return the text of each row, which ends with a stop string; none where there are no strings."""
+        """Return a `TextPieces` per row that finds stop strings; empty if there are no strings."""
         if not self.strings or self.tokenizer is None:
             return []
         rows = self.after or [()] * batch_size
@@ -54,7 +54,7 @@ class Chosen(NamedTuple):
 
     Attributes:
         tokens: int64 [batch], on the session's device.
-        are_padding: Rows that had ended before, bool [batch] on the host.
+        are_padding: Rows that had ended before, bool [batch] on the CPU.
     """
 
     tokens: torch.Tensor
@@ -62,17 +62,17 @@ class Chosen(NamedTuple):
 
 
 def decode_loop(session: Stepper, logits: torch.Tensor, sampler: Sampler, ending: Ending) -> Generator[Chosen]:
-    """Tokens that follow a prompt which was fed.
+    """Yield the tokens that follow a prompt which was already fed.
 
-    A token is fed back only when the next one is asked for, so the newest token is never in the cache. A row that has
-    ended stays at the length it ended with while others go on, as far as every layer can take tokens back; rows of
-    models with states that cannot take back any go on over padding.
+    A token is fed back when the next one is requested, so the newest token is never in the cache. The length of a row
+    stays constant after its end while others continue, if every layer can take tokens back; otherwise the row continues
+    over padding.
 
     Args:
-        session: What runs the steps; it continues from where it is.
-        logits: After the prompt, [batch, vocab].
-        sampler: How to choose.
-        ending: What ends it.
+        session: The session, positioned after the prompt.
+        logits: [batch, vocab] after the prompt.
+        sampler: Chooses the tokens.
+        ending: The conditions that end rows.
     """
     tokens = sampler.choose(logits)
     batch_size = tokens.shape[0]
@@ -104,14 +104,17 @@ def generate_tokens(
     pad_token: int = 0,
     inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Iterator[torch.Tensor]:
-    """Tokens that follow a prompt: its prefill, then `decode_loop`.
+    """Prefill a prompt and yield the tokens that follow, see `decode_loop`.
 
     Args:
-        session: What runs the steps; it continues from where it is.
+        session: The session; it continues from its current position.
         input_ids: int64 [batch, length].
-        chooser: How to choose.
-        limit, end_tokens, stop_strings, pad_token: See `Ending`.
-        inputs: What the prompt's prefill takes besides.
+        limit: See `Ending`.
+        chooser: Chooses the tokens.
+        end_tokens: See `Ending.tokens`.
+        stop_strings: See `Ending.strings`.
+        pad_token: See `Ending`.
+        inputs: Further inputs of the prefill.
 
     Yields:
         int64 [batch], on the session's device.

@@ -1,4 +1,4 @@
-"""Several decode steps per launch: computed together, given out one by one."""
+"""Decoding with several steps per launch, whose tokens are returned one by one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class MultiStepDecoder:
-    """The next tokens of one generation, from as many steps per launch as the session makes.
+    """Source of the next tokens of one generation, which runs `steps_per_launch` steps at once.
 
-    Between tokens the session's length is that of plain decoding: the cache is ahead of it, so what was computed and is
-    not wanted costs nothing to drop. A step taken with the session meanwhile does so.
+    Between tokens the session's length is that of plain decoding. Tokens computed ahead are dropped at no cost if the
+    generation ends or the session is used otherwise.
 
     Args:
-        session: What runs the steps.
-        sampler: How to choose.
+        session: The session that runs the steps.
+        sampler: Chooses the tokens.
     """
 
     def __init__(self, session: Stepper, sampler: Sampler) -> None:
@@ -33,13 +33,16 @@ class MultiStepDecoder:
         self._rollback = session.least_rollback[1]
 
     def next(self, tokens: torch.Tensor, wanted: int | None, ended: torch.Tensor) -> torch.Tensor:
-        """Feed `tokens`, int64 [batch], the newest that were given out, and choose the ones that follow, int64 [batch].
+        """Feed the newest tokens and choose the ones that follow.
 
         Args:
-            wanted: How many more, these included, will be asked for at most; None for any number.
-            ended: bool [batch] on the host, rows whose tokens are padding. They are fed like the others, as a step has
-                all rows, and their length goes back to where it was, unless a layer keeps a state or rows must be of
-                one length.
+            tokens: int64 [batch], the newest tokens.
+            wanted: Upper bound of the tokens still needed, these included; None if there is none.
+            ended: bool [batch] on the CPU, rows that get padding. They are fed too, because a step has all rows, and
+                their length is then reset, unless a layer keeps a state or all rows must have one length.
+
+        Returns:
+            int64 [batch].
         """
         stays = bool(ended.any()) and self._rollback > 0 and not self.session.equal_rows
         on: int | torch.Tensor = (~ended).to(torch.int64) if stays else 1
@@ -58,39 +61,41 @@ class MultiStepDecoder:
         return self._ahead.popleft()
 
     def _steps(self, wanted: int | None, stays: bool, equal: int) -> int:
-        # Not fewer per launch near the end, which would be a graph of its own: one by one there.
+        # Single steps near the end, because fewer steps per launch would need another graph.
         steps, room = self.session.steps_per_launch, self.session.room
         if stays and self._rollback < steps:
-            # A row that stays takes back all steps of a launch, one more than a row that ends within it.
+            # A row that has ended takes back all steps of a launch, one more than a row that ends within it.
             return 1
         return steps if all(limit is None or limit >= steps for limit in (wanted, room, equal)) else 1
 
 
 def check_steps_per_launch(session: PromptStepper, steps: int) -> None:
-    """Refuse a number of steps that this session could not take at once, or not take back after a stop.
+    """Check that the session can run `steps` at once and take them back after a stop.
 
     Raises:
-        InputError: If it is no positive int, is more than the cache holds, or the runtime or a layer rules it out.
+        InputError: If it is not a positive int, exceeds the capacity, or the runtime or a layer does not support it.
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise InputError(f"steps_per_launch is {steps!r}; it must be an int of at least 1")
+        raise InputError(f"steps_per_launch must be an int of at least 1, got {steps!r}")
     if steps == 1:
         return
     if session.max_length is not None and steps > session.max_length:
-        raise InputError(f"steps_per_launch is {steps}, a row holds {session.max_length} tokens; pass fewer steps")
+        raise InputError(
+            f"steps_per_launch must be at most {session.max_length}, the tokens a row holds, got {steps}; lower it"
+        )
     if not session.stepper.chooses_in_graph:
         raise InputError(
-            f"steps_per_launch must be 1 for a {session.stepper.target!r} program, which gives logits and leaves the "
-            f"choice of tokens to the caller, got {steps}; leave it out, or use Session.from_model"
+            f"steps_per_launch must be 1 for {session.stepper.target!r} programs, which return logits, got {steps}; leave it "
+            "out, or use Session.from_model"
         )
     layer, allowed = session.stepper.least_rollback
     if allowed == 0:
         raise InputError(
-            f"{layer} keeps a state that cannot be taken back, as it must be where an answer ends within a launch of "
-            f"{steps} steps; leave out steps_per_launch"
+            f"steps_per_launch must be 1 for a model with {layer}, whose state cannot be taken back, got {steps}; "
+            "leave it out"
         )
     if allowed < steps - 1:
         raise InputError(
-            f"a launch of {steps} steps takes back up to {steps - 1} tokens, {layer} at most {allowed}; "
-            f"allocate the cache with rollback_slots={steps - 2}, or pass steps_per_launch={allowed + 1}"
+            f"steps_per_launch must be at most {allowed + 1}, because {layer} takes back at most {allowed} tokens, got "
+            f"{steps}; lower it, or allocate the cache with rollback_slots={steps - 2}"
         )

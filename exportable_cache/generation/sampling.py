@@ -1,4 +1,4 @@
-"""Sampling: settings, penalties, the random sequence, and the choice of each row's next token."""
+"""Sampling of the next tokens: settings, repetition penalty, random numbers, and the choice itself."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ if TYPE_CHECKING:
 
 
 def check_seed(seed: int) -> None:
-    """Refuse what torch's generators do not take as a seed.
+    """Check that torch's generators take `seed`.
 
     Raises:
-        InputError: If it is no int, or outside of -2**63 to 2**64 - 1.
+        InputError: If it is not an int from -2**63 to 2**64 - 1.
     """
     if not _is_int(seed) or not -(2**63) <= seed < 2**64:
-        raise InputError(f"seed is {seed!r}; it must be an int of at most 64 bits, from {-(2**63)} to {2**64 - 1}")
+        raise InputError(f"seed must be an int from {-(2**63)} to {2**64 - 1}, got {seed!r}")
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; checked when it is made.
+    """Settings for choosing tokens.
 
-    `Sampling()` is greedy, `Sampling(temperature=0.7, top_p=0.9, seed=1)` draws from the tokens that make up nine
-    tenths of the probability, the same ones every time.
+    `Sampling()` is greedy. `Sampling(temperature=0.7, top_p=0.9, seed=1)` draws reproducibly from the tokens that make
+    up nine tenths of the probability.
 
     Attributes:
         temperature: Divisor of the logits; 0 takes the most probable token.
         top_k: Draw from the k most probable tokens; None for all.
-        top_p: Draw from the fewest most probable tokens whose probabilities reach p; None for all. After `top_k`.
+        top_p: Draw from the smallest set of most probable tokens whose probability reaches p; None for all. Applied
+            after `top_k`.
         min_p: Draw from tokens at least p times as probable as the most probable one; None for all (Nguyen et al.
             2024).
-        repetition_penalty: Makes tokens of the prompt and of the answer so far less likely where above 1; see
+        repetition_penalty: If above 1, tokens of the prompt and of the generation so far become less likely; see
             `penalise`.
-        seed: Of the draws; None goes on with torch's global generator.
+        seed: Seed of the draws; None uses torch's global generator.
 
     Raises:
-        InputError: If a value is out of range, or one is given that greedy choice ignores.
+        InputError: If a value is out of range, or greedy choice would ignore it.
     """
 
     temperature: float = 0.0
@@ -55,16 +56,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not math.isfinite(self.temperature) or self.temperature < 0:
-            raise InputError(f"temperature is {self.temperature!r}; it must be a number of at least 0 (0 is greedy)")
+            raise InputError(f"temperature must be a number of at least 0 (0 is greedy), got {self.temperature!r}")
         if self.top_k is not None and (not _is_int(self.top_k) or self.top_k < 1):
-            raise InputError(f"top_k is {self.top_k!r}; it must be an int of at least 1, or None for all tokens")
+            raise InputError(f"top_k must be an int of at least 1, or None for all tokens, got {self.top_k!r}")
         if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
-            raise InputError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1, or None for all tokens")
+            raise InputError(f"top_p must be above 0 and at most 1, or None for all tokens, got {self.top_p!r}")
         if self.min_p is not None and (not _is_number(self.min_p) or not 0 <= self.min_p <= 1):
-            raise InputError(f"min_p is {self.min_p!r}; it must be from 0 to 1, or None for all tokens")
+            raise InputError(f"min_p must be from 0 to 1, or None for all tokens, got {self.min_p!r}")
         penalty = self.repetition_penalty
         if penalty is not None and (not _is_number(penalty) or not math.isfinite(penalty) or penalty <= 0):
-            raise InputError(f"repetition_penalty is {penalty!r}; it must be a number above 0 (1 changes nothing)")
+            raise InputError(f"repetition_penalty must be a number above 0 (1 changes nothing), got {penalty!r}")
         if self.seed is not None:
             check_seed(self.seed)
         ignored = [
@@ -72,24 +73,24 @@ class Sampling:
         ]
         if self.temperature == 0 and ignored:
             raise InputError(
-                f"temperature is 0, which is greedy and ignores {' and '.join(ignored)}; "
-                "pass a temperature above 0, or leave it out"
+                f"temperature must be above 0 with {' and '.join(ignored)}, got 0, which is greedy; pass a "
+                "temperature, or leave them out"
             )
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
+        """True if the most probable token is always taken."""
         return self.temperature == 0
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator | None:
-        """A generator at the start of the seed's sequence, or None without a seed."""
+        """Return a generator at the start of the seed's sequence, or None without a seed."""
         return None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
 
     def settings(self, device: torch.device | str = "cpu") -> SamplingSettings:
-        """The numbers as tensors, for graphs that serve any of them."""
+        """Return the settings as tensors, so that one graph serves all values."""
         tiniest = torch.finfo(torch.float32).tiny
         values = (max(self.temperature, tiniest), self.top_p or 1.0, self.min_p or 0.0, self.repetition_penalty or 1.0)
-        # Past every vocabulary where all tokens are drawn from.
+        # Larger than any vocabulary if there is no limit.
         top_k = torch.tensor(2**31 if self.top_k is None else min(self.top_k, 2**31), device=device)
         temperature, *rest = (torch.tensor(value, dtype=torch.float32, device=device) for value in values)
         return SamplingSettings(temperature, top_k, *rest)
@@ -97,11 +98,18 @@ class Sampling:
     def choose(
         self, logits: torch.Tensor, generator: torch.Generator | None = None, seen: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The next tokens, int64 [batch], from logits [batch, vocab].
+        """Choose the next tokens.
 
         Args:
-            generator: Source of the draws, on the device of `logits`; torch's global one by default.
-            seen: bool [batch, vocab], the tokens of the prompt and the answer so far, for the repetition penalty.
+            logits: [batch, vocab].
+            generator: Random generator on the device of `logits`; torch's global one by default.
+            seen: bool [batch, vocab], tokens of the prompt and the generation so far, for the repetition penalty.
+
+        Returns:
+            int64 [batch].
+
+        Raises:
+            NonFiniteLogitsError: If a row's largest logit is not finite.
         """
         uniform = None
         if not self.is_greedy:
@@ -149,21 +157,21 @@ def choose(
 
 
 def penalise(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
-    """Logits of tokens seen before, made less likely: divided by the penalty if positive, multiplied otherwise.
+    """Divide positive logits of seen tokens by the penalty, and multiply negative ones by it.
 
-    The penalty of CTRL (Keskar et al. 2019, section 4.1), as transformers applies it.
+    This is the penalty of CTRL (Keskar et al. 2019, section 4.1), as transformers applies it.
 
     Args:
         logits: [batch, vocab].
         seen: bool [batch, vocab].
-        penalty: 0-D; 1 changes nothing.
+        penalty: 0-D; 1 has no effect.
     """
     penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
     return torch.where(seen, penalised, logits).to(logits.dtype)
 
 
 def sorted_distribution(logits: torch.Tensor, settings: SamplingSettings) -> tuple[torch.Tensor, torch.Tensor]:
-    """The probabilities that are drawn from, most probable first.
+    """Return the probabilities to draw from, most probable first.
 
     Args:
         logits: [batch, vocab], any floating dtype.
@@ -190,11 +198,11 @@ def _renormalised(probabilities: torch.Tensor, kept: torch.Tensor) -> torch.Tens
 
 
 def draw(probabilities: torch.Tensor, tokens: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """One token per row, by the inverse of the cumulative distribution: traceable, as the random number is an input.
+    """Draw one token per row by the inverse of the cumulative distribution; the random number is an input.
 
     Args:
         probabilities: [batch, vocab], most probable first.
-        tokens: Which tokens they belong to, int64 [batch, vocab].
+        tokens: Tokens that they belong to, int64 [batch, vocab].
         uniform: [batch], in [0, 1).
 
     Returns:
@@ -221,14 +229,14 @@ def _is_number(value: object) -> bool:
 
 
 class Sampler:
-    """`Sampling` at work on the rows of one generation.
+    """State of the choice of tokens for the rows of one generation.
 
     Args:
-        sampling: How to choose.
+        sampling: The settings.
         input_ids: The prompt, int64 [batch, length]; its tokens count as seen.
-        vocab_size: Columns of the logits.
-        agree: What makes of a tensor that which all processes of a parallel session go on with.
-        rules: What the checkpoint asks of the choice; the repetition penalty is among it.
+        vocab_size: Number of logits.
+        agree: Function that makes a tensor equal on all processes of a parallel session.
+        rules: Rules of the checkpoint's generation config, with the repetition penalty.
     """
 
     def __init__(
@@ -245,7 +253,7 @@ class Sampler:
         self.settings = sampling.settings(device)
         self.generator = sampling.generator(device)
         self._rules = rules
-        #: bool [batch, vocab], or None where nothing depends on it.
+        #: bool [batch, vocab], or None if it is not needed.
         self.seen: torch.Tensor | None = None
         if sampling.repetition_penalty not in (None, 1) and rules is None:
             self.seen = torch.zeros(input_ids.shape[0], vocab_size, dtype=torch.bool, device=device).scatter_(
@@ -254,17 +262,18 @@ class Sampler:
 
     @property
     def chooses_in_graph(self) -> bool:
-        """True if a graph of a decode step can choose the tokens as well: the checkpoint's rules run outside of one."""
+        """True if a graph can choose the tokens, because there are no checkpoint rules, which run outside graphs."""
         return self._rules is None
 
     def choose(
         self, logits: torch.Tensor, allowed: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Choose the next tokens, int64 [batch], from logits [batch, vocab]; they count as seen from now on.
+        """Choose the next tokens, int64 [batch], and count them as seen.
 
         Args:
-            allowed: Sets the logits of tokens that may not come to minus infinity. It comes before the checkpoint's
-                rules: where these leave none of its tokens, they do not count.
+            logits: [batch, vocab].
+            allowed: Function that sets the logits of forbidden tokens to minus infinity. If the checkpoint's rules
+                exclude all tokens that it allows, the rules are ignored.
 
         Raises:
             InputError: If the rules leave no token.
@@ -276,7 +285,7 @@ class Sampler:
         return tokens
 
     def agreed(self, tokens: list[int], most: int) -> list[int]:
-        """Of lists that processes have chosen, at most `most` tokens each, the one that all go on with."""
+        """Return the list of at most `most` tokens that all processes of a parallel session use."""
         if self.agree is None:
             return tokens
         sent = torch.tensor(
@@ -286,7 +295,7 @@ class Sampler:
         return agreed[:count]
 
     def ruled(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return logits or log probabilities [batch, vocab] as the rules and the repetition penalty leave them."""
+        """Apply the rules and the repetition penalty to logits or log probabilities [batch, vocab]."""
         if self._rules is not None:
             return self._rules(scores)
         return scores if self.seen is None else penalise(scores, self.seen, self.settings.repetition_penalty)
@@ -294,7 +303,7 @@ class Sampler:
     def _allowed(
         self, logits: torch.Tensor, allowed: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Return the logits as the rules leave them, which have a token that may come in each row."""
+        """Apply the rules to the logits, and check that each row has a token left."""
         if self._rules is None:
             return logits if allowed is None else allowed(logits)
         ruled = self._rules(logits)
@@ -303,13 +312,13 @@ class Sampler:
             return allowed(logits) if bool(both.isneginf().all()) else both
         if bool(ruled.isneginf().all(dim=-1).any()):
             raise InputError(
-                "the generation config of the checkpoint leaves no token that may come next; correct "
-                "generation_config.json, or set the fields of session.generation_config that rule out tokens"
+                "the generation config of the checkpoint excludes every token; correct generation_config.json, or "
+                "change the fields of session.generation_config that exclude tokens"
             )
         return ruled
 
     def reorder(self, rows: torch.Tensor) -> None:
-        """Let row i go on from what row `rows[i]`, int64 [batch], has seen; the rows have had one prompt."""
+        """Give row i the seen tokens of row `rows[i]`, int64 [batch]; all rows have the same prompt."""
         if self._rules is not None:
             self._rules.reorder(rows)
         if self.seen is not None:
@@ -323,19 +332,13 @@ class Sampler:
             self.seen.scatter_(1, tokens[:, None], True)
 
     def uniform(self, rows: int, steps: int = 1) -> torch.Tensor:
-        """The next random numbers in [0, 1), float32 [steps, rows]: the same for several steps as for one after the
-        other.
-        """
-        # One call per step: on a GPU a generator asked for many numbers at once gives others than asked for them in
-        # turn.
+        """Return the next random numbers in [0, 1), float32 [steps, rows], equal to those of single steps."""
+        # One call per step, because on a GPU one call for many numbers gives different ones.
         device = self.settings.temperature.device
         return torch.stack([torch.rand(rows, generator=self.generator, device=device) for _ in range(steps)])
 
     def distribution(self, logits: torch.Tensor) -> torch.Tensor:
-        """Probabilities [batch, vocab] that the next tokens are drawn from, in the order of the vocabulary.
-
-        Greedy choice is the distribution that gives one token all of it.
-        """
+        """Return the probabilities [batch, vocab] of the next tokens; greedy choice gives one token probability 1."""
         logits = self._allowed(logits)
         if self.seen is not None:
             logits = penalise(logits, self.seen, self.settings.repetition_penalty)
@@ -345,5 +348,5 @@ class Sampler:
         return torch.zeros_like(probabilities).scatter_(1, tokens, probabilities)
 
     def draw_from(self, probabilities: torch.Tensor) -> int:
-        """One token drawn from probabilities [vocab] that need not sum to one."""
+        """Draw one token from probabilities [vocab] that need not sum to one."""
         return int(draw(*probabilities[None].sort(dim=-1, descending=True, stable=True), self.uniform(1)[0])[0])

@@ -1,8 +1,8 @@
-"""Speculative decoding: several tokens proposed cheaply, all of them judged in one step of the model.
+"""Speculative decoding: several tokens are proposed cheaply and verified in one step of the model.
 
-Greedy, the tokens are those of plain greedy decoding. Sampled, they follow the model's own distribution exactly,
-whatever is proposed: a proposal is accepted with probability min(1, p / q), and after a rejection the token is drawn
-from what of p is above q (Leviathan et al. 2023, Chen et al. 2023). Rejected tokens are taken back by length.
+Greedy tokens equal those of plain greedy decoding. Sampled tokens follow the model's distribution exactly, for any
+draft: a proposal is accepted with probability min(1, p / q), and after a rejection the token is drawn from the positive
+part of p - q (Leviathan et al. 2023, Chen et al. 2023). Rejected tokens are discarded by resetting the length.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from .loop import PromptStepper, Stepper
     from .sampling import Sampling
 
-#: Any number of many bits: what tells a draft model's random numbers from the model's, under one seed.
+#: Arbitrary constant that separates a draft model's random numbers from the model's under one seed.
 _DRAFT_SEED = 0x1D8E4E27C47D124F
 
 
 @dataclass
 class Proposal:
-    """Tokens proposed to follow.
+    """Proposed tokens.
 
     Attributes:
-        tokens: Their ids.
-        probabilities: [len(tokens), vocab], what each was drawn from; None if each was the only candidate.
+        tokens: Token ids.
+        probabilities: [len(tokens), vocab], the distributions they were drawn from; None if each was certain.
     """
 
     tokens: list[int]
@@ -39,31 +39,31 @@ class Proposal:
 
 
 class Draft(Protocol):
-    """Proposes tokens."""
+    """Interface of a draft, which proposes tokens."""
 
     #: Most tokens proposed at once.
     max_tokens: int
 
     def propose(self, context: Sequence[int], count: int, sampling: Sampling) -> Proposal:
-        """Up to `count` tokens that may follow `context`, none if it has no idea.
+        """Propose up to `count` tokens that may follow `context`, possibly none.
 
         Args:
-            context: Every token so far, prompt and answer.
-            count: Most tokens wanted.
-            sampling: How the model's own tokens are chosen.
+            context: All tokens so far, of the prompt and the generation.
+            count: Most tokens to propose.
+            sampling: Settings by which the model's tokens are chosen.
         """
         ...
 
 
 @dataclass
 class PromptLookup:
-    """Proposes what followed the same few tokens earlier in the text (prompt lookup decoding, Saxena 2023).
+    """A draft that proposes the tokens that followed the same n-gram earlier in the text (Saxena 2023).
 
-    Costs nothing, and pays where answers repeat their prompt: summaries, edits, extraction, code.
+    It costs nothing, and helps if the output repeats parts of the prompt: summaries, edits, extraction, code.
 
     Args:
         max_tokens: Most tokens proposed at once.
-        ngram: Tokens that must be the same; shorter matches are tried after longer ones, down to one.
+        ngram: Length of the n-gram in tokens; shorter ones are tried next, down to one.
     """
 
     max_tokens: int = 8
@@ -72,13 +72,14 @@ class PromptLookup:
     def __post_init__(self) -> None:
         for name, value in (("max_tokens", self.max_tokens), ("ngram", self.ngram)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"{name} of prompt lookup is {value!r}; it must be an int of at least 1")
+                raise InputError(f"{name} of prompt lookup must be an int of at least 1, got {value!r}")
 
     def propose(self, context: Sequence[int], count: int, sampling: Sampling) -> Proposal:
+        """Propose tokens, see `Draft.propose`."""
         context = list(context)
         for size in range(min(self.ngram, len(context) - 1), 0, -1):
             end = context[-size:]
-            # The latest occurrence that has something behind it.
+            # The latest occurrence that is followed by a token.
             for start in range(len(context) - size - 1, -1, -1):
                 if context[start : start + size] == end:
                     return Proposal(context[start + size : start + size + count])
@@ -86,21 +87,21 @@ class PromptLookup:
 
 
 class DraftModel:
-    """Proposes the tokens of a smaller model with the same vocabulary.
+    """A draft that proposes the tokens of a smaller model with the same vocabulary.
 
     Args:
-        session: Of the small model, at batch size 1; it is moved along with the text.
+        session: Session of the small model with batch size 1; it follows the text.
         max_tokens: Most tokens proposed at once.
 
     Raises:
-        InputError: If the session runs several rows.
+        InputError: If the batch size is not 1, or the session cannot discard `max_tokens` tokens.
     """
 
     def __init__(self, session: PromptStepper, max_tokens: int = 4) -> None:
         if session.batch_size != 1:
-            raise InputError(f"a draft model runs at batch size 1, this session has {session.batch_size}")
+            raise InputError(f"batch_size of a draft model must be 1, got {session.batch_size}; open another session")
         if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
-            raise InputError(f"max_tokens of a draft model is {max_tokens!r}; it must be an int of at least 1")
+            raise InputError(f"max_tokens of a draft model must be an int of at least 1, got {max_tokens!r}")
         check_can_rewind(session, max_tokens)
         self.session = session
         self.max_tokens = max_tokens
@@ -109,20 +110,21 @@ class DraftModel:
         self._sampling: Sampling | None = None
 
     def propose(self, context: Sequence[int], count: int, sampling: Sampling) -> Proposal:
+        """Propose tokens, see `Draft.propose`."""
         if self._sampler is None or self._sampling is not sampling:
             self._sampling = sampling
-            # Random numbers of its own: with those that the model's tokens are drawn from, and proposals judged by,
-            # sampled tokens would not follow the model's distribution.
-            own = sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed ^ _DRAFT_SEED) % 2**63)
+            # Separate random numbers, because with the model's own ones tokens would not follow its distribution.
+            seed = None if sampling.seed is None else (sampling.seed ^ _DRAFT_SEED) % 2**63
+            seeded = replace(sampling, seed=seed)
             self._sampler = Sampler(
-                own, torch.tensor([context[:1]], device=self.session.device), self.session.vocab_size
+                seeded, torch.tensor([context[:1]], device=self.session.device), self.session.vocab_size
             )
         same = next(
             (i for i, (a, b) in enumerate(zip(self._fed, context)) if a != b), min(len(self._fed), len(context) - 1)
         )
         if int(self.session.length[0]) != len(self._fed):
-            same = 0  # used elsewhere meanwhile
-        # Past what a ring can take back the draft starts over: it may be slow then, never wrong.
+            same = 0  # the session was used by another caller
+        # If a ring buffer cannot discard that many tokens, the draft starts again, which is slow but correct.
         try:
             self.session.rewind(len(self._fed) - same)
         except InputError:
@@ -148,12 +150,12 @@ class DraftModel:
 
 @dataclass
 class SpeculationStatistics:
-    """What came of the proposals.
+    """Counts of a speculative generation.
 
     Attributes:
-        steps: Steps of the model, each judging one proposal.
-        proposed: Tokens proposed.
-        accepted: Tokens of these that were given out.
+        steps: Steps of the model, one per proposal.
+        proposed: Proposed tokens.
+        accepted: Proposed tokens that were accepted.
     """
 
     steps: int = 0
@@ -162,29 +164,29 @@ class SpeculationStatistics:
 
 
 def check_can_rewind(session: PromptStepper, tokens: int) -> None:
-    """Refuse speculation on a session that could not take back what is rejected.
+    """Check that a session can discard `tokens` rejected tokens.
 
     Raises:
-        InputError: If a layer's state cannot be taken back that far.
+        InputError: If a layer cannot.
     """
     layer, allowed = session.stepper.least_rollback
     if allowed == 0:
-        raise InputError(f"{layer} keeps a state that cannot be taken back; decode without a draft")
+        raise InputError(f"speculation must discard tokens, but the state of {layer} cannot; decode without a draft")
     if allowed < tokens:
         raise InputError(
-            f"speculation takes back up to {tokens} tokens, {layer} at most {allowed}; "
-            f"allocate the cache with rollback_slots={tokens - 1}, or propose at most {allowed} at once"
+            f"speculation must discard up to {tokens} tokens, but {layer} takes back at most {allowed}; allocate the "
+            f"cache with rollback_slots={tokens - 1}, or propose at most {allowed} at once"
         )
 
 
 @dataclass
 class Speculation:
-    """The text so far, who proposes what follows, and what came of it.
+    """State of a speculative generation.
 
     Attributes:
-        context: Every token so far, prompt and answer; those given out are added.
-        draft: What proposes.
-        statistics: Counted here.
+        context: All tokens so far, of the prompt and the generation; extended with each yielded token.
+        draft: The draft.
+        statistics: Counts, updated with each step.
     """
 
     context: list[int]
@@ -195,17 +197,17 @@ class Speculation:
 def speculative_loop(
     session: Stepper, logits: torch.Tensor, sampler: Sampler, ending: Ending, speculation: Speculation
 ) -> Generator[Chosen]:
-    """Tokens that follow a prompt which was fed, at batch size 1.
+    """Yield the tokens that follow a prompt which was already fed, at batch size 1.
 
-    Between tokens the session's cache may be ahead of what was given out; when the iterator ends, or is closed, it
-    holds everything but the newest token, as after plain decoding.
+    Between tokens the session's cache may be ahead of the yielded tokens. When the iterator ends or is closed, it holds
+    everything except the newest token, as after plain decoding.
 
     Args:
-        session: What judges; see `Session.score`.
-        logits: After the prompt, [1, vocab].
-        sampler: How to choose.
-        ending: What ends it, but for strings.
-        speculation: What proposes, from the prompt on.
+        session: The session that verifies proposals, see `Session.score`.
+        logits: [1, vocab] after the prompt.
+        sampler: Chooses the tokens.
+        ending: The conditions that end it; strings are ignored.
+        speculation: The prompt, the draft and the counts.
     """
     context, draft, statistics = speculation.context, speculation.draft, speculation.statistics
     limit = ending.limit
@@ -240,7 +242,7 @@ def speculative_loop(
                 if token in ending.tokens or given + given_now == limit:
                     break
         finally:
-            # Unless the session was moved by someone else while this was waiting, be it to the same length.
+            # Unless another caller has used the session since, even if it has the same length.
             if session.moves == moves and int(session.length[0]) == fed:
                 session.shift(given_now - len(proposal.tokens) - 1)
         given += given_now
@@ -255,16 +257,16 @@ def generate_speculative(
     draft: Draft,
     statistics: SpeculationStatistics | None = None,
 ) -> Iterator[int]:
-    """Tokens that follow a prompt, at batch size 1: its prefill, then `speculative_loop`.
+    """Prefill a prompt and yield the tokens that follow, see `speculative_loop`.
 
     Args:
-        session: What judges; see `Session.score`.
+        session: The session that verifies proposals, with batch size 1.
         input_ids: int64 [1, length].
-        limit: Most tokens; None for as many as the cache has room for.
-        chooser: How to choose.
-        end_tokens: Any of these is the last token.
-        draft: What proposes.
-        statistics: Counted here, if given.
+        limit: Most tokens; None for the room in the cache.
+        chooser: Chooses the tokens.
+        end_tokens: Tokens that end the generation.
+        draft: The draft.
+        statistics: Counts to update, if given.
     """
     speculation = Speculation(input_ids[0].tolist(), draft, statistics or SpeculationStatistics())
 
@@ -277,10 +279,12 @@ def generate_speculative(
 
 
 def _judge(logits: torch.Tensor, proposal: Proposal, sampler: Sampler) -> tuple[list[int], int]:
-    """The tokens that follow, and how many of the proposed ones are among them: those, then one of the model's own.
+    """Return the accepted tokens followed by one of the model's, and the number of accepted ones.
 
     Args:
-        logits: [1 + len(proposal.tokens), vocab], the model's after the token before the proposal and after each in it.
+        logits: [1 + len(proposal.tokens), vocab], after the token before the proposal and after each token in it.
+        proposal: The proposed tokens.
+        sampler: Chooses the tokens.
     """
     tokens: list[int] = []
     for index, proposed in enumerate(proposal.tokens):
@@ -292,8 +296,7 @@ def _judge(logits: torch.Tensor, proposal: Proposal, sampler: Sampler) -> tuple[
             drafted = proposal.probabilities[index]
         if not float(sampler.uniform(1)) * float(drafted[proposed]) < float(probabilities[proposed]):
             rest = (probabilities - drafted).clamp(min=0)
-            # Nothing is left where the two agree but for rounding: then any token of the model's own distribution is
-            # right.
+            # If the distributions differ only by rounding, nothing is left, and any token of the model's is right.
             tokens.append(sampler.draw_from(rest if bool(rest.any()) else probabilities))
             sampler.see(logits.new_tensor(tokens[-1:], dtype=torch.int64))
             return tokens, index

@@ -1,8 +1,8 @@
-"""Chat templates, rendered within limits: each is a small program that comes with a tokenizer.
+"""Rendering of chat templates within limits, because a template is a program that comes with a tokenizer.
 
-Jinja's sandbox, which transformers runs them in, reaches no files, no modules and no private names. It bounds neither
-time nor size, and one filter over a long value returns after minutes. So a subprocess renders them, which is killed at
-a deadline and has a limit of memory. It is kept, because starting it takes a tenth of a second.
+Jinja's sandbox, which transformers uses, denies access to files, modules and private names. It limits neither time nor
+size, and one filter over a long value can take minutes. So a subprocess with limited memory renders templates, and is
+killed at a deadline. It is kept, because starting it takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from ..models.tokenizers.text import TextTokenizer
 
-#: Limits of a rendering: seconds, bytes of memory with Python's own, and characters of output, to which four times
-#: those of the messages are added. The output is tokenised, which takes a second for a million characters.
+#: Limits of a rendering: seconds, bytes of memory including Python, and characters of output in addition to four times
+#: those of the messages. The output is tokenised, which takes a second per million characters.
 MOST_SECONDS = 10.0
 MOST_MEMORY = 1 << 30
 MOST_CHARACTERS = 1_000_000
@@ -31,7 +31,7 @@ _OF_MESSAGES = 4
 _RENDERING = LimitedProcess("exportable_cache.generation.template_child", MOST_MEMORY, MOST_MEMORY)
 #: Names under which messages carry a model's reasoning; the first is the one that templates read.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-#: A template that gives a text as it is, for processors, which insist on rendering one.
+#: A template that returns a given text, for processors, which always render one.
 _RENDERED = "exportable_cache_rendered"
 _GIVE_RENDERED = f"{{{{ {_RENDERED} }}}}"
 #: Scalar classes and their converters. These give an enum's value, because `str()` would give its name.
@@ -75,14 +75,14 @@ def render_chat(
         _, rendered = _RENDERING.call(MOST_SECONDS, request, text.encode("utf-8", "surrogatepass"))
     except WorkEnded as error:
         raise InputError(
-            f"the chat template takes too much: {error}; correct it, or pass the prompt as text"
+            f"the chat template exceeds a limit: {error}; correct it, or pass the prompt as text"
         ) from error
-    except WorkFailed as error:  # templates raise what they like
+    except WorkFailed as error:  # templates may raise any error
         raise InputError(
             f"the chat template refuses the messages: {str(error)[:300]}; change them, or pass text instead"
         ) from error
     except (RecursionError, ValueError) as error:
-        raise InputError(f"the messages are no JSON ({error}); pass text, numbers, lists and mappings") from error
+        raise InputError(f"messages must be JSON values ({error}); pass text, numbers, lists and mappings") from error
     return rendered.decode("utf-8", "surrogatepass")
 
 

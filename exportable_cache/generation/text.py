@@ -1,4 +1,4 @@
-"""Text in and out: prompts to token ids, and tokens to text piece by piece."""
+"""Conversion of prompts to token ids, and of tokens to text piece by piece."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ def encode_prompt(
     """Return the token ids of a prompt.
 
     Args:
+        tokenizer: The tokenizer, with its chat template.
         prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`, which the tokenizer's chat
-            template renders up to where the assistant begins.
-        starts: True if text begins a sequence, and so gets the tokenizer's special tokens (the template has its own).
-        split_special_tokens: True if control tokens that are spelled in messages are text, so that a user cannot forge
-            another turn; False if they are what they spell. In a prompt of text they always are.
+            template renders up to the start of the assistant's message.
+        starts: True if text begins a sequence, and so gets the tokenizer's special tokens (templates write their own).
+        split_special_tokens: True to treat control tokens in messages as text, so that a user cannot forge another
+            turn. In a prompt of text they are always tokens.
 
     Returns:
         int64 [1, length]; length may be 0.
 
     Raises:
-        InputError: If the prompt is neither, it is no text that has a form in UTF-8, or the tokenizer has no chat
-            template for messages, or one that fails or takes too long.
+        InputError: If the prompt is neither, is not valid Unicode, or the tokenizer has no chat template for messages,
+            or one that fails or takes too long.
     """
     if isinstance(prompt, str):
         check_text(prompt)
@@ -59,7 +60,7 @@ def encode_prompt(
             )
         messages = [dict(message) for message in cast(Sequence[Mapping[str, Any]], prompt)]
         texts = list(_texts(messages))
-        # One by one, because an error names the place in what was said.
+        # One by one, because an error gives the offset in the message.
         for text in texts:
             check_text(text)
         check_cost(tokenizer, "\n".join(texts))
@@ -73,7 +74,7 @@ def encode_prompt(
             ids = control.encode(rendered, marked)
     else:
         raise InputError(
-            f"prompt is {prompt!r:.80}; pass text, or chat messages as a list of mappings with 'role' and 'content'"
+            f"prompt must be text, or chat messages as a list of mappings with 'role' and 'content', got {prompt!r:.80}"
         )
     return torch.tensor([ids], dtype=torch.int64).reshape(1, -1)
 
@@ -88,29 +89,29 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def check_text(text: str) -> None:
-    """Refuse what is no text: bytes of another encoding that a terminal or a file gave, kept as lone surrogates.
+    """Check that a text is valid Unicode: bytes of another encoding from a terminal or file are lone surrogates.
 
     Raises:
-        InputError: If there is one.
+        InputError: If there is a lone surrogate.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"the prompt is no UTF-8: character {error.start} is {text[error.start]!r}; save it as UTF-8"
+            f"the prompt must be UTF-8, got {text[error.start]!r} at character {error.start}; save it as UTF-8"
         ) from error
 
 
 class TextPieces:
-    """Text of one row's tokens, piece by piece, up to an end token or a stop string, neither of which is given out.
+    """Text of one row's tokens, piece by piece, up to an end token or a stop string, which are not returned.
 
-    A stop string ends the text with the token that completes it, special tokens included.
+    Stop strings may include special tokens.
 
     Args:
         tokenizer: The tokenizer of the tokens.
-        end_tokens: Any of these ends the text.
-        stop_strings: So does any of these.
-        after: Tokens whose text the row's goes on from; see `TextStream`.
+        end_tokens: Tokens that end the text.
+        stop_strings: Strings that end the text with the token that completes them.
+        after: Tokens whose text the row's text continues; see `TextStream`.
 
     Attributes:
         ended: True once the text has ended.
@@ -129,7 +130,7 @@ class TextPieces:
         self.ended = False
 
     def push(self, token: int) -> str:
-        """Return the text that `token` adds, and what was held back where it is the last; possibly none."""
+        """Return the text that `token` adds, and all held back text if it is the last; possibly none."""
         if self.ended:
             return ""
         if token in self._end_tokens:

@@ -1,4 +1,4 @@
-"""Tokens to text, one token at a time, as decoding all of them at once gives it."""
+"""Conversion of tokens to text, one token at a time, with the same result as decoding all of them at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _DECODE = "the tokenizer cannot decode tokens"
-# What decoders put in place of bytes that are not (yet) a character.
+# Character that decoders write for bytes that are not (yet) a character.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A text before a token, which no decoder changes.
 _BEFORE = "a"
@@ -32,14 +32,14 @@ _FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
-    """What each token of a tokenizer adds to a text.
+    """The texts that tokens of a tokenizer add to a text.
 
     Args:
-        tokenizer: One of the library `tokenizers` is followed exactly. Others are asked to decode.
+        tokenizer: The tokenizer. One of the library `tokenizers` is reproduced exactly; others decode themselves.
 
     Attributes:
-        tokenizer: The same.
-        decoder: Joins names of tokens to a text, or None where the tokenizer has steps that are not known here.
+        tokenizer: The tokenizer.
+        decoder: Joins names of tokens to a text; None if the tokenizer has unknown decoding steps.
         is_byte_level: True if the names spell bytes, as those of GPT 2 do.
         has_fallback: True if bytes that no token has are tokens such as `<0x0A>`.
         looks_ahead: True if the text of a token depends on whether another one follows.
@@ -387,10 +387,10 @@ class StopStrings:
     """Ends a text at the first of some strings, which is never given out, not even in part.
 
     `StopStrings(["END"])` gives "x" for "xE", nothing for "N", and "EN" back with "y" for "y"; on "D" instead it stops.
-    A push costs time by the length of its text, whatever the number and the length of the strings.
+    The time of a push depends on the length of its text only, not on the number and length of the strings.
 
-    A string may also name special tokens, which give no text. `hide` says where they are: the strings are looked for in
-    the text with them and in the text without them.
+    Strings may include special tokens, which give no text. `hide` adds them: strings are searched in the text with
+    special tokens and in the text without them.
 
     Args:
         strings: Any number of strings, none of them empty.
@@ -412,7 +412,7 @@ class StopStrings:
     def push(self, piece: str) -> str:
         """Return the text that may be given out now that `piece` follows; set `stopped` once a string is complete.
 
-        What `look_ahead` was told since the last push is replaced by the piece.
+        The piece replaces all text passed to `look_ahead` since the last push.
         """
         if not self._strings:
             return piece
@@ -487,10 +487,10 @@ class StopStrings:
 
 
 class _Automaton:
-    """The automaton of Aho and Corasick (1975): after any text, the longest end of it that begins one of the strings.
+    """The automaton of Aho and Corasick (1975): after a text, its longest suffix that is a prefix of a string.
 
     Attributes:
-        depths: Length of that end, by node.
+        depths: Length of that suffix, by node.
         longest: Length of the longest string that ends there, by node, or 0.
         size: Length of the longest string.
     """
@@ -528,7 +528,7 @@ class _Automaton:
 
 
 class _Reading:
-    """How far a text was read, with the text of special tokens and without it.
+    """State of reading a text, with the text of special tokens and without it.
 
     Attributes:
         shown: Characters read, those of special tokens not counted. Indices below count the same.
@@ -541,7 +541,7 @@ class _Reading:
         self._indices: deque[int] | None = None
 
     def copy(self) -> _Reading:
-        """Return another reading at the same place."""
+        """Return a copy of the state."""
         copied = _Reading(self._automaton)
         copied._plain, copied._full, copied.shown = self._plain, self._full, self.shown
         copied._indices = None if self._indices is None else self._indices.copy()

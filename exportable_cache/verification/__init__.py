@@ -1,1 +1,1 @@
-"""A program against the model it was made from."""
+"""Comparison of a program with the model it was made from."""

@@ -76,23 +76,23 @@ def verify_encoders(
 
 
 def _example(method: ProgramMethod) -> dict[str, torch.Tensor]:
-    """An item of the sizes that a method was made for."""
+    """Return a random item of the method's sizes."""
     fixed = {} if method.item is None else {name: one.tensor() for name, one in method.item.fixed.items()}
     if method.grid is not None:
-        # All that bundles from before say.
+        # Older bundles record only the grid.
         fixed.setdefault("image_grid_thw", torch.tensor([method.grid]))
     return {**{spec.name: _random(spec) for spec in method.inputs}, **fixed}
 
 
 def _random(spec: TensorSpec, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Pixels or samples; of what is counted, the first that there is: 0 stands for none."""
+    """Return random pixels or samples; ones for integer inputs, because 0 means none."""
     dtype = getattr(torch, spec.dtype)
     if not dtype.is_floating_point:
         return torch.ones(spec.sizes({}), dtype=dtype)
     return torch.randn(spec.sizes({}), generator=generator).to(dtype)
 
 
-# Tokens over which the effect of a rounded cache is found, for the tolerance.
+# Tokens over which the effect of a quantised cache is measured, for the tolerance.
 _ROUNDED_TOKENS = 64
 
 
@@ -105,19 +105,19 @@ def compare(
 ) -> VerifyReport:
     """Feed the same random tokens to a session and to the model in eager attention with `DynamicCache`, step by step.
 
-    Encoders of images and sound get items of random numbers, see `verify_encoders`; an encoder-decoder's gets its input
-    before each prompt.
+    Encoders of images, video and audio get random items, see `verify_encoders`; that of an encoder-decoder gets its
+    input before each prompt.
 
     The session is reset before every prompt and after the last. Prompts run from the longest to the shortest, so that
-    each but the first finds the leftovers of a longer one in the buffers. All but the shortest are fed in two parts, so
-    that prefill is seen to go on from tokens that the cache holds, see `prompt_feeds`.
+    the buffers hold stale tokens of a longer prompt. All except the shortest are fed in two parts, so that prefill also
+    continues from cached tokens, see `prompt_feeds`.
 
     Args:
-        session: What to check.
-        model: What it was made from.
+        session: The session to verify.
+        model: The model it was made from.
         spec: Prompts, steps and tolerance.
-        progress: Told about every step.
-        fed: Gets the prompts, each with the first `KEPT_STEPS` of its steps and the program's logits, for
+        progress: Called for every step.
+        fed: List that gets the prompts with the first `KEPT_STEPS` steps and the program's logits, for
             `measure_stored`.
 
     Raises:
@@ -198,11 +198,11 @@ def compare(
 
 
 class _Seen:
-    """What a comparison has seen so far.
+    """Results of a comparison so far.
 
     Args:
-        progress: Told about every step of both sides.
-        total: Steps in all.
+        progress: Called for every step of both sides.
+        total: Total number of steps.
     """
 
     def __init__(self, progress: Progress, total: int) -> None:
@@ -213,7 +213,7 @@ class _Seen:
         self._progress, self._done, self._total = progress, 0, total
 
     def expect(self, reference: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The logits [batch, vocab] of the reference, one per step."""
+        """Collect the logits [batch, vocab] of the reference, one per step."""
         expected = []
         for logits in reference:
             expected.append(logits)
@@ -225,17 +225,18 @@ class _Seen:
     def compare(
         self, session: Session, ids: torch.Tensor, length: int, expected: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Feed a session the prompt and the tokens after it.
+        """Feed a session the prompt and the tokens after it, and compare the logits.
 
         Args:
+            session: The session to verify.
             ids: int64 [batch, length + steps].
-            length: Of the prompt.
-            expected: Of the reference.
+            length: Length of the prompt.
+            expected: Logits [batch, vocab] of the reference, one per step.
 
         Returns:
             The session's logits [batch, vocab] of the prompt and of the first `KEPT_STEPS` steps.
         """
-        # Where RoPE changes, several calls are not one: the last of them chooses the factors of its own tokens alone.
+        # If RoPE factors change with the length, several calls differ from one, which uses those of the full prompt.
         feeds = prompt_feeds(length, longest_chunk(session)) if session.stepper.rope is None else [[length]]
         differences, squares, agreements, kept = [], [], [], []
         for step, reference in enumerate(expected):
@@ -245,7 +246,7 @@ class _Seen:
                 outputs = [session.decode(ids[:, length + step - 1])]
             for output in outputs:
                 logits = output.to(reference.device)
-                # A maximum over tensors keeps not-a-number, Python's does not.
+                # torch's maximum propagates NaN, Python's does not.
                 difference = logits.float() - reference.float()
                 differences.append(difference.abs().max())
                 squares.append(difference.square().mean(-1).max())
@@ -284,7 +285,7 @@ def spread_of(logits: torch.Tensor) -> float:
 
 
 def _feed(session: Session, ids: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
-    """Logits [batch, vocab] after `ids` [batch, length], fed from position 0 in one prefill call per part."""
+    """Return the logits [batch, vocab] after `ids` [batch, length], fed from position 0 with a prefill per part."""
     session.reset()
     for part in ids.split(list(parts), dim=1):
         logits = session.prefill(part)
@@ -292,11 +293,12 @@ def _feed(session: Session, ids: torch.Tensor, parts: Sequence[int]) -> torch.Te
 
 
 def measure_stored(model: PreTrainedModel, fed: Sequence[FedPrompt], progress: Progress = silent) -> StoredDistance:
-    """How far a program is from its model in the dtype that the weights are stored in, over an exact cache.
+    """Measure the distance of a program from the model in the dtype of the stored weights, over an exact cache.
 
     Args:
-        model: In that dtype.
-        fed: What `compare` gave the program.
+        model: The model in that dtype.
+        fed: Prompts and logits collected by `compare`.
+        progress: Called once.
     """
 
     def reference(prompt: FedPrompt) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a verification feeds by default."""
+"""Prompts and steps of a verification."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 _PROMPTS_WITHOUT_WINDOW = (3, 8, 40)
 _DECODE_STEPS = 24
-# Steps past a window: enough for the ring to have turned over visibly.
+# Steps past a window, enough for the ring buffer to wrap.
 _PAST_WINDOW = 8
-# Up to this window every prompt is decoded past it, and one of five windows is tried: both cost time as it grows.
+# Larger windows get fewer and shorter prompts, because decoding past them takes time.
 _SMALL_WINDOW = 256
 
 
 def default_prompts(windows: Sequence[int], max_length: int | None, prefill_chunk: int) -> list[int]:
-    """Prompt lengths that cross every boundary: around each window, past the longest prefill chunk, and a short one.
+    """Return prompt lengths around each window, past the longest prefill chunk, and a short one.
 
     `default_prompts([8], 64, 256)` is `[3, 7, 8, 9, 40]`.
 
     Args:
         windows: Sliding windows of the model.
-        max_length: Tokens that fit, or None for any number. At least one decode step fits after each prompt, except
-            where that would leave none for prefill, which takes two tokens: `default_prompts([], 2, 2)` is `[2]`.
+        max_length: Capacity in tokens, or None if it is unlimited. At least one decode step fits after each prompt,
+            except if prefill, which takes two tokens, would not fit: `default_prompts([], 2, 2)` is `[2]`.
         prefill_chunk: Longest chunk.
     """
     lengths = {3} if windows else set(_PROMPTS_WITHOUT_WINDOW)
@@ -49,13 +49,12 @@ def default_prompts(windows: Sequence[int], max_length: int | None, prefill_chun
 
 
 def prompt_feeds(length: int, prefill_chunk: int) -> list[list[int]]:
-    """Ways in which a prompt is fed, each from position 0 and as the lengths of its prefill calls; the last one is
-    decoded on.
+    """Return the ways to feed a prompt, each a list of the lengths of its prefill calls; decoding follows the last.
 
-    From four tokens on a prompt goes in as two calls, the second of at least two tokens, so that prefill runs past
-    position 0 too: `prompt_feeds(40, 256)` is `[[27, 13]]`. A longer prompt than a chunk keeps its first chunk whole,
-    `prompt_feeds(259, 256)` is `[[256, 3]]`. Where the split leaves no chunk whole the prompt is fed at once before
-    that: `prompt_feeds(64, 64)` is `[[64], [43, 21]]`. Three tokens are split only where prefill takes no more.
+    A prompt of four tokens or more is fed in two calls, the second of at least two tokens, so that prefill also starts
+    past position 0: `prompt_feeds(40, 256)` is `[[27, 13]]`. A prompt longer than a chunk starts with a whole chunk:
+    `prompt_feeds(259, 256)` is `[[256, 3]]`. If no call has a whole chunk, the prompt is also fed at once:
+    `prompt_feeds(64, 64)` is `[[64], [43, 21]]`. Three tokens are split only if that is the longest chunk.
 
     Args:
         length: Tokens of the prompt.
@@ -72,17 +71,17 @@ def prompt_feeds(length: int, prefill_chunk: int) -> list[list[int]]:
 
 
 def default_decode_steps(prompt: int, windows: Sequence[int], max_length: int | None) -> int:
-    """Decode steps after a prompt: past every small window, and no more than fit."""
+    """Return the number of decode steps after a prompt: past every small window, within the capacity."""
     steps = max([_DECODE_STEPS, *(window + _PAST_WINDOW + 2 - prompt for window in windows if window <= _SMALL_WINDOW)])
     return steps if max_length is None else max(0, min(steps, max_length - prompt))
 
 
-# A prompt that fills the cache costs as much as the cache is large: tokens over all rows up to which it is tried.
+# Largest number of tokens over all rows for which a prompt that fills the cache is tried, because it takes time.
 _MOST_TO_FILL = 4096
 
 
 def random_text(session: Session, length: int, generator: torch.Generator) -> torch.Tensor:
-    """Random tokens int64 [batch, length], none of which stands for an image or a sound: it would need one."""
+    """Return random tokens int64 [batch, length] without placeholders, which would need images or audio."""
     ids = torch.randint(session.vocab_size, (session.batch_size, length), generator=generator)
     for token in session.placeholders:
         ids[ids == token] = (token + 1) % session.vocab_size
@@ -90,22 +89,27 @@ def random_text(session: Session, length: int, generator: torch.Generator) -> to
 
 
 def planned(session: Session, spec: VerifySpec, limit: int | None, windows: Sequence[int]) -> list[tuple[int, int]]:
-    """Lengths of the prompts, shortest first, each with its decode steps.
+    """Return the lengths of the prompts, shortest first, each with its number of decode steps.
 
     Args:
-        limit: Tokens that both sides can hold.
-        windows: All that layers attend to, ascending.
+        session: The session to verify.
+        spec: Lengths and steps that were given.
+        limit: Capacity of both sides in tokens.
+        windows: Windows of the layers, ascending.
+
+    Raises:
+        InputError: If a prompt and its steps exceed the limit.
     """
     reachable = [window for window in windows if limit is None or window < limit]
     methods = [method for method in session.runner.methods.values() if method.is_step]
     lengths = set(spec.prompts or default_prompts(reachable, limit, longest_chunk(session)))
     filling = None
     if not spec.prompts:
-        # One token short of each bucket: the steps that follow are of the next.
+        # One token less than each bucket, so that the steps that follow use the next one.
         lengths.update(
             method.kv_read_len - 1 for method in methods if method.kv_read_len is not None and method.kv_read_len > 1
         )
-        # Rings alone are never full: no limit is theirs.
+        # Ring buffers alone have no limit.
         if limit is not None and session.max_length is not None and session.batch_size * limit <= _MOST_TO_FILL:
             filling = limit
             lengths.add(filling)
@@ -119,32 +123,31 @@ def planned(session: Session, spec: VerifySpec, limit: int | None, windows: Sequ
             steps = spec.decode_steps
         if length < 1 or steps < 0 or (limit is not None and length + steps > limit):
             raise InputError(
-                f"a prompt of {length} tokens and {steps} decode steps do not fit: "
-                f"{'any number' if limit is None else limit} tokens can be held, "
-                "of which the prompt takes at least 1; pass fewer"
+                "prompt and decode steps must have at least 1 and at most "
+                f"{'any number of' if limit is None else limit} tokens, got {length} and {steps}; pass fewer"
             )
         plan.append((length, steps))
     return plan
 
 
 def longest_chunk(session: Session) -> int:
-    """Longest chunk of a prompt."""
+    """Return the length of the longest prefill chunk."""
     return max(method.max_length for method in session.runner.methods.values() if method.is_step)
 
 
 def kept_sinks(session: Session) -> Sinks | None:
-    """What the session's full-attention layers keep, None where they keep every token."""
+    """Return the attention sinks of the session's full-attention layers, or None if they keep every token."""
     policies = [layer.policy for layer in session.layers if isinstance(layer.policy, SinkPolicy)]
     found = [Sinks(policy.sinks, policy.window) for policy in policies]
     return found[0] if found else None
 
 
 def most_tokens(session: Session, model: PreTrainedModel) -> int | None:
-    """Tokens that both sides can hold."""
-    # Learned position tables end there, and past it even rotary ones are not what the model was trained for.
+    """Return the number of tokens that both sides can hold, or None if it is unlimited."""
+    # Learned position tables end there, and models were not trained on later rotary positions.
     config = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
     if session.stepper.rope is not None:
-        # Dynamic NTK begins there.
+        # Dynamic NTK scaling starts there.
         positions = None
     return min((limit for limit in (session.max_length, positions) if limit), default=None)

@@ -1,6 +1,4 @@
-"""What quantisation did: which differences are rounding, how far the logits moved, and what that is worth on the demo's
-task.
-"""
+"""Measurement of the effect of quantisation on logits, and on the accuracy of the demo model."""
 
 from __future__ import annotations
 
@@ -31,12 +29,14 @@ _ANSWER_TOKENS = 6
 
 
 def measure_quantization(session: Session, float_model: LoadedModel, progress: Progress = silent) -> dict[str, Any]:
-    """Fields of `manifest.Quantized`: the running program against the model before quantisation, in float32 or, where
-    that would take more than `MOST_WIDENED_BYTES`, in the dtype that it is stored in.
+    """Compare a quantised program with the model before quantisation, and return fields of `manifest.Quantized`.
+
+    The model is converted to float32 if that takes at most `MOST_WIDENED_BYTES`.
 
     Args:
-        session: Over the quantised program.
-        float_model: What it was made from, in the dtype that it is stored in.
+        session: The session of the quantised program.
+        float_model: The model it was made from, in its stored dtype.
+        progress: Called for every step.
     """
     model = float_model.model
     if model.dtype != torch.float32 and 4 * model.num_parameters() <= MOST_WIDENED_BYTES:
@@ -50,11 +50,12 @@ def measure_quantization(session: Session, float_model: LoadedModel, progress: P
 
 
 def measure_distance(session: Session, model: PreTrainedModel, progress: Progress = silent) -> dict[str, Any]:
-    """Fields of `manifest.RoundedCache`: the running program against a model over an exact cache.
+    """Compare a program with a model over an exact cache, and return fields of `manifest.RoundedCache`.
 
     Args:
-        session: Over a program with other weights than the model's, or over a cache that rounds.
-        model: Float, or quantised as the program's was, to see what the cache alone does.
+        session: The session of a program with quantised weights or a quantised cache.
+        model: The float model; or one quantised like the program, to measure the cache alone.
+        progress: Called for every step.
     """
     longest = _longest(session, model)
     steps = int(min(_DECODE_STEPS, max(0, longest - 2)))

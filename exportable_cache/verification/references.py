@@ -1,4 +1,4 @@
-"""Reference logits: the eager model with what a cache does computed by other means."""
+"""Reference logits of the eager model, with caches that share no code with this package's."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from ..program.methods import ProgramMethod
 
 
-#: Of a model whose reference takes tokens one by one, as the program does.
+#: Parameters up to which the reference feeds tokens one by one, like the program.
 MOST_PARAMETERS = 100_000_000
-# Eager attention keeps heads x length x length scores.
+# Tokens per step, because eager attention allocates heads x length x length scores.
 _CHUNK = 1024
 
 
 def is_large(model: PreTrainedModel) -> bool:
-    """Whether a reference by single steps would take minutes."""
+    """Return True if a reference in single steps would take minutes."""
     return sum(parameter.numel() for parameter in model.parameters()) > MOST_PARAMETERS
 
 
@@ -56,12 +56,12 @@ def is_large(model: PreTrainedModel) -> bool:
 def logits_of_beginnings(
     model: PreTrainedModel, ids: torch.Tensor, plan: Sequence[tuple[int, int]]
 ) -> dict[int, torch.Tensor]:
-    """Logits [batch, vocab] by position, in eager attention with `DynamicCache`.
+    """Compute logits [batch, vocab] by position, with eager attention and `DynamicCache`.
 
     Args:
         model: A text decoder.
         ids: int64 [batch, length].
-        plan: Length of each beginning, and steps after it: the positions to keep.
+        plan: Length and number of steps of each prompt, all prefixes of `ids`; logits of these positions are kept.
     """
     kept = sorted({position for length, steps in plan for position in range(length - 1, length + steps)})
     cache = DynamicCache(config=model.config)
@@ -75,14 +75,14 @@ def logits_of_beginnings(
             options: dict[str, Any] = {cache_argument(model): cache}
             if takes_positions(model):
                 options["position_ids"] = torch.arange(start, end, device=ids.device).expand(ids.shape[0], -1)
-            places = torch.tensor([one - start for one in positions], dtype=torch.int64, device=ids.device)
+            indices = torch.tensor([one - start for one in positions], dtype=torch.int64, device=ids.device)
             selects = "logits_to_keep" in inspect.signature(model.forward).parameters
             if selects:
-                # A vocabulary is large: logits of every token of a chunk would be a gigabyte.
-                options["logits_to_keep"] = places if positions else 1
+                # Only the needed ones, because logits of every token of a chunk may take a gigabyte.
+                options["logits_to_keep"] = indices if positions else 1
             logits = model(ids[:, start:end], use_cache=True, **options).logits
             if not selects:
-                logits = logits[:, places]
+                logits = logits[:, indices]
             found |= dict(zip(positions, logits.unbind(1)))
     return found
 
@@ -90,7 +90,7 @@ def logits_of_beginnings(
 def random_inputs(
     method: ProgramMethod, length: int, batch_size: int, vocab_size: int, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """Inputs of `encode`, `length` long where that is free, without padding."""
+    """Return random inputs of `encode` without padding, of the given length if it is dynamic."""
     inputs = {}
     for spec in method.inputs:
         shape = spec.sizes({"batch": batch_size, "length": length})
@@ -101,13 +101,13 @@ def random_inputs(
         else:
             inputs[spec.name] = torch.randn(shape, generator=generator).to(getattr(torch, spec.dtype))
         if spec.name == "flattened_patches":
-            # Row and column of each patch, from 1 on, come before its content.
+            # The first two values of a patch are its row and column, starting at 1.
             inputs[spec.name][..., :2] = torch.arange(1, length + 1).to(inputs[spec.name].dtype)[:, None]
     return inputs
 
 
 def encoder_lengths(method: ProgramMethod) -> list[int]:
-    """Lengths to try: the longest, a short one, and one between."""
+    """Return the lengths to try: the longest, a short one, and one between."""
     least, most = method.min_length, method.max_length
     lengths = {most, min(most, least + 2 * method.multiple), (least + most) // 2}
     if method.pads:
@@ -116,10 +116,9 @@ def encoder_lengths(method: ProgramMethod) -> list[int]:
 
 
 def decoder_of(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The eager model over `inputs` with transformers' own cache: ids [batch, length] to logits [batch, vocab] of the
-    last.
+    """Encode `inputs` and return a function from decoder ids [batch, length] to the last logits [batch, vocab].
 
-    To be called with no gradients, under the model's own attention.
+    It uses the eager model with transformers' cache. Call it without gradients.
     """
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     common = {
@@ -131,21 +130,21 @@ def decoder_of(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Calla
 
 
 def takes_no_cache(model: PreTrainedModel) -> bool:
-    """Whether a model leaves a cache of transformers alone, or refuses it."""
+    """Return True if a model ignores or refuses a cache of transformers."""
     return model.config.model_type in WITHOUT_DYNAMIC_CACHE
 
 
 @torch.no_grad()
 def logits_of_itself(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> Iterator[torch.Tensor]:
-    """Logits [batch, vocab] after the prompt and after each later token of `ids` [batch, length].
+    """Yield logits [batch, vocab] after the prompt and after each later token of `ids` [batch, length].
 
-    A model with a state of its own is fed token by token, one without takes all tokens at once.
+    Models with a custom state are fed token by token, others take all tokens at once.
     """
     name = WITHOUT_DYNAMIC_CACHE[model.config.model_type]
     options: dict[str, Any]
     with attention_of(model, "eager"):
         if name is None:
-            # XLM takes a padding token anywhere for the end of the text, unless it is told.
+            # Without lengths, XLM ends the text at the first padding token.
             known = "lengths" in inspect.signature(model.forward).parameters
             options = {"lengths": torch.full(ids.shape[:1], ids.shape[1], device=ids.device)} if known else {}
             yield from model(ids, use_cache=False, **options).logits[:, prompt - 1 :].unbind(1)
@@ -159,13 +158,14 @@ def logits_of_itself(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> 
 
 
 def check_plain_cache(model: PreTrainedModel, **asked: Any) -> None:
-    """Refuse what its own code cannot be asked to do.
+    """Check that no cache options are verified for a model without a cache of transformers.
 
     Args:
-        **asked: What is done to the cache, by the name of the option; None for nothing.
+        model: The model.
+        **asked: Cache options by name; None if not used.
 
     Raises:
-        UnsupportedModelError: If something is.
+        UnsupportedModelError: If one is used.
     """
     for name, value in asked.items():
         if value is not None:
@@ -176,11 +176,11 @@ def check_plain_cache(model: PreTrainedModel, **asked: Any) -> None:
 
 
 class RoundingCache(DynamicCache):
-    """A `DynamicCache` of what a storage would give out: what a cache of that storage holds, whatever its policy.
+    """A `DynamicCache` that rounds keys and values like a storage.
 
     Args:
-        storage: What rounds.
-        **options: Of `DynamicCache`.
+        storage: The storage, such as int8.
+        **options: Options of `DynamicCache`.
     """
 
     def __init__(self, storage: Storage, **options: Any) -> None:
@@ -188,19 +188,19 @@ class RoundingCache(DynamicCache):
         self.storage = storage
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        """Round and append keys and values [batch, heads, length, dim]."""
         return super().update(*rounded(self.storage, key_states, value_states), *args, **kwargs)
 
 
 def rounded(storage: Storage, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [..., head_dim] and values [..., value_head_dim] as a layer of this storage gives them out."""
+    """Encode and decode keys [..., head_dim] and values [..., value_head_dim] with a storage."""
     return storage.decode(storage.encode(keys, values))
 
 
 class EvictingLayer(DynamicLayer):
-    """A `DynamicLayer` fed one token at a time that gives out the first `sinks.tokens` and the newest `sinks.window`
-    only.
+    """A `DynamicLayer` that keeps the first `sinks.tokens` and the newest `sinks.window` tokens; feed it one by one.
 
-    What is given out needs no mask, so this shares nothing with what it is a reference for. Positions stay absolute.
+    The kept tokens need no mask, so it shares no code with the layers it is a reference for. Positions stay absolute.
     """
 
     def __init__(self, sinks: Sinks) -> None:
@@ -220,20 +220,19 @@ class EvictingLayer(DynamicLayer):
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
+        """Return the number of tokens seen."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of keys and their first position, such that no key is masked."""
         kept = min(self.seen + query_length, self.sinks.tokens + self.sinks.window)
-        # Positions that end at the query: none of the keys is hidden.
         return kept, self.seen + query_length - kept
 
 
 def evicting_cache(
     config: PreTrainedConfig, sinks: Sinks, plain: Callable[..., DynamicCache] = DynamicCache
 ) -> DynamicCache:
-    """A cache that `plain` makes for a model whose full-attention layers keep sinks and a window; feed it token by
-    token.
-    """
+    """Return a cache made by `plain` whose full-attention layers evict tokens; feed it token by token."""
     cache = plain(config=config)
     cache.layers = [EvictingLayer(sinks) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
@@ -308,15 +307,16 @@ def rounding_effect(model: PreTrainedModel, length: int, storage: Storage) -> fl
 def session_to_verify(
     bundle: Bundle, model: PreTrainedModel, program: Program | None = None, *, progress: Progress = silent
 ) -> tuple[Session, str]:
-    """A session over a bundle's program, or over what stands in for it where this machine cannot run it.
+    """Open a session of a bundle's program, or of a substitute if this machine cannot run it.
 
     Args:
-        model: What the bundle was made from.
-        program: What was lowered, if it is at hand; made anew from the model and the manifest otherwise.
+        bundle: The bundle.
+        model: The model it was made from.
+        program: The program that was lowered; made again from the model and the manifest if None.
+        progress: Called for each stage.
 
     Returns:
-        The session, to be closed afterwards, and what verifying it says of the program where that goes without saying
-        no longer.
+        The session, to be closed by the caller, and a remark on what the result does not cover.
 
     Raises:
         VerificationError: If the program is not the one that the bundle's files were made from.
@@ -333,14 +333,14 @@ def session_to_verify(
         progress(f"opening the {manifest.target} program in {size} processes", 0, None)
         return Session.from_bundle(bundle, RankProcesses(bundle)), ""
     progress(f"opening the {manifest.target} program", 0, None)
-    # Of a large model the reference comes first: the memory that it needs is given back before the program takes its
-    # own. Other runners have more to ask for than steps.
+    # A large model's program is opened after the reference has run, so that their memory is not needed at once. Runners
+    # of other targets are used before the first step.
     later = OpenedLater(bundle) if manifest.target == "executorch" and is_large(model) else None
     return Session.from_bundle(bundle, later), ""
 
 
 class OpenedLater:
-    """The runner of a bundle, opened by the first step."""
+    """A runner of a bundle that is opened by the first step."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.methods: Mapping[str, ProgramMethod] = bundle.manifest.description().methods
@@ -351,13 +351,12 @@ class OpenedLater:
         return self._open()[0]
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run a method, see `Runner.run`."""
         return self._runner.run(method, *inputs)
 
 
 def program_of(manifest: Manifest, model: PreTrainedModel) -> Program:
-    """The program that a manifest describes, made anew from its model; its layers are already in the
-    target's layout.
-    """
+    """Make the program that a manifest describes from its model, with layers in the target's layout."""
     methods = manifest.program.methods
     anywhere = [
         method

@@ -1,4 +1,4 @@
-"""What a verification saw: every prompt, its differences, and the verdict."""
+"""Report of a verification: the differences of each prompt, and the verdict."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .stored import StoredDistance
 
 @dataclass(frozen=True)
 class VerifiedPrompt:
-    """One prompt and the steps after it.
+    """Result for one prompt and the steps after it.
 
     Attributes:
         length: Tokens of the prompt.
-        chunks: Steps that the program took for them, over both parts where they were fed in two.
-        decode_steps: Single tokens fed after it.
-        max_difference: Largest |logit difference|; not a number if either side produced one.
-        argmax_agreement: Share of positions whose most probable token is the same. Reported, not judged: ties flip.
-        rms_difference: Root mean square of the logit differences of a position, of the one where it is largest; None in
-            reports of before.
+        chunks: Prefill steps of the program, in all parts.
+        decode_steps: Single tokens fed after the prompt.
+        max_difference: Largest |logit difference|; NaN if either side produced one.
+        argmax_agreement: Share of positions with the same most probable token. Not part of the verdict, because ties
+            flip.
+        rms_difference: Largest root mean square of a position's logit differences; None in older reports.
     """
 
     length: int
@@ -38,12 +38,12 @@ class VerifiedPrompt:
 
 @dataclass(frozen=True)
 class VerifiedEncoder:
-    """One method, on items of random numbers.
+    """Result for one encoder, on random items.
 
     Attributes:
-        method: `encode_image` or `encode_audio`.
-        max_difference: Largest |difference| of an embedding's values; not a number if either side produced one.
-        tolerance: The limit.
+        method: Name of the method, such as `encode_image`.
+        max_difference: Largest |difference| of the embeddings; NaN if either side produced one.
+        tolerance: Limit of the difference.
     """
 
     method: str
@@ -52,6 +52,7 @@ class VerifiedEncoder:
 
     @property
     def passed(self) -> bool:
+        """True if the difference is within the tolerance."""
         return self.max_difference <= self.tolerance
 
     def __str__(self) -> str:
@@ -60,26 +61,25 @@ class VerifiedEncoder:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a verification saw.
+    """Result of a verification.
 
     Attributes:
-        passed: Whether every difference is a number and at most `tolerance`, every position's root mean square at most
-            `rms_tolerance`, and every encoder's difference at most its own.
-        max_difference: Largest |logit difference| of all; not a number if any is not.
-        tolerance: The limit.
+        passed: True if no difference is NaN, each is at most `tolerance`, each position's root mean square is at most
+            `rms_tolerance`, and each encoder's difference is within its tolerance.
+        max_difference: Largest |logit difference|; NaN if any is NaN.
+        tolerance: Limit of the difference.
         prompts: One entry per prompt, shortest first.
         steps: Positions compared, over all prompts and rows.
-        windows: Sliding windows that were passed; of layers with attention sinks, all that they keep.
-        target: What was verified.
-        remark: What the result does not cover, where the program itself was not run.
-        encoders: Of images and sound, one entry each.
-        stored: How far the model in the dtype its weights are stored in is, where the program is in another. Not
-            judged.
-        at_once: Whether all prompts began one sequence, which the reference took as a whole, as it does for large
-            models.
-        rms_tolerance: The limit of each position's root mean square, where activations are quantised.
-        spread: Standard deviation of the reference's logits over the vocabulary, of the position where it is largest;
-            None in reports of earlier releases.
+        windows: Sliding windows that were exceeded; for layers with attention sinks, the number of tokens they keep.
+        target: Target of the program.
+        remark: Note on what the result does not cover, if the program itself was not run.
+        encoders: One entry per encoder of images, video or audio.
+        stored: Distance from the model in the dtype of its stored weights, if the program has another. Not part of the
+            verdict.
+        at_once: True if all prompts are prefixes of one sequence, which the reference computed in one pass, as for
+            large models.
+        rms_tolerance: Limit of each position's root mean square, if activations are quantised.
+        spread: Largest standard deviation over the vocabulary of a position's reference logits; None in older reports.
     """
 
     passed: bool
@@ -98,12 +98,12 @@ class VerifyReport:
 
     @classmethod
     def recorded(cls, fields: Mapping[str, Any]) -> VerifyReport:
-        """Return what `to_dict` gave, of a manifest that may be a stranger's.
+        """Read the output of `to_dict` from a manifest, which may be untrusted.
 
         Raises:
-            BundleError: If it is something else.
+            BundleError: If it is invalid.
         """
-        # Differences that are not a number are null in JSON.
+        # NaN is null in JSON.
         numbers = {name: math.nan for name in ("max_difference", "tolerance") if fields.get(name, 0) is None}
         try:
             return TypeAdapter(cls).validate_python({**fields, **numbers})
@@ -114,12 +114,12 @@ class VerifyReport:
 
     @property
     def rms_difference(self) -> float | None:
-        """Largest of the prompts'; None in reports of before."""
+        """Largest root mean square of all prompts; None in older reports."""
         found = [prompt.rms_difference for prompt in self.prompts if prompt.rms_difference is not None]
         return largest(found) if found else None
 
     def __post_init__(self) -> None:
-        # As `to_dict` gives them, so that a recorded report can be read back: `VerifyReport(**recorded)`.
+        # Accepts the output of `to_dict`, so that a recorded report can be read: `VerifyReport(**recorded)`.
         prompts = (VerifiedPrompt(**prompt) if isinstance(prompt, Mapping) else prompt for prompt in self.prompts)
         object.__setattr__(self, "prompts", tuple(prompts))
         object.__setattr__(self, "windows", tuple(self.windows))
@@ -131,7 +131,7 @@ class VerifyReport:
             object.__setattr__(self, "stored", StoredDistance(**self.stored))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON; a difference that is not a number is null."""
+        """Return the report as JSON values; NaN becomes null."""
         return _jsonable(asdict(self))
 
     def _root_mean_square(self) -> str:
@@ -164,5 +164,5 @@ def _jsonable(value: Any) -> Any:
 
 
 def largest(values: Sequence[float]) -> float:
-    """Not a number if any is not, which Python's `max` does not keep."""
+    """Return the largest value, or NaN if any is NaN, which Python's `max` does not propagate."""
     return torch.tensor(values, dtype=torch.float64).max().item()

@@ -1,4 +1,4 @@
-"""How a verification is to be done: every option in one frozen value, checked where it is made.
+"""Options of a verification.
 
 Importing this module imports no torch: the command line makes its options from the fields.
 """
@@ -14,23 +14,24 @@ from ..errors import InputError
 
 @dataclass(frozen=True)
 class VerifySpec:
-    """How a program is compared with its model: `VerifySpec(prompts=(40,), decode_steps=8)` feeds 40 tokens, then 8.
+    """Options for comparing a program with its model.
+
+    `VerifySpec(prompts=(40,), decode_steps=8)` feeds 40 tokens, then 8 one by one.
 
     Attributes:
-        tolerance: Largest |logit difference| that passes; by default `default_tolerance`, which follows from the dtype
-            and the logits' spread, and for a session whose cache keeps 8 bits at least a quarter of what that rounding
-            does to the logits: a value near the middle between two steps rounds either way.
-        rms_tolerance: Largest root mean square of a position's logit differences that passes; None to judge none.
-        prompts: Lengths; by default `default_prompts`, and one that fills the cache, or takes all of the model's
-            positions, where that is at most 4096 tokens over all rows.
-        decode_steps: Single tokens after each prompt; `default_decode_steps` by default. None follow the one that fills
-            the cache.
-        seed: Of the tokens.
-        exact_cache: Let the model's cache keep what it is given, also where the session's keeps 8 bits.
+        tolerance: Largest |logit difference| to accept. By default `default_tolerance`, which depends on dtype and
+            spread of the logits; for an int8 cache at least a quarter of the effect of its rounding, because values
+            between two steps round either way.
+        rms_tolerance: Largest root mean square of a position's logit differences to accept; None for no limit.
+        prompts: Prompt lengths; by default `default_prompts`, and one that fills the cache or the model's positions if
+            that is at most 4096 tokens over all rows.
+        decode_steps: Single tokens after each prompt; by default `default_decode_steps`. The prompt that fills the
+            cache has none.
+        seed: Seed of the random tokens.
+        exact_cache: If True, the model's cache is exact even if the session's is quantised.
 
     Raises:
-        InputError: If a tolerance is not above 0, or the seed has more than 64 bits. Whether prompts fit is seen with
-            the session.
+        InputError: If a tolerance is not above 0, or the seed has more than 64 bits. `compare` checks if prompts fit.
     """
 
     tolerance: float | None = setting(
@@ -39,7 +40,7 @@ class VerifySpec:
         flags=("--tolerance",),
         metavar="X",
         kind=float,
-        shown_default="by dtype and spread of the logits: at least 1e-4 in float32",
+        shown_default="from dtype and spread of the logits, at least 1e-4 in float32",
     )
     rms_tolerance: float | None = None
     prompts: Sequence[int] | None = None
@@ -51,7 +52,7 @@ class VerifySpec:
         kind=int,
         shown_default="past every window",
     )
-    seed: int = setting(0, "Of the random tokens.", flags=("--seed",), metavar="N", kind=int)
+    seed: int = setting(0, "Seed of the random tokens.", flags=("--seed",), metavar="N", kind=int)
     exact_cache: bool = False
 
     def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class VerifySpec:
 
 
 def check_tolerance(name: str, limit: float | None) -> None:
-    """Refuse a limit that is not above 0; None is the default one.
+    """Check that a limit is above 0; None means the default.
 
     Raises:
         InputError: If it is out of range.

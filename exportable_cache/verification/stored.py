@@ -1,4 +1,4 @@
-"""How far a program is from the model in the dtype its weights are stored in, where it was exported in another."""
+"""Distance of a program from the model in the dtype of its stored weights, if it was exported in another dtype."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 if TYPE_CHECKING:
     from ..cache.spec import Sinks
 
-#: Steps after each prompt whose logits are kept: a checkpoint's model has to run them as well.
+#: Steps after each prompt whose logits are kept, few because the stored model must run them too.
 KEPT_STEPS = 8
 
 
 @dataclass(frozen=True)
 class FedPrompt:
-    """A prompt that was verified, and what the program gave.
+    """A prompt that was verified, with the program's logits.
 
     Attributes:
         length: Tokens of the prompt.
         ids: int64 [batch, length + steps], the prompt and the tokens after it.
-        sinks: What full-attention layers kept, None where they kept every token.
-        encoder_inputs: Of an encoder-decoder, by name.
-        logits: [steps + 1, batch, vocab].
+        sinks: Attention sinks of the full-attention layers; None if they kept every token.
+        encoder_inputs: Inputs of the encoder by name, for an encoder-decoder.
+        logits: Logits of the program, [steps + 1, batch, vocab].
     """
 
     length: int
@@ -36,12 +36,12 @@ class FedPrompt:
 
 @dataclass(frozen=True)
 class StoredDistance:
-    """A program against the model in the dtype its weights are stored in.
+    """Distance of a program from the model in the dtype of its stored weights.
 
     Attributes:
-        dtype: The stored one.
-        positions: Compared, over all prompts and rows.
-        max_difference: Largest |logit difference|; not a number if either side produced one.
+        dtype: The stored dtype.
+        positions: Positions compared, over all prompts and rows.
+        max_difference: Largest |logit difference|; NaN if either side produced one.
     """
 
     dtype: str
@@ -52,18 +52,18 @@ class StoredDistance:
         return f"{self.max_difference:.1e} from the model as stored in {self.dtype} ({self.positions} positions)"
 
 
-#: Logits [batch, vocab] of a model after the prompt and after each later token.
+#: Function that yields a model's logits [batch, vocab] after the prompt and after each later token.
 Reference = Callable[[FedPrompt], Iterable[torch.Tensor]]
 
 
 @torch.no_grad()
 def distance_from_stored(fed: Sequence[FedPrompt], dtype: str, reference: Reference) -> StoredDistance:
-    """Compare what a program gave with the model in its stored dtype.
+    """Compare a program's logits with those of the model in its stored dtype.
 
     Args:
-        fed: What the program was fed.
-        dtype: The stored one.
-        reference: Of that model.
+        fed: Prompts with the program's logits.
+        dtype: The stored dtype.
+        reference: Logits of the model in that dtype.
     """
     differences, positions = [], 0
     for prompt in fed:

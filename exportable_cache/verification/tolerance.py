@@ -1,4 +1,4 @@
-"""How close a program has to be to its model."""
+"""Tolerances for the difference between a program and its model."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from ..models.quantization.quantize import Quantization
     from ..program.methods import ProgramMethod
 
-#: Largest |logit difference| that passes, by the dtype the model runs in, see `default_tolerance`.
+#: Smallest tolerance of |logit difference| by the model's dtype, see `default_tolerance`.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 
-# Measured on nine families: two right computations in half precision differ by up to 2.6 roundings of the largest
-# logit.
+# On nine families, two correct computations in half precision differed by up to 2.6 roundings of the largest logit.
 _ROUNDINGS = 4
-# In float32 rounding accumulates over the layers, so it is judged against the logits' standard deviation. Right
-# programs of 6 to 28 layers differ by 2e-6 to 1e-5 of it, see `docs/benchmarks.md`.
+# In float32 the limit is relative to the logits' standard deviation, because rounding accumulates over layers. Correct
+# programs of 6 to 28 layers differ by 2e-6 to 1e-5 of it.
 _SHARE_OF_SPREAD = 4e-5
-# Positions differ: of Llama-3.2-1B's shape the first has three quarters of the later ones' noise.
+# Margin for differences between positions; for Llama-3.2-1B the first has three quarters of the later ones' noise.
 _RMS_MARGIN = 1.5
 
 
 def default_tolerance(dtype: torch.dtype, largest_logit: float, spread: float = 0.0) -> float:
-    """Return the largest |logit difference| that two right computations in `dtype` may have.
+    """Return the largest |logit difference| that two correct computations in `dtype` may have.
 
     It is the largest of `TOLERANCES`, of `_ROUNDINGS` roundings of the largest logit, and of `_SHARE_OF_SPREAD` of the
     logits' spread. A program in bfloat16 whose logits reach 16 cannot agree to 5e-2, because neighbouring numbers are
     0.06 apart there; a program in float32 whose logits have a spread of 16 cannot agree to 1e-4.
 
     Args:
+        dtype: The model's dtype.
         largest_logit: Largest |logit| of the reference.
-        spread: Largest standard deviation of the reference's logits over the vocabulary, of any position.
+        spread: Largest standard deviation over the vocabulary of any position's reference logits.
     """
     rounding = torch.finfo(dtype).eps * largest_logit if math.isfinite(largest_logit) else 0.0
     share = _SHARE_OF_SPREAD * spread if math.isfinite(spread) else 0.0
@@ -48,11 +48,11 @@ def default_tolerance(dtype: torch.dtype, largest_logit: float, spread: float = 
 
 
 class Tolerances(NamedTuple):
-    """What passes.
+    """Limits of a verification.
 
     Attributes:
-        largest: |logit difference|; None for the usual one.
-        rms: Root mean square over the vocabulary, of any position; None where it is not judged.
+        largest: Limit of |logit difference|; None for the default.
+        rms: Limit of the root mean square over the vocabulary of any position; None for no limit.
     """
 
     largest: float | None
@@ -62,14 +62,16 @@ class Tolerances(NamedTuple):
 def tolerances_of(
     model: PreTrainedModel, quantization: Quantization | None, encode: ProgramMethod | None = None
 ) -> Tolerances:
-    """How far a program may be from the quantised model.
+    """Return the limits for a program of a quantised model.
 
-    As usual, unless activations are quantised: then what different roundings do, where that is more. Their largest
-    difference is that of a few draws, so twice as much passes; their root mean square hardly depends on the draw, and
-    is what tells a program that computes something else.
+    If activations are quantised, the limits follow from the effect of random rounding on the logits. The largest
+    difference is estimated from a few draws, so twice that is accepted. The root mean square hardly depends on the
+    draw, and so detects programs that compute something else.
 
     Args:
-        encode: Of an encoder-decoder.
+        model: The quantised model.
+        quantization: Its quantisation, or None.
+        encode: The encoder method of an encoder-decoder.
     """
     if quantization is None:
         return Tolerances(None, None)

@@ -1,4 +1,4 @@
-"""A bundle, or a session, against the model it was made from."""
+"""Verification of a bundle or a session against the model it was made from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def verify_session(
     session: Session, model: PreTrainedModel, *, progress: Progress = silent, **asked: Any
 ) -> VerifyReport:
-    """`compare` with the fields of a `VerifySpec` as keywords: `verify_session(session, model, prompts=[40])`."""
+    """Call `compare` with the fields of a `VerifySpec`: `verify_session(session, model, prompts=[40])`."""
     return compare(session, model, VerifySpec(**asked), progress)
 
 
@@ -47,25 +47,26 @@ def verify(
     Args:
         path_or_bundle: The bundle, or its folder.
         model_or_path: `demo`, a local folder, a hub id, or a loaded model.
-        lora: Folder of the adapter that was merged, if one was.
-        trust, key: Where it is a folder, see `load`.
-        record: Write the report into the bundle's manifest, in place of the one recorded before.
-        sign: File of the private key to sign the new manifest with, where the bundle is signed.
-        progress: Told about each stage.
+        lora: Folder of the adapter that was merged, if any.
+        trust: See `load`, if a folder is given.
+        key: See `load`, if a folder is given.
+        record: If True, write the report into the bundle's manifest, replacing the one recorded before.
+        sign: File of the private key to sign the new manifest with, if the bundle is signed.
+        progress: Called for each stage.
         **asked: Fields of `VerifySpec`: tolerance, prompts, decode_steps, seed.
 
     Raises:
         BundleError: If the bundle cannot be opened, or `record` cannot write to it.
-        InputError: If the model cannot be loaded, or is of another type or vocabulary, or a value is out of range.
+        InputError: If the model cannot be loaded, has another type or vocabulary, or a value is out of range.
     """
     from ..bundle.bundle import Bundle
     from ..models.loading.loading import load_model, load_to_quantise
     from .references import session_to_verify
 
-    # Before the model is loaded, which takes long.
+    # Checked before the model is loaded, which takes long.
     spec = VerifySpec(**asked)
     if sign is not None and not record:
-        raise InputError(f"sign is {str(sign)!r}, but nothing is written without record=True (--record); leave it out")
+        raise InputError(f"sign requires record=True (--record), got {str(sign)!r}; leave it out, or record the report")
     bundle = (
         path_or_bundle
         if isinstance(path_or_bundle, Bundle)
@@ -78,8 +79,8 @@ def verify(
         model = load_to_quantise(model_or_path, lora=lora, progress=progress).model
     if model.config.model_type != manifest.model_type:
         raise InputError(
-            f"{bundle.path.name} was made from a {manifest.model_type!r} model, this one is "
-            f"{model.config.model_type!r}; verify with the model it was made from"
+            f"the model must be of type {manifest.model_type!r}, from which {bundle.path.name} was made, got "
+            f"{model.config.model_type!r}; pass the model it was made from"
         )
     if manifest.quantization is not None:
         from ..models.quantization.quantize import quantize
@@ -100,7 +101,7 @@ def verify(
         report = compare(session, model, spec, progress)
     report = replace(report, remark=remark)
     if record:
-        # What only an export measures stays.
+        # Keeps the part that only an export measures.
         earlier = manifest.verification or {}
         bundle.record_verification({**report.to_dict(), "stored": earlier.get("stored")}, sign)
     return report

@@ -184,7 +184,7 @@ def _described(path, file):
 def test_an_answer_has_the_form_that_was_asked_for(run, bundle, tmp_path):
     pytest.importorskip("llguidance", reason="the serve extra is not installed")
     # What a token of this one is in bytes cannot be told.
-    assert "cannot be followed token by token" in run("generate", bundle, "-p", PROMPT, "--regex", "a").stderr
+    assert "does not support constrained generation" in run("generate", bundle, "-p", PROMPT, "--regex", "a").stderr
     # Of a family that no other bundle of this target has: it keeps one program for each.
     model = tiny_model("olmo3", vocab_size=SIZE)
     options = {"prefill_chunk": 16, "verify": False, "tokenizer": byte_tokenizer()}
@@ -195,7 +195,7 @@ def test_an_answer_has_the_form_that_was_asked_for(run, bundle, tmp_path):
     schema.write_text('{"type": "nothing"}')
     refused = {
         ("--regex", "("): "unclosed group",
-        ("--json-schema", schema): "the form that was asked for cannot be followed",
+        ("--json-schema", schema): "the constraint cannot be enforced",
         ("--json-schema", tmp_path / "none"): "cannot read the schema",
         ("--json-schema", schema, "--regex", "a"): "an answer has one form",
         ("--regex", "a", "--prompt-lookup", 2): "proposals have no form",

@@ -291,7 +291,7 @@ def test_a_value_that_is_none_is_refused_by_name(field: str, value: Any, message
 
 def test_settings_that_leave_no_token_are_refused() -> None:
     session = live_session(configured(suppress_tokens=list(range(VOCAB))), False, CAPACITY)
-    with pytest.raises(InputError, match="leaves no token that may come next; correct generation_config.json"):
+    with pytest.raises(InputError, match="excludes every token; correct generation_config.json"):
         list(session.generate(PROMPT, 2))
 
 

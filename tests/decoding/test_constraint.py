@@ -93,17 +93,17 @@ def test_the_next_answer_is_free_again_and_log_probabilities_are_the_models(comp
         ("json_schema", "[" * 100000, "the JSON schema cannot be read"),
         ("json_schema", "[1]", "the JSON schema must be an object, got list"),
         ("json_schema", '{"const": NaN}', "the JSON schema cannot be read: NaN is not JSON"),
-        ("json_schema", '{"type": "string", "pattern": "\\ud83d"}', "cannot be followed"),
+        ("json_schema", '{"type": "string", "pattern": "\\ud83d"}', "cannot be enforced"),
         ("json_schema", '{"type": "string", "pattern": "\ud83d"}', "got .* at character 31"),
         ("regex", "a\ud83d", r"got '\\ud83d' at character 1; correct it"),
-        ("json_schema", '{"type": "nothing"}', "cannot be followed"),
-        ("json_schema", '{"$ref": "#/definitions/none"}', "cannot be followed"),
-        ("json_schema", json.dumps({"type": "string", "pattern": "(a+)+(?=b)"}), "cannot be followed"),
-        ("regex", "(", "cannot be followed"),
-        ("regex", "(a{1000}){1000}{1000}", "cannot be followed"),
-        ("lark", "start: other", "cannot be followed"),
+        ("json_schema", '{"type": "nothing"}', "cannot be enforced"),
+        ("json_schema", '{"$ref": "#/definitions/none"}', "cannot be enforced"),
+        ("json_schema", json.dumps({"type": "string", "pattern": "(a+)+(?=b)"}), "cannot be enforced"),
+        ("regex", "(", "cannot be enforced"),
+        ("regex", "(a{1000}){1000}{1000}", "cannot be enforced"),
+        ("lark", "start: other", "cannot be enforced"),
         ("xml", "x", "must be one of json_schema, regex, lark"),
-        ("regex", 5, "a constraint is text, got int"),
+        ("regex", 5, "a constraint must be text, got int"),
     ],
 )
 def test_what_cannot_be_followed_is_one_sentence(completer: Completer, kind, text, message: str) -> None:
@@ -125,7 +125,7 @@ def test_a_form_without_end_is_ended_and_the_next_is_followed(
     answer(completer, Constraint("regex", "yes|no"))
     monkeypatch.setattr(constraint_module, "MOST_SECONDS", 0.5)
     start = time.monotonic()
-    with pytest.raises(InputError, match="cannot be followed: it runs longer than 0.5 s; ask for a simpler one"):
+    with pytest.raises(InputError, match="cannot be enforced: it runs longer than 0.5 s; ask for a simpler one"):
         answer(completer, Constraint("json_schema", json.dumps(ENDLESS)))
     assert time.monotonic() - start < 4
     monkeypatch.undo()
@@ -136,7 +136,7 @@ def test_a_form_that_crashes_takes_no_other_along(completer: Completer, monkeypa
     options = CompletionOptions(constraint=Constraint("regex", "yes|no"))
     other = completer.complete([5, 6, 7], options)
     monkeypatch.setattr(constraint_module, "exact_schema", lambda text: text)
-    with pytest.raises(InputError, match="cannot be followed: its process was ended by SIG(SEGV|ABRT)"):
+    with pytest.raises(InputError, match="cannot be enforced: its process was ended by SIG(SEGV|ABRT)"):
         answer(completer, Constraint("json_schema", CRASHING))
     assert "".join(piece.text for piece in other) in ("yes", "no")
 
@@ -145,7 +145,7 @@ def test_a_process_that_is_gone_amid_an_answer_is_one_sentence(completer: Comple
     given = completer.complete([5, 6, 7], CompletionOptions(constraint=Constraint("regex", "[0-9]{9}")))
     next(given)
     completer.close()
-    with pytest.raises(InputError, match="ended by SIGKILL|is closed, and nothing follows it"):
+    with pytest.raises(InputError, match="ended by SIGKILL|constraint of this generation is closed"):
         list(given)
     assert answer(completer, Constraint("regex", "yes|no"))[1] == "stop"
 
@@ -241,7 +241,7 @@ def test_a_model_without_the_characters_is_told_so() -> None:
     tokenizer = byte_tokenizer()
     model = tiny_model("llama", vocab_size=40)
     session = Session.from_model(model, ExportableCache.from_model(model, 32), tokenizer=tokenizer)
-    with pytest.raises(InputError, match="no token of this model can go on in the form"):
+    with pytest.raises(InputError, match="the constraint allows no token of this model"):
         list(Completer(session).complete([5], CompletionOptions(constraint=Constraint("regex", "ÿ"))))
 
 
@@ -251,7 +251,7 @@ def test_tokenizers_that_are_read_alone_serve_and_others_are_refused(tmp_path, m
     follower = ConstraintCompiler(alone, SIZE, {SIZE - 1}).follow(Constraint("regex", "a"))
     allowed = follower.only_allowed(torch.zeros(1, SIZE)).isfinite().nonzero()[:, 1].tolist()
     assert allowed == byte_tokenizer()("a")["input_ids"]
-    with pytest.raises(InputError, match="object is none; export the model with its fast tokenizer"):
+    with pytest.raises(InputError, match="got object; export the model with its fast tokenizer"):
         ConstraintCompiler(object(), SIZE, ())
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'exportable-cache\[serve\]'"):

@@ -218,23 +218,23 @@ def test_warm_up_covers_launches(model: Any) -> None:
 
 @pytest.mark.parametrize("steps", [0, -1, True, 2.0, "4"])
 def test_other_than_positive_ints_are_refused(model: Any, steps: Any) -> None:
-    with pytest.raises(InputError, match="steps_per_launch is .*; it must be an int of at least 1"):
+    with pytest.raises(InputError, match="steps_per_launch must be an int of at least 1, got"):
         session_of(model, steps)
 
 
 def test_what_could_not_be_taken_back_is_refused(model: Any) -> None:
-    with pytest.raises(InputError, match="steps_per_launch is 49, a row holds 48 tokens"):
+    with pytest.raises(InputError, match="steps_per_launch must be at most 48, the tokens a row holds, got 49"):
         session_of(model, 49)
     with pytest.raises(
         InputError,
-        match=r"layer 0 \(ring\) at most 3; allocate the cache with rollback_slots=3, or pass steps_per_launch=4",
+        match=r"must be at most 4, because layer 0 \(ring\) takes back at most 3 tokens, got 5; .*rollback_slots=3",
     ):
         session_of(model, 5)
     with pytest.raises(
-        InputError, match=r"layer 0 \(recurrent\) keeps a state that cannot be taken back.*leave out steps_per_launch"
+        InputError, match=r"must be 1 for a model with layer 0 \(recurrent\), whose state cannot be taken back"
     ):
         session_of(kind_model("lfm2"), 2)
-    with pytest.raises(InputError, match="must be 1 for a 'pt2' program, which gives logits"):
+    with pytest.raises(InputError, match="must be 1 for 'pt2' programs"):
         Session(SimpleNamespace(methods={}), [], 128, batch_size=1, target="pt2", steps_per_launch=2)
     with pytest.raises(InputError, match="steps_per_launch must be 1 for a continuous batch, got 2"):
         ContinuousBatch.from_model(tiny_model("llama"), 32, 2, steps_per_launch=2)

@@ -245,7 +245,7 @@ def test_what_cannot_work_is_refused_before_a_step(model: Any) -> None:
     draft = PromptLookup(6)
     with pytest.raises(
         InputError,
-        match="takes back up to 6 tokens, layer 0 .ring. at most 3; .* rollback_slots=5, or propose at most 3",
+        match="discard up to 6 tokens, but layer 0 .ring. takes back at most 3; .*rollback_slots=5, or propose at most 3",
     ):
         session_of(model, slack=2, score_length=8).generate(prompt, draft=draft)
     with pytest.raises(InputError, match="score_length=7"):
@@ -255,7 +255,7 @@ def test_what_cannot_work_is_refused_before_a_step(model: Any) -> None:
         session.tokenizer = object()
         session.generate(prompt, stop="x", draft=PromptLookup(2))
     for wrong in ({"max_tokens": 0}, {"ngram": 1.5}):
-        with pytest.raises(InputError, match="of prompt lookup is"):
+        with pytest.raises(InputError, match="of prompt lookup must be"):
             PromptLookup(**wrong)
     with pytest.raises(
         InputError, match="the draft model has 64 tokens, this model 128; use a draft model with the same"

@@ -33,5 +33,5 @@ def test_messages_without_template_are_refused() -> None:
 
 @pytest.mark.parametrize("prompt", [3, None, [], ["hi"], [1, 2]])
 def test_other_prompts_are_refused(prompt: object) -> None:
-    with pytest.raises(InputError, match="prompt is .*pass text, or chat messages"):
+    with pytest.raises(InputError, match="prompt must be text, or chat messages .*got"):
         encode_prompt(byte_tokenizer(chat=True), prompt)
