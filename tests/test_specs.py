@@ -47,13 +47,13 @@ pytestmark = pytest.mark.usefixtures("fake_backend")
     [
         ({"max_cache_len": 0}, "max_cache_len must be an int of at least 1, got 0"),
         ({"max_cache_len": None}, "max_cache_len must be an int of at least 1, got None"),
-        ({"max_cache_len": 64.0}, "max_cache_len is 64.0"),
+        ({"max_cache_len": 64.0}, "max_cache_len must be .*got 64.0"),
         ({"batch_size": True}, "batch_size must be an int of at least 1, got True"),
         ({"rollback_slots": -1}, "rollback_slots must be an int of at least 0, got -1"),
-        ({"rollback_slots": None}, "rollback_slots is None"),
+        ({"rollback_slots": None}, "rollback_slots must be .*got None"),
         ({"max_encoder_len": 0}, "max_encoder_len must be an int of at least 1, got 0"),
         ({"attention_sinks": 0}, "attention_sinks must be an int of at least 1, got 0"),
-        ({"attention_sinks": "4"}, "attention_sinks is '4'"),
+        ({"attention_sinks": "4"}, "attention_sinks must be .*got .4."),
         ({"attention_window": 8}, "attention_window is 8, but there are no attention_sinks; pass them too"),
         ({"attention_sinks": 4, "attention_window": 61}, "take 65 slots, max_cache_len is 64; raise max_cache_len, or"),
         ({"attention_sinks": 64}, "take 65 slots, max_cache_len is 64"),
@@ -122,10 +122,10 @@ def test_a_verify_spec_is_checked_where_it_is_made(options: dict[str, Any], mess
     [
         ({"verify": "no"}, "verify must be True or False, got 'no'"),
         ({"overwrite": 1}, "overwrite must be True or False, got 1"),
-        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"dtype": "int8"}, "dtype must be .*got 'int8'"),
         ({"output_dir": None}, "output_dir must be given; name the folder to write"),
         ({"quantization": Quantization("8w")}, "quantize is '8w', for which target 'fake' has no kernels"),
-        ({"options": Pt2Options()}, "options are Pt2Options, target 'fake' takes FakeOptions"),
+        ({"options": Pt2Options()}, "options must be FakeOptions for target 'fake', got Pt2Options"),
     ],
 )
 def test_an_export_spec_is_checked_where_it_is_made(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -169,7 +169,7 @@ def test_options_are_recorded_as_given() -> None:
     ("make", "message"),
     [
         (lambda: Pt2Options(strict="no"), "strict must be True or False, got 'no'"),
-        (lambda: Pt2Options(form="other"), "form is 'other'"),
+        (lambda: Pt2Options(form="other"), "form must be .*got .other."),
         (lambda: Pt2Options(buckets=[0]), "a length bucket must be .*got 0"),
         (lambda: TensorRTOptions(opt_length=1), "opt_length is 1; it must be an int of at least 2"),
         (lambda: TensorRTOptions(sm="81"), "sm is '81'; it must be one or more of"),

@@ -125,7 +125,7 @@ def test_a_form_without_end_is_ended_and_the_next_is_followed(
     answer(completer, Constraint("regex", "yes|no"))
     monkeypatch.setattr(constraint_module, "MOST_SECONDS", 0.5)
     start = time.monotonic()
-    with pytest.raises(InputError, match="cannot be enforced: it runs longer than 0.5 s; ask for a simpler one"):
+    with pytest.raises(InputError, match="cannot be enforced: it runs longer than 0.5 s; pass a simpler one"):
         answer(completer, Constraint("json_schema", json.dumps(ENDLESS)))
     assert time.monotonic() - start < 4
     monkeypatch.undo()

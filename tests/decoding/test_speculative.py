@@ -245,7 +245,7 @@ def test_what_cannot_work_is_refused_before_a_step(model: Any) -> None:
     draft = PromptLookup(6)
     with pytest.raises(
         InputError,
-        match="discard up to 6 tokens, but layer 0 .ring. takes back at most 3; .*rollback_slots=5, or propose at most 3",
+        match="discard up to 6 tokens, but layer 0 .ring. takes back at most 3; .*=5, or propose at most 3",
     ):
         session_of(model, slack=2, score_length=8).generate(prompt, draft=draft)
     with pytest.raises(InputError, match="score_length=7"):
