@@ -85,8 +85,8 @@ def check_steps_per_launch(session: PromptStepper, steps: int) -> None:
         )
     if not session.stepper.chooses_in_graph:
         raise InputError(
-            f"steps_per_launch must be 1 for {session.stepper.target!r} programs, which return logits, got {steps}; leave it "
-            "out, or use Session.from_model"
+            f"steps_per_launch must be 1 for {session.stepper.target!r} programs, which return logits, got {steps}; "
+            "leave it out, or use Session.from_model"
         )
     layer, allowed = session.stepper.least_rollback
     if allowed == 0:
