@@ -98,7 +98,7 @@ def test_the_command_says_it_in_lines_or_in_json(config_only: Path, tmp_path: Pa
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.stderr
     assert "would hold Gemma2ForCausalLM with its cache, for executorch" in result.stdout
-    assert "how long it takes is not foreseen" in result.stdout
+    assert "the duration is unknown" in result.stdout
     assert "weights are stored in bfloat16; exported in float32, which executorch computes best" in result.stdout
     found = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
     assert found["weights_bytes"] == 4 * sum(p.numel() for p in tiny_model("gemma2", vocab_size=SIZE).parameters())

@@ -1,10 +1,11 @@
-"""The commands, put together."""
+"""The command-line application: its commands, grouped by task, and its help."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .. import __version__
 from .bench import bench
@@ -20,10 +21,28 @@ from .serve import serve
 from .verify import verify
 
 _HELP = (
-    "Export a Hugging Face causal language model together with its KV cache, verify it against the eager model, and "
-    "run it. MODEL is a hub id, a local folder, a .gguf file, or `demo`, the small trained model of this package."
+    "Export a Hugging Face causal language model with its KV cache, verify it against the eager model, and run it. "
+    "MODEL is a hub id, a local folder, a .gguf file, or `demo`, the small trained model of this package."
 )
-# Typer joins the lines of one paragraph; an empty line keeps them apart.
+#: Tasks and their commands, as `--help` lists them.
+_TASKS = {
+    "Export a model": ("export", "plan"),
+    "Generate text": ("generate", "chat"),
+    "Serve it": ("serve",),
+    "Check a bundle": ("verify", "inspect"),
+    "Measure, and prepare devices": ("bench", "doctor", "kernels", "operators", "package"),
+}
+_OVERVIEW = """\
+exportable-cache exports Hugging Face models with a static KV cache, and runs them.
+
+  Export a model      exportable-cache export demo --max-cache-len 512 -o artifacts/demo
+  Generate text       exportable-cache generate artifacts/demo -p "the code of amber is 4821. amber?"
+  Serve it            exportable-cache serve artifacts/demo
+  Check a bundle      exportable-cache verify artifacts/demo --model demo
+  Measure its speed   exportable-cache bench artifacts/demo
+
+`exportable-cache --help` lists all commands, `exportable-cache COMMAND --help` the options of one."""
+# The formatter joins the lines of a paragraph; an empty line separates paragraphs.
 _EPILOG = "\n\n".join(
     (
         "Example:",
@@ -34,13 +53,35 @@ _EPILOG = "\n\n".join(
     )
 )
 
+
+class _Tasks(TyperGroup):
+    """A group that lists its commands by task."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options, with a shorter help of `--show-completion`."""
+        found = super().get_params(ctx)
+        for param in found:
+            if param.name == "show_completion":
+                param.help = "Print the completion script of the current shell."  # type: ignore[attr-defined]
+        return found
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands under their tasks."""
+        width = max(map(len, self.commands))
+        for task, names in _TASKS.items():
+            with formatter.section(task):
+                texts = {name: self.commands[name].get_short_help_str(formatter.width - width - 4) for name in names}
+                formatter.write_dl([(name.ljust(width), text) for name, text in texts.items()])
+
+
 app = typer.Typer(
+    cls=_Tasks,
     help=_HELP,
     epilog=_EPILOG,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
+    invoke_without_command=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
 
@@ -58,12 +99,13 @@ def root(
     ] = False,
     debug: Annotated[
         bool,
-        typer.Option(
-            "--debug", envvar="EXPORTABLE_CACHE_DEBUG", help="Show tracebacks, and the messages of other libraries."
-        ),
+        typer.Option("--debug", envvar="EXPORTABLE_CACHE_DEBUG", help="Show tracebacks and all messages."),
     ] = False,
 ) -> None:
+    """Set up what all commands share, and show an overview if none is named."""
     ctx.obj = {"debug": debug}
+    if ctx.invoked_subcommand is None:
+        typer.echo(_OVERVIEW)
 
 
 for _command in (plan, export, inspect, verify, generate, chat, serve, bench, operators, package):

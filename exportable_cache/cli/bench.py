@@ -1,4 +1,4 @@
-"""`exportable-cache bench`"""
+"""The command `exportable-cache bench`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def bench(
             "--position",
             metavar="N",
             callback=at_least(0),
-            help="Tokens in the cache when decoding is timed; repeat for several.",
-            show_default="spread",
+            help="Tokens in the cache when decoding is timed; may be repeated.",
+            show_default="five, from empty to full",
         ),
     ] = None,
     steps: Annotated[
-        int, typer.Option("--steps", metavar="N", callback=at_least(1), help="Decode steps timed at each position.")
+        int, typer.Option("--steps", metavar="N", callback=at_least(1), help="Timed decode steps at each position.")
     ] = 32,
     prompt_length: Annotated[
         int | None,
@@ -46,7 +46,7 @@ def bench(
     check: CheckOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Time prefill and decode at several fill levels."""
+    """Measure prefill and decode speed at several positions."""
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries") as progress:
         from ..pipeline.bench import bench as run_bench
@@ -66,7 +66,7 @@ def bench(
 
 def _print_report(terminal: Terminal, report: BenchReport) -> None:
     terminal.print(
-        f"prefill  {report.prefill_tokens_per_second:.0f} tokens/s over a prompt of {report.prompt_length} tokens, "
+        f"prefill  {report.prefill_tokens_per_second:.0f} tokens/s for a prompt of {report.prompt_length} tokens, "
         f"batch size {report.batch_size}\n"
     )
     headers = ("tokens in the cache", "decode ms/token", "p90", "tokens/s", "steps")

@@ -1,4 +1,4 @@
-"""`exportable-cache chat`"""
+"""`exportable-cache chat`, and how it reads messages from a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 PROMPT = "> "
 _HELP = """\
-/undo         take back the last question and its answer
-/reset        begin anew; the system prompt stays
-/save FILE    write the conversation as JSON
-/load FILE    go on with one that was saved
-/help         this list
-/quit         end, as does the end of the input"""
+/undo         remove the last message and its response
+/reset        start again; the system prompt stays
+/save FILE    save the conversation as JSON
+/load FILE    continue a saved conversation
+/help         show this list
+/quit         end the conversation, as the end of the input does"""
 
 
 def chat(
@@ -53,7 +53,7 @@ def chat(
             "--max-new-tokens",
             metavar="N",
             callback=at_least(1),
-            help="Most tokens an answer.",
+            help="Most tokens of a response.",
             show_default="the checkpoint's limit, or what fits",
         ),
     ] = None,
@@ -66,9 +66,10 @@ def chat(
     ignore_versions: IgnoreVersionsOption = False,
     check: CheckOption = False,
 ) -> None:
-    """Talk with a model: each line of the input is a question, lines that begin with / are commands (/help).
+    """Chat with a model in the terminal.
 
-    At a terminal, text of several lines that is pasted at once is one question.
+    Each line of the input is a message. Lines that begin with / are commands; /help lists them. At a terminal, several
+    lines that are pasted at once are one message.
     """
     terminal: Terminal = ctx.obj
     with terminal.opening(folder):
@@ -83,12 +84,12 @@ def chat(
     terminal.note_all(session.generation_settings.remarks())
     if not completer.takes_messages:
         raise InputError(
-            "the tokenizer has no chat template, so this model answers no messages; use generate, or set "
+            "chat needs a tokenizer with a chat template, and this bundle has none; use generate, or set "
             "tokenizer.chat_template before exporting"
         )
     if system:
         check_text(system)
-    # Bytes that are no text are one question's: a strict stream would be lost behind them.
+    # Invalid bytes spoil only one message; a strict stream could not be read after them.
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     conversation = _Conversation(terminal, completer, options, system)
@@ -98,7 +99,7 @@ def chat(
 
 
 def _answer_all(conversation: _Conversation, questions: Questions) -> None:
-    """Take questions until the end of the input; two interrupts in a row end a conversation at a terminal."""
+    """Answer messages until the end of the input; at a terminal, two interrupts in a row end the conversation."""
     was_interrupted = False
     while True:
         try:
@@ -120,10 +121,10 @@ def _answer_all(conversation: _Conversation, questions: Questions) -> None:
 
 @dataclass
 class _Conversation:
-    """A conversation.
+    """A conversation with a model.
 
     Attributes:
-        messages: Of the user and the assistant in turn; the last is the assistant's.
+        messages: Messages of user and assistant, alternating; the last one is the assistant's.
     """
 
     terminal: Terminal
@@ -133,14 +134,14 @@ class _Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def take(self, line: str) -> bool:
-        """Do what a line says; False if it ends the conversation.
+        """Answer a message or run a command; return False if it ends the conversation.
 
         Raises:
-            InputError: If it cannot be done; the conversation is as it was.
+            InputError: If that fails; the conversation is unchanged.
         """
         if not line.strip():
             return True
-        # Pasted text of several lines is a question, even if it begins like a command.
+        # Pasted text of several lines is a message, even if it begins like a command.
         if not line.startswith("/") or "\n" in line:
             self._ask(line)
             return True
@@ -156,11 +157,11 @@ class _Conversation:
         elif command in commands:
             commands[command]()
         else:
-            raise InputError(f"there is no command {command!r}; /help lists them")
+            raise InputError(f"there is no command {command!r}; /help lists all commands")
         return True
 
     def _ask(self, question: str) -> None:
-        """An answer as it comes. Interrupted, it stays as far as it is there; before it began, nothing does."""
+        """Print the response. An interrupted one is kept, unless the interrupt came before it began."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         asked = {"role": "user", "content": question}
         answer, completion = "", None
@@ -181,11 +182,11 @@ class _Conversation:
         self.messages += [asked, {"role": "assistant", "content": answer}]
         is_full = self.completer.session.room == 0
         if completion.finish_reason == "length" and self.options.max_new_tokens is None and is_full:
-            self.terminal.note("the cache is full: /undo or /reset, or export with a larger --max-cache-len")
+            self.terminal.note("the cache is full; use /undo or /reset, or export with a larger --max-cache-len")
 
     def _undo(self) -> None:
         if not self.messages:
-            raise InputError("there is nothing to take back")
+            raise InputError("there is no message to remove")
         del self.messages[-2:]
 
     def _help(self) -> None:
@@ -198,7 +199,7 @@ class _Conversation:
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror}") from error
         except ValueError as error:
-            raise InputError(f"{str(path)!r} is no name of a file: {error}") from error
+            raise InputError(f"FILE must be a file name, got {str(path)!r}: {error}") from error
 
     def _load(self, path: Path) -> None:
         from ..generation.text import check_text
@@ -208,18 +209,18 @@ class _Conversation:
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path} is no JSON: {str(error)[:200]}") from error
+            raise InputError(f"{path} must hold JSON: {str(error)[:200]}; pass a file that /save wrote") from error
         system = document.get("system") if isinstance(document, dict) else None
         messages = document.get("messages") if isinstance(document, dict) else None
         if (system is not None and not isinstance(system, str)) or not _is_conversation(messages):
-            raise InputError(f"{path} holds no conversation; /save writes one")
+            raise InputError(f"{path} must hold a conversation; pass a file that /save wrote")
         for text in (system or "", *(message["content"] for message in messages)):
             check_text(text)
         self.system, self.messages = system, list(messages)
 
 
 def _is_conversation(messages: Any) -> TypeGuard[list[dict[str, str]]]:
-    """Whether it is messages of the user and the assistant in turn."""
+    """Return True for a list of alternating messages of user and assistant."""
     return (
         isinstance(messages, list)
         and len(messages) % 2 == 0
@@ -234,13 +235,13 @@ def _is_conversation(messages: Any) -> TypeGuard[list[dict[str, str]]]:
 
 
 class Questions:
-    """Questions of a user.
+    """Messages of a user.
 
-    At a terminal the standard library's readline edits them: arrow keys, a history of this conversation, and pasted
-    text of several lines, which stays one question.
+    At a terminal the standard library's readline provides arrow keys, a history of this conversation, and pasted text
+    of several lines as one message.
 
     Args:
-        stdout: Stream of the terminal; `sys.stdout` may point elsewhere while a command runs.
+        stdout: Stream of the terminal; `sys.stdout` may be redirected while a command runs.
     """
 
     def __init__(self, stdout: TextIO) -> None:
@@ -252,7 +253,7 @@ class Questions:
             _edit_lines()
 
     def next(self) -> str | None:
-        """Return the next question without its line break, or None at the end of the input.
+        """Return the next message without its line break, or None at the end of the input.
 
         Raises:
             KeyboardInterrupt: If the user interrupts it.
@@ -260,12 +261,12 @@ class Questions:
         if not self.is_typed:
             line = sys.stdin.readline()
             return line.rstrip("\n") if line else None
-        # readline serves input() only where both streams are the process's own.
+        # input() uses readline only if both streams are the process's standard streams.
         with redirect_stdout(self._stdout):
             try:
                 return input(PROMPT)
             except EOFError:
-                # The shell's next line is not to begin behind the prompt.
+                # Let the shell's prompt begin on a new line.
                 print()
                 return None
 

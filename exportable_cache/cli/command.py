@@ -1,4 +1,4 @@
-"""What every command shares: streams kept apart, errors turned into one line and an exit code."""
+"""Shared behaviour of all commands: separate streams, and errors as one line with an exit code."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ EXIT_INTERRUPTED = 130
 class Command(TyperCommand):
     """A command whose body gets a `Terminal` as `ctx.obj`.
 
-    Whatever the body and the libraries under it print to stdout goes to stderr; only the terminal's own output reaches
-    stdout, so that `--json` leaves exactly one document there.
+    Everything that libraries print to stdout goes to stderr, so that `--json` leaves exactly one document on stdout.
     """
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        """Run the command, and convert its errors to a line on stderr and an exit code."""
         debug = bool((ctx.obj or {}).get("debug"))
         terminal = ctx.obj = Terminal(sys.stdout)
         with ExitStack() as stack:
@@ -36,7 +36,7 @@ class Command(TyperCommand):
             try:
                 return super().invoke(ctx)
             except KeyboardInterrupt as error:
-                terminal.error("interrupted; nothing half-written was left behind")
+                terminal.error("interrupted; no unfinished files are left")
                 raise typer.Exit(EXIT_INTERRUPTED) from error
             except ExportableCacheError as error:
                 if debug:
@@ -44,7 +44,7 @@ class Command(TyperCommand):
                 terminal.error(f"error: {error}")
                 raise typer.Exit(EXIT_MISMATCH if isinstance(error, VerificationError) else EXIT_INPUT) from error
             except Exception as error:
-                if _is_ours_to_pass(error):
+                if _is_typers(error):
                     raise
                 if isinstance(error, OSError) and is_of_a_stream(error):
                     if message := unwritable(error):
@@ -61,8 +61,8 @@ class Command(TyperCommand):
                 raise typer.Exit(EXIT_UNEXPECTED) from error
 
 
-def _is_ours_to_pass(error: Exception) -> bool:
-    """Whether typer handles it: its own signals and usage errors."""
+def _is_typers(error: Exception) -> bool:
+    """Return True for exceptions that typer handles: exits and usage errors."""
     from typer.exceptions import TyperException
 
     return isinstance(error, (typer.Exit, typer.Abort, TyperException))

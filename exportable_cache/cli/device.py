@@ -23,7 +23,7 @@ def package(
         typer.Option(
             "--program",
             metavar="FILE",
-            help="exportable_cache_generate, built for it over an installed ExecuTorch.",
+            help="exportable_cache_generate, built for the platform.",
             show_default=False,
         ),
     ],
@@ -31,7 +31,7 @@ def package(
     key: KeyOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Put a bundle for ExecuTorch and the C++ program into a folder to copy to a device."""
+    """Put a bundle and its C++ program into a folder for a device."""
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries") as progress:
         from ..bundle.bundle import Bundle
@@ -56,7 +56,7 @@ def package(
         table.add_row(name, bytes_text(size))
     terminal.print(table)
     loads = ", ".join(made.libraries) or "nothing"
-    checked = "the check passed here" if made.ran else "it was not run here"
+    checked = "the check passed here" if made.ran else "the check was not run here"
     terminal.print(f"\nthe program loads {loads}; {checked}")
     terminal.print(f"copy {made.path} to the device, then: ./{CHECK}, and ./{RUN} --prompt ...")
 
@@ -68,12 +68,12 @@ def operators(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="List to write, for -DEC_OPERATORS=FILE of runners/cpp."),
+        typer.Option("--output", "-o", metavar="FILE", help="File for -DEC_OPERATORS=FILE of runners/cpp."),
     ] = None,
     key: KeyOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List the operators that bundles call, from which a small C++ program for them is built."""
+    """List the operators of bundles, to build a small C++ program for them."""
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries") as progress:
         from ..bundle.bundle import Bundle

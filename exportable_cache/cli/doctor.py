@@ -1,4 +1,4 @@
-"""`exportable-cache doctor` and `exportable-cache kernels`: what this machine runs ExecuTorch bundles with."""
+"""`exportable-cache doctor` and `exportable-cache kernels`: the processor, libraries and kernels of this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .output.terminal import Terminal
 
 
 def doctor(ctx: typer.Context, json: JsonOption = False) -> None:
-    """Show what this machine runs bundles with, and what would be faster."""
+    """Show the processor, libraries and kernels in use, and what would be faster."""
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries"):
         found = diagnose()
@@ -37,7 +37,7 @@ def doctor(ctx: typer.Context, json: JsonOption = False) -> None:
     ):
         table.add_row(name, value)
     terminal.print(table)
-    for remedy in found.remedies or ["nothing is known to be faster here"]:
+    for remedy in found.remedies or ["no faster setup is known for this machine"]:
         terminal.print(remedy)
 
 
@@ -59,7 +59,7 @@ def build(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Compile them, into this environment: they serve from then on."""
+    """Compile the attention kernels into this environment, where bundles use them."""
     terminal: Terminal = ctx.obj
     with terminal.progress("compiling the attention kernels"):
         from ..backends.executorch.native.build import build_kernels
@@ -68,7 +68,9 @@ def build(
     if json:
         terminal.json({"path": str(path)})
     else:
-        terminal.print(f"{path}\nbundles for ExecuTorch use it from now on; `exportable-cache doctor` shows it")
+        terminal.print(
+            f"{path}\nExecuTorch bundles use these kernels from now on; `exportable-cache doctor` shows them"
+        )
 
 
 _BUILD = "exportable-cache kernels build"
@@ -76,17 +78,17 @@ _BUILD = "exportable-cache kernels build"
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found.
+    """The result of `diagnose`.
 
     Attributes:
-        processor: Name of it.
-        instruction_set: The best that torch uses on it.
-        cores: Logical ones that this process may run on.
-        torch: Its release, its threads, and its library for matrix products.
-        executorch: Its release, None where it is not installed.
-        runtime_threads: Of ExecuTorch's pool, None where only our kernels could tell and they are not loaded.
-        kernels: What serves attention over fused layers.
-        remedies: What would be faster, one sentence each.
+        processor: Name of the processor.
+        instruction_set: Best instruction set that torch uses.
+        cores: Number of logical cores that this process may use.
+        torch: Release, threads, and matrix library of torch.
+        executorch: Release of executorch, or None.
+        runtime_threads: Threads of ExecuTorch's pool; None without this package's kernels, which report them.
+        kernels: Kernels that compute attention.
+        remedies: Possible speed-ups, one sentence each.
     """
 
     processor: str
@@ -99,15 +101,15 @@ class Diagnosis:
     remedies: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the diagnosis as JSON values."""
         return asdict(self)
 
 
 def diagnose() -> Diagnosis:
-    """Look at the machine and at the installed packages; it loads the ExecuTorch runtime where there is one.
+    """Inspect the machine and the installed packages. Loads the ExecuTorch runtime if there is one.
 
     Raises:
-        MissingDependencyError: If kernels were asked for by `EXPORTABLE_CACHE_KERNELS` that cannot be loaded.
+        MissingDependencyError: If `EXPORTABLE_CACHE_KERNELS` names kernels that cannot be loaded.
     """
     import torch
 
@@ -120,9 +122,9 @@ def diagnose() -> Diagnosis:
 
         runtime()
         kernels = load_native_kernels()
-    served = "ExecuTorch's own" if release else "none: executorch is not installed"
+    served = "ExecuTorch's" if release else "none, because executorch is not installed"
     if kernels is not None:
-        served = f"ours, {kernels.target}, {kernels.path}"
+        served = f"native, {kernels.target}, {kernels.path}"
     return Diagnosis(
         processor=processor_name(),
         instruction_set=torch.backends.cpu.get_cpu_capability(),
@@ -140,20 +142,20 @@ def _remedies(release: str | None, ours: bool):
         yield "to run bundles for ExecuTorch: pip install 'exportable-cache[executorch]'"
         return
     if not ours and os.environ.get(VARIABLE):
-        yield f"attention is left to ExecuTorch's kernels by {VARIABLE}={os.environ[VARIABLE]}; unset it"
+        yield f"{VARIABLE}={os.environ[VARIABLE]} selects ExecuTorch's attention kernels; unset it for native ones"
     elif not ours:
         lacking = [] if shutil.which("c++") or os.environ.get("CXX") else ["a C++ compiler (g++)"]
-        # A header-only look: CMake finds Highway in other places, too.
+        # Only the usual header, although CMake also finds Highway elsewhere.
         if not Path("/usr/include/hwy/highway.h").is_file() and not os.environ.get("hwy_ROOT"):
             lacking.append("Google Highway (libhwy-dev)")
         needs = f"; it needs {' and '.join(lacking)}" if lacking else ""
         yield f"faster attention over long contexts: {_BUILD}{needs}"
     if ours and os.environ.get(TARGET_VARIABLE):
-        yield f"the kernels are held to {os.environ[TARGET_VARIABLE]} by {TARGET_VARIABLE}; unset it"
+        yield f"{TARGET_VARIABLE}={os.environ[TARGET_VARIABLE]} limits the kernels; unset it"
 
 
 def _blas(config: str) -> str:
-    """What torch was built with, of `torch.__config__.show()`."""
+    """Return the matrix library that torch was built with, from `torch.__config__.show()`."""
     found = re.search(r"(?:oneAPI )?Math Kernel Library Version (\S+)", config)
     if found is None:
         named = re.search(r"BLAS_INFO=(\w+)", config)

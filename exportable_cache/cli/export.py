@@ -1,8 +1,10 @@
-"""`exportable-cache export`"""
+"""The command `exportable-cache export`."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from json import loads
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def _sides(text: str) -> tuple[int, ...]:
-    """`448x336` is `(448, 336)`, `448` a square."""
+    """Return height and width: `448x336` is `(448, 336)`, `448` is a square."""
     sides = tuple(int(side) for side in text.split("x"))
     return sides * 2 if len(sides) == 1 else sides
 
 
 def _size(text: str | None) -> str | None:
     if text is not None and not re.fullmatch(r"\d+(x\d+)?", text):
-        raise typer.BadParameter(f"{text!r} is not HEIGHTxWIDTH in pixels, such as 448x448")
+        raise typer.BadParameter(f"must be HEIGHTxWIDTH in pixels such as 448x448, got {text!r}")
     return text
 
 
@@ -43,14 +45,21 @@ _OPTIONS = tuple(
             "target": TARGET,
             "output_dir": REQUIRED_OPTION,
             "image_size": Changes(about={"callback": _size}),
-            # Other targets know no delegate, be it the default one.
+            # None by default, because other targets have no delegate.
             "delegate": Changes(default=None, about={"show_default": "xnnpack"}),
         },
     )
 )
-#: Options of single targets that have a spelling of their own; `-O` takes them, too.
+#: Pages of the documentation, by target.
+_GUIDES = {
+    "aoti": "docs/guides/aoti.md",
+    "executorch": "docs/guides/phone.md",
+    "pt2": "docs/bundles.md",
+    "tensorrt": "docs/guides/tensorrt.md",
+}
+#: Options of single targets with a command-line option; `-O` also takes them.
 _SHORTHANDS = ("delegate", "sm")
-#: What `export` takes itself and the command spells otherwise, or not at all.
+#: Other arguments of `export`, and how the command spells them, if it does.
 _OTHERWISE = {
     "model_or_path": "MODEL",
     "tokenizer": None,
@@ -66,7 +75,10 @@ _OTHERWISE = {
         Annotated[
             list[str] | None,
             typer.Option(
-                "--option", "-O", metavar="NAME=VALUE", help="Of the target, such as llm_runner=true; may be repeated."
+                "--option",
+                "-O",
+                metavar="NAME=VALUE",
+                help="Option of the target, such as llm_runner=true; may be repeated.",
             ),
         ],
         None,
@@ -96,17 +108,17 @@ def export(ctx: typer.Context, model: str, option: list[str] | None, json: bool,
 
 
 def _target_options(given: list[str]) -> dict[str, Any]:
-    """`["llm_runner=true", "form=explicit"]` is `{"llm_runner": True, "form": "explicit"}`."""
+    """Parse target options: `["llm_runner=true", "form=explicit"]` is `{"llm_runner": True, "form": "explicit"}`."""
     options: dict[str, Any] = {}
     hint = "'--option' / '-O'"
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier() or name in options:
-            raise typer.BadParameter(f"{text!r} is not NAME=VALUE, or its name was given before", param_hint=hint)
+            raise typer.BadParameter(f"must be NAME=VALUE with each NAME once, got {text!r}", param_hint=hint)
         if name in _arguments():
             use = _arguments()[name]
             raise typer.BadParameter(
-                f"{name} is no option of a target; {f'use {use}' if use else 'leave it out'}", param_hint=hint
+                f"{name} is not an option of a target; {f'use {use}' if use else 'leave it out'}", param_hint=hint
             )
         try:
             options[name] = loads(value)
@@ -116,7 +128,7 @@ def _target_options(given: list[str]) -> dict[str, Any]:
 
 
 def _arguments() -> dict[str, str | None]:
-    """What `export` takes itself, by keyword: how the command spells it."""
+    """Return how the command spells each argument of `export`."""
     spelled = {one.name: one.annotation.__metadata__[0].default for one in _OPTIONS if one.name not in _SHORTHANDS}
     return {**spelled, **_OTHERWISE}
 
@@ -133,12 +145,10 @@ def _print_dry_run(terminal: Terminal, found: DryRun, json: bool) -> None:
         table.add_row(name, holds)
     terminal.print(table)
     terminal.print(f"\nweights {bytes_text(found.weights_bytes)}, cache {bytes_text(found.cache_bytes)}")
-    terminal.print(
-        f"memory at least {bytes_text(found.least_memory_bytes)}, for both; how long it takes is not foreseen"
-    )
+    terminal.print(f"memory at least {bytes_text(found.least_memory_bytes)} for both; the duration is unknown")
     for remark in found.remarks:
         terminal.print(shown(remark))
-    terminal.print("nothing was read of the weights, and nothing written")
+    terminal.print("no weights were read, and no files written")
 
 
 def _print_export(terminal: Terminal, bundle: Bundle) -> None:
@@ -147,10 +157,35 @@ def _print_export(terminal: Terminal, bundle: Bundle) -> None:
     print_files(terminal, bundle)
     terminal.print(f"\nweights {bytes_text(manifest.weights_bytes)}, cache {bytes_text(manifest.cache_bytes)}")
     print_verification(terminal, bundle)
+    terminal.print("\nnext:")
+    for line in next_steps(bundle):
+        terminal.print(f"  {line}")
+
+
+def next_steps(bundle: Bundle) -> Iterator[str]:
+    """Yield the commands that run a bundle here, and the guide of its target."""
+    from ..backends.registry import backend_for
+    from ..program.inputs.multimodal import kinds_taken
+
+    manifest, path = bundle.manifest, shlex.quote(str(bundle.path))
+    # ExecuTorch's Python runtime has only this delegate.
+    if manifest.tokenizer is not None and manifest.options.get("delegate", "xnnpack") == "xnnpack":
+        kinds = kinds_taken(manifest.description().methods)
+        prompt = "--prompt TEXT" if "text" in kinds else f"--{kinds[0]} FILE"
+        trust = " --trust" if backend_for(manifest.target).machine_code else ""
+        start = "exportable-cache"
+        if manifest.ranks is not None:
+            start = f"torchrun --nproc-per-node {manifest.ranks.size} -m exportable_cache"
+        yield f"{start} generate {path} {prompt}{trust}"
+        if manifest.ranks is None and "text" in kinds:
+            if any(name.startswith("tokenizer/chat_template") for name in manifest.files):
+                yield f"{start} chat {path}{trust}"
+            yield f"{start} serve {path}{trust}"
+    yield f"guide: {_GUIDES.get(manifest.target, 'docs/bundles.md')}"
 
 
 def print_files(terminal: Terminal, bundle: Bundle) -> None:
-    """Every file the manifest lists, with what it holds."""
+    """Print every file of the manifest and its content."""
     table = simple_table("file", "size", "holds", right=("size",))
     for name, file in bundle.manifest.model_dump(mode="json")["files"].items():
         table.add_row(name, bytes_text(file["bytes"]), file["holds"])
@@ -158,7 +193,7 @@ def print_files(terminal: Terminal, bundle: Bundle) -> None:
 
 
 def print_dtype(terminal: Terminal, bundle: Bundle) -> None:
-    """What became of the dtype the weights are stored in, if it was not kept."""
+    """Print how the stored dtype of the weights was changed, if it was."""
     import torch
 
     from ..backends.base import target_dtypes
@@ -176,7 +211,7 @@ def print_dtype(terminal: Terminal, bundle: Bundle) -> None:
 
 
 def print_verification(terminal: Terminal, bundle: Bundle) -> None:
-    """The recorded result, in one line."""
+    """Print remarks and the recorded verification."""
     from ..verification.report import VerifyReport
 
     for remark in bundle.manifest.remarks:
@@ -194,7 +229,7 @@ def print_verification(terminal: Terminal, bundle: Bundle) -> None:
 
 
 def print_kv_cache(terminal: Terminal, bundle: Bundle) -> None:
-    """What a cache of fewer bits saves and does, if it is one."""
+    """Print size and effect of a quantized cache, if there is one."""
     kept = bundle.manifest.kv_cache
     if kept is None:
         return
@@ -211,14 +246,14 @@ def print_kv_cache(terminal: Terminal, bundle: Bundle) -> None:
 
 
 def print_quantization(terminal: Terminal, bundle: Bundle) -> None:
-    """How weights were quantised and what it cost, if they were."""
+    """Print how weights were quantized and the effect, if they were."""
     quantized = bundle.manifest.quantization
     if quantized is None:
         return
     text = f"quantised: {Quantization(quantized.linear, quantized.group_size, quantized.embeddings)}"
     if quantized.quantized_bytes is not None:
         text += f"; {bytes_text(quantized.quantized_bytes)} of integers and scales"
-        text += f", {bytes_text(quantized.other_bytes)} stay in float32"
+        text += f", {bytes_text(quantized.other_bytes)} stay float32"
     terminal.print(text)
     if quantized.max_difference is not None:
         terminal.print(
@@ -227,6 +262,6 @@ def print_quantization(terminal: Terminal, bundle: Bundle) -> None:
         )
     if quantized.accuracy_after is not None:
         terminal.print(
-            f"{quantized.questions} questions of the demo's task right: {quantized.accuracy_before:.1%} before, "
+            f"correct of {quantized.questions} questions of the demo's task: {quantized.accuracy_before:.1%} before, "
             f"{quantized.accuracy_after:.1%} after"
         )

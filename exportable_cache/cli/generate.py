@@ -1,4 +1,4 @@
-"""`exportable-cache generate`"""
+"""The command `exportable-cache generate`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def generate(
             "--prompt",
             "-p",
             metavar="TEXT",
-            help="The prompt, or - to read it from stdin. Of a model that encodes a file: what its answer begins with.",
+            help="The prompt, or - for stdin. With an encoder of a file, the beginning of the response.",
         ),
     ] = None,
     image: Annotated[
@@ -56,11 +56,12 @@ def generate(
         typer.Option(
             "--image",
             metavar="FILE",
-            help="An image for the prompt; may be repeated. The prompt or else the chat template says where it goes.",
+            help="Image for the prompt; may be repeated. Its position is set by the prompt or the chat template.",
         ),
     ] = None,
     audio: Annotated[
-        list[Path] | None, typer.Option("--audio", metavar="FILE", help="The same with sound, a WAV file.")
+        list[Path] | None,
+        typer.Option("--audio", metavar="FILE", help="Audio for the prompt, a WAV file; may be repeated."),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
@@ -75,16 +76,16 @@ def generate(
     temperature: TemperatureOption = 0.0,
     top_k: Annotated[
         int | None,
-        typer.Option("--top-k", metavar="K", callback=at_least(1), help="Draw from the K likeliest tokens only."),
+        typer.Option("--top-k", metavar="K", callback=at_least(1), help="Sample from the K most likely tokens."),
     ] = None,
     top_p: TopPOption = None,
     min_p: Annotated[
         float | None,
-        typer.Option("--min-p", metavar="P", help="Draw from tokens at least P times as likely as the likeliest."),
+        typer.Option("--min-p", metavar="P", help="Sample from tokens at least P times as likely as the best."),
     ] = None,
     repetition_penalty: Annotated[
         float | None,
-        typer.Option("--repetition-penalty", metavar="X", help="Above 1, tokens seen before become less likely."),
+        typer.Option("--repetition-penalty", metavar="X", help="Above 1, make previous tokens less likely."),
     ] = None,
     prompt_lookup: Annotated[
         int | None,
@@ -92,19 +93,14 @@ def generate(
             "--prompt-lookup",
             metavar="N",
             callback=at_least(1),
-            help=(
-                "Propose N tokens a step from the text itself; the bundle needs a score method (export with -O "
-                "score_length=N+1)."
-            ),
+            help=("Propose N tokens per step from earlier text. Needs a bundle exported with -O score_length=N+1."),
         ),
     ] = None,
     seed: SeedOption = None,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")
     ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put the prompt into the model's chat template, as the user's message.")
-    ] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")] = False,
     split_special_tokens: SplitSpecialTokensOption = True,
     json_schema: JsonSchemaOption = None,
     regex: RegexOption = None,
@@ -114,14 +110,14 @@ def generate(
     check: CheckOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Answer a prompt: text on stdout as it comes, speed on stderr."""
+    """Generate text from a prompt: text on stdout, speed on stderr."""
     terminal: Terminal = ctx.obj
     if prompt is None and not (image or audio):
-        raise typer.BadParameter("pass the prompt", param_hint="'--prompt' / '-p'")
+        raise typer.BadParameter("must be given without --image and --audio", param_hint="'--prompt' / '-p'")
     text = prompt_from_stdin() if prompt == "-" else prompt or ""
     form = _constraint_of(json_schema, regex)
     if form is not None and prompt_lookup:
-        raise typer.BadParameter("proposals have no form; leave it out", param_hint="'--prompt-lookup'")
+        raise typer.BadParameter("cannot be combined with --json-schema or --regex", param_hint="'--prompt-lookup'")
     with terminal.opening(folder):
         from ..bundle.bundle import Bundle
         from ..generation.speculative import PromptLookup
@@ -141,11 +137,11 @@ def generate(
     choice = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
     if form is None:
         draft = PromptLookup(prompt_lookup) if prompt_lookup else None
-        # Messages are tokenised again, because the answer to them is a text of its own and does not go on from theirs.
+        # Messages are tokenised again, because the response to them is a separate text and does not continue theirs.
         prepared = prepared if chat and split_special_tokens else tokenised
         pieces = session.generate_text(prepared, most, *choice, stop=stop or None, draft=draft)
     else:
-        # Here, because generation without a form begins sooner without them.
+        # Imported here, because generation without a constraint starts sooner without them.
         from ..decoding.completion import CompletionOptions
         from ..generation.sampling import Sampling
 
@@ -158,7 +154,7 @@ def generate(
             if not json:
                 terminal.generated(piece)
     finally:
-        # An interrupted answer ends its line, too.
+        # End the line of an interrupted response.
         if not json and timed.text and not timed.text.endswith("\n"):
             terminal.write("\n")
     if json:
@@ -169,13 +165,13 @@ def generate(
 
 @dataclass
 class _Timed:
-    """An answer and how long it took.
+    """A response and its timing.
 
     Attributes:
-        text: All of it.
-        fed_tokens: Of them, those that the decoder was fed.
-        first_seconds: From the start to the first text, the prompt's prefill included.
-        decode_seconds: From there to the end.
+        text: The text so far.
+        fed_tokens: Prompt tokens that the decoder is fed.
+        first_seconds: Seconds from the start to the first text, including the prefill.
+        decode_seconds: Seconds from then to the end.
         decode_steps: Steps in that time.
     """
 
@@ -189,6 +185,7 @@ class _Timed:
     decode_steps: int = 0
 
     def follow(self, pieces: Iterator[str]) -> Iterator[str]:
+        """Yield the pieces of text, and time them."""
         start = time.perf_counter()
         first, held_at_first = None, 0
         for piece in pieces:
@@ -208,10 +205,11 @@ class _Timed:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Decode speed, or None where nothing was decoded after the first text."""
+        """Decode speed, or None if no step followed the first text."""
         return self.decode_steps / self.decode_seconds if self.decode_steps else None
 
     def to_dict(self) -> dict[str, object]:
+        """Return text, counts and times as JSON values."""
         values = {key: getattr(self, key) for key in self.__dataclass_fields__ if key not in ("session", "fed_tokens")}
         return {**values, "tokens_per_second": self.tokens_per_second}
 
@@ -231,7 +229,7 @@ def _prompt_of(
     chat: bool,
     split_special_tokens: bool,
 ) -> str | list[dict[str, str]] | dict[str, Tensor]:
-    """The prompt as `Session.generate_text` takes it."""
+    """Return the prompt as `Session.generate_text` takes it."""
     _check_kinds(session, files)
     if not any(files.values()):
         return [{"role": "user", "content": text}] if chat else text
@@ -241,7 +239,7 @@ def _prompt_of(
 
 
 def _check_kinds(session: Session, files: Mapping[str, Sequence[Path]]) -> None:
-    """Refuse files that the program does not take, and text alone where it takes none."""
+    """Check that the program takes these files, or text without files."""
     from ..errors import InputError
     from ..program.inputs.multimodal import kinds_taken
 
@@ -249,22 +247,22 @@ def _check_kinds(session: Session, files: Mapping[str, Sequence[Path]]) -> None:
     for kind, given in files.items():
         if given and kind not in kinds:
             raise InputError(
-                f"--{kind} {given[0]} was given, but the bundle takes {' and '.join(kinds)} only; leave it out, or "
-                f"export a model that takes it, a text decoder's with --modality {kind}"
+                f"--{kind} {given[0]} was given, but the bundle takes only {' and '.join(kinds)}; leave it out, or "
+                f"export with --modality {kind} if the model supports it"
             )
     count = sum(map(len, files.values()))
     if session.has_encoder and count > 1:
-        raise InputError(f"got {count} files, but the encoder takes one; pass one of them")
+        raise InputError(f"the encoder takes one file, got {count}; pass one of them")
     if "text" not in kinds and count == 0:
-        raise InputError(f"the bundle takes {kinds[0]} and no prompt alone; pass --{kinds[0]} FILE")
+        raise InputError(f"the bundle takes {kinds[0]} and not only a prompt; pass --{kinds[0]} FILE")
 
 
 def _constraint_of(json_schema: Path | None, regex: str | None) -> Constraint | None:
-    """The form that the answer is to have."""
+    """Return the constraint of the response, or None."""
     if json_schema is None and regex is None:
         return None
     if json_schema is not None and regex is not None:
-        raise typer.BadParameter("an answer has one form; pass --json-schema or --regex", param_hint="'--regex'")
+        raise typer.BadParameter("cannot be combined with --json-schema; pass one of them", param_hint="'--regex'")
     from ..errors import InputError
     from ..generation.constraint import Constraint
 
@@ -281,21 +279,22 @@ def _constrained_text(
     prepared: str | list[dict[str, str]] | dict[str, Tensor],
     options: CompletionOptions,
 ) -> Iterator[str]:
-    """Yield text of a given form."""
+    """Yield text that follows a constraint."""
     from ..decoding.completion import Completer
     from ..errors import InputError
 
     completer = Completer(session)
     if not isinstance(prepared, dict) or set(prepared) != {"input_ids"}:
-        raise InputError("an answer of a given form takes a prompt of text alone; leave out the files")
+        raise InputError("--json-schema and --regex cannot be combined with --image and --audio; leave out the files")
     return (piece.text for piece in completer.complete(prepared["input_ids"][0].tolist(), options))
 
 
 def _tokenised(
     session: Session, prepared: str | list[dict[str, str]] | dict[str, Tensor], split_special_tokens: bool
 ) -> str | list[dict[str, str]] | dict[str, Tensor]:
-    """The prompt as token ids, so that it is tokenised once; what the session refuses stays as it is, for its own
-    words.
+    """Return the prompt as token ids.
+
+    Prompts that the session will refuse are returned unchanged, for its error message.
     """
     from ..generation.text import encode_prompt
 
@@ -306,17 +305,17 @@ def _tokenised(
 
 
 def _counts(session: Session, prepared: str | list[dict[str, str]] | dict[str, Tensor]) -> tuple[int, int]:
-    """Tokens of the prompt, and of them those that the decoder is fed."""
+    """Return the number of prompt tokens, and how many of them the decoder is fed."""
     ids = prepared.get("decoder_input_ids", prepared.get("input_ids")) if isinstance(prepared, dict) else None
     tokens = 0 if ids is None else ids.shape[1]
     if not session.has_encoder:
         return tokens, tokens
-    # An encoder-decoder answers in a sequence of its own, which begins with one token.
+    # The decoder's sequence is separate and begins with one token.
     return tokens, 1 + (tokens if isinstance(prepared, dict) and "decoder_input_ids" in prepared else 0)
 
 
 def _default_new_tokens(session: Session, prompt_tokens: int) -> int | None:
-    """Return `_MOST_BY_DEFAULT`, or None for the checkpoint's own limit, or for as many as fit where that is less."""
+    """Return `_MOST_BY_DEFAULT`, or None for the checkpoint's limit or the remaining slots, if there are fewer."""
     settings = session.generation_settings
     if settings.max_new_tokens is not None or settings.max_length is not None:
         return None

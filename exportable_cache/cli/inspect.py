@@ -1,4 +1,4 @@
-"""`exportable-cache inspect`"""
+"""`exportable-cache inspect`, and the Python lines that open a bundle without this package."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def inspect(
             "-n",
             metavar="N",
             callback=at_least(1),
-            help="With demo: tokens a full-attention layer holds.",
+            help="With demo: tokens that a full-attention layer holds.",
             show_default="512",
         ),
     ] = None,
     key: KeyOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show what a bundle holds, and check its files."""
+    """Show what a bundle contains, and check its files."""
     from ..common.fs.tensor_files import damaged_if_malformed
     from ..errors import InputError
 
@@ -56,7 +56,7 @@ def inspect(
     with terminal.progress(f"reading {folder}") as progress:
         from ..bundle.bundle import MANIFEST_FILE, Bundle
 
-        # Whatever is installed here, people want to see which versions a bundle needs.
+        # Without the check of versions, because inspect shows which versions a bundle needs.
         bundle = Bundle.open(folder, check_versions=False, key=key, progress=progress)
     if max_cache_len is not None:
         raise InputError(
@@ -66,7 +66,7 @@ def inspect(
     if json:
         terminal.json({"path": str(bundle.path), **bundle.manifest.model_dump(mode="json")})
     else:
-        # A stranger's manifest may say anything where its schema takes any value.
+        # A manifest from elsewhere may have unexpected values where its schema allows any.
         with damaged_if_malformed(bundle.path / MANIFEST_FILE, "the manifest", "export the model again"):
             _print_bundle(terminal, bundle)
 
@@ -85,7 +85,7 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
     if manifest.ranks is not None:
         size = manifest.ranks.size
         terminal.print(
-            f"of {size} ranks, each with this cache and at most {bytes_text(manifest.ranks.weights_bytes)} of the "
+            f"for {size} ranks, each with this cache and at most {bytes_text(manifest.ranks.weights_bytes)} of the "
             f"weights: torchrun --nproc-per-node {size} -m exportable_cache generate {shown(bundle.path)}\n"
         )
     terminal.print(_method_table(bundle))
@@ -96,7 +96,7 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
         )
     terminal.print()
     print_files(terminal, bundle)
-    terminal.print("every checksum is right" + (f", signed by {bundle.signed_by}" if bundle.signed_by else "") + "\n")
+    terminal.print("all checksums match" + (f", signed by {bundle.signed_by}" if bundle.signed_by else "") + "\n")
     if engines(manifest.files):
         terminal.print(engine_table(manifest.files))
         terminal.print()
@@ -115,9 +115,9 @@ def _row(layer: dict[str, Any], batch_size: int) -> LayerRow:
     from ..cache.storage import Storage
 
     tensors, storage = layer["tensors"], layer["storage"]
-    # By name: layers order their dimensions as their target's operators want them.
+    # By name, because the order of dimensions depends on the target's operators.
     keys = _sizes(tensors.get("keys", {"dims": [], "shape": []}))
-    # The lengths are int64 in every layer; the dtype people ask for is that of what is kept.
+    # The dtype of the content, because lengths are int64 in every layer.
     slots = SlotPolicy.from_config(layer["policy"]).capacity
     kept = tensors.get("keys") or next(iter(tensors.values()), {"dtype": "-"})
     return LayerRow(
@@ -139,7 +139,7 @@ def _head_dim(storage: dict[str, Any] | None, tensor: dict[str, Any] | None) -> 
 
 
 def _heads(sizes: dict[str, int], batch_size: int, slots: int | None) -> int | None:
-    """Return the number of key heads; kernels of some targets store heads with rows, or with rows and slots."""
+    """Return the number of key heads. Kernels of some targets store heads with rows, or with rows and slots."""
     if "rows_and_heads" in sizes:
         return sizes["rows_and_heads"] // batch_size
     if "rows_heads_and_slots" in sizes and slots:
@@ -152,7 +152,7 @@ def _sizes(tensor: dict[str, Any]) -> dict[str, int]:
 
 
 def _taken(bundle: Bundle) -> str:
-    """`text`, or `text, image, with the processor for it`."""
+    """Return the inputs as `text`, or `text, image, with the processor for it`."""
     from ..program.inputs.multimodal import kinds_taken
 
     kinds = ", ".join(kinds_taken(bundle.manifest.description().methods))
@@ -170,15 +170,15 @@ def _method_table(bundle: Bundle) -> Any:
 
 def _io_text(tensors: list[dict[str, Any]]) -> str:
     named = [f"{tensor['name']} {tensor['dtype']} [{', '.join(map(str, tensor['shape']))}]" for tensor in tensors]
-    # Programs that take the cache as an argument list every tensor of every layer, which the layer table shows already.
+    # Omit tensors of the cache, because the layer table shows them.
     others = [text for text in named if not text.startswith("cache.")]
     return ", ".join(others if len(others) == len(named) else [*others, f"cache ({len(named) - len(others)} tensors)"])
 
 
 def opened_elsewhere(manifest: Manifest) -> list[str]:
-    """Return lines of Python that open a bundle's program without this package; none where there is no way to.
+    """Return lines of Python that open a bundle's program without this package; none if that is impossible.
 
-    They are run in the bundle's folder. docs/bundles.md explains them.
+    They run in the bundle's folder. docs/bundles.md explains them.
     """
     if manifest.ranks is not None:
         return []
@@ -190,7 +190,7 @@ def opened_elsewhere(manifest: Manifest) -> list[str]:
             'programs = load_pt2("program.pt2").exported_programs',
             'for program in programs.values(): program.constants.update(programs["model"].constants)',
         ]
-    # The other delegates are not in ExecuTorch's Python runtime.
+    # ExecuTorch's Python runtime has only this delegate.
     if manifest.target != "executorch" or manifest.options.get("delegate", "xnnpack") != "xnnpack":
         return []
     lines = [

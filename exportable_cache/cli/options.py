@@ -17,12 +17,12 @@ from ..common.settings import REQUIRED, Setting, keyword_of, setting_of
 
 
 def at_least(least: int) -> Callable[[Any], Any]:
-    """A callback that refuses smaller numbers, in lists of them too, before anything slow is imported."""
+    """Return a callback that refuses smaller numbers, also in lists, before anything slow is imported."""
 
     def check(given: Any) -> Any:
         for value in given if isinstance(given, (list, tuple)) else [given]:
             if value is not None and not value >= least:
-                raise typer.BadParameter(f"{value} is too small; it must be at least {least}")
+                raise typer.BadParameter(f"must be at least {least}, got {value}")
         return given
 
     return check
@@ -33,10 +33,10 @@ _FROM_FIELD: Any = object()
 
 @dataclass(frozen=True)
 class Changes:
-    """What a command makes different from the field.
+    """Changes of a command to an option's field.
 
     Attributes:
-        default: In place of the field's; `REQUIRED` where the command line insists.
+        default: Replaces the field's default; `REQUIRED` if the command line requires the option.
         about: Further arguments of `typer.Option`, such as a completion.
     """
 
@@ -45,11 +45,11 @@ class Changes:
 
 
 def options_of(owners: Iterable[type], changes: Mapping[str, Changes] | None = None) -> Iterator[Parameter]:
-    """One parameter per field that has a spelling on the command line, named as the keyword that users pass in Python.
+    """Yield one parameter per field with a command-line spelling, named like the Python argument.
 
     Args:
-        owners: Dataclasses whose fields are `settings.setting`; where two have the same one, the first counts.
-        changes: By keyword.
+        owners: Dataclasses with fields made by `settings.setting`. If two have the same option, the first counts.
+        changes: Changes by argument name.
     """
     seen = set()
     for owner in owners:
@@ -76,7 +76,7 @@ def _option(one: Field, found: Setting, changes: Changes | None) -> Parameter:
 
 
 def declared(name: str, annotation: Any, default: Any = REQUIRED) -> Parameter:
-    """A parameter that is no field: `declared("json", JsonOption, False)`."""
+    """Return a parameter that is not a field: `declared("json", JsonOption, False)`."""
     return _keyword(name, annotation, default)
 
 
@@ -87,7 +87,7 @@ def _keyword(name: str, annotation: Any, default: Any) -> Parameter:
 
 
 def takes(*parameters: Parameter) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command `command(ctx, **given)` these options: typer reads them from its signature."""
+    """Give a command `command(ctx, **given)` these options, which typer reads from its signature."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         context = Parameter("ctx", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
@@ -99,7 +99,7 @@ def takes(*parameters: Parameter) -> Callable[[Callable[..., None]], Callable[..
 
 
 def targets() -> list[str]:
-    """Names of all targets: one package each besides that of live models, found without importing any."""
+    """Return the names of all targets, found without importing them."""
     spec = find_spec("exportable_cache")
     roots = [] if spec is None else spec.submodule_search_locations or []
     folders = [os.path.join(folder, "backends") for folder in roots]
@@ -111,7 +111,7 @@ def _complete_targets(incomplete: str) -> Iterator[str]:
 
 
 def _folders(incomplete: str, marker: str) -> Iterator[str]:
-    """Folders that hold a file named `marker`."""
+    """Yield folders that hold a file named `marker`."""
     parent, _, start = incomplete.rpartition("/")
     root = parent + "/" if "/" in incomplete else ""
     try:
@@ -125,7 +125,7 @@ def _folders(incomplete: str, marker: str) -> Iterator[str]:
         if (folder / marker).is_file():
             yield root + name
         else:
-            # One level ahead, since the shell ends the word after a single candidate.
+            # One level ahead, because the shell ends the word after a single candidate.
             for path in sorted(folder.glob(f"*/{marker}")):
                 yield root + name + "/" + path.parent.name
 
@@ -137,7 +137,7 @@ def _complete_bundles(incomplete: str) -> Iterator[str]:
 def _complete_models(incomplete: str) -> Iterator[str]:
     if "demo".startswith(incomplete):
         yield "demo"
-    # A bundle has a config, too, but no weights to load.
+    # A bundle also has a config, but no weights to load.
     yield from (
         folder for folder in _folders(incomplete, "config.json") if not (Path(folder) / "manifest.json").exists()
     )
@@ -156,12 +156,10 @@ ModelArgument = Annotated[
 ]
 ModelOption = Annotated[
     str,
-    typer.Option(
-        "--model", metavar="MODEL", help=f"The eager model to compare with: {_MODEL}", autocompletion=_complete_models
-    ),
+    typer.Option("--model", metavar="MODEL", help="Eager model to compare with.", autocompletion=_complete_models),
 ]
 LoraOption = Annotated[
-    list[str] | None, typer.Option("--lora", metavar="FOLDER", help="The adapter that was merged into the weights.")
+    list[str] | None, typer.Option("--lora", metavar="FOLDER", help="Adapter that was merged into the weights.")
 ]
 BundleArgument = Annotated[
     Path,
@@ -171,12 +169,12 @@ BundleOrDemoArgument = Annotated[
     str,
     typer.Argument(
         metavar="DIR|demo",
-        help="Folder of a bundle, or `demo` for the shipped model.",
+        help="Folder of a bundle, or `demo`.",
         autocompletion=_complete_bundles_and_demo,
     ),
 ]
-#: What the command line adds to the fields of the specs.
-TARGET = Changes(about={"help": f"What to lower to: {', '.join(targets())}.", "autocompletion": _complete_targets})
+#: Changes of the command line to fields of the specs.
+TARGET = Changes(about={"help": f"Runtime: {', '.join(targets())}.", "autocompletion": _complete_targets})
 REQUIRED_OPTION = Changes(default=REQUIRED)
 
 PlanTargetOption = Annotated[
@@ -185,42 +183,43 @@ PlanTargetOption = Annotated[
         "--target",
         "-t",
         metavar="TARGET",
-        help=f"Plan for the dtype that is exported for it: {', '.join(targets())}.",
+        help=f"Plan for the dtype of a target: {', '.join(targets())}.",
         autocompletion=_complete_targets,
-        show_default="the dtype of the weights",
+        show_default=False,
     ),
 ]
 TemperatureOption = Annotated[
     float,
-    typer.Option("--temperature", metavar="T", callback=at_least(0), help="0 always takes the likeliest token."),
+    typer.Option("--temperature", metavar="T", callback=at_least(0), help="0 always takes the most likely token."),
 ]
 TopPOption = Annotated[
     float | None,
-    typer.Option("--top-p", metavar="P", help="Draw from the likeliest tokens of total probability P only."),
+    typer.Option("--top-p", metavar="P", help="Sample from the most likely tokens of total probability P."),
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="Draws the same tokens every time.")]
+SeedOption = Annotated[
+    int | None, typer.Option("--seed", metavar="N", help="Seed of the sampler, for repeatable results.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 CheckOption = Annotated[
-    bool, typer.Option("--check", help="Read and check every file, not only those not checked before as they are.")
+    bool, typer.Option("--check", help="Check every file, also unchanged ones that were checked before.")
 ]
 TrustOption = Annotated[
     bool,
-    typer.Option("--trust", help="Run machine code in the bundle (targets aoti, tensorrt): it can do what you can."),
+    typer.Option("--trust", help="Run machine code in the bundle, which can do anything you can."),
 ]
 KeyOption = Annotated[
     Path | None,
-    typer.Option(
-        "--key", metavar="FILE", help="Public key that must have signed the bundle.", show_default="unchecked"
-    ),
+    typer.Option("--key", metavar="FILE", help="Public key that must have signed the bundle.", show_default=False),
 ]
 IgnoreVersionsOption = Annotated[
-    bool, typer.Option("--ignore-versions", help="Open the bundle although it was made with other package versions.")
+    bool, typer.Option("--ignore-versions", help="Open bundles made with other package versions.")
 ]
 SplitSpecialTokensOption = Annotated[
     bool,
     typer.Option(
         "--split-special-tokens/--no-split-special-tokens",
-        help="Encode control tokens that are spelled in messages as text, so that no message forges another turn.",
+        help="Encode control tokens in messages as plain text, so that they cannot forge a turn.",
+        show_default=False,
     ),
 ]
 JsonSchemaOption = Annotated[
@@ -228,10 +227,10 @@ JsonSchemaOption = Annotated[
     typer.Option(
         "--json-schema",
         metavar="FILE",
-        help="Answer in JSON of the schema in this file; needs the extra serve.",
+        help="Generate JSON that follows this schema; needs the extra serve.",
     ),
 ]
 RegexOption = Annotated[
     str | None,
-    typer.Option("--regex", metavar="PATTERN", help="Answer in this form; needs the extra serve."),
+    typer.Option("--regex", metavar="PATTERN", help="Generate text that matches this; needs the extra serve."),
 ]

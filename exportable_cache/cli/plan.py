@@ -1,4 +1,4 @@
-"""`exportable-cache plan`"""
+"""The command `exportable-cache plan`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     declared("json", JsonOption, False),
 )
 def plan(ctx: typer.Context, model: str, target: str | None, json: bool, **given: Any) -> None:
-    """Size the cache of a model, without loading its weights."""
+    """Plan the cache of a model: bytes of every layer, without loading weights."""
     from ..errors import UnsupportedModelError
 
     terminal: Terminal = ctx.obj
@@ -44,7 +44,7 @@ def plan(ctx: typer.Context, model: str, target: str | None, json: bool, **given
 
 
 def print_plan(terminal: Terminal, made: Plan) -> None:
-    """Tables and totals, for people."""
+    """Print tables and totals."""
     from ..pipeline.plan import MOST_TOKENS
 
     name = made.architecture or made.model_type
@@ -77,8 +77,8 @@ def _print_rank(terminal: Terminal, rank: RankPlan) -> None:
     count = len(rank.split_layers)
     terminal.print(
         f"\neach of {rank.ranks} ranks\n"
-        f"cache          {bytes_text(rank.cache_bytes)}: own heads in {count} layer{'' if count == 1 else 's'}, "
-        f"{bytes_text(rank.replicated_bytes)} kept by all alike\n"
+        f"cache          {bytes_text(rank.cache_bytes)}: heads split in {count} layer{'' if count == 1 else 's'}, "
+        f"{bytes_text(rank.replicated_bytes)} replicated\n"
         f"weights        {bytes_text(rank.weights_bytes)}\n"
         f"a decode step  {rank.messages} messages of {bytes_text(rank.message_bytes)}, {rank.sums} of them sums; "
         f"a rank sends at least {bytes_text(rank.sent_bytes)}"
@@ -100,4 +100,4 @@ def _print_stages(terminal: Terminal, made: Plan) -> None:
         f"{bytes_text(stages.logits_bytes)} from the last to all"
     )
     if made.tensor_parallel is not None:
-        terminal.print("sessions run ranks or stages, not both together: this is a plan on paper")
+        terminal.print("sessions cannot combine ranks and stages yet, so this is only a plan")

@@ -1,4 +1,4 @@
-"""`exportable-cache serve`"""
+"""The command `exportable-cache serve`."""
 
 from __future__ import annotations
 
@@ -24,28 +24,25 @@ def serve(
     ctx: typer.Context,
     folder: BundleArgument,
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; 0.0.0.0 takes requests from anywhere.")
+        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all.")
     ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Where to listen; 0 takes a free one.")
-    ] = 8000,
+    port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port; 0 for a free one.")] = 8000,
     name: Annotated[
         str | None,
-        typer.Option("--name", metavar="NAME", help="Model name of requests.", show_default="the folder's name"),
+        typer.Option("--name", metavar="NAME", help="Model name in requests.", show_default="the folder's name"),
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(
-            "--api-key", metavar="KEY", envvar="EXPORTABLE_CACHE_API_KEY", help="Refuse requests without this key."
-        ),
+        typer.Option("--api-key", metavar="KEY", envvar="EXPORTABLE_CACHE_API_KEY", help="Require this key."),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
             "--allow-host",
             metavar="NAME",
-            help="Also answer requests to this name; may be repeated. * allows any name.",
-            show_default="loopback names, or any name with --api-key or another --host",
+            help="Accept this Host header; may be repeated, * for any. The default is loopback names, or any name with "
+            "--api-key or another --host.",
+            show_default=False,
         ),
     ] = None,
     allow_origin: Annotated[
@@ -53,8 +50,8 @@ def serve(
         typer.Option(
             "--allow-origin",
             metavar="ORIGIN",
-            help="Let pages of this origin ask (CORS), such as https://example.org; may be repeated. * allows any.",
-            show_default="the server's own page",
+            help="Accept pages of this origin (CORS), such as https://example.org; may be repeated, * for any.",
+            show_default=False,
         ),
     ] = None,
     most_waiting: Annotated[
@@ -63,7 +60,7 @@ def serve(
             "--most-waiting",
             metavar="N",
             callback=at_least(0),
-            help="Requests that wait while another is answered; more are told to come again.",
+            help="Length of the request queue; further requests are refused.",
         ),
     ] = 64,
     split_special_tokens: SplitSpecialTokensOption = True,
@@ -72,7 +69,7 @@ def serve(
     ignore_versions: IgnoreVersionsOption = False,
     check: CheckOption = False,
 ) -> None:
-    """Answer requests in the form of OpenAI's API, and show a page with a chat; until interrupted."""
+    """Serve a bundle with an OpenAI-compatible API and a chat page."""
     from ..errors import MissingDependencyError
 
     terminal: Terminal = ctx.obj

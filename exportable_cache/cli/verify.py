@@ -1,4 +1,4 @@
-"""`exportable-cache verify`"""
+"""The command `exportable-cache verify`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ from .options import (
 from .output.tables import simple_table
 from .output.terminal import Terminal
 
-RecordOption = Annotated[
-    bool, typer.Option("--record", help="Write the report into the bundle's manifest, in place of the earlier one.")
-]
+RecordOption = Annotated[bool, typer.Option("--record", help="Replace the report in the bundle's manifest.")]
 SignOption = Annotated[
     Path | None,
     typer.Option(
         "--sign",
         metavar="FILE",
-        help="Private Ed25519 key to sign the new manifest with; needed with --record for a signed bundle.",
+        help="Private key to sign the new manifest with, for --record and a signed bundle.",
         show_default=False,
     ),
 ]
@@ -56,7 +54,7 @@ SignOption = Annotated[
     declared("json", JsonOption, False),
 )
 def verify(ctx: typer.Context, folder: Path, model: str, json: bool, **given: Any) -> None:
-    """Compare a bundle with the eager model, token by token."""
+    """Compare a bundle with the eager model, step by step."""
     terminal: Terminal = ctx.obj
     lora = given.pop("lora")
     with terminal.progress("loading libraries") as progress:

@@ -64,7 +64,7 @@ class ExportSpec:
     model_or_path: PreTrainedModel | str | os.PathLike
     target: str = setting(
         "executorch",
-        "What to lower to.",
+        "Runtime to export for.",
         flags=("--target", "-t"),
         metavar="TARGET",
     )
@@ -85,22 +85,23 @@ class ExportSpec:
     )
     image_size: int | Sequence[int] | None = setting(
         None,
-        "Height and width of every image in pixels, such as 448x448, where the model's config leaves it open.",
+        "Height and width of images in pixels, if the config has none.",
         flags=("--image-size",),
         metavar="HxW",
-        shown_default="the model's",
+        shown_default=False,
     )
     verify: bool = setting(
         True,
-        "Compare with the eager model, past every window.",
+        "Compare the program with the eager model (the default).",
         flags=("--verify/--no-verify",),
         kind=bool,
+        shown_default=False,
     )
     tolerance: float | None = same_setting(VerifySpec, "tolerance")
     overwrite: bool = setting(False, "Replace DIR if it exists.", flags=("--overwrite",), kind=bool)
     tensor_parallel: int | None = setting(
         None,
-        "Split the program over N processes, which run it together, by transformers' plan of the model.",
+        "Split the program over N processes, by transformers' plan.",
         flags=("--tensor-parallel",),
         metavar="N",
         kind=int,
@@ -109,11 +110,11 @@ class ExportSpec:
     )
     sign: str | os.PathLike | None = setting(
         None,
-        "Private Ed25519 key to sign the bundle with, so that others can check who made it.",
+        "Private Ed25519 key to sign the bundle with.",
         flags=("--sign",),
         metavar="FILE",
         kind=Path,
-        shown_default="unsigned",
+        shown_default=False,
     )
     tokenizer: PreTrainedTokenizerBase | None = None
     lora: str | os.PathLike | Sequence[str | os.PathLike] = setting(
@@ -125,7 +126,7 @@ class ExportSpec:
     )
     dry_run: bool = setting(
         False,
-        "Check everything that needs no weights, and say what would be written.",
+        "Only check the arguments, and show what would be written.",
         flags=("--dry-run",),
         kind=bool,
     )
@@ -249,7 +250,7 @@ class Split:
 
     tensor_parallel: int | None = setting(
         None,
-        "Also plan for N ranks that share the model, by transformers' own plan of it.",
+        "Also plan for N ranks that share every layer.",
         flags=("--tensor-parallel",),
         metavar="N",
         kind=int,
@@ -266,7 +267,7 @@ class Split:
     )
     memory: int | str | None = setting(
         None,
-        "Say how many tokens fit, if a process may take SIZE for weights and cache, such as 16G.",
+        "Show how many tokens fit into SIZE per process, such as 16G.",
         flags=("--memory",),
         metavar="SIZE",
         shown_default=False,

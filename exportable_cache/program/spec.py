@@ -65,7 +65,7 @@ class ProgramSpec:
 
     prefill_chunk: int | None = setting(
         None,
-        "Longest chunk of a prompt in one call.",
+        "Longest chunk of a prompt.",
         flags=("--prefill-chunk",),
         metavar="N",
         kind=int,

@@ -77,8 +77,8 @@ def test_what_cannot_be_done_is_said_and_the_conversation_goes_on(run, bundle: P
     assert result.exit_code == 0, result.stderr
     said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     expected = [
-        "there is nothing to take back", "there is no command '/nonsense'", "/save needs a file", "cannot write",
-        "cannot read", "is no JSON", "holds no conversation", "the cache holds 128; shorten it",
+        "there is no message to remove", "there is no command '/nonsense'", "/save needs a file", "cannot write",
+        "cannot read", "must hold JSON", "must hold a conversation", "the cache holds 128; shorten it",
     ]  # fmt: skip
     assert len(said) == len(expected)
     assert all(part in line for part, line in zip(expected, said, strict=True)), said
@@ -113,7 +113,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
     monkeypatch.setattr(owner, name, once(getattr(owner, name)))
     result = run("chat", bundle, input=f"amber?\n/undo\n{QUESTION}\n")
     assert result.exit_code == 0 and "interrupted" in result.stderr, result.stderr
-    assert ("nothing to take back" in result.stderr) == (amid == "the question")
+    assert ("no message to remove" in result.stderr) == (amid == "the question")
     assert result.stdout.split("\n")[-2] == answers(bundle, QUESTION)[0]
 
 
@@ -131,4 +131,4 @@ def test_a_model_without_a_template_is_refused(run, tmp_path: Path) -> None:
     tokenizer.chat_template = None
     bundle = export(tiny_model("llama"), "fake", 32, tmp_path / "letters", verify=False, tokenizer=tokenizer).path
     result = run("chat", bundle, input="x\n")
-    assert result.exit_code == 2 and "the tokenizer has no chat template" in result.stderr
+    assert result.exit_code == 2 and "chat needs a tokenizer with a chat template" in result.stderr

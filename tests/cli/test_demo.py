@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.cli.export import next_steps
 from exportable_cache.demo.task import make_questions
 
 from ..conftest import DEMO_MAX_CACHE_LEN
@@ -45,6 +47,15 @@ def test_inspect_shows_the_recorded_verification(run, demo_bundle):
     assert document["target"] == "executorch" and document["source"] == "demo"
     assert document["program"]["max_cache_len"] == DEMO_MAX_CACHE_LEN
     assert document["verification"]["passed"] is True
+
+
+def test_an_export_ends_with_what_runs_it(demo_bundle):
+    assert list(next_steps(Bundle.open(demo_bundle, check_files=False))) == [
+        f"exportable-cache generate {demo_bundle} --prompt TEXT",
+        f"exportable-cache chat {demo_bundle}",
+        f"exportable-cache serve {demo_bundle}",
+        "guide: docs/guides/phone.md",
+    ]
 
 
 def test_verify_agrees(run, demo_bundle):

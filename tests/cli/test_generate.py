@@ -123,7 +123,7 @@ def test_interrupted_answers_end_their_line(run, bundle, monkeypatch):
         (["-p", ""], ("empty",)),
         (["-p", "a" * (MAX_CACHE_LEN + 1)], (str(MAX_CACHE_LEN + 1), str(MAX_CACHE_LEN), "max_cache_len")),
         (["-p", PROMPT, "--max-new-tokens", "100"], ("100", str(MAX_CACHE_LEN), "max_new_tokens", "lower it")),
-        (["-p", PROMPT, "--max-new-tokens", "0"], ("--max-new-tokens", "0 is too small", "at least 1")),
+        (["-p", PROMPT, "--max-new-tokens", "0"], ("--max-new-tokens", "got 0", "at least 1")),
         (["-p", PROMPT, "--temperature", "-1"], ("--temperature", "-1", "at least 0")),
         (["-p", PROMPT, "--temperature", "1", "--top-p", "1.5"], ("top_p", "1.5", "at most 1")),
         (["-p", PROMPT, "--top-k", "5"], ("temperature", "top_k=5")),
@@ -197,8 +197,8 @@ def test_an_answer_has_the_form_that_was_asked_for(run, bundle, tmp_path):
         ("--regex", "("): "unclosed group",
         ("--json-schema", schema): "the constraint cannot be enforced",
         ("--json-schema", tmp_path / "none"): "cannot read the schema",
-        ("--json-schema", schema, "--regex", "a"): "an answer has one form",
-        ("--regex", "a", "--prompt-lookup", 2): "proposals have no form",
+        ("--json-schema", schema, "--regex", "a"): "cannot be combined with --json-schema; pass one",
+        ("--regex", "a", "--prompt-lookup", 2): "cannot be combined with --json-schema or --regex",
     }
     for options, message in refused.items():
         result = run("generate", bundle, "-p", PROMPT, *options)

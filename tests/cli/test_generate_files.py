@@ -191,7 +191,7 @@ def test_inspect_says_what_is_taken(run, image_bundle, whisper_bundle):
             ["-p", f"{IMAGE}b{IMAGE}", "--image", "x.png"],
             "processor refuses the prompt: 1 images for 2 places",
         ),
-        ("whisper_bundle", ["-p", "a"], "the bundle takes audio and no prompt alone; pass --audio FILE"),
+        ("whisper_bundle", ["-p", "a"], "the bundle takes audio and not only a prompt; pass --audio FILE"),
         ("whisper_bundle", ["--audio", "x.wav", "--audio", "y.wav"], "got 2 files, but the encoder takes one"),
         ("whisper_bundle", ["--audio", "gone.wav"], "audio 'gone.wav' is not there; check the path"),
     ],
@@ -208,7 +208,7 @@ def test_bundles_of_text_take_no_files(run, tmp_path):
     ).path
     result = run("generate", path, "-p", "a", "--image", "x.png")
     assert result.exit_code == 2
-    assert "but the bundle takes text only" in " ".join(result.stderr.split())
+    assert "but the bundle takes only text" in " ".join(result.stderr.split())
     with pytest.raises(BundleError, match="holds no processor of images or audio"):
         Bundle.open(path).processor()
 

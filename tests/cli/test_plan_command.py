@@ -121,8 +121,8 @@ def test_plan_of_a_model_that_is_nowhere(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-n", "0"], ("--max-cache-len", "0 is too small", "at least 1")),
-        (["-n", "8", "-b", "-1"], ("--batch-size", "-1 is too small", "at least 1")),
+        (["-n", "0"], ("--max-cache-len", "got 0", "at least 1")),
+        (["-n", "8", "-b", "-1"], ("--batch-size", "got -1", "at least 1")),
         (["-n", "8", "--dtype", "int8"], ("--dtype", "int8", "float32", "bfloat16")),
         ([], ("--max-cache-len",)),
     ],

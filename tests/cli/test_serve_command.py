@@ -48,7 +48,7 @@ def test_a_place_that_is_taken_and_an_extra_that_is_missing(run, tmp_path: Path,
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = run("serve", bundle, "--port", taken.getsockname()[1])
     assert result.exit_code == 2
-    assert "cannot listen at 127.0.0.1, port" in result.stderr and "choose another" in result.stderr
+    assert "cannot listen on 127.0.0.1, port" in result.stderr and "choose another" in result.stderr
     monkeypatch.setattr("exportable_cache.cli.serve.find_spec", lambda name: None)
     result = run("serve", bundle)
     assert result.exit_code == 2 and "pip install 'exportable-cache[serve]'" in result.stderr

@@ -58,7 +58,7 @@ def test_a_full_device_and_a_closed_stdout(pt2_bundle: Path) -> None:
     assert "Traceback" not in ran.stderr
     ran = subprocess.run(f"{' '.join(command)} >&-", shell=True, stderr=subprocess.PIPE, text=True)
     assert ran.returncode == 2
-    assert "stdout is closed" in ran.stderr
+    assert "stdout must be open" in ran.stderr
     assert "Traceback" not in ran.stderr
 
 
@@ -121,8 +121,11 @@ def test_a_prompt_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EIO, "Input/output error")
 
     for stream, said in (
-        (None, "stdin is closed.*pass it by --prompt"),
-        (io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"), "no utf-8: byte 2 is 0xff; save it as UTF-8"),
+        (None, "stdin must be open.*pass --prompt"),
+        (
+            io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"),
+            "must be utf-8 text, got byte 0xff at 2; save it as UTF-8",
+        ),
         (io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="ascii"), "no ascii: byte 2 is 0xff"),
         (Broken(), "cannot read the prompt from stdin: Input/output error"),
     ):

@@ -1,1 +1,1 @@
-"""Where and how commands write: streams, tables, and the output of other libraries."""
+"""Output of commands: streams, tables, and the messages of other libraries."""

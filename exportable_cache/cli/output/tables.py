@@ -1,4 +1,4 @@
-"""Tables of a cache's layers and of a bundle's TensorRT engines."""
+"""Tables of cache layers and of TensorRT engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """What the table shows of one layer; sizes that it does not have are None."""
+    """A row of the layer table. Sizes that a layer does not have are None."""
 
     layer_type: str
     policy: str
@@ -31,7 +31,7 @@ class LayerRow:
 
 
 def layer_table(rows: Iterable[LayerRow]) -> Table:
-    """One line per run of equal layers."""
+    """Return a table with one line per run of equal layers."""
     table = simple_table(
         "layer", "type", "policy", "slots", "heads", "dim", "dtype", "bytes", right=("slots", "heads", "dim", "bytes")
     )
@@ -50,18 +50,18 @@ def layer_table(rows: Iterable[LayerRow]) -> Table:
 
 
 class _Table(Table):
-    """A table whose cells are each one line, whatever is in them."""
+    """A table with one line per row, so that control characters in cells are escaped."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
         super().add_row(*(shown(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def simple_table(*headers: str, right: Collection[str] = ()) -> Table:
-    """A table without frames.
+    """Return a table without frames.
 
     Args:
-        headers: Of the columns.
-        right: Those of the columns to align right.
+        headers: Headers of the columns.
+        right: Headers of the columns to align right.
     """
     table = _Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for header in headers:
@@ -88,7 +88,7 @@ def _head_dims(row: LayerRow) -> str:
 
 
 def engine_table(files: Mapping[str, File]) -> Table:
-    """One line per engine: what it was built for, its optimisation profile, and what its network consists of."""
+    """Return a table with one line per engine: builder, optimization profile, and counts of its network."""
     columns = ("layers", "cache updates", "attention layers", "in place")
     table = simple_table("engine", "built with", "for", "new tokens, least/usual/most", *columns, right=columns)
     for record in engines(files):
@@ -108,12 +108,12 @@ def engine_table(files: Mapping[str, File]) -> Table:
 
 
 def engines(files: Mapping[str, File]) -> list[dict[str, Any]]:
-    """The records of all engines in a bundle's files."""
+    """Return the records of all engines in a bundle's files."""
     return [record for file in files.values() for record in file.details.get("engines", [])]
 
 
 def _profile(inputs: list[Mapping[str, Any]]) -> str:
-    """`2/256/256`, of the token ids."""
+    """Return the sizes of the token ids, such as `2/256/256`."""
     ids = next(tensor for tensor in inputs if tensor["name"] == "input_ids")
     sizes = [ids[shape][1] for shape in ("min_shape", "opt_shape", "max_shape")]
     return str(sizes[0]) if len(set(sizes)) == 1 else "/".join(map(str, sizes))

@@ -1,4 +1,4 @@
-"""Where a command writes: results on stdout, everything else on stderr."""
+"""Output of a command: results on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...common.process.quiet import forget, without_chatter
 from ...common.process.tuning import no_collections
 from ...errors import shown, shown_generated
 
-# Wider than any table: where the terminal is narrower it continues on the next line, and nothing is lost.
+# Wider than any table, so that rows are never cut; a narrower terminal wraps them.
 _WIDTH = 1000
 _SECONDS_OF_SILENCE = 2.0
 _SECONDS_BETWEEN_LINES = 10.0
@@ -30,15 +30,15 @@ Callback = Callable[[str, int, "int | None"], None]
 
 
 class _Results(Console):
-    """A stream whose reader may go away, which ends the command."""
+    """A stdout whose reader may go away, which ends the command."""
 
     def on_broken_pipe(self) -> None:
-        # The library's own ends the process with 1, which stands for a mismatch here.
+        # The default handler exits with 1, which means a mismatch here.
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class _Remarks(Console):
-    """A stream that the command goes on without."""
+    """A stderr that the command does not need."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:
@@ -55,18 +55,18 @@ class Terminal:
     """Output of one command.
 
     Args:
-        stdout: The stream of results; `sys.stdout` itself may point elsewhere while a command runs.
+        stdout: Stream of the results; `sys.stdout` may be redirected while a command runs.
     """
 
     def __init__(self, stdout: TextIO) -> None:
         self.stdout = stdout
         self._out = _Results(file=stdout, width=_WIDTH, highlight=False, markup=False, emoji=False)
-        # The stream itself: what stands in for sys.stderr while a bar is drawn writes through this console.
+        # The original stream, because rich replaces sys.stderr while a bar is drawn and writes through this console.
         self._err = _Remarks(file=sys.stderr, highlight=False, markup=False, emoji=False)
         self._prefix, self._is_silent = "", False
 
     def print(self, renderable: RenderableType = "", style: str | None = None) -> None:
-        """Print lines or a table to stdout. Neither is cut or wrapped; characters that do not print are spelled."""
+        """Print lines or a table to stdout, without cutting or wrapping. Control characters are escaped."""
         if self._is_silent:
             return
         if isinstance(renderable, str):
@@ -74,22 +74,22 @@ class Terminal:
         self._out.print(renderable, style=style, soft_wrap=isinstance(renderable, str))
 
     def write(self, text: str) -> None:
-        """Text as it is, to stdout, at once."""
+        """Write text to stdout unchanged, and flush."""
         if self._is_silent:
             return
         self.stdout.write(text)
         self.stdout.flush()
 
     def generated(self, text: str) -> None:
-        """Write what a model generates to stdout, at once; on a terminal without what that would obey."""
+        """Write generated text to stdout, and flush. Control characters are escaped on a terminal."""
         self.write(shown_generated(text) if self.stdout.isatty() else text)
 
     def json(self, document: Any) -> None:
-        """The one JSON document of a command."""
+        """Write the JSON document of a command."""
         self.write(json.dumps(_finite(document), indent=2) + "\n")
 
     def note(self, text: str) -> None:
-        """A remark for people, to stderr."""
+        """Write a remark to stderr."""
         if not self._is_silent:
             self._err.print(shown(text, keep="\n"), style="dim", soft_wrap=True)
 
@@ -99,22 +99,21 @@ class Terminal:
             self.note(line)
 
     def error(self, text: str) -> None:
-        """A complaint, to stderr."""
+        """Write an error to stderr."""
         self._err.print(self._prefix + shown(text, keep="\n"), style="red", soft_wrap=True)
 
     def set_rank(self, rank: int) -> None:
-        """Of several processes that run one command the first alone writes; the others say what they cannot do."""
+        """Silence this process unless it is rank 0 of several that run one command; errors are still written."""
         if rank:
             self._prefix = f"rank {rank}: "
             self._is_silent = True
 
     @contextmanager
     def progress(self, first: str) -> Iterator[Callback]:
-        """Draw what the library reports, on stderr: a bar on a terminal, elsewhere a line per stage once two seconds
-        are over.
+        """Show progress on stderr: a bar on a terminal, otherwise a line per stage after two seconds.
 
         Args:
-            first: Stage to show until the first report comes.
+            first: Stage to show until the first report.
 
         Yields:
             A callback `(stage, done, total or None)`.
@@ -129,7 +128,7 @@ class Terminal:
 
     @contextmanager
     def opening(self, folder: object) -> Iterator[None]:
-        """Draw that a bundle is opened, and import what runs it without looking for garbage."""
+        """Show that a bundle is being opened, and import its libraries without garbage collection."""
         with self.progress(f"opening {folder}"), no_collections():
             yield
 
@@ -147,7 +146,7 @@ class _Count(ProgressColumn):
 @contextmanager
 def _bars(console: Console) -> Iterator[Callback]:
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), _Bar(24), _Count(), TimeElapsedColumn())
-    # One bar, that of the stage at work, gone at the end. While it is drawn sys.stderr is rich's, to be filtered anew.
+    # One bar for the current stage, removed at the end. Filter again, because rich replaces sys.stderr meanwhile.
     with Progress(*columns, console=console, transient=True) as bars, without_chatter():
         shown: dict[str, Any] = {}
 
@@ -164,7 +163,7 @@ def _bars(console: Console) -> Iterator[Callback]:
 @contextmanager
 def _lines(console: Console) -> Iterator[Callback]:
     lines = _Lines(console)
-    # The first stage may never report again.
+    # A timer, because the first stage may never report again.
     timer = threading.Timer(_SECONDS_OF_SILENCE, lines.speak)
     timer.daemon = True
     timer.start()
@@ -175,7 +174,7 @@ def _lines(console: Console) -> Iterator[Callback]:
 
 
 class _Lines:
-    """A line per stage, and now and then one about how far a long stage is; none in the first seconds of a command."""
+    """A line per stage, and occasional lines for a long stage; none in the first seconds of a command."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -200,7 +199,7 @@ class _Lines:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with null for numbers JSON has no word for."""
+    """Return `value` with null for numbers that JSON cannot represent."""
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -211,7 +210,7 @@ def _finite(value: Any) -> Any:
 
 
 def bytes_text(count: int | None) -> str:
-    """`bytes_text(1536)` is `1.5 KiB`; None is `unknown`."""
+    """Return a size as text: `bytes_text(1536)` is `1.5 KiB`, None is `unknown`."""
     if count is None:
         return "unknown"
     size, unit = float(count), "B"

@@ -1,1 +1,1 @@
-"""A bundle behind the HTTP interface of OpenAI's completions and chat completions."""
+"""A server with the HTTP interface of OpenAI's completions and chat completions, over one bundle."""

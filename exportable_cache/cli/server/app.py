@@ -1,4 +1,4 @@
-"""The server: its routes, its answers to refused requests, and the loop that serves it."""
+"""The server: its routes, its error responses, and its main loop."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from .schema import ChatRequest, CompletionRequest, sentence_of
 
 Result = TypeVar("Result")
 
-#: Seconds after which a request that was refused for a full queue may try again.
+#: Value of `Retry-After` for a full queue, in seconds.
 _RETRY_AFTER = 1
-#: Connections beyond this are refused: each may hold a body of some megabytes.
+#: Limit of connections, because each may hold a body of some megabytes.
 _MOST_CONNECTIONS = 512
-#: Seconds for which answers that are being given may go on when the server is ended.
+#: Seconds that running responses get to finish when the server stops.
 _GRACE = 5
 _CLIENT_CLOSED = 499
 _DONE = b"data: [DONE]\n\n"
-#: The page asks its own server alone, and is shown in no other site's frame.
+#: The page may only contact its own server, and no other site may embed it.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
     "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -46,16 +46,16 @@ _PAGE_HEADERS = {
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How requests are taken.
+    """Options of the server.
 
     Attributes:
-        model_name: That requests name, and answers.
-        most_waiting: Requests that wait while another is answered; more are told to come again.
-        api_key: That requests have to carry; None for none.
-        most_bytes: Of a request's body.
-        host: Where the server listens, which decides what names it answers to, see `AllowedOrigins.of`.
-        allow_hosts: Further names that requests may address.
-        allow_origins: Origins of other sites whose pages may ask, such as "https://example.org".
+        model_name: Name of the model in requests and responses.
+        most_waiting: Length of the request queue; further requests are refused.
+        api_key: Key that requests must carry, or None.
+        most_bytes: Largest body of a request.
+        host: Address to listen on, which decides the accepted Host headers, see `AllowedOrigins.of`.
+        allow_hosts: Further names in Host headers.
+        allow_origins: Origins of other sites whose pages may send requests, such as "https://example.org".
     """
 
     model_name: str
@@ -67,7 +67,7 @@ class ServerOptions:
     allow_origins: tuple[str, ...] = ()
 
     def allowed(self) -> AllowedOrigins:
-        """Return the names and origins that are answered.
+        """Return the accepted names and origins.
 
         Raises:
             InputError: If one is not valid.
@@ -76,15 +76,15 @@ class ServerOptions:
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has closed the connection."""
 
 
 def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
-    """The application over one session; any ASGI server runs it, in one process.
+    """Return the application over one session. Any ASGI server runs it, in one process.
 
     Args:
-        completer: Over the session. Nobody else uses it meanwhile.
-        options: How requests are taken.
+        completer: Completer over the session, which no other caller may use meanwhile.
+        options: Options of the server.
     """
     engine = Engine(completer, options.most_waiting)
 
@@ -102,7 +102,7 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
     api = APIRouter(prefix="/v1", dependencies=[Depends(with_key)])
     app.state.engine = engine
     _handle_errors(app, completer, options)
-    # The application's own limit is outside of all middleware; what is added last is outermost.
+    # The middleware that is added last is outermost.
     app.add_middleware(RequestBodyLimitMiddleware, max_body_size=options.most_bytes)
     app.add_middleware(_BodyTooLong, most_bytes=options.most_bytes)
     app.add_middleware(OriginGuard, allowed=options.allowed())
@@ -152,7 +152,7 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
         how: CompletionOptions = asked.options()
         answer = Response(options.model_name, isinstance(asked, ChatRequest), TokenTexts(completer.tokenizer))
         pieces = engine.run(lambda follower: completer.complete(ids(), how, follower), how.constraint)
-        # What is refused is refused with the first piece: before that no status was sent.
+        # Wait for the first piece before sending a status, because errors occur before it.
         first = await _unless_disconnected(request, anext(pieces))
         if asked.stream:
             usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
@@ -188,7 +188,7 @@ async def _events(
             async for completion, piece in pieces:
                 yield _event(answer.chunk(completion, piece))
         except ExportableCacheError as error:
-            # The status is sent; an error is an event of its own, as in the API.
+            # The status is already sent, so the error is an event, as in the API.
             yield _event(error_of(str(error), "server_error"))
             return
     if usage:
@@ -201,10 +201,10 @@ def _event(document: dict[str, Any]) -> bytes:
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Result]) -> Result:
-    """A result, unless the client goes away before it is there: then the work is given up.
+    """Return the result of `work`, or cancel it if the client disconnects.
 
     Raises:
-        ClientGone: Then.
+        ClientGone: If the client disconnects.
     """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
@@ -224,9 +224,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def cache_fill(completer: Completer) -> dict[str, Any]:
-    """How far the cache is filled, layer by layer. Slots are None where a layer keeps one state for any number of
-    tokens.
-    """
+    """Return the number of tokens in each layer. Slots are None if a layer keeps one state for any number of tokens."""
     length = int(completer.session.length[0])
     layers = []
     for layer in completer.session.layers:
@@ -238,7 +236,7 @@ def cache_fill(completer: Completer) -> dict[str, Any]:
 
 
 class _BodyTooLong:
-    """Puts the API's form in place of the plain text that Starlette refuses a long body with, past all handlers."""
+    """Replaces Starlette's plain-text response to a long body, which bypasses all handlers, by the API's format."""
 
     def __init__(self, app: ASGIApp, most_bytes: int) -> None:
         self._app, self._most_bytes = app, most_bytes
@@ -250,7 +248,7 @@ class _BodyTooLong:
             nonlocal is_replaced
             if message["type"] == "http.response.start" and message["status"] == 413:
                 is_replaced = True
-                said = error_of(f"the body is longer than {self._most_bytes} bytes (Content Too Large); send less")
+                said = error_of(f"the body must have at most {self._most_bytes} bytes (Content Too Large); send less")
                 await JSONResponse(said, 413)(scope, receive, send)
             elif not is_replaced:
                 await send(message)
@@ -271,21 +269,21 @@ def _handle_errors(app: FastAPI, completer: Completer, options: ServerOptions) -
     async def of_fields(request: Request, error: RequestValidationError) -> JSONResponse:
         wrong = error.errors()[0]
         if wrong["type"] == "json_invalid":
-            return refuse(400, f"the body is not valid JSON: {wrong.get('ctx', {}).get('error', '')}"[:200])
+            return refuse(400, f"the body must be valid JSON: {wrong.get('ctx', {}).get('error', '')}"[:200])
         if "json" not in request.headers.get("content-type", ""):
-            return refuse(400, "the body is not said to be JSON; send Content-Type: application/json")
+            return refuse(400, "Content-Type must be application/json; send this header")
         sentence, field = sentence_of(wrong)
         return refuse(400, sentence, param=field)
 
     @app.exception_handler(UnicodeEncodeError)
     async def of_text(request: Request, error: UnicodeEncodeError) -> JSONResponse:
-        # Names of fields that pydantic cannot write down, and text that no tokenizer takes.
+        # Lone surrogates, which neither pydantic nor a tokenizer can encode.
         got = ascii(error.object[error.start : error.start + 1])
-        return refuse(400, f"the request must be text in UTF-8, got half a character, {got}; leave it out")
+        return refuse(400, f"the request must be valid UTF-8 text, got the lone surrogate {got}; leave it out")
 
     @app.exception_handler(CacheFullError)
     async def of_room(request: Request, error: CacheFullError) -> JSONResponse:
-        # litellm knows an overflow by how this sentence begins, langchain by the code within it.
+        # litellm recognises an overflow by the beginning of this sentence, langchain by the code in it.
         code = "context_length_exceeded"
         held = f"This model's maximum context length is {completer.session.max_length} tokens ({code})"
         field = "messages" if request.url.path.endswith("/chat/completions") else "prompt"
@@ -310,15 +308,16 @@ def _handle_errors(app: FastAPI, completer: Completer, options: ServerOptions) -
 
 
 def run(app: FastAPI, host: str, port: int, started: Callable[[str], None]) -> None:
-    """Serve until interrupted, which ends it well.
+    """Serve until interrupted.
 
     Args:
-        app: What answers.
-        host, port: Where to listen; port 0 for a free one.
-        started: Called with the address, before requests are taken.
+        app: The application.
+        host: Address to listen on.
+        port: Port to listen on; 0 for a free one.
+        started: Called with the URL before requests are accepted.
 
     Raises:
-        InputError: If nothing can listen there.
+        InputError: If the server cannot listen there.
     """
     import uvicorn
 
@@ -332,7 +331,7 @@ def run(app: FastAPI, host: str, port: int, started: Callable[[str], None]) -> N
         limit_concurrency=_MOST_CONNECTIONS,
         timeout_graceful_shutdown=_GRACE,
         server_header=False,
-        # A second interrupt cancels the messages by which a server tells that it ends, with a traceback.
+        # Off, because a second interrupt would cancel lifespan messages with a traceback.
         lifespan="off",
     )
     try:
@@ -352,6 +351,6 @@ def _listen(host: str, port: int) -> socket.socket:
         found.listen(128)
     except OSError as error:
         raise InputError(
-            f"cannot listen at {host}, port {port}: {error.strerror or error}; choose another with --host and --port"
+            f"cannot listen on {host}, port {port}: {error.strerror or error}; choose another with --host and --port"
         ) from error
     return found

@@ -1,4 +1,4 @@
-"""One session answers requests in the order in which they come, in a thread of its own."""
+"""The queue of requests: one session completes them in order, in a separate thread."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from ...decoding.completion import Completer, Completion, Piece
 from ...generation.constraint import Constraint, Follower
 
 Result = TypeVar("Result")
-#: Requests whose forms are compiled or followed at a time: each has a process.
+#: Limit of requests whose constraints are compiled or followed at a time, because each has a process.
 _MOST_FORMS = 4
 
 
 class Busy(Exception):
-    """As many requests wait as may."""
+    """The request queue is full."""
 
 
 class Engine:
     """Runs completions one after another.
 
-    A request that is given up, while it waits, while its prompt is fed or during its answer, makes room for the next
-    one at once: the step that is running ends, and no other is taken.
+    A request that is cancelled in the queue, during its prefill or during its response makes room for the next one at
+    once: only the running step is finished.
 
     Args:
-        completer: Over the session.
-        most_waiting: Requests that wait while another one is answered.
+        completer: Completer over the session.
+        most_waiting: Length of the queue.
 
     Attributes:
-        answered: Requests that were answered, or given up amid an answer.
+        answered: Number of requests that were completed, or cancelled during the response.
     """
 
     def __init__(self, completer: Completer, most_waiting: int) -> None:
@@ -41,30 +41,30 @@ class Engine:
         self._waiting = 0
         self._lock = asyncio.Lock()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="session")
-        # Forms are compiled before the turn of a request, because some take seconds until they are refused.
+        # Constraints are compiled while a request waits, because refusing one may take seconds.
         self._forms = asyncio.Semaphore(_MOST_FORMS)
         self._compiler = ThreadPoolExecutor(_MOST_FORMS, thread_name_prefix="forms")
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their turn."""
+        """Number of requests in the queue."""
         return self._waiting
 
     async def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Something done in the session's thread, between steps."""
+        """Call a function in the session's thread, between steps."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
     async def run(
         self, begin: Callable[[Follower | None], Completion], form: Constraint | None = None
     ) -> AsyncIterator[tuple[Completion, Piece]]:
-        """The pieces of an answer, each with the answer as far as it is there.
+        """Yield the pieces of a response, each with its completion.
 
         Args:
-            begin: Makes it, given what follows `form`; tokenising is done there, too.
-            form: The form of the answer.
+            begin: Makes the completion from the follower of `form`; it also tokenizes the prompt.
+            form: Constraint of the response.
 
         Raises:
-            Busy: If too many wait.
+            Busy: If the queue is full.
         """
         if self._waiting >= self._most_waiting and (self._lock.locked() or self._forms.locked()):
             raise Busy
@@ -85,17 +85,17 @@ class Engine:
                 while (piece := await self.call(next, completion, None)) is not None:
                     yield completion, piece
             finally:
-                # Behind the step that may be running; the next request's first one comes behind this.
+                # Queued after the running step and before the next request's first one.
                 if completion is not None:
                     self.answered += 1
-                    # The worker may be feeding the prompt: that ends with the chunk that is running.
+                    # If the worker is feeding the prompt, it stops after the running chunk.
                     completion.give_up()
                     self._worker.submit(completion.close)
                 elif follower is not None:
                     follower.close()
 
     def close(self) -> None:
-        """End the processes that follow forms, and the threads after the step that is running."""
+        """Stop the processes that follow constraints, and the threads after the running step."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
         self.completer.close()
         self._worker.shutdown(wait=True, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""Which names a server answers to, and pages of which other sites may ask it.
+"""Checks of Host and Origin headers.
 
-A page of another site can reach a server on this computer in two ways. DNS rebinding gives the site's own name the
-address 127.0.0.1, so the `Host` of its requests is foreign. A request across sites carries a foreign `Origin`.
+A page of another site can reach a local server in two ways. With DNS rebinding, the site's name resolves to 127.0.0.1,
+so the `Host` of its requests is foreign. A cross-site request carries a foreign `Origin`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...errors import InputError
 from .responses import error_of
 
 ANY = "*"
-#: Longest foreign value that a refusal repeats.
+#: Longest header value that an error message repeats.
 _SHOWN = 80
 
 
@@ -39,16 +39,16 @@ class AllowedOrigins:
 
     @classmethod
     def of(cls, address: str, has_key: bool, hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> AllowedOrigins:
-        """Decide from where a server listens.
+        """Return the names and origins to accept, depending on where the server listens.
 
         Args:
-            address: Where it listens. On loopback without a key only loopback names are allowed, and `hosts`.
+            address: Address of the server. On loopback without a key, only loopback names and `hosts` are accepted.
             has_key: True if requests carry an API key, which a foreign page does not know.
-            hosts: Further names. Where some are given, every other name is refused at any address.
-            origins: Origins whose pages may ask.
+            hosts: Further names. If there are any, all other names are refused at any address.
+            origins: Origins whose pages may send requests.
 
         Raises:
-            InputError: If a name or an origin is not a valid one.
+            InputError: If a name or an origin is not valid.
         """
         added = frozenset(_checked_host(host) for host in hosts)
         is_open = ANY in added or (not added and (has_key or not is_loopback(address)))
@@ -92,6 +92,7 @@ class OriginGuard:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a request with a foreign header, or pass it on."""
         if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope))) is not None:
             await refusal(scope, receive, send)
         else:
@@ -99,7 +100,7 @@ class OriginGuard:
 
     def _refusal(self, headers: Headers) -> JSONResponse | None:
         host, origin = headers.get("host"), headers.get("origin")
-        # Every browser sends a Host. A client of HTTP/1.0 may not, and no page can make it ask.
+        # Every browser sends a Host. A client of HTTP/1.0 may not, but a page cannot use one.
         if host is not None and not self._allowed.takes_host(host):
             names = sorted(self._allowed.hosts or ())
             return _refused(

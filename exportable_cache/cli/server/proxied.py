@@ -1,7 +1,7 @@
-"""What a proxy in front of several servers says when the one that was answering is gone: Ray Serve says nothing of it.
+"""A middleware for Ray Serve's proxy, which otherwise sends nothing if a replica dies while it responds.
 
-No package but Starlette is needed here; Ray's proxy calls `middlewares`, whose name it is given by a variable of the
-environment, see docs/guides/replicas.md.
+It needs only Starlette. Ray's proxy calls `middlewares`, which an environment variable names, see
+docs/guides/replicas.md.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-#: Seconds after which a request that was lost may be sent again; another server takes it.
+#: Value of `Retry-After` for a lost request, in seconds.
 RETRY_AFTER = 1
-LOST = "the replica that was answering this request is gone, and its answer with it; send the request again"
+LOST = "the replica that was processing this request is gone, and its response is lost; send the request again"
 
 
 class LostAnswers:
-    """Answers requests to which an application gives no answer, or not the end of one.
+    """Completes responses that an application does not finish.
 
-    Status 503 with `Retry-After` and an error in the API's form where nothing was sent; of a stream of events one more,
-    which is the error. Any other answer that was begun stays as it was cut off.
+    If nothing was sent, the response is status 503 with `Retry-After` and an error in the API's format. A stream of
+    events ends with an error event. Any other unfinished response stays cut off.
 
     Args:
-        app: ASGI.
+        app: ASGI application.
     """
 
     def __init__(self, app: Application) -> None:
         self._app = app
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Run the application, and complete its response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -53,7 +54,7 @@ class LostAnswers:
 
 
 class _Sent:
-    """Passes messages on, and notes how far they came."""
+    """Forwards messages, and records how far the response has come."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -70,5 +71,5 @@ class _Sent:
 
 
 def middlewares() -> list[Middleware]:
-    """For `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
+    """Return the middlewares for `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
     return [Middleware(LostAnswers)]

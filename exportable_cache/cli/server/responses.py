@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's API: whole, and as chunks of a stream."""
+"""Responses in OpenAI's format: complete, and as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...generation.token_text import TokenTexts
 
 @dataclass
 class Response:
-    """One request's answer as it comes.
+    """A response to one request.
 
     Args:
-        model: Its name.
-        chat: Whether it is a message; else text.
-        texts: What each token adds to a text.
+        model: Name of the model.
+        chat: True for a chat completion, False for a text completion.
+        texts: Text of each token.
     """
 
     model: str
@@ -33,12 +33,12 @@ class Response:
         self._created = int(time.time())
 
     def add(self, piece: Piece) -> None:
-        """One more piece."""
+        """Add the next piece."""
         self.pieces.append(piece)
         self.text += piece.text
 
     def whole(self, completion: Completion) -> dict[str, Any]:
-        """The answer."""
+        """Return the complete response."""
         fields = {"message": {"role": "assistant", "content": self.text}} if self.chat else {"text": self.text}
         choice = {
             "index": 0,
@@ -51,20 +51,20 @@ class Response:
         }
 
     def first(self) -> dict[str, Any] | None:
-        """What comes before any text of a stream: whose message it is."""
+        """Return the chunk before any text of a streamed message, which has the role; None for a text completion."""
         if not self.chat:
             return None
         return self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
 
     def chunk(self, completion: Completion, piece: Piece) -> dict[str, Any]:
-        """Of a stream, one piece, which was not added yet."""
+        """Return the chunk of a piece that was not added yet."""
         fields: dict[str, Any] = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
         fields["logprobs"] = self._logprobs([piece], len(self.text))
         self.text += piece.text
         return self._chunk(fields, completion.finish_reason)
 
     def last(self, completion: Completion) -> dict[str, Any]:
-        """Of a stream, the chunk that has the usage and no choice."""
+        """Return the last chunk of a stream, which has the usage and no choice."""
         return self._head("chat.completion.chunk" if self.chat else "text_completion", []) | {
             "usage": usage_of(completion)
         }
@@ -100,11 +100,11 @@ class Response:
         }
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        # The bytes tell apart what is the same U+FFFD as text: tokens that are part of a character.
+        # With bytes, because tokens that are part of a character are all U+FFFD as text.
         return {"token": self.texts.text(token), "logprob": logprob, "bytes": list(self.texts.bytes(token))}
 
     def _name(self, token: int) -> str:
-        """Return the text of a token, or `bytes:\\xe4` for one that is part of a character, as the API names it."""
+        r"""Return the text of a token, or `bytes:\xe4` for one that is part of a character, as the API names it."""
         spelled = self.texts.bytes(token)
         try:
             return spelled.decode()
@@ -114,8 +114,8 @@ class Response:
     def _named(self, piece: Piece) -> dict[str, float | None]:
         """Return the log probabilities of the alternatives and of the token itself, by name.
 
-        Tokens may have the same text. The piece's own has the name, or else the most probable one; others are
-        `token_id:` and their id.
+        Of several tokens with the same text, the chosen one or else the most probable one gets the name; others are
+        named `token_id:` and their id.
         """
         found: dict[str, float | None] = {}
         own = self._name(piece.token)
@@ -129,7 +129,7 @@ class Response:
 
 
 def usage_of(completion: Completion) -> dict[str, Any]:
-    """Counts of tokens; `cached_tokens` were in the cache already."""
+    """Return token counts; `cached_tokens` were already in the cache."""
     return {
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": completion.new_tokens,
@@ -139,5 +139,5 @@ def usage_of(completion: Completion) -> dict[str, Any]:
 
 
 def error_of(message: str, kind: str = "invalid_request_error", **more: str | None) -> dict[str, Any]:
-    """An error in the API's form."""
+    """Return an error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": None, "code": None, **more}}

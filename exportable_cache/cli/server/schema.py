@@ -1,7 +1,7 @@
-"""What requests hold, as the reference of OpenAI's API names it, and what of that is answered here.
+"""Fields of requests, by the reference of OpenAI's API, and the error messages for those that are not supported.
 
 https://platform.openai.com/docs/api-reference/chat/create and .../completions/create. `top_k`, `min_p` and
-`repetition_penalty` are not in it; other servers of open models have them under these names.
+`repetition_penalty` are additional fields, as other servers have them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...generation.sampling import Sampling
 
 _REFUSED = "refused"
 _BODY = "the body"
-#: What a value has to be, by the type of pydantic's error.
+#: Constraint of a value, by the type of pydantic's error.
 _MUST: Mapping[str, str] = {
     "string_type": "text",
     "string_unicode": "text in UTF-8",
@@ -55,35 +55,35 @@ _short.maxlevel, _short.maxdict, _short.maxlist = 3, 4, 4
 
 
 def shown(value: Any) -> str:
-    """Return a value of a request as a refusal repeats it, however long and deep it is."""
+    """Return a request's value as text for an error message, shortened."""
     return _short.repr(value)
 
 
 def refuse(must: str, value: Any, fix: str, at: str = "") -> NoReturn:
-    """Refuse the value that a validator was given.
+    """Refuse the value of a validator.
 
     Args:
-        must: What it has to be.
-        value: What it is.
-        fix: What to do instead.
-        at: Where in the value the fault is, such as ".0.type".
+        must: Constraint of the value.
+        value: The value.
+        fix: Remedy.
+        at: Path within the value, such as ".0.type".
 
     Raises:
         PydanticCustomError: Always.
     """
-    # pydantic writes it as UTF-8, which half a character has no form in.
+    # pydantic encodes it as UTF-8, which lone surrogates do not allow.
     at = at.encode("utf-8", "backslashreplace").decode()
     raise PydanticCustomError(_REFUSED, "{must}", {"must": must, "got": shown(value), "fix": fix, "at": at})
 
 
 def sentence_of(error: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return what is said of one of pydantic's errors, and the name of its field.
+    """Return the message for one of pydantic's errors, and the name of its field.
 
     Args:
-        error: As `ValidationError.errors()` gives it, its `loc` beginning with "body".
+        error: An error from `ValidationError.errors()`, with a `loc` that begins with "body".
 
     Returns:
-        The sentence, and the field as the `param` of the API; None for the whole body.
+        The message, and the field as the API's `param`; None for the whole body.
     """
     context = error.get("ctx", {})
     # The first is "body".
@@ -99,14 +99,14 @@ def sentence_of(error: Mapping[str, Any]) -> tuple[str, str | None]:
 
 
 class Fields(BaseModel):
-    """An object whose fields are all known: a misspelt one is refused by its name, not left out."""
+    """An object that refuses unknown fields by name."""
 
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _are_known(cls, given: Any) -> Any:
-        # Here and not by pydantic, which would list every one of a million.
+        # Checked here, because pydantic would list every one of a million fields.
         if isinstance(given, dict) and cls.model_config["extra"] == "forbid":
             known = [field.alias or name for name, field in cls.model_fields.items()]
             for name in given:
@@ -118,11 +118,11 @@ class Fields(BaseModel):
 
 
 def only(*harmless: Any, fix: str) -> PlainValidator:
-    """Return a validator of a field that takes only what changes nothing.
+    """Return a validator for a field that only accepts values without an effect.
 
     Args:
-        harmless: Values beside null.
-        fix: What to do instead of sending another.
+        harmless: Accepted values besides null.
+        fix: Remedy for other values.
     """
     return PlainValidator(lambda value: _harmless(value, harmless, fix))
 
@@ -133,29 +133,29 @@ def _harmless(value: Any, harmless: Collection[Any], fix: str) -> None:
 
 
 def not_bool(value: Any) -> Any:
-    """Refuse true and false where a number is wanted, because pydantic takes them for 1 and 0."""
+    """Refuse true and false for a number, because pydantic converts them to 1 and 0."""
     if isinstance(value, bool):
         refuse("a number", value, "send a number, or leave it out")
     return value
 
 
-#: Numbers that pydantic would also read from true and false.
+#: Numbers; pydantic would also accept true and false.
 Whole = Annotated[int | None, BeforeValidator(not_bool)]
 Number = Annotated[float | None, BeforeValidator(not_bool)]
 
-#: The API's own default: tokens are drawn.
+#: The API's default temperature.
 TEMPERATURE = 1.0
 _MOST_ALTERNATIVES = 20
-#: How other servers spell that `top_k` leaves no token out.
+#: Values of `top_k` that other servers use for all tokens.
 _ALL_TOKENS = (0, -1)
 
-_One = Annotated[Any, only(1, fix="send one request for each answer")]
+_One = Annotated[Any, only(1, fix="send one request for each response")]
 _NoPenalty = Annotated[Any, only(0, fix="use repetition_penalty, or leave it out")]
 _NoTools = Annotated[Any, only([], fix="tools are not supported, so leave it out and describe them in a message")]
 _NoChoice = Annotated[Any, only("none", "auto", fix="tools are not supported, so leave it out")]
-#: A field that changes nothing about the answer, whatever its value.
+#: A field that does not affect the response.
 _Unused = Any
-#: Of new tokens.
+#: Limit of new tokens.
 Limit = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(not_bool)]
 _Alternatives = Annotated[int, Field(ge=0, le=_MOST_ALTERNATIVES)] | None
 
@@ -163,12 +163,12 @@ _Alternatives = Annotated[int, Field(ge=0, le=_MOST_ALTERNATIVES)] | None
 def _stops(value: Any) -> tuple[str, ...]:
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        refuse("text or a list of texts", value, "send the texts that end the answer, or leave it out")
+        refuse("text or a list of texts", value, "send the texts that end the response, or leave it out")
     return tuple(texts)
 
 
 def _content(value: Any) -> Any:
-    """Return a message's content as chat templates take it: text, its parts joined."""
+    """Return a message's content for chat templates: text, with parts joined."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -176,7 +176,7 @@ def _content(value: Any) -> Any:
     for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            fix = "this server takes text only, so leave images, sound and files out"
+            fix = "this server takes only text, so leave images, audio and files out"
             refuse('"text"', part if kind is None else kind, fix, at=f".{index}.type")
         if not isinstance(part.get("text"), str):
             refuse("text", part.get("text"), "send the part's text", at=f".{index}.text")
@@ -184,7 +184,7 @@ def _content(value: Any) -> Any:
 
 
 def _prompt(value: Any) -> str | list[int]:
-    """Return a prompt, which may be the only one of a list."""
+    """Return a prompt, also from a list of one prompt."""
     if isinstance(value, list) and value and isinstance(value[0], (str, list)):
         if len(value) != 1:
             refuse("one prompt", value, f"got {len(value)} prompts; send one request for each")
@@ -195,19 +195,19 @@ def _prompt(value: Any) -> str | list[int]:
 
 
 def _none_for_false(value: Any) -> Any:
-    """Return a number of alternatives. Clients of chats say false for none."""
+    """Return the number of alternatives, with None for false, as chat clients send it."""
     return None if value is False else not_bool(value)
 
 
 class StreamOptions(Fields):
-    """Of a streamed answer. Random padding (`include_obfuscation`) is not sent, because no answer depends on it."""
+    """Options of a streamed response. `include_obfuscation` has no effect, because no padding is sent."""
 
     include_usage: bool | None = False
     include_obfuscation: bool | None = None
 
 
 class Message(Fields):
-    """Of a conversation. What else a message has (`name`, `tool_calls`) goes to the chat template."""
+    """A message of a conversation. Further fields (`name`, `tool_calls`) are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -215,13 +215,13 @@ class Message(Fields):
     content: Annotated[Any, PlainValidator(_content)] = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Return the message for chat templates."""
         content = {"content": self.content} if "content" in self.model_fields_set else {}
         return {"role": self.role, **content, **(self.model_extra or {})}
 
 
 class JsonSchema(Fields):
-    """A schema and its name. It is always followed, `strict` or not."""
+    """A schema and its name. It is always enforced, `strict` or not."""
 
     name: str | None = None
     description: str | None = None
@@ -230,8 +230,9 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """The form of the answer's text, as OpenAI (`json_schema`), llama.cpp (`schema`) and text-generation-inference
-    (`value`, which huggingface_hub sends) spell it.
+    """The constraint of the response, in the fields of several servers.
+
+    OpenAI uses `json_schema`, llama.cpp `schema`, and text-generation-inference `value`, which huggingface_hub sends.
     """
 
     type: Literal["text", "json_object", "json_schema", "json", "regex"]
@@ -240,10 +241,10 @@ class ResponseFormat(Fields):
     value: Any = None
 
     def constraint(self) -> Constraint | None:
-        """The form of the answer, None for any.
+        """Return the constraint, or None.
 
         Raises:
-            InputError: If there is no schema where there has to be one, several, or one where none is followed.
+            InputError: If a required schema is missing, several are given, or one is given where none is allowed.
         """
         of_openai = None if self.json_schema is None else self.json_schema.schema_
         given = {"json_schema.schema": of_openai, "schema": self.schema_, "value": self.value}
@@ -253,9 +254,7 @@ class ResponseFormat(Fields):
         name, form = next(iter(given.items()), ("", None))
         if self.type == "text":
             if form is not None:
-                raise InputError(
-                    f'response_format.{name} must be left out with type "text", got a form; send type "json_schema"'
-                )
+                raise InputError(f'response_format.{name} must be left out with type "text"; send type "json_schema"')
             return None
         if self.type == "regex":
             if not isinstance(form, str):
@@ -278,8 +277,10 @@ class ResponseFormat(Fields):
 
 
 class _Request(Fields):
-    """What both kinds of requests have. Fields that would change the answer and are not answered here take only the
-    values that change nothing; others that are unknown are refused, as the API does.
+    """Fields of both kinds of requests.
+
+    Fields that would change the response and are not supported only accept values without an effect. Unknown fields are
+    refused, as in the API.
     """
 
     model: str
@@ -296,7 +297,7 @@ class _Request(Fields):
     n: _One = None
     presence_penalty: _NoPenalty = None
     frequency_penalty: _NoPenalty = None
-    logit_bias: Annotated[Any, only({}, fix="tokens cannot be weighted here, so leave it out")] = None
+    logit_bias: Annotated[Any, only({}, fix="tokens cannot be weighted, so leave it out")] = None
     user: _Unused = None
     service_tier: _Unused = None
     safety_identifier: _Unused = None
@@ -306,7 +307,7 @@ class _Request(Fields):
 
     def _options(self, limit: int | None, alternatives: int | None) -> CompletionOptions:
         temperature = TEMPERATURE if self.temperature is None else self.temperature
-        # Checked as if tokens were drawn: greedy requests carry these fields, too.
+        # Checked as for sampling, because greedy requests carry these fields, too.
         sampling = Sampling(
             temperature or TEMPERATURE,
             None if self.top_k in _ALL_TOKENS else self.top_k,
@@ -322,7 +323,7 @@ class _Request(Fields):
 
 
 class ChatRequest(_Request):
-    """`POST /v1/chat/completions`"""
+    """A request of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Limit = None
@@ -333,50 +334,48 @@ class ChatRequest(_Request):
     functions: _NoTools = None
     tool_choice: _NoChoice = None
     function_call: _NoChoice = None
-    modalities: Annotated[Any, only(["text"], fix="this server answers with text alone, so leave it out")] = None
-    audio: Annotated[Any, only(fix="this server answers with text alone, so leave it out")] = None
-    moderation: Annotated[Any, only(fix="answers are not moderated here, so leave it out")] = None
+    modalities: Annotated[Any, only(["text"], fix="this server returns only text, so leave it out")] = None
+    audio: Annotated[Any, only(fix="this server returns only text, so leave it out")] = None
+    moderation: Annotated[Any, only(fix="responses are not moderated, so leave it out")] = None
     web_search_options: Annotated[Any, only(fix="this server does not search, so leave it out")] = None
-    reasoning_effort: Annotated[Any, only(fix="write into a message how much to think, or leave it out")] = None
-    verbosity: Annotated[
-        Any, only("medium", fix="write into a message how long the answer is to be, or leave it out")
-    ] = None
-    store: Annotated[Any, only(False, fix="answers are not stored here, so leave it out")] = None
+    reasoning_effort: Annotated[Any, only(fix="describe it in a message, or leave it out")] = None
+    verbosity: Annotated[Any, only("medium", fix="describe the length in a message, or leave it out")] = None
+    store: Annotated[Any, only(False, fix="responses are not stored, so leave it out")] = None
     parallel_tool_calls: _Unused = None
     prediction: _Unused = None
     metadata: _Unused = None
 
     def options(self) -> CompletionOptions:
-        """How it is to be answered.
+        """Return the options of the completion.
 
         Raises:
             InputError: If a value is out of range.
         """
         if self.top_logprobs and not self.logprobs:
-            raise InputError("top_logprobs was given without logprobs; pass logprobs=true, too")
+            raise InputError("top_logprobs must be combined with logprobs; pass logprobs=true, too")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         options = self._options(limit, (self.top_logprobs or 0) if self.logprobs else None)
         form = self.response_format
         return options if form is None else replace(options, constraint=form.constraint())
 
     def prompt(self) -> list[dict[str, Any]]:
-        """Messages, as chat templates take them."""
+        """Return the messages for chat templates."""
         return [message.plain() for message in self.messages]
 
 
 class CompletionRequest(_Request):
-    """`POST /v1/completions`"""
+    """A request of `POST /v1/completions`."""
 
-    #: Token ids are taken as they are.
+    #: Text, or token ids.
     prompt: Annotated[Any, PlainValidator(_prompt)]
     max_tokens: Limit = 16
     logprobs: Annotated[_Alternatives, BeforeValidator(_none_for_false)] = None
-    echo: Annotated[Any, only(False, fix="send the prompt and the answer to yourself, or leave it out")] = None
+    echo: Annotated[Any, only(False, fix="prepend the prompt to the response yourself, or leave it out")] = None
     best_of: _One = None
-    suffix: Annotated[Any, only("", fix="nothing can follow the answer, so leave it out")] = None
+    suffix: Annotated[Any, only("", fix="text after the response is not supported, so leave it out")] = None
 
     def options(self) -> CompletionOptions:
-        """How it is to be answered.
+        """Return the options of the completion.
 
         Raises:
             InputError: If a value is out of range.
@@ -384,6 +383,6 @@ class CompletionRequest(_Request):
         return replace(self._options(self.max_tokens, self.logprobs), continues=True)
 
     def text(self) -> str | list[int]:
-        """The prompt."""
+        """Return the prompt."""
         prompt: str | list[int] = self.prompt
         return prompt
