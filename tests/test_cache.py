@@ -268,9 +268,9 @@ def test_pytree_keys_and_constant_spec() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_cache_len": 0}, "max_cache_len is 0"),
-        ({"max_cache_len": 8.5}, "max_cache_len is 8.5"),
-        ({"batch_size": 0}, "batch_size is 0"),
+        ({"max_cache_len": 0}, "max_cache_len must be .*, got 0"),
+        ({"max_cache_len": 8.5}, "max_cache_len must be .*, got 8.5"),
+        ({"batch_size": 0}, "batch_size must be .*, got 0"),
         ({"dtype": torch.int8}, "torch.int8"),
         ({"rollback_slots": -1}, "rollback_slots must be an int of at least 0, got -1"),
     ],

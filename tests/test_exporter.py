@@ -246,10 +246,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "option": ({"colour": "red"}, InputError, "has no option 'colour'"),
     "cache length": ({"max_cache_len": 0}, InputError, "max_cache_len must be an int of at least 1, got 0"),
-    "fractional length": ({"max_cache_len": 64.0}, InputError, "max_cache_len is 64.0"),
+    "fractional length": ({"max_cache_len": 64.0}, InputError, "max_cache_len must be .*, got 64.0"),
     "batch size": ({"batch_size": -1}, InputError, "batch_size must be an int of at least 1, got -1"),
     "chunk": ({"prefill_chunk": 0}, InputError, "prefill_chunk must be .*got 0"),
-    "dtype": ({"dtype": "int8"}, InputError, "dtype is 'int8'"),
+    "dtype": ({"dtype": "int8"}, InputError, "dtype must be .*, got 'int8'"),
     "no folder": ({"output_dir": None}, InputError, "output_dir must be given"),
     "empty folder": ({"output_dir": ""}, InputError, "output_dir is '', which is no name.*; name the folder to write"),
     "working folder": (

@@ -125,10 +125,10 @@ def test_a_tied_head_keeps_reading_the_table() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("4da4w",), "quantize must be one of 8da4w, 8da8w, 8w, got '4da4w'"),
-        (("8da4w", None, "2w"), "quantize_embeddings must be one of 8w, 4w, none, got '2w'"),
+        (("4da4w",), "quantize must be one of 8da4w, 8da8w, 8w, or None, got '4da4w'"),
+        (("8da4w", None, "2w"), "quantize_embeddings must be one of 8w, 4w, none, or None, got '2w'"),
         (("8da4w", 20), "group_size is 20; it must be a multiple of 32"),
-        (("8da4w", -32), "group_size is -32; it must be"),
+        (("8da4w", -32), "group_size must be an int of at least 1, got -32"),
         (("8da8w", 32), "group_size is 32, but 8-bit weights have one scale per row"),
         ((None, 32), "group_size is 32, but nothing is quantised"),
     ],

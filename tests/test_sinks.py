@@ -154,7 +154,7 @@ def test_the_layers_of_a_cache_and_their_bytes() -> None:
             "attention_sinks 4 and attention_window 29 take 33 slots, max_cache_len is 32",
         ),
         ({"attention_sinks": 32}, "attention_sinks 32 and attention_window 1 take 33 slots, max_cache_len is 32"),
-        ({"attention_sinks": "4"}, "attention_sinks is '4'"),
+        ({"attention_sinks": "4"}, "attention_sinks must be .*, got '4'"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(options: dict, message: str) -> None:

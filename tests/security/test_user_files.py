@@ -251,12 +251,12 @@ def test_a_key_that_is_none_is_refused(home: Path, tmp_path: Path, monkeypatch: 
         user_key()
     path.unlink()
     path.mkdir()
-    with pytest.raises(InputError, match="cannot be read or made.*name a folder"):
+    with pytest.raises(InputError, match="cannot be read or created.*set EXPORTABLE_CACHE_HOME to a folder"):
         user_key()
     (tmp_path / "file").touch()
     monkeypatch.setenv(user_files.HOME_VARIABLE, str(tmp_path / "file" / "home"))
     model = tiny_model("llama")
-    with pytest.raises(InputError, match=f"cannot be read or made.*name a folder.*{user_files.HOME_VARIABLE}"):
+    with pytest.raises(InputError, match=f"cannot be read or created.*set EXPORTABLE_CACHE_HOME to a folder.*{user_files.HOME_VARIABLE}"):
         GraphCache(tmp_path / "graphs", model, ExportableCache.from_model(model, 32))
 
 
@@ -267,5 +267,5 @@ def test_somebody_elses_key_is_refused(home: Path, monkeypatch: pytest.MonkeyPat
         os.chown(home / "key", 1234, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with pytest.raises(InputError, match="others may know or have put there"):
+    with pytest.raises(InputError, match="must be readable by you only"):
         user_key()
