@@ -1,7 +1,7 @@
-"""Static KV caches for torch.export and torch.compile, and the exporters that carry a model and its cache to a device.
+"""Static KV caches for torch.export and torch.compile, and exporters that take a model and its cache to a device.
 
-Names are resolved on first use, so importing the package costs nothing and needs no backend. Imported before torch, it
-sets `OMP_WAIT_POLICY=PASSIVE` unless the variable is set.
+Names are resolved on first use, so importing the package is fast and needs no backend. If it is imported before torch,
+it sets `OMP_WAIT_POLICY=PASSIVE`, unless the variable is set.
 """
 
 import os
@@ -20,8 +20,8 @@ _EXPORTS = {
 
 __all__ = ["__version__", *_EXPORTS]
 
-# Before torch loads OpenMP, because OpenMP reads it once. By default, threads that wait for the next operator spin, and
-# next to one busy process a compiled step took up to 20 times as long.
+# Before torch loads OpenMP, because OpenMP reads it once. By default, waiting threads spin, and next to one busy
+# process a compiled step took up to 20 times as long.
 if "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .common.process.quiet import known_chatter_dropped
 
-    # What it imports imports torchao, which complains.
+    # Hide messages of torchao, which some of these modules import.
     with known_chatter_dropped():
         return getattr(import_module(_EXPORTS[name]), name)
 

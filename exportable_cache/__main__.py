@@ -1,4 +1,4 @@
-"""`python -m exportable_cache`: the command line, for where its script is not on the path."""
+"""Entry point of `python -m exportable_cache`, for environments without the script on the path."""
 
 from .cli import main
 

@@ -1,27 +1,27 @@
-"""The errors users see.
+"""Errors that users can cause and fix.
 
-Each message names the value, the limit and the remedy; the command line exits with 2 on them.
+Each message names the value, the constraint and the remedy. The command line exits with 2 on them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-#: Characters that a terminal obeys, or that turn text round. Others that do not print, such as the joiners of emoji,
-#: belong to texts of many languages.
+#: Control characters of terminals, and those that reverse text. Other characters that do not print, such as the joiners
+#: of emoji, are part of many languages.
 _OBEYED = {*range(0x20), *range(0x7F, 0xA0), 0x202D, 0x202E} - {ord("\n"), ord("\t")}
 _SPELLED = {code: ascii(chr(code))[1:-1] for code in _OBEYED}
 
 
 def shown(text: object, keep: str = "") -> str:
-    """Return the text of an object with each character that does not print spelled as Python spells it.
+    """Return the text of an object with non-printing characters escaped as Python does.
 
-    Names in bundles and checkpoints, and words of requests, are a stranger's: on a terminal, control characters write
-    the clipboard, clear the screen or replace a line that was read already, and others hide what stands next to them.
+    Names in bundles, checkpoints and requests may come from an attacker. On a terminal, control characters can write
+    the clipboard, clear the screen or replace earlier lines.
 
     Args:
         text: A name or a sentence.
-        keep: Characters that stay as they are, such as the line breaks of a text that is several lines.
+        keep: Characters that stay unchanged, such as line breaks in a longer text.
     """
     written = str(text)
     if written.isprintable():
@@ -30,16 +30,14 @@ def shown(text: object, keep: str = "") -> str:
 
 
 def shown_generated(text: str) -> str:
-    """Return text that a model generates with each character spelled that a terminal obeys, except line breaks and
-    tabs.
-    """
+    """Return generated text with control characters of terminals escaped, except line breaks and tabs."""
     return text.translate(_SPELLED)
 
 
 class ExportableCacheError(Exception):
-    """Base of every error that a user can cause and mend.
+    """Base class of all errors that a user can cause and fix.
 
-    Messages quote files and requests of strangers, so characters in them that do not print are spelled.
+    Non-printing characters in messages are escaped, because messages quote files and requests.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,34 +45,34 @@ class ExportableCacheError(Exception):
 
 
 class InputError(ExportableCacheError, ValueError):
-    """An argument is outside what the call accepts: an empty prompt, a token outside the vocabulary, a wrong dtype."""
+    """An argument is not valid: an empty prompt, a token outside the vocabulary, a wrong dtype."""
 
 
 class CacheFullError(ExportableCacheError, ValueError, IndexError):
-    """A step needs more slots than a full-attention layer has left. Raised before any state changes.
+    """A step needs more slots than a full-attention layer has left. It is raised before any state changes.
 
-    An IndexError as well, which callers of transformers' static caches expect.
+    It is also an IndexError, which callers of transformers' static caches expect.
     """
 
 
 class NonFiniteLogitsError(InputError):
-    """A step gave logits that are infinite or not a number, from which no token can be chosen."""
+    """A step returned logits that are infinite or NaN, so no token can be chosen."""
 
 
 class UnsupportedModelError(ExportableCacheError, ValueError):
-    """The model needs a mechanism the cache does not have; the message names it."""
+    """The model needs a mechanism that the cache does not have; the message names it."""
 
 
 class BundleError(ExportableCacheError):
-    """A bundle folder cannot be written, or cannot be loaded: missing, corrupted, or of other versions."""
+    """A bundle cannot be written or loaded: it is missing, damaged, or made with other versions."""
 
 
 class RankLostError(ExportableCacheError, RuntimeError):
-    """A process of a parallel session is gone, or does not answer in time; start all of them again."""
+    """A process of a parallel session has ended or does not respond in time; restart all of them."""
 
 
 class MissingDependencyError(ExportableCacheError, ImportError):
-    """A target needs a package that is not installed; the message names the extra to install."""
+    """A required package is not installed; the message names the extra to install."""
 
 
 class VerificationError(ExportableCacheError):
@@ -82,5 +80,5 @@ class VerificationError(ExportableCacheError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of somebody else's says, short enough for a message of ours."""
+    """Return the first line of another library's error, for a message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

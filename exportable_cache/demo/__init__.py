@@ -1,9 +1,8 @@
-"""The demo model shipped with the package.
+"""The demo model that ships with the package.
 
-A tiny causal language model with alternating sliding-window and full attention,
-trained to recall codes stated far back in its prompt. A cache that loses or
-misplaces a key answers with the wrong digits, so it is a quick end-to-end check
-of any exported program. The task itself is in :mod:`exportable_cache.demo.task`.
+It is a tiny causal language model with alternating sliding-window and full attention, trained to recall codes from far
+back in its prompt. A cache that loses or misplaces a key gives wrong digits, so the model is a quick end-to-end check
+of an exported program. The task is in `exportable_cache.demo.task`.
 
 Importing this module loads neither torch nor transformers.
 """
@@ -16,5 +15,5 @@ __all__ = ["demo_path"]
 
 
 def demo_path() -> Path:
-    """Return the folder of the demo model, ready for ``from_pretrained``."""
+    """Return the folder of the demo model, for `from_pretrained`."""
     return Path(__file__).resolve().parent / "model"

@@ -1,10 +1,8 @@
-"""The recall task of the demo model: codes stated early, one asked at the end.
+"""The recall task of the demo model: a prompt states codes and asks for one at the end.
 
-A prompt states facts such as ``the code of amber is 4821.``, mixes them with
-filler sentences and ends with ``amber?``. The right continuation is `` 4821.``.
-Codes are uniformly random, so only a model that reads the fact through its
-cache can answer. The module needs the standard library only, which lets any
-backend (eager, compiled, exported, on device) be scored with the same questions.
+A prompt states facts such as `the code of amber is 4821.`, mixes them with filler sentences and ends with `amber?`. The
+right continuation is ` 4821.`. Codes are uniformly random, so only a model that reads the fact through its cache can
+answer. The module needs only the standard library, so that any backend can be scored with the same questions.
 """
 
 from __future__ import annotations
@@ -43,39 +41,39 @@ _NOUNS = "farmer baker sailor doctor teacher painter child dog cat horse".split(
 _VERBS = "slept waited sang rested walked played worked stopped danced laughed".split()
 _PLACES = "garden house market street field kitchen barn library station valley".split()
 _UNITS = "minutes hours days weeks years miles".split()
-_GLUE = "the code of is in near behind it took nobody saw today about".split()
+_GLUE = ["the", "code", "of", "is", "in", "near", "behind", "it", "took", "nobody", "saw", "today", "about"]
 
 FILLER_WORDS: tuple[str, ...] = tuple(dict.fromkeys(_GLUE + _ADJECTIVES + _NOUNS + _VERBS + _PLACES + _UNITS))
 
-# The demo tokenizer splits with the same pattern and holds every word of the task
-# as one token, which is why tokens can be counted here without loading it.
+# The demo tokenizer splits with the same pattern and has one token for every word of the task, so tokens can be counted
+# without loading it.
 TOKEN_PATTERN = r" ?[A-Za-z]+| ?[0-9]|[^A-Za-z0-9]"
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A name and the four digits that belong to it."""
+    """A name and its code of four digits."""
 
     name: str
     code: str
 
     @property
     def sentence(self) -> str:
-        """The fact as it is stated in a prompt."""
+        """Sentence of a prompt that states the fact."""
         return f"the code of {self.name} is {self.code}."
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, the continuation it calls for, and how far back the fact lies.
+    """A prompt, its right continuation, and the distance to the fact.
 
     Attributes:
-        prompt: text to give to the model, ending in ``<name>?``.
-        answer: expected continuation, a leading space and a full stop included.
-        name: the name asked about.
-        distance: tokens after the end of the asked fact, up to the prompt's end.
-            A layer whose window is not larger than this sees nothing of the fact.
-        tokens: length of the prompt in tokens of the demo tokenizer.
+        prompt: Text for the model, which ends in `<name>?`.
+        answer: Right continuation, with a leading space and a full stop.
+        name: Name that is asked about.
+        distance: Tokens from the end of the fact to the end of the prompt. A layer with a window of at most this size
+            does not see the fact.
+        tokens: Length of the prompt in tokens of the demo tokenizer.
     """
 
     prompt: str
@@ -86,23 +84,22 @@ class Question:
 
 
 def count_tokens(text: str) -> int:
-    """Count the demo tokenizer's tokens in task text (not in arbitrary text)."""
+    """Count the demo tokenizer's tokens in text of this task."""
     return len(re.findall(TOKEN_PATTERN, text))
 
 
 def make_facts(rng: random.Random, count: int) -> list[Fact]:
-    """Draw ``count`` facts with distinct names and independent uniform codes."""
+    """Return `count` facts with distinct names and independent uniform codes."""
     names = rng.sample(NAMES, count)
     return [Fact(name, "".join(rng.choices("0123456789", k=4))) for name in names]
 
 
 def make_filler(rng: random.Random, unused: Sequence[str]) -> str:
-    """Draw one sentence that states no code.
+    """Return a random sentence that states no code.
 
     Args:
-        rng: source of randomness.
-        unused: names the sentence may mention. Pass names without a fact in the
-            prompt, so that the sentence never says anything about the asked one.
+        rng: Source of randomness.
+        unused: Names that the sentence may mention. They should have no fact in the prompt.
     """
     kind = rng.random()
     if kind < 0.6 or (kind >= 0.8 and not unused):
@@ -114,17 +111,16 @@ def make_filler(rng: random.Random, unused: Sequence[str]) -> str:
 
 
 def make_question(rng: random.Random, facts: int = 8, fillers: int = 4, min_distance: int = 0) -> Question:
-    """Build one question.
+    """Return a random question.
 
     Args:
-        rng: source of randomness; equal states give equal questions.
-        facts: number of facts stated, at most ``len(NAMES)``.
-        fillers: number of filler sentences, spread at random among the facts.
-        min_distance: least number of tokens between the end of the asked fact and
-            the end of the prompt.
+        rng: Source of randomness; equal states give equal questions.
+        facts: Number of facts, at most `len(NAMES)`.
+        fillers: Number of filler sentences, at random positions among the facts.
+        min_distance: Minimum number of tokens from the end of the fact to the end of the prompt.
 
     Raises:
-        ValueError: if no fact of the prompt lies that far back.
+        ValueError: If no fact is that far back.
     """
     stated = make_facts(rng, facts)
     used = {fact.name for fact in stated}
@@ -132,7 +128,7 @@ def make_question(rng: random.Random, facts: int = 8, fillers: int = 4, min_dist
     parts: list[Fact | str] = [*stated, *(make_filler(rng, unused) for _ in range(fillers))]
     rng.shuffle(parts)
 
-    # Every name is one token with its leading space, so the closing " <name>?" has two.
+    # The final " <name>?" has two tokens, because a name with its leading space is one.
     distance = 2
     candidates: list[tuple[Fact, int]] = []
     for part in reversed(parts):
@@ -159,19 +155,18 @@ def make_questions(
     min_distance: int = 0,
     tokens: tuple[int, int] = (0, 1_000_000),
 ) -> list[Question]:
-    """Build ``count`` questions that depend on ``seed`` and the other arguments only.
+    """Return `count` questions that depend only on the arguments.
 
     Args:
-        count: number of questions.
-        seed: seed of the generator.
-        facts: smallest and largest number of facts in a prompt.
-        fillers: smallest and largest number of filler sentences in a prompt.
-        min_distance: see :func:`make_question`.
-        tokens: smallest and largest prompt length in tokens; other prompts are
-            drawn again.
+        count: Number of questions.
+        seed: Seed of the generator.
+        facts: Smallest and largest number of facts in a prompt.
+        fillers: Smallest and largest number of filler sentences in a prompt.
+        min_distance: See `make_question`.
+        tokens: Smallest and largest length of a prompt in tokens; other prompts are drawn again.
 
     Raises:
-        ValueError: if the bounds leave (almost) no prompt to draw.
+        ValueError: If almost no prompt meets the bounds.
     """
     rng = random.Random(seed)
     questions: list[Question] = []
@@ -190,14 +185,14 @@ def make_questions(
 
 
 def accuracy(answer: Callable[[str], str], questions: Iterable[Question]) -> float:
-    """Score a backend: the share of questions answered with exactly the right code.
+    """Return the share of questions that a backend answers with the right code.
 
-    Surrounding whitespace and anything after the answer's full stop are ignored, so
-    a backend may run a fixed number of steps and need not stop at the end token.
+    Surrounding whitespace and text after the answer's full stop are ignored, so that a backend may run a fixed number
+    of steps.
 
     Args:
-        answer: takes a prompt's text and returns the generated text alone.
-        questions: the questions to ask.
+        answer: Function from a prompt to the generated text without the prompt.
+        questions: The questions.
     """
     results = [answer(q.prompt).strip().startswith(q.answer.strip()) for q in questions]
     if not results:

@@ -251,12 +251,12 @@ def test_a_key_that_is_none_is_refused(home: Path, tmp_path: Path, monkeypatch: 
         user_key()
     path.unlink()
     path.mkdir()
-    with pytest.raises(InputError, match="cannot be read or created.*set EXPORTABLE_CACHE_HOME to a folder"):
+    with pytest.raises(InputError, match="cannot be read or created.*set EXPORTABLE_CACHE_HOME"):
         user_key()
     (tmp_path / "file").touch()
     monkeypatch.setenv(user_files.HOME_VARIABLE, str(tmp_path / "file" / "home"))
     model = tiny_model("llama")
-    with pytest.raises(InputError, match=f"cannot be read or created.*set EXPORTABLE_CACHE_HOME to a folder.*{user_files.HOME_VARIABLE}"):
+    with pytest.raises(InputError, match=f"cannot be read or created.*set {user_files.HOME_VARIABLE}"):
         GraphCache(tmp_path / "graphs", model, ExportableCache.from_model(model, 32))
 
 
