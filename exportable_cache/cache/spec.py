@@ -98,7 +98,7 @@ class CacheSpec:
     batch_size: int = setting(1, "Rows.", flags=("--batch-size", "-b"), metavar="N", kind=int, least=1)
     dtype: torch.dtype | str | None = setting(
         None,
-        "Of weights, keys and values; the model's own by default.",
+        "Dtype of weights, keys and values.",
         flags=("--dtype",),
         offered=("float32", "float16", "bfloat16"),
         shown_default=False,
@@ -132,7 +132,7 @@ class CacheSpec:
     )
     kv_dtype: str | None = setting(
         None,
-        "Keep keys and values in 16, 8 or 4 bits; the model's own dtype by default.",
+        "Keep keys and values in 16, 8 or 4 bits.",
         flags=("--kv-cache-dtype",),
         metavar="|".join(KV_DTYPES),
         choices=KV_DTYPES,

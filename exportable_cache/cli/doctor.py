@@ -20,7 +20,7 @@ from .output.terminal import Terminal
 
 
 def doctor(ctx: typer.Context, json: JsonOption = False) -> None:
-    """Show the processor, libraries and kernels in use, and what would be faster."""
+    """Show processor, libraries and kernels, and what would be faster."""
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries"):
         found = diagnose()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     declared("json", JsonOption, False),
 )
 def plan(ctx: typer.Context, model: str, target: str | None, json: bool, **given: Any) -> None:
-    """Plan the cache of a model: bytes of every layer, without loading weights."""
+    """Plan the cache of a model, without loading its weights."""
     from ..errors import UnsupportedModelError
 
     terminal: Terminal = ctx.obj
