@@ -144,7 +144,8 @@ def _read(path: str | os.PathLike) -> bytes:
         with Path(path).expanduser().open("rb") as file:
             return file.read(_MOST_BYTES)
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the key in {path}: {first_line(error)}; pass the path of a key file") from error
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise InputError(f"cannot read the key in {path}: {reason}; pass the path of a key file") from error
 
 
 def _library() -> tuple[Any, Any]:

@@ -50,7 +50,7 @@ def test_plan_takes_sinks_and_8_bits(run, tiny_folder):
 def test_plan_of_several_ranks(run, tiny_folder):
     lines = run("plan", tiny_folder, "-n", 64, "--tensor-parallel", 2).stdout.splitlines()
     assert "each of 2 ranks" in lines
-    assert any(line.startswith("cache          4.5 KiB: own heads in 2 layers") for line in lines)
+    assert any(line.startswith("cache          4.5 KiB: heads split in 2 layers") for line in lines)
     assert any("7 messages" in line and "5 of them sums" in line for line in lines)
     refused = run("plan", tiny_folder, "-n", 64, "--tensor-parallel", 3)
     assert refused.exit_code == 2 and "use 1 or 2" in refused.output + refused.stderr

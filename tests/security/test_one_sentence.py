@@ -126,7 +126,7 @@ def test_a_prompt_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
             io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"),
             "must be utf-8 text, got byte 0xff at 2; save it as UTF-8",
         ),
-        (io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="ascii"), "no ascii: byte 2 is 0xff"),
+        (io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="ascii"), "must be ascii text, got byte 0xff at 2"),
         (Broken(), "cannot read the prompt from stdin: Input/output error"),
     ):
         monkeypatch.setattr("sys.stdin", stream)
