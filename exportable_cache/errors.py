@@ -5,7 +5,14 @@ Each message names the value, the constraint and the remedy. The command line ex
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+#: Pattern in an error of a tracer or compiler -> what the model's code does.
+_MECHANISMS = {
+    r"[Dd]ata.?[Dd]ependent": "a size or a branch depends on the values of tensors",
+    r"Constraints violated|Specializations unexpectedly required": "the code branches on the length",
+}
 
 #: Control characters of terminals, and those that reverse text. Other characters that do not print, such as the joiners
 #: of emoji, are part of many languages.
@@ -82,3 +89,10 @@ class VerificationError(ExportableCacheError):
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error, for a message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def describe_trace_error(error: BaseException) -> str:
+    """Return the first line of an error of a tracer or compiler, preceded by its cause if that is known."""
+    words = f"{type(error).__name__}: {first_line(error)}"
+    mechanism = next((mechanism for pattern, mechanism in _MECHANISMS.items() if re.search(pattern, words)), None)
+    return words if mechanism is None else f"{mechanism}, {words}"

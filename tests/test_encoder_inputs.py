@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from exportable_cache import ExportableCache, Session
 from exportable_cache.errors import InputError
 from exportable_cache.models.layers.encoder import encoder_of
-from exportable_cache.program.inputs.encoder_decoder import encode_method
+from exportable_cache.program.decoders import encode_method
 from exportable_cache.verification.references import random_inputs
 
 from .support.seq2seq import reference_logits

@@ -9,7 +9,8 @@ from torch._dynamo.utils import counters
 from exportable_cache import ExportableCache
 from exportable_cache.backends import backend_for
 from exportable_cache.errors import InputError
-from exportable_cache.program.methods import ProgramMethod, chunk_sizes, length_buckets, method_for, methods_for
+from exportable_cache.program.decoders import length_buckets, methods_for
+from exportable_cache.program.methods import ProgramMethod, chunk_sizes, method_for
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 

@@ -9,7 +9,8 @@ from torch.export import ExportedProgram
 from exportable_cache import ExportableCache
 from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.program.methods import ProgramMethod, methods_for
+from exportable_cache.program.decoders import methods_for
+from exportable_cache.program.methods import ProgramMethod
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 

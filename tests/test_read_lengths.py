@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from exportable_cache import ExportableCache
+from exportable_cache.program.decoders import methods_for
 from exportable_cache.program.lengths import READ_STEP, shared_methods, slots_to_read
-from exportable_cache.program.methods import KV_SLOTS, methods_for
+from exportable_cache.program.methods import KV_SLOTS
 from exportable_cache.program.spec import ProgramSpec
 
 from .support.models import tiny_model

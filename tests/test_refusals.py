@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from exportable_cache.program.tracing import describe_trace_error
+from exportable_cache.errors import describe_trace_error
 
 
 class GuardOnDataDependentSymNode(Exception):

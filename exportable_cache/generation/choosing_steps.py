@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from .sampling import SamplingSettings, choose
-
-if TYPE_CHECKING:
-    from ..program.methods import ProgramMethod
 
 
 class Choice(nn.Module):
@@ -73,7 +70,7 @@ class ChoosingSteps(nn.Module):
         self.agree = agree
         self.step = step
         self.choose = Choice(greedy, penalised)
-        self.inputs = len(cast("ProgramMethod", step.method).inputs)
+        self.inputs = len(cast(Any, step).method.inputs)
         self.steps = steps
 
     def forward(self, *arguments: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from .loop import PromptStepper, Stepper
     from .sampling import Sampler
+    from .stepper import PromptStepper, Stepper
 
 
 class MultiStepDecoder:

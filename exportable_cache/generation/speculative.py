@@ -18,8 +18,8 @@ from .loop import Chosen, Ending
 from .sampling import Sampler
 
 if TYPE_CHECKING:
-    from .loop import PromptStepper, Stepper
     from .sampling import Sampling
+    from .stepper import PromptStepper, Stepper
 
 #: Arbitrary constant that separates a draft model's random numbers from the model's under one seed.
 _DRAFT_SEED = 0x1D8E4E27C47D124F

@@ -89,3 +89,31 @@ class ItemFacts:
             "apart": self.apart,
             "tiles": self.tiles,
         }
+
+
+@dataclass(frozen=True)
+class ExtraFeature:
+    """Features of each token that a decoder takes in addition to the embeddings.
+
+    Attributes:
+        name: Name of the decoder's argument.
+        keys: Indices or layer numbers of its tensors if it is a list or dict; empty for a single tensor.
+        size: Values per token, over all tensors.
+        mask: Argument with the mask of the tokens that have them, if not all do.
+        shape: Shape for one token, if it is a single tensor.
+        of_text: True if text tokens have them too.
+    """
+
+    name: str
+    keys: tuple[int, ...]
+    size: int
+    mask: str = ""
+    shape: tuple[int, ...] = ()
+    of_text: bool = False
+
+    def tensors(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return its tensors [tokens, size] from a decoder's arguments for one prompt."""
+        value = given[self.name]
+        if not self.keys:
+            return [value[0].flatten(1)]
+        return [value[key].reshape(-1, value[key].shape[-1]) for key in self.keys]

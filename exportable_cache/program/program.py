@@ -17,7 +17,7 @@ from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import attention_of
 from ..cache.step import StepContext, known_length
 from ..common.method_io import name_forward
-from ..errors import InputError, UnsupportedModelError
+from ..errors import InputError, UnsupportedModelError, describe_trace_error
 from ..models.cache_factory import ExportableEncoderDecoderCache
 from ..models.layers.codebooks import codebooks_of
 from ..models.layers.layout import cache_argument
@@ -26,17 +26,16 @@ from ..models.patches.mechanisms.speech import short_masks
 from ..models.patches.registry import patch_model
 from ..models.positions import check_rope, rope_rule
 from ..models.scans import longest_step
+from .decoders import EncodeModule, checked_prefill_chunk, decoder_arguments, methods_for, seq2seq_methods
 from .inputs.cross_items import CrossModality, cross_methods, without_items
-from .inputs.encoder_decoder import EncodeModule, decoder_arguments, seq2seq_methods
 from .inputs.front import passing_extra_features
 from .inputs.image_masks import image_masks
 from .inputs.modality import EmbedModule
 from .inputs.multimodal import multimodal_methods
 from .items import ITEM_STATES, ITEMS_SEEN
 from .last_token import choose_last_token_early
-from .methods import KV_SLOTS, ROPE_LENGTHS, checked_prefill_chunk, methods_for
+from .methods import KV_SLOTS, ROPE_LENGTHS
 from .spec import Form, Logits, ProgramSpec
-from .tracing import describe_trace_error
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

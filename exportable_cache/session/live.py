@@ -15,8 +15,8 @@ from ..models.cache_factory import ExportableCache
 from ..models.layers.layout import check_layers, vocab_size_of
 from ..models.positions import check_positions, rope_rule
 from ..models.weights import fingerprint, is_split
+from ..program.decoders import length_buckets
 from ..program.inputs.modalities import modalities_of
-from ..program.methods import length_buckets
 from ..program.spec import ProgramSpec
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedCon
 from exportable_cache.models.layers.codebooks import codebooks_of
 from exportable_cache.models.layers.encoder import encoder_of
 from exportable_cache.models.loading.support import RIGHT_BY_TOKEN
-from exportable_cache.program.inputs.encoder_decoder import encode_method
+from exportable_cache.program.decoders import encode_method
 from exportable_cache.verification.references import random_inputs
 
 from .architectures import Architecture

@@ -14,12 +14,11 @@ import torch
 from ...cache.attention.implementation import borrow_attention
 from ...common.compat import torch as private
 from ...common.process.tuning import threads_of_torch, warn_if_threads_spin
-from ...errors import InputError, UnsupportedModelError
+from ...errors import InputError, UnsupportedModelError, describe_trace_error
 from ...generation.choosing_steps import Choice, of_step
 from ...program.lengths import shared_methods, slots_to_read
 from ...program.program import ResidentModule, front_module, program_methods
 from ...program.spec import ProgramSpec
-from ...program.tracing import describe_trace_error
 from .background import background_compiler
 from .compile import CompileOptions, Step, StepCompiler, marked
 from .graphs import Graph, OutdatedGraph, choice_graph, choosing

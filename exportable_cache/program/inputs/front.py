@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from .probe import ExtraFeature
+    from ..items import ExtraFeature
 
 
 #: Attributes that models keep between calls, restored after a run.

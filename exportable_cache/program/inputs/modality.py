@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from ...cache.attention.implementation import attention_of
 from ...common.method_io import TensorSpec, name_forward
 from ...errors import InputError, UnsupportedModelError, first_line
-from ..items import FixedInput, ItemFacts
+from ..items import ExtraFeature, FixedInput, ItemFacts
 from ..methods import ProgramMethod
 from .examples import AUDIO, IMAGE, KINDS, VIDEO, VIDEO_GRID, checked_example, placeholders_of
 from .front import count_tokens, handed_to_decoder
 from .known_values import KnownValues
-from .probe import ExtraFeature, Probed, frames_lie_apart, probe, prompt_with
+from .probe import Probed, frames_lie_apart, probe, prompt_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

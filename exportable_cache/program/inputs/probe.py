@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ...errors import UnsupportedModelError
+from ..items import ExtraFeature
 from .front import decoder_of, handed_to_decoder, passing_extra_features
 
 if TYPE_CHECKING:
@@ -32,34 +33,6 @@ _AROUND = {
     "audio": (("audio_start_token_id", "boa_token_id"), ("audio_end_token_id", "eoa_token_id", "eoa_token_index")),
 }
 _TEXT = (61, 83, 71, 97)
-
-
-@dataclass(frozen=True)
-class ExtraFeature:
-    """Features of each token that a decoder takes in addition to the embeddings.
-
-    Attributes:
-        name: Name of the decoder's argument.
-        keys: Indices or layer numbers of its tensors if it is a list or dict; empty for a single tensor.
-        size: Values per token, over all tensors.
-        mask: Argument with the mask of the tokens that have them, if not all do.
-        shape: Shape for one token, if it is a single tensor.
-        of_text: True if text tokens have them too.
-    """
-
-    name: str
-    keys: tuple[int, ...]
-    size: int
-    mask: str = ""
-    shape: tuple[int, ...] = ()
-    of_text: bool = False
-
-    def tensors(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return its tensors [tokens, size] from a decoder's arguments for one prompt."""
-        value = given[self.name]
-        if not self.keys:
-            return [value[0].flatten(1)]
-        return [value[key].reshape(-1, value[key].shape[-1]) for key in self.keys]
 
 
 @dataclass(frozen=True)

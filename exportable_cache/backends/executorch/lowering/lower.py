@@ -17,8 +17,7 @@ from executorch.exir.passes import MemoryPlanningPass
 from torch.export import ExportedProgram
 
 from ....common.compat.executorch import edge_config, forget_program
-from ....errors import ExportableCacheError, InputError, UnsupportedModelError
-from ....program.tracing import describe_trace_error
+from ....errors import ExportableCacheError, InputError, UnsupportedModelError, describe_trace_error
 from ..dedup.segment_calls import StampedSegments
 from ..graph_edits import forget_histories
 from ..native.linears import linears_to_own, tables_to_own

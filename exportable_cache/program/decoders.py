@@ -1,24 +1,95 @@
-"""Methods of an encoder-decoder model: the encoder, and the steps of its decoder."""
+"""Methods of text decoders and of encoder-decoders: which ones a program has, and their lengths."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ...common.method_io import TensorSpec, name_forward
-from ...errors import InputError
-from ...models.layers.encoder import ENCODER_LENGTH, EncoderStates, run_encoder
-from ..methods import ProgramMethod, methods_for
-from ..spec import ProgramSpec
+from ..common.method_io import TensorSpec, name_forward
+from ..errors import InputError
+from ..models.layers.encoder import ENCODER_LENGTH, EncoderStates, run_encoder
+from .methods import ProgramMethod
+from .spec import ProgramSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ...models.cache_factory import ExportableEncoderDecoderCache
-    from ...models.layers.encoder import Encoder
+    from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
+    from ..models.layers.encoder import Encoder
+
+
+DEFAULT_PREFILL_CHUNK = 256
+#: Smallest length bucket, in slots. Below this, attention costs too little to be worth a method.
+SMALLEST_BUCKET = 128
+
+
+def methods_for(cache: ExportableCache, spec: ProgramSpec | None = None) -> dict[str, ProgramMethod]:
+    """Return the methods of a text decoder over `cache`.
+
+    Args:
+        cache: The cache, whose capacity limits their lengths.
+        spec: Which methods to make; `forward` and `split` must be bools, see `ProgramSpec.decided`.
+
+    Raises:
+        InputError: If `prefill_chunk`, `score_length` or a bucket exceeds the capacity of a row.
+    """
+    spec = ProgramSpec() if spec is None else spec
+    score_length, split = spec.score_length, spec.split
+    prefill_chunk = checked_prefill_chunk(cache, spec.prefill_chunk)
+    methods = [ProgramMethod("decode", 1, 1)] if split else []
+    if split and prefill_chunk > 1:
+        methods.append(ProgramMethod("prefill", 2, prefill_chunk))
+    if spec.forward or not split:
+        # `forward` also scores drafts, because a second method would make runtimes that pack weights hold them twice.
+        methods.append(ProgramMethod("forward", 1, prefill_chunk, scored_tokens=min(score_length, prefill_chunk)))
+    if cache.max_length is not None and score_length > cache.max_length:
+        raise InputError(
+            f"score_length must be at most {cache.max_length}, the tokens a row holds, got {score_length}; lower it or "
+            "raise max_cache_len"
+        )
+    if score_length and not spec.forward:
+        methods.append(ProgramMethod("score", 2, score_length, scored_tokens=score_length))
+    for bucket in spec.buckets:
+        if cache.max_length is not None and bucket > cache.max_length:
+            raise InputError(
+                f"buckets must be at most {cache.max_length}, the tokens a row holds, got {bucket}; remove it"
+            )
+        methods.append(ProgramMethod(f"decode_{bucket}", 1, 1, bucket))
+        if prefill_chunk > 1 and bucket > 1:
+            methods.append(ProgramMethod(f"prefill_{bucket}", 2, min(prefill_chunk, bucket), bucket))
+        if score_length and bucket > 1:
+            most = min(score_length, bucket)
+            methods.append(ProgramMethod(f"score_{bucket}", 2, most, bucket, scored_tokens=most))
+    return {method.name: method for method in methods}
+
+
+def checked_prefill_chunk(cache: ExportableCache, prefill_chunk: int | None) -> int:
+    """Return the longest chunk of a prompt: the given one, or the default.
+
+    Raises:
+        InputError: If it is not positive, exceeds the capacity of the cache, or is too small for the model.
+    """
+    limit = cache.max_length
+    if prefill_chunk is None:
+        return DEFAULT_PREFILL_CHUNK if limit is None else min(DEFAULT_PREFILL_CHUNK, limit)
+    if prefill_chunk < 1 or (limit is not None and prefill_chunk > limit):
+        allowed = "at least 1" if limit is None else f"1 to {limit}, the tokens the cache holds"
+        raise InputError(f"prefill_chunk must be {allowed}, got {prefill_chunk}")
+    if prefill_chunk < 3 and any(layer.policy.keeps_prompt for layer in cache.layers):
+        raise InputError(
+            f"prefill_chunk must be at least 3 for a model that keeps its whole prompt, got {prefill_chunk}; raise it"
+        )
+    return prefill_chunk
+
+
+def length_buckets(cache: ExportableCache, smallest: int = SMALLEST_BUCKET) -> list[int]:
+    """Return the powers of two from `smallest` to below the largest capacity of a layer of `cache`."""
+    most = max(layer.capacity or 0 for layer in cache.layers if layer.follows_decoder)
+    return [2**power for power in range(math.ceil(math.log2(smallest)), 63) if 2**power < most]
 
 
 def encode_method(encoder: Encoder) -> ProgramMethod:
