@@ -119,7 +119,7 @@ def test_an_adapter_goes_onto_a_live_model_that_stays_as_it_is(folders: tuple[Pa
 
 def test_two_adapters_are_refused_with_what_is_possible(folders: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match="lora was given 2 times.*one adapter.*export once for each.*add_weighted_adapter"
+        InputError, match="lora must name at most one adapter, got 2 .*export once for each.*add_weighted_adapter"
     ):
         export("no-such-model", "fake", CAPACITY, tmp_path / "out", lora=[folders[1], folders[1]])
 
@@ -131,14 +131,16 @@ def test_the_option_repeats_so_that_the_second_is_refused_and_not_dropped(folder
 
     twice = ["--lora", str(folders[1])] * 2
     result = CliRunner().invoke(app, ["export", str(folders[0]), "-n", "32", "-o", "nowhere", "-t", "pt2", *twice])
-    assert result.exit_code == 2 and "lora was given 2 times" in result.stderr
+    assert result.exit_code == 2 and "lora must name at most one adapter, got 2" in result.stderr
 
 
 def test_adapters_that_do_not_fit_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     model, adapter = folders
-    with pytest.raises(InputError, match=r"'.*model', which has no adapter_config.json; pass the folder that peft"):
+    with pytest.raises(
+        InputError, match=r"lora must be a folder with adapter_config.json, got '.*model'; pass the folder that peft"
+    ):
         load_model(model, lora=[model])
-    with pytest.raises(InputError, match="cannot put the adapter .* on LlamaForCausalLM: .*it was trained for"):
+    with pytest.raises(InputError, match="cannot apply the adapter .* to LlamaForCausalLM: .*it was trained for"):
         load_model(tiny_model("llama", hidden_size=64), lora=[adapter])
     with pytest.raises(InputError, match="lacks weights for LlamaForCausalLM"):
         load_model(tiny_model("llama", num_hidden_layers=3), lora=[adapter])
@@ -149,15 +151,15 @@ def test_adapters_that_do_not_fit_are_refused(folders: tuple[Path, Path], tmp_pa
 def test_adapters_that_do_not_merge_are_refused() -> None:
     peft = pytest.importorskip("peft")
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(UnsupportedModelError, match="PROMPT_TUNING, which is no change of weights"):
+    with pytest.raises(UnsupportedModelError, match="PROMPT_TUNING, which does not change weights"):
         load_model(peft.get_peft_model(tiny_model("llama"), prompt).eval())
-    with pytest.raises(UnsupportedModelError, match="reads one table .* tie_word_embeddings=False"):
+    with pytest.raises(UnsupportedModelError, match="ties its embeddings to its head.* tie_word_embeddings=False"):
         load_model(adapted(model=tiny_model("llama", tie_word_embeddings=True), target_modules=["embed_tokens"]))
     with pytest.raises(InputError, match=r"PeftModel is in training mode; call model.eval\(\)"):
         load_model(adapted().train())
     inside = tiny_model("llama")
     inside.add_adapter(peft.LoraConfig(target_modules=TARGETED))
-    with pytest.raises(UnsupportedModelError, match="has adapters loaded into it.*pass lora= their folder"):
+    with pytest.raises(UnsupportedModelError, match="has adapters loaded; .*pass their folder as lora"):
         load_model(inside.eval())
 
 

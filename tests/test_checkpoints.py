@@ -15,9 +15,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from exportable_cache import export, load
 from exportable_cache.errors import InputError, MissingDependencyError, UnsupportedModelError
 from exportable_cache.models.loading import prequantized
-from exportable_cache.models.loading.generation_configs import named_ends
+from exportable_cache.models.loading.generation_configs import eos_tokens_of
 from exportable_cache.models.loading.loading import load_config, load_model
-from exportable_cache.models.loading.location import place_of
+from exportable_cache.models.loading.location import locate
 from exportable_cache.models.loading.tokenizer import load_tokenizer
 from exportable_cache.pipeline.plan import plan
 
@@ -104,7 +104,7 @@ def test_an_end_of_the_config_counts_where_the_generation_config_has_none(tmp_pa
     (tmp_path / "model" / "generation_config.json").write_text("{}")
     assert load_model(tmp_path / "model").model.generation_config.eos_token_id == 5
     checkpoints.edit_config(tmp_path / "model", eos_token_id=None, text_config={"eos_token_id": [6, 7]})
-    assert named_ends(place_of(tmp_path / "model"), GenerationConfig()) == [6, 7]
+    assert eos_tokens_of(locate(tmp_path / "model"), GenerationConfig()) == [6, 7]
     checkpoints.edit_config(tmp_path / "model", eos_token_id=5, text_config=None)
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 3}')
     assert load_model(tmp_path / "model").model.generation_config.eos_token_id == 3
@@ -125,7 +125,7 @@ def test_sentencepiece_alone_is_a_tokenizer(tmp_path: Path) -> None:
         assert tokenizer(said, add_special_tokens=False)["input_ids"] == theirs.encode(said)
     # Without its class transformers reads the same file, and cuts otherwise.
     (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(InputError, match="where sentencepiece cuts it into.*add the tokenizer_config.json"):
+    with pytest.raises(InputError, match="while sentencepiece splits it into.*add its tokenizer_config.json"):
         load_tokenizer(tmp_path)
 
 
@@ -205,7 +205,7 @@ def test_quantised_checkpoints_are_exported_and_say_so(
         tmp_path / "model", "fake", CAPACITY, tmp_path / "out", progress=lambda line, *_: lines.append(line)
     )
     (remark,) = bundle.manifest.remarks
-    assert remark.endswith("were dequantised; nearest to them is quantize='8da4w' with group_size=32")
+    assert remark.endswith("were dequantised; the nearest option is quantize='8da4w' with group_size=32")
     assert remark in lines
     assert "quantization_config" not in bundle.manifest.config
     assert len(list(load(bundle.path).generate(tokens(5), 4))) > 0
@@ -217,13 +217,13 @@ def test_quantised_checkpoints_are_exported_and_say_so(
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 128},
             UnsupportedModelError,
-            "'model' are quantised .gptq, 4 bits in groups of 128., which is not read here.*--quantize 8da4w",
+            "'model' are quantised .gptq, 4 bits in groups of 128., which is not supported.*--quantize 8da4w",
         ),
         ({"quant_method": "awq", "bits": 4, "group_size": 64}, UnsupportedModelError, "awq, 4 bits in groups of 64"),
         (
             {"quant_method": "of-tomorrow"},
             UnsupportedModelError,
-            "of-tomorrow.*pass the checkpoint they were made from",
+            "of-tomorrow.*pass the original checkpoint",
         ),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {}, "b": {}}},
@@ -318,5 +318,5 @@ def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UnsupportedModelError, match="cannot read 'tiny.gguf'.*pass the checkpoint it was made from"):
+    with pytest.raises(UnsupportedModelError, match="cannot read 'tiny.gguf'.*pass the original checkpoint"):
         load_model(tmp_path / "tiny.gguf")

@@ -105,18 +105,18 @@ def refused(error: type[Exception], *parts: str, model: Any, **options: Any) -> 
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    refused(InputError, "no folder", "no hub id", "check the path", model=str(tmp_path / "nowhere"))
-    refused(InputError, "no folder", model=Path("nowhere"))
+    refused(InputError, "must be an existing folder or a hub id", "check the path", model=str(tmp_path / "nowhere"))
+    refused(InputError, "must be an existing folder", model=Path("nowhere"))
 
 
 def test_file_in_place_of_folder(folder: Path) -> None:
-    refused(InputError, "is a file; pass the folder", model=folder / "config.json")
+    refused(InputError, "a folder or a .gguf file", "; pass the folder with config.json", model=folder / "config.json")
 
 
 def test_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     refused(
-        InputError, "'no/such-model' is no local folder", "hub cannot be reached (HF_HUB_OFFLINE is set)", "pass its folder",
+        InputError, "'no/such-model' is not a local folder", "hub cannot be reached (HF_HUB_OFFLINE is set)", "pass its folder",
         model="no/such-model",
     )  # fmt: skip
 
@@ -126,7 +126,11 @@ def test_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, capfd: pytest
     # A port that nothing listens on.
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     refused(
-        InputError, "is no local folder", "not in the local hub cache", "hub cannot be reached", model="no/such-model"
+        InputError,
+        "is not a local folder",
+        "not in the local hub cache",
+        "hub cannot be reached",
+        model="no/such-model",
     )
     assert capfd.readouterr().err == ""
 
@@ -195,7 +199,7 @@ def test_missing_weights(copy: Path) -> None:
 
 def test_damaged_tokenizer(copy: Path) -> None:
     (copy / "tokenizer.json").write_text("{")
-    refused(InputError, "cannot read the tokenizer of 'tiny'", "remove them to go without", model=copy)
+    refused(InputError, "cannot read the tokenizer of 'tiny'", "remove them to continue without it", model=copy)
 
 
 def test_given_model_must_fit() -> None:
@@ -236,7 +240,7 @@ def test_positions_of_a_table_are_a_limit(family: str) -> None:
     model = tiny_model(family, max_position_embeddings=32)
     check_positions(model, 32)
     for held, text in ((33, "33"), (None, "any number of")):
-        with pytest.raises(InputError, match=f"can hold {text} tokens, but .* has positions for 32 .*at most 32"):
+        with pytest.raises(InputError, match=f"at most 32 tokens, .*, got {text}; use a max_cache_len of at most 32"):
             check_positions(model, held)
 
 
@@ -248,5 +252,5 @@ def test_computed_positions_are_none() -> None:
 @pytest.mark.parametrize("open_", [load_model, load_config, load_tokenizer])
 def test_empty_name_is_not_the_working_folder(folder: Path, open_: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    with pytest.raises(InputError, match="model is an empty name; pass 'demo', a local folder, or a hub id"):
+    with pytest.raises(InputError, match="model must not be an empty string; pass 'demo', a local folder, or a hub id"):
         open_("")

@@ -12,7 +12,7 @@ from .support.models import tiny_model
 
 def test_a_position_bias_of_fixed_size_is_a_limit() -> None:
     model = tiny_model("mpt", d_model=32, n_heads=4, n_layers=2, max_seq_len=32)
-    with pytest.raises(InputError, match=r"the cache can hold 48 tokens, but MptForCausalLM has positions for 32"):
+    with pytest.raises(InputError, match=r"at most 32 tokens, the positions of MptForCausalLM .*, got 48"):
         Session.from_model(model, ExportableCache.from_model(model, 48))
     Session.from_model(model, ExportableCache.from_model(model, 32))
 
@@ -22,4 +22,4 @@ def test_computed_positions_beyond_the_models_are_said() -> None:
     assert plan(model.config, 64).positions == ""
     assert "made for 64 positions" in plan(model.config, 65).positions
     assert "made for 64 positions" in beyond_positions(model.config, 65)
-    assert beyond_positions(model.config, 4096, goes_on=True) == ""
+    assert beyond_positions(model.config, 4096, is_unbounded=True) == ""

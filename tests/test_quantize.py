@@ -127,10 +127,10 @@ def test_a_tied_head_keeps_reading_the_table() -> None:
     [
         (("4da4w",), "quantize must be one of 8da4w, 8da8w, 8w, or None, got '4da4w'"),
         (("8da4w", None, "2w"), "quantize_embeddings must be one of 8w, 4w, none, or None, got '2w'"),
-        (("8da4w", 20), "group_size is 20; it must be a multiple of 32"),
+        (("8da4w", 20), "group_size must be a multiple of 32, got 20"),
         (("8da4w", -32), "group_size must be an int of at least 1, got -32"),
-        (("8da8w", 32), "group_size is 32, but 8-bit weights have one scale per row"),
-        ((None, 32), "group_size is 32, but nothing is quantised"),
+        (("8da8w", 32), "group_size must be left out for 8-bit weights, which have one scale per row, got 32"),
+        ((None, 32), "group_size must be given with quantize or quantize_embeddings, got 32"),
     ],
 )
 def test_schemes_are_checked_at_construction(options: tuple, message: str) -> None:
@@ -170,14 +170,14 @@ def test_encoder_and_decoder_keep_reading_one_table(family: str) -> None:
 
 def test_layers_that_a_scheme_cannot_take_are_refused() -> None:
     with pytest.raises(
-        InputError, match=r"group_size 64 does not divide the rows of .*, 32 weights long; use a group_size of 32"
+        InputError, match=r"group_size must divide the rows of .*, 32 weights long, got 64; use a group_size of 32"
     ):
         check_quantizable(tiny_model("llama"), Quantization("8da4w", 64))
-    with pytest.raises(InputError, match="48 weights long; use quantize='8da8w', which has no groups"):
+    with pytest.raises(InputError, match="48 weights long, got 64; use quantize='8da8w', which has no groups"):
         check_quantizable(tiny_model("llama", hidden_size=48, head_dim=12), Quantization("8da4w", 64))
     with pytest.raises(UnsupportedModelError, match="tied to its embeddings.*use quantize_embeddings='8w'"):
         check_quantizable(model_of(tied=True), Quantization("8da4w", 32, "4w"))
-    with pytest.raises(UnsupportedModelError, match="has no torch.nn.Linear besides its head"):
+    with pytest.raises(UnsupportedModelError, match="has no torch.nn.Linear except its head"):
         check_quantizable(tiny_model("gpt2", n_embd=64, n_layer=1, n_head=4), Quantization("8da4w"))
 
 
@@ -187,9 +187,9 @@ def test_layers_that_a_scheme_cannot_take_are_refused() -> None:
         (
             "pt2",
             {"quantize": "8da4w"},
-            "quantize is '8da4w', for which target 'pt2' has no kernels worth using; it takes 8w, 8da8w",
+            "quantize must be a scheme that target 'pt2' has fast kernels for, got '8da4w'; use 8w, 8da8w",
         ),
-        ("executorch", {"quantize": "8w"}, "target 'executorch' has no kernels worth using; it takes 8da4w, 8da8w"),
+        ("executorch", {"quantize": "8w"}, "target 'executorch' has fast kernels for, got '8w'; use 8da4w, 8da8w"),
     ],
 )
 def test_schemes_without_kernels_are_refused_before_anything_is_loaded(

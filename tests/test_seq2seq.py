@@ -362,9 +362,11 @@ def test_refused_calls(call: Any, message: str) -> None:
 
 
 def test_refused_allocations() -> None:
-    with pytest.raises(InputError, match="the encoder of WhisperForConditionalGeneration takes 24 frames"):
+    with pytest.raises(
+        InputError, match="max_encoder_len must be 24, the frames that the encoder of Whisper.* takes, got 30"
+    ):
         ExportableCache.from_model(tiny_seq2seq("whisper"), 16, max_encoder_len=30)
-    with pytest.raises(InputError, match="has positions for 256"):
+    with pytest.raises(InputError, match="at most 256, the positions of the encoder"):
         ExportableCache.from_model(tiny_seq2seq("bart"), 16, max_encoder_len=257)
 
 

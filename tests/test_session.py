@@ -304,7 +304,7 @@ def test_wrong_model_or_cache_is_refused(model: Any) -> None:
     cache = ExportableCache.from_model(model, CAPACITY)
     with pytest.raises(InputError, match="cache is a dict; allocate one with ExportableCache.from_model"):
         Session.from_model(model, {})
-    with pytest.raises(InputError, match="the cache has 2 layers, the model 3"):
+    with pytest.raises(InputError, match="the cache must have 3 layers like the model, got 2"):
         Session.from_model(tiny_model("llama", num_hidden_layers=3), cache)
     training = tiny_model("llama").train()
     with pytest.raises(InputError, match="training mode; call model.eval"):
@@ -325,7 +325,7 @@ def test_a_cache_of_other_windows_is_refused(family: str) -> None:
     from .support.layers import ring_layer
 
     model = tiny_model(family)
-    with pytest.raises(InputError, match="layer 0 of the cache is CacheLayer.RingPolicy.window=4"):
+    with pytest.raises(InputError, match="layer 0 of the cache must fit .*, got CacheLayer.RingPolicy.window=4"):
         Session.from_model(model, ExportableCache([ring_layer(1, 2, 8, 4), ring_layer(1, 2, 8, 4)]))
 
 
@@ -346,7 +346,7 @@ def test_position_tables_limit_the_cache_wherever_they_are_kept(family: str) -> 
     options = {"gptj": {"rotary_dim": 8}, "ctrl": {"dff": 64}, "gpt2": {}}[family]
     model = tiny_model(family, max_position_embeddings=32, **options)
     Session.from_model(model, ExportableCache.from_model(model, 32))
-    with pytest.raises(InputError, match="the cache can hold 64 tokens, but .* has positions for 32"):
+    with pytest.raises(InputError, match="the cache must hold at most 32 tokens, .*, got 64"):
         Session.from_model(model, ExportableCache.from_model(model, 64))
 
 

@@ -124,7 +124,7 @@ def test_a_verify_spec_is_checked_where_it_is_made(options: dict[str, Any], mess
         ({"overwrite": 1}, "overwrite must be True or False, got 1"),
         ({"dtype": "int8"}, "dtype must be .*got 'int8'"),
         ({"output_dir": None}, "output_dir must be given; name the folder to write"),
-        ({"quantization": Quantization("8w")}, "quantize is '8w', for which target 'fake' has no kernels"),
+        ({"quantization": Quantization("8w")}, "quantize must be a scheme that target 'fake' has fast kernels for"),
         ({"options": Pt2Options()}, "options must be FakeOptions for target 'fake', got Pt2Options"),
     ],
 )

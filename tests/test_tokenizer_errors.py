@@ -136,6 +136,6 @@ def test_tokens_that_cannot_be_decoded_are_one_sentence() -> None:
 
 def test_what_is_no_error_of_a_tokenizer_passes() -> None:
     for error in (KeyboardInterrupt(), SystemExit(1), MemoryError(), InputError("ours")):
-        with pytest.raises(type(error)) as caught, tokenizer_errors("the tokenizer cannot be tried"):
+        with pytest.raises(type(error)) as caught, tokenizer_errors("the tokenizer cannot be used"):
             raise error
         assert caught.value is error

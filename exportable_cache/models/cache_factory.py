@@ -25,7 +25,7 @@ from ..errors import ExportableCacheError, InputError, UnsupportedModelError, fi
 from ..pytree import register_node
 from .layers.encoder import encoder_decoder_layers, encoder_of
 from .layers.layout import (
-    check_in_one_place,
+    check_cross_layers,
     check_longest,
     check_model_type,
     check_sinks,
@@ -238,7 +238,7 @@ class ExportableCache(LayeredCache):
                 stage = stage_of(model, model.device)
                 layer_specs, dtype, device = _layer_specs(model, stage)
         check_longest(model.config, spec.max_cache_len)
-        check_in_one_place(model.config, ranks, stage, spec.offload, spec.split_context)
+        check_cross_layers(model.config, ranks, stage, spec.offload, spec.split_context)
         if spec.sinks is not None:
             check_sinks(model.config, layer_specs)
         over = None

@@ -1,8 +1,8 @@
-"""RoPE whose factors change with the length of the sequence: where they do, and which a step has to use.
+"""Limits of a model's positions: tables of positions, and RoPE whose factors change with the sequence length.
 
-transformers chooses the factors by the largest position of a call. LongRoPE has one set for short sequences and one for
-long ones; dynamic NTK computes them from the length. So the length is a property of a call and not of a token, and all
-rows of a batch share it there. Here each row has a length of its own, which every step is handed as a tensor.
+transformers chooses the factors of RoPE by the largest position of a call. LongRoPE has one set for short sequences and
+one for long ones; dynamic NTK computes them from the length. All rows of a batch then share them. Here each row has its
+own length, which every step gets as a tensor.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
-#: Factors of a row whose keys were computed with several of them, see `RopeRule.factors`.
+#: Value of `RopeRule.factors` for a row whose keys were computed with different factors.
 MIXED = -1
-#: A number of steps that no cache has room for.
+#: More steps than fit in any cache.
 ANY = 2**62
 
 
 @dataclass(frozen=True)
 class RopeRule:
-    """When the factors of a model's RoPE change: `RopeRule("longrope", (4096,))` has others from 4,097 tokens on.
+    """A rule for when the factors of RoPE change: `RopeRule("longrope", (4096,))` changes them at 4,097 tokens.
 
     Attributes:
         kind: `longrope` or `dynamic` (NTK).
-        borders: The longest sequences with the factors before each change, ascending. Those of `dynamic` have one, past
-            which every length has factors of its own.
-        recomputes: True if transformers' `generate` computes the whole sequence again when it crosses the border.
+        borders: Longest sequence length before each change, ascending. `dynamic` has one border, and different factors
+            for every greater length.
+        recomputes: True if transformers' `generate` recomputes the whole sequence when it crosses the border.
     """
 
     kind: str
@@ -45,33 +45,33 @@ class RopeRule:
 
     @property
     def border(self) -> int:
-        """The longest sequence before any change."""
+        """Longest sequence length before the first change."""
         return self.borders[0]
 
     def is_reached(self, max_length: int | None) -> bool:
-        """Return True if a row of at most `max_length` tokens, None for any number, gets past a border."""
+        """Return True if a row of at most `max_length` tokens (None: no limit) can pass a border."""
         return max_length is None or max_length > self.border
 
     def after(self, before: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Return the length that a call's factors are chosen by, int64 [batch].
+        """Return the lengths that determine a call's factors, int64 [batch].
 
         Args:
-            before: The same of the last call, int64 [batch]; 0 at the start of a sequence.
+            before: Result for the previous call, int64 [batch]; 0 at the start of a sequence.
             ends: Tokens that each row holds after the call, int64 [batch].
         """
         if self.kind == LONGROPE:
             return ends
-        # As `dynamic_frequency_update`: the longest length so far counts, until a call ends below the border.
+        # As in `dynamic_frequency_update`: the greatest length so far, until a call ends below the border.
         return torch.where(ends < self.border, ends, torch.maximum(before, ends))
 
     def factors(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return numbers that are equal where two lengths have equal factors, int64 [batch]."""
+        """Return numbers that are equal for lengths with equal factors, int64 [batch]."""
         if self.kind == DYNAMIC:
             return lengths.clamp(min=self.border)
         return (lengths[:, None] > torch.tensor(self.borders)).sum(-1)
 
     def equal_steps(self, length: int, before: int) -> int:
-        """Return how many tokens fed one by one after `length` tokens have the same factors as the first of them.
+        """Return how many tokens fed one by one after `length` tokens share their factors.
 
         Args:
             length: Tokens that the row holds.
@@ -83,7 +83,7 @@ class RopeRule:
         return next(following, 1 if self.kind == DYNAMIC else ANY)
 
     def crosses(self, held: int, end: int) -> bool:
-        """Return True if `generate` computes a sequence again that goes on from `held` tokens to `end`."""
+        """Return True if `generate` recomputes a sequence that grows from `held` tokens to `end`."""
         return self.recomputes and 0 < held <= self.border < end
 
     def __str__(self) -> str:
@@ -92,10 +92,10 @@ class RopeRule:
 
 
 def rope_rule(model: PreTrainedModel) -> RopeRule | None:
-    """Return when the factors of a model's RoPE change, None for one that has the same at every length.
+    """Return the rule by which a model's RoPE factors change, or None if they are constant.
 
     Raises:
-        UnsupportedModelError: If some of its layers have LongRoPE and some dynamic NTK.
+        UnsupportedModelError: If layers have different kinds of changing RoPE.
     """
     kinds, borders = set(), set()
     for module, layer_type, kind in changing(model):
@@ -105,12 +105,12 @@ def rope_rule(model: PreTrainedModel) -> RopeRule | None:
         return None
     if len(kinds) > 1 or (kinds == {DYNAMIC} and len(borders) > 1):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has several kinds of RoPE that change with the length ({', '.join(sorted(kinds))} "
-            f"past {', '.join(map(str, sorted(borders)))} tokens); use DynamicCache"
+            f"layers of {type(model).__name__} must have one kind of RoPE that changes with the length, got "
+            f"{', '.join(sorted(kinds))} past {', '.join(map(str, sorted(borders)))} tokens; use DynamicCache"
         )
     prepare = getattr(type(model), "prepare_inputs_for_generation", None)
     names = getattr(getattr(prepare, "__code__", None), "co_names", ())
-    # Phi 3's, which PhiMoE and Phi 4 multimodal have copies of.
+    # The method of Phi 3, which PhiMoE and Phi 4 multimodal copy.
     recomputes = "original_max_position_embeddings" in names and hasattr(
         model.config, "original_max_position_embeddings"
     )
@@ -119,7 +119,7 @@ def rope_rule(model: PreTrainedModel) -> RopeRule | None:
 
 @contextmanager
 def lengths_forgotten(model: PreTrainedModel) -> Iterator[None]:
-    """Run a block in which a model has seen no sequence yet, and leave it so."""
+    """Reset the frequencies that a model keeps from longer sequences, before and after the block."""
     _forget_lengths(model)
     try:
         yield
@@ -128,7 +128,7 @@ def lengths_forgotten(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _forget_lengths(model: PreTrainedModel) -> None:
-    """Put back the frequencies of short sequences, which dynamic NTK replaces on the module by those of the longest."""
+    """Restore the frequencies of short sequences, which dynamic NTK replaces on the module."""
     for module, layer_type, kind in changing(model):
         if kind == DYNAMIC:
             setattr(module, f"{prefix(layer_type)}max_seq_len_cached", module.original_max_seq_len)
@@ -137,27 +137,28 @@ def _forget_lengths(model: PreTrainedModel) -> None:
 
 
 def check_rope(model: PreTrainedModel, max_length: int | None, takes_lengths: bool = False) -> None:
-    """Refuse a program whose rows could get past a change of its RoPE's factors.
+    """Check that the rows of a program cannot pass a change of its RoPE factors.
 
     Args:
-        max_length: Tokens a row can hold in all, None for any number.
-        takes_lengths: True if the program is handed the lengths of its rows.
+        model: The model of the program.
+        max_length: Most tokens of a row; None for no limit.
+        takes_lengths: True if the program gets the lengths of its rows.
 
     Raises:
-        InputError: If they could.
+        InputError: If they can.
     """
     rule = rope_rule(model)
     if rule is not None and rule.is_reached(max_length) and not takes_lengths:
         held = "any number of" if max_length is None else max_length
         raise InputError(
             f"max_cache_len must be at most {rule.border} for a program of {type(model).__name__}, got a cache of "
-            f"{held} tokens: the model has {rule}, and programs of this target have those of shorter sequences; export "
-            f"with max_cache_len={rule.border}, or for longer sequences with target='pt2' or 'aoti'"
+            f"{held} tokens: the model has {rule}, and this target supports only the factors of shorter sequences; "
+            f"export with max_cache_len={rule.border}, or for longer sequences with target='pt2' or 'aoti'"
         )
 
 
 def changing(model: nn.Module) -> Iterator[tuple[nn.Module, str | None, str]]:
-    """Give the rotary embeddings that change with the length, each with the layer type (None for all) and the kind."""
+    """Yield rotary embeddings that change with the length, with layer type (None for all layers) and kind."""
     for module in model.modules():
         types = getattr(module, "rope_type", None)
         for layer_type, name in (types if isinstance(types, dict) else {None: types}).items():
@@ -167,7 +168,7 @@ def changing(model: nn.Module) -> Iterator[tuple[nn.Module, str | None, str]]:
 
 
 def prefix(layer_type: str | None) -> str:
-    """Return what the names of a rotary embedding's tensors begin with."""
+    """Return the prefix of the names of a rotary embedding's tensors."""
     return "" if layer_type is None else f"{layer_type}_"
 
 
@@ -183,19 +184,20 @@ def _border(module: Any, layer_type: str | None, kind: str) -> int:
     return int(parameters_of(module, layer_type)["original_max_position_embeddings"])
 
 
-#: Where configs say how many positions a model has; the last ones are LED's and MPT's.
+#: Config fields with a model's number of positions; the last two are those of LED and MPT.
 _LIMITS = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings", "max_seq_len")
-#: Models that compute a bias of a fixed number of positions in every step, and slice it: where their config has it.
+#: Models whose position bias has a fixed number of positions -> the config field of that number.
 _FIXED_BIAS = {"mpt": "max_seq_len"}
 
 
 def check_positions(model: PreTrainedModel, max_length: int | None) -> None:
-    """Refuse a cache that holds more tokens than the model has positions for, where it looks them up in a table.
+    """Check that a cache holds at most as many tokens as a model's position table.
 
-    Models with computed positions (rotary, ALiBi) pass: they run past what they were trained for.
+    Models with computed positions (rotary, ALiBi) pass, because they run beyond their training length.
 
     Args:
-        max_length: Tokens a row can hold in all, None for any number.
+        model: The model.
+        max_length: Most tokens of a row; None for no limit.
 
     Raises:
         InputError: If a step would read past the table.
@@ -208,7 +210,7 @@ def check_positions(model: PreTrainedModel, max_length: int | None) -> None:
     if not isinstance(limit, int) or (max_length is not None and max_length <= limit):
         return
     for name, rows in _position_tables(model):
-        # Some tables have up to two extra rows in front, for padding.
+        # Because some tables begin with up to two rows for padding.
         if limit <= rows <= limit + 2:
             _refuse(model, max_length, limit, name)
 
@@ -216,33 +218,31 @@ def check_positions(model: PreTrainedModel, max_length: int | None) -> None:
 def _refuse(model: PreTrainedModel, max_length: int | None, limit: int, name: str) -> NoReturn:
     held = "any number of" if max_length is None else max_length
     raise InputError(
-        f"the cache can hold {held} tokens, but {type(model).__name__} has positions for {limit} ({name}); "
+        f"the cache must hold at most {limit} tokens, the positions of {type(model).__name__} ({name}), got {held}; "
         f"use a max_cache_len of at most {limit}"
     )
 
 
-def beyond_positions(config: PreTrainedConfig, max_cache_len: int, goes_on: bool = False) -> str:
-    """Return one line that says that a cache holds more tokens than a model was made for; empty if it does not.
+def beyond_positions(config: PreTrainedConfig, max_cache_len: int, is_unbounded: bool = False) -> str:
+    """Return a warning if a cache holds more tokens than a model was made for, else an empty string.
 
     Args:
-        config: Of the model.
+        config: Config of the model.
         max_cache_len: Tokens that a full-attention layer holds.
-        goes_on: Whether positions in the cache start again, as with attention sinks.
+        is_unbounded: True if positions in the cache are reused, as with attention sinks.
     """
     config = config.get_text_config(decoder=True)
     limit = next((getattr(config, name) for name in _LIMITS if isinstance(getattr(config, name, None), int)), None)
-    if goes_on or not limit or max_cache_len <= limit:
+    if is_unbounded or not limit or max_cache_len <= limit:
         return ""
     return (
         f"max_cache_len is {max_cache_len}, but the model was made for {limit} positions (its config's "
-        "max_position_embeddings); tokens behind these are computed, and their quality is unknown"
+        "max_position_embeddings); later tokens are computed, but their quality is unknown"
     )
 
 
 def _position_tables(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """Name and rows of what may be a table of positions: embeddings, and 2-D tensors that are no parameters (GPT-J,
-    CTRL).
-    """
+    """Yield name and rows of possible position tables: embeddings, and 2-D tensors that are not parameters."""
     try:
         tokens = model.get_input_embeddings()
     except NotImplementedError:  # see `layout.vocab_size_of`

@@ -1,8 +1,8 @@
-"""Quantised models in eager mode, a few rows of a weight at a time.
+"""Eager mode for quantised models that dequantises a few rows of a weight at a time.
 
-torchao makes a whole weight float32 in every call: a table of 150,000 rows takes 600 MB for three tokens, and each pass
-over a weight leaves the processor's cache. Rows do not depend on one another, so results are the same. Nor do the
-tokens whose activations are rounded, which is done once for the layers that read the same ones.
+torchao dequantises a whole weight to float32 in every call: a table of 150,000 rows takes 600 MB for three tokens, and
+each pass over a weight exceeds the processor's cache. Rows are independent, so results are the same. Activations are
+rounded once for all layers that read the same tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     class QuantizedWeight(torch.Tensor):
-        """The part of a quantised weight of torchao that is used here, as of `IntxUnpackedToInt8Tensor`."""
+        """The attributes of torchao's quantised weights, such as `IntxUnpackedToInt8Tensor`, that are used here."""
 
         qdata: torch.Tensor
         scale: torch.Tensor
@@ -37,21 +37,23 @@ if TYPE_CHECKING:
             block_size: tuple[int, ...],
             dtype: torch.dtype,
             activation_quantization: Any = None,
-        ) -> Self: ...
+        ) -> Self:
+            """Create a weight from its parts."""
+            ...
 
 
-# Weights made float32 at once: large enough for a product to be one, small enough for a processor's cache.
+# Weights dequantised at once: enough for an efficient product, few enough for the processor's cache.
 _ELEMENTS_AT_ONCE = 1 << 20
-# Activations rounded at once: the passes over them are short enough to stay in it.
+# Activations rounded at once: few enough to stay in the cache over several passes.
 _ACTIVATIONS_AT_ONCE = 1 << 17
 
 
 class QuantizedRows(TorchFunctionMode):
-    """A block in which linear layers and embedding tables whose weights torchao has quantised are worked out so."""
+    """A context manager that computes torchao's quantised linear layers and embeddings a few rows at a time."""
 
     def __init__(self) -> None:
         super().__init__()
-        # What was rounded last, with its version: queries, keys and values are made from one tensor.
+        # The last rounded tensor with its version, because queries, keys and values read the same one.
         self._source: torch.Tensor | None = None
         self._version = -1
         self._rounded: torch.Tensor | None = None
@@ -77,9 +79,9 @@ class QuantizedRows(TorchFunctionMode):
 
 
 class QuantizedZeros(QuantizedRows):
-    """The same, but that linear layers give zeros: for who looks at shapes and masks, and at no number.
+    """A `QuantizedRows` whose quantised linear layers return zeros, for callers that need only shapes and masks.
 
-    Making the weights of a large model float32 takes a minute.
+    It exists because dequantising the weights of a large model takes a minute.
     """
 
     def __torch_function__(
@@ -91,24 +93,25 @@ class QuantizedZeros(QuantizedRows):
 
 
 def is_quantized(weight: Any) -> TypeGuard[QuantizedWeight]:
-    """Whether a weight is one of torchao's, of integers and their scales."""
+    """Return True if a weight is a quantised one of torchao, with integers and scales."""
     return hasattr(weight, "qdata") and hasattr(weight, "zero_point")
 
 
 def rounds_activations(weight: Any) -> TypeGuard[QuantizedWeight]:
-    """Whether what is multiplied by a weight is rounded, too."""
+    """Return True if a weight is quantised together with the activations that it is multiplied by."""
     return is_quantized(weight) and weight.activation_quantization is not None
 
 
 def rows_of(weight: QuantizedWeight, index: torch.Tensor | slice) -> QuantizedWeight:
-    """Some rows of a quantised weight, quantised."""
+    """Return some rows of a quantised weight as a quantised weight."""
     form = (weight.target_dtype, weight.block_size, weight.dtype, weight.activation_quantization)
     return type(weight)(weight.qdata[index], weight.scale[index], weight.zero_point[index], *form)
 
 
 def rounded_activations(source: torch.Tensor) -> torch.Tensor:
-    """Activations float32 [..., features] rounded to 8 bits, each token with a scale and a zero point of its own, and
-    made float again: what torchao's layers with `INT8_ASYM_PER_TOKEN` multiply by.
+    """Round activations, float32 [..., features], to 8 bits with a scale and zero point per token, and back.
+
+    The result is what torchao's layers with `INT8_ASYM_PER_TOKEN` multiply by.
     """
     from torchao.quantization.quant_primitives import (
         MappingType,
@@ -142,7 +145,7 @@ def rounded_activations(source: torch.Tensor) -> torch.Tensor:
 
 
 def has_quantized_weights(model: nn.Module) -> bool:
-    """Whether torchao has quantised a linear layer or a table of it."""
+    """Return True if torchao has quantised a linear layer or an embedding table of a model."""
     return any(
         is_quantized(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))
     )

@@ -1,7 +1,7 @@
 """Recurrences over the tokens of one step, computed without a loop over them.
 
 Each starts from a state and returns the outputs and the next state. Results are exact for any number of tokens, so one
-exported graph serves a prompt, its continuation and every length. The tests compare with the sequential recurrence.
+exported graph serves a prompt, its continuation and every length. tests/scans compares with the sequential recurrence.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 
 class _Longest(threading.local):
-    """Of this thread's step. TorchDynamo (2.13) traces the attributes of a `threading.local`, and no `ContextVar`."""
+    """A thread-local limit. TorchDynamo (2.13) traces attributes of a `threading.local`, but not a `ContextVar`."""
 
     def __init__(self) -> None:
-        # On the instance, in every thread: guards of a thread's first graph would else fail once a step has set it.
+        # Set on the instance of every thread, because guards of a graph fail if the attribute appears later.
         self.tokens: int | None = None
 
 
@@ -28,8 +28,9 @@ _longest = _Longest()
 
 @contextmanager
 def longest_step(tokens: int | None) -> Iterator[None]:
-    """State the limit for the steps inside the block, or None where the length of each step is known
-    when it is traced.
+    """Set the most tokens of a step inside the block; None if the lengths are known at tracing time.
+
+    Scans by doubling take as many rounds as that limit needs, for every length.
     """
     before = _longest.tokens
     _longest.tokens = tokens
@@ -40,7 +41,7 @@ def longest_step(tokens: int | None) -> Iterator[None]:
 
 
 def doublings(length: int) -> int:
-    """Rounds that doubling needs to span `length` tokens, which may be symbolic inside `longest_step`."""
+    """Return the rounds that doubling needs for `length` tokens, which may be symbolic inside `longest_step`."""
     return ((_longest.tokens or length) - 1).bit_length()
 
 
@@ -56,7 +57,9 @@ def selective_scan(
     delta_bias: torch.Tensor | None = None,
     delta_softplus: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`h[t] = exp(A dt[t]) h[t-1] + dt[t] B[t] x[t]`, `y[t] = C[t] h[t] + D x[t]`, gated by `silu(z[t])`.
+    """Compute the selective scan of Mamba (Gu and Dao 2023, arXiv:2312.00752).
+
+    `h[t] = exp(A dt[t]) h[t-1] + dt[t] B[t] x[t]`, `y[t] = C[t] h[t] + D x[t]`, gated by `silu(z[t])`.
 
     Args:
         hidden_states: x, [batch, channels, length].
@@ -68,7 +71,7 @@ def selective_scan(
         D: [channels].
         z: [batch, channels, length].
         delta_bias: Added to dt, [channels].
-        delta_softplus: Whether dt is then passed through softplus.
+        delta_softplus: True to apply softplus to dt then.
 
     Returns:
         y [batch, channels, length], and h after the last token [batch, channels, states].
@@ -90,10 +93,10 @@ def selective_scan(
 
 
 def linear_recurrence(decay: torch.Tensor, inputs: torch.Tensor, initial_state: torch.Tensor) -> torch.Tensor:
-    """`h[t] = decay[t] h[t-1] + inputs[t]`, elementwise.
+    """Compute `h[t] = decay[t] h[t-1] + inputs[t]`, elementwise.
 
-    Computed by doubling (Hillis and Steele 1986): after round k each position sums up the 2^k tokens up to it. Decays
-    are at most 1 and only ever multiplied, so nothing overflows.
+    Doubling (Hillis and Steele 1986): after round k each position holds the sum over the 2^k tokens up to it. Decays
+    are at most 1 and only multiplied, so nothing overflows.
 
     Args:
         decay: [batch, length, ...], between 0 and 1.
@@ -112,7 +115,7 @@ def linear_recurrence(decay: torch.Tensor, inputs: torch.Tensor, initial_state: 
 
 
 def shifted(values: torch.Tensor, tokens: int, fill: float) -> torch.Tensor:
-    """`values` [batch, length, ...] moved `tokens` later, the front filled."""
+    """Shift `values` [batch, length, ...] by `tokens` positions, filling the front."""
     front = values.new_full((values.shape[0], tokens, *values.shape[2:]), fill)
     return torch.cat([front, values], dim=1).narrow(1, 0, values.shape[1])
 
@@ -129,11 +132,11 @@ def state_space_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`h[t] = exp(A dt[t]) h[t-1] + dt[t] x[t] B[t]`, `y[t] = h[t] C[t] + D x[t]`, with one decay per head.
+    """Compute the state space scan of Mamba 2 (Dao and Gu 2024, arXiv:2405.21060), with one decay per head.
 
-    All tokens are one chunk of the paper's chunked form (section 6): attention with decays between them, and one
-    product for what the state gave before. Upstream pads to whole chunks of a fixed size instead, which fixes the
-    length of a traced step.
+    `h[t] = exp(A dt[t]) h[t-1] + dt[t] x[t] B[t]`, `y[t] = h[t] C[t] + D x[t]`. All tokens are one chunk of the paper's
+    chunked form (section 6): attention with decays between them, and one product for the initial state. Upstream pads
+    to whole chunks of a fixed size, which fixes the length of a traced step.
 
     Args:
         hidden_states: x, [batch, length, heads, head_dim].
@@ -144,7 +147,7 @@ def state_space_scan(
         initial_state: h before the first token, [batch, heads, head_dim, states].
         D: [heads].
         dt_bias: Added to dt, [heads].
-        dt_softplus: Whether dt is then passed through softplus.
+        dt_softplus: True to apply softplus to dt then.
         dt_limit: Range that dt is clamped to.
 
     Returns:
@@ -182,11 +185,12 @@ def delta_rule(
     initial_state: torch.Tensor,
     normalize: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`S[t] = exp(g[t]) S[t-1] + beta[t] k[t] (v[t] - k[t] exp(g[t]) S[t-1])`, `o[t] = q[t] S[t] / sqrt(dim)`.
+    """Compute the gated delta rule (Yang et al. 2024, arXiv:2412.06464), with decays per head or per channel.
 
-    All tokens are one chunk of the chunked form (sections 3.2 and 3.3 of the paper): attention between them, a
-    triangular system for what each adds to the state, and one product for what the state gave before. Per channel, it
-    keeps length x length x dim decays per head, so keep steps short there.
+    `S[t] = exp(g[t]) S[t-1] + beta[t] k[t] (v[t] - k[t] exp(g[t]) S[t-1])`, `o[t] = q[t] S[t] / sqrt(dim)`. All tokens
+    are one chunk of the chunked form (sections 3.2 and 3.3): attention between them, a triangular system for the update
+    of the state, and one product for the initial state. Decays per channel, as in Kimi Delta Attention, take
+    length x length x dim memory per head, so keep steps short there.
 
     Args:
         query: [batch, length, key_heads, dim].
@@ -195,7 +199,7 @@ def delta_rule(
         decay: g, at most 0: [batch, length, heads], or [batch, length, heads, dim].
         beta: [batch, length, heads].
         initial_state: S before the first token, [batch, heads, dim, value_dim].
-        normalize: Whether queries and keys are scaled to length 1.
+        normalize: True to scale queries and keys to length 1.
 
     Returns:
         o [batch, length, heads, value_dim], and S after the last token.
@@ -229,17 +233,17 @@ def delta_rule(
 
 
 def unit_lower_inverse(matrix: torch.Tensor) -> torch.Tensor:
-    """Inverse of a lower triangular matrix [..., n, n] whose diagonal counts as ones and whose upper part as zeros.
+    """Invert lower triangular matrices [..., n, n]; the diagonal is taken as ones and the upper part as zeros.
 
-    Diagonal blocks are merged two by two, `[[A, 0], [C, D]]^-1 = [[A^-1, 0], [-D^-1 C A^-1, D^-1]]`: as stable as
-    forward substitution, in log2(n) rounds of products, for an n that need not be known, and without a solver, which
-    few runtimes have.
+    Diagonal blocks are merged in pairs, `[[A, 0], [C, D]]^-1 = [[A^-1, 0], [-D^-1 C A^-1, D^-1]]`. This is as stable as
+    forward substitution, takes log2(n) rounds of products for a symbolic n, and needs no solver, which few runtimes
+    have.
     """
     at = torch.arange(matrix.shape[-1], device=matrix.device)
     inverse = (at[:, None] == at[None, :]).to(matrix.dtype).expand(matrix.shape)
     for round_ in range(doublings(matrix.shape[-1])):
         block = torch.div(at, 2**round_, rounding_mode="floor")
-        # Rows of the second of two neighbouring blocks, columns of the first.
+        # Rows of the second block of a pair, columns of the first.
         below = (block[:, None] == block[None, :] + 1) & (torch.remainder(block, 2)[:, None] == 1)
         inverse = inverse - inverse @ torch.where(below, matrix, 0.0) @ inverse
     return inverse
@@ -250,12 +254,12 @@ def _normalized(x: torch.Tensor) -> torch.Tensor:
 
 
 class MemoryState(NamedTuple):
-    """What a matrix memory keeps: zeros before the first token.
+    """State of a matrix memory; zeros before the first token.
 
     Attributes:
         memory: Sum of weighted products of keys and values, [batch, heads, key_dim, value_dim].
         normalizer: Sum of weighted keys, [batch, heads, key_dim].
-        largest: The exponent taken out of both, [batch, heads, 1].
+        largest: Exponent that both were divided by, [batch, heads, 1].
     """
 
     memory: torch.Tensor
@@ -271,17 +275,18 @@ def matrix_memory(
     state: MemoryState,
     eps: float,
 ) -> tuple[torch.Tensor, MemoryState]:
-    """`C[t] = f[t] C[t-1] + i[t] k[t] v[t]`, `n[t] = f[t] n[t-1] + i[t] k[t]`, `h = q C / max(|q n|, 1)`.
+    """Compute the matrix memory of xLSTM (Beck et al. 2024, arXiv:2405.04517, section 2.3).
 
-    All tokens are one chunk: attention with gates between them, and one product for what the state gave before.
-    Exponents are taken out of the sums as the sequential form takes them, so that `eps` weighs the same.
+    `C[t] = f[t] C[t-1] + i[t] k[t] v[t]`, `n[t] = f[t] n[t-1] + i[t] k[t]`, `h = q C / max(|q n|, 1)`. All tokens are
+    one chunk: attention with gates between them, and one product for the initial state. Sums are scaled by the same
+    exponents as in the sequential form, so that `eps` has the same weight.
 
     Args:
         query: [batch, heads, length, key_dim].
         key: [batch, heads, length, key_dim].
         value: [batch, heads, length, value_dim].
         gates: Input gate i, an exponent, and forget gate f before its sigmoid, [batch, heads, length] each.
-        state: Before the first token.
+        state: State before the first token.
         eps: Added to the denominator.
 
     Returns:
@@ -293,7 +298,7 @@ def matrix_memory(
     total = F.logsigmoid(gates[1].float()).cumsum(-1)[..., None]
     at = torch.arange(length, device=query.device)
     later = at[:, None] < at[None, :]
-    # Exponent of what each token, a column, has left at each later one, a row.
+    # Exponent of the weight of each token (column) at each later token (row).
     between = (total - total.transpose(-1, -2) + entered).masked_fill(later, float("-inf"))
     carried = total + state.largest[..., None]
     largest = torch.maximum(carried, between.amax(-1, keepdim=True))
@@ -311,31 +316,31 @@ def matrix_memory(
     )
 
 
-#: Of the largest exponent where nothing was seen: finite, so that differences are.
+#: Largest exponent before the first token; finite, so that differences are finite.
 _NOTHING = -1e38
 
 
 def weighted_values(
     decay: torch.Tensor, bonus: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean of values, each weighted by `exp(key)` and by `decay` per token since; the newest by `exp(bonus + key)`.
+    """Compute RWKV's weighted mean of values (Peng et al. 2023, arXiv:2305.13048, section 3.1.2).
 
-    Sums are kept with the largest exponent taken out of them, so nothing overflows. Computed by doubling, as
-    `linear_recurrence`.
+    A value has the weight `exp(key)`, decayed per later token; the newest has `exp(bonus + key)`. Sums are divided by
+    their largest exponent, so nothing overflows. Computed by doubling, as `linear_recurrence`.
 
     Args:
-        decay: Logarithm of what is left of a weight after a token, [channels], negative.
+        decay: Logarithm of the decay of a weight per token, [channels], negative.
         bonus: [channels].
         key: [batch, length, channels].
         value: [batch, length, channels].
-        state: Sum of weighted values, sum of weights, and the exponent taken out of both: [batch, 3, channels]. Zeros
-            where nothing was seen.
+        state: Sum of weighted values, sum of weights, and the exponent that both were divided by, [batch, 3, channels].
+            Zeros before the first token.
 
     Returns:
         Means [batch, length, channels], and the state after the last token.
     """
     key, value = key.float(), value.float()
-    # A sum of weights is at least 1 once something was seen.
+    # The sum of weights is 0 only before the first token, because it is at least 1 later.
     before = torch.where(state[:, 1:2] == 0, _NOTHING, state[:, 2:3])
     values, weights, largest = value, torch.ones_like(value), key
     for round_ in range(doublings(key.shape[1])):
@@ -347,7 +352,7 @@ def weighted_values(
         )
     seen = torch.arange(1, key.shape[1] + 1, device=key.device)[:, None]
     sums = _joined((state[:, 0:1], state[:, 1:2], before), decay * seen, (values, weights, largest))
-    # What each token finds, itself left out.
+    # Sums before each token.
     found = [
         torch.cat([first, rest], dim=1).narrow(1, 0, key.shape[1])
         for first, rest in zip((state[:, 0:1], state[:, 1:2], before), sums, strict=True)
@@ -362,7 +367,7 @@ def _joined(
     decay: torch.Tensor | float,
     later: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sums over two stretches of tokens, each with its exponent; the earlier one is `decay` away."""
+    """Add the sums of two ranges of tokens, each with its exponent; `decay` is applied to the earlier one."""
     exponent = earlier[2] + decay
     largest = torch.maximum(exponent, later[2])
     left, right = torch.exp(exponent - largest), torch.exp(later[2] - largest)

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PartOf:
-    """Where an ordinary tensor lies in one that processes share; kept on it as `part_of`.
+    """A description of a tensor that is a part of one that processes share, kept in its attribute `part_of`.
 
     Attributes:
-        shape: Of the whole.
-        dim: Along which it is cut.
-        first: Index of the part's beginning.
-        group: The processes; several may have the same part. None of a part that a program is made of.
+        shape: Shape of the whole tensor.
+        dim: Dimension along which it is split.
+        first: Index of the part's first element in that dimension.
+        group: The processes; several may have the same part. None for a part that a program is exported from.
     """
 
     shape: tuple[int, ...]
@@ -34,11 +34,11 @@ class PartOf:
 
 
 def elements(tensor: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """Elements of a tensor, [count], by their places in the flattened whole.
+    """Return elements of a tensor, [count], by their indices in the whole tensor, flattened.
 
     Args:
-        tensor: Of any shape; split over processes, all of them have to ask.
-        where: int64 [count], on the host.
+        tensor: A tensor of any shape. If it is split over processes, all of them must call this.
+        where: Indices, int64 [count], on the CPU.
     """
     split, part = split_tensor(tensor), part_of(tensor)
     if split is None and part is None:
@@ -52,32 +52,32 @@ def elements(tensor: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
             return local.flatten()[where.to(local.device)]
         (placement,) = split.placements
         if type(placement) is not Shard:
-            # Interleaved parts, of packed weights.
+            # Packed weights are split into interleaved parts.
             return split.full_tensor().flatten()[where.to(local.device)]
-        # As torch cuts: equal parts, but for the last ones.
+        # As torch splits: equal parts, except the last ones.
         first = mesh.get_local_rank() * -(-split.shape[placement.dim] // mesh.size())
         part = PartOf(tuple(split.shape), placement.dim, first, mesh.get_group())
     assert part is not None
-    places = list(torch.unravel_index(where.to(local.device), part.shape))
-    places[part.dim] = places[part.dim] - part.first
-    is_mine = (places[part.dim] >= 0) & (places[part.dim] < local.shape[part.dim])
+    indices = list(torch.unravel_index(where.to(local.device), part.shape))
+    indices[part.dim] = indices[part.dim] - part.first
+    is_mine = (indices[part.dim] >= 0) & (indices[part.dim] < local.shape[part.dim])
     found = torch.zeros(len(where), dtype=local.dtype, device=local.device)
     if local.numel():
-        found = torch.where(is_mine, local[tuple(place * is_mine for place in places)], found)
-    # As bits, which the largest of one number and zeros leaves as they are: in floating point -0.0 would become 0.0.
+        found = torch.where(is_mine, local[tuple(index * is_mine for index in indices)], found)
+    # Reduced as bytes, because a maximum over floating-point numbers would turn -0.0 into 0.0.
     bits = found.view(torch.uint8).to(torch.int32)
     dist.all_reduce(bits, dist.ReduceOp.MAX, part.group)
     return bits.to(torch.uint8).view(local.dtype)
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of a tensor, or of what it is a part of."""
+    """Return the shape of a tensor, or of the tensor that it is a part of."""
     part = part_of(tensor)
     return tuple(tensor.shape) if part is None else part.shape
 
 
 def is_split(tensor: torch.Tensor) -> bool:
-    """Whether this process has a part of it only."""
+    """Return True if this process has only a part of a tensor."""
     if part_of(tensor) is not None:
         return True
     split = split_tensor(tensor)
@@ -87,15 +87,15 @@ def is_split(tensor: torch.Tensor) -> bool:
 
 
 def part_of(tensor: torch.Tensor) -> PartOf | None:
-    """Where an ordinary tensor lies in one that processes share, None of what is no part."""
+    """Return the description of a part of a tensor, or None."""
     return getattr(tensor, "part_of", None)
 
 
 def split_tensor(tensor: torch.Tensor) -> DTensor | None:
-    """A tensor as one that processes share, None of an ordinary one."""
+    """Return a tensor as a DTensor, or None if it is not one."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    # Here, as it takes long, and most programs are one process's.
+    # Imported here because it is slow, and most programs use one process.
     from torch.distributed.tensor import DTensor
 
     return tensor if isinstance(tensor, DTensor) else None
@@ -106,13 +106,14 @@ _SAMPLES = 64
 
 @torch.no_grad()
 def fingerprint(model: torch.nn.Module) -> str:
-    """sha256 over every parameter's name, shape, dtype and 64 of its elements, evenly spread.
+    """Return the SHA-256 of every parameter's name, shape, dtype and 64 evenly spaced elements.
 
-    Two models of one architecture agree only if these elements agree in every bit: other weights, another dtype or a
-    quantised copy differ. It is no checksum of all the weights: for that a checkpoint's own is there.
+    It identifies the weights that a saved state was computed with: other weights, another dtype or a quantised copy
+    give another fingerprint. It is not a checksum of all weights.
 
     Args:
-        model: On any device. Split over several processes, it has the name of the whole; all of them have to ask.
+        model: A model on any device. If it is split over processes, all of them must call this, and get the fingerprint
+            of the whole model.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -128,6 +129,6 @@ def _samples(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     try:
         yield elements(tensor, where)
     except NotImplementedError:
-        # Packed weights cannot be flattened: of the tensors that they are made of.
+        # Packed weights cannot be flattened, so the tensors inside them are sampled.
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield from _samples(getattr(tensor, name))

@@ -98,7 +98,7 @@ def test_export_refuses_bad_arguments_and_writes_nothing(run, tiny_folder, tmp_p
 def test_export_refuses_empty_names(run, tiny_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused(run("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", ""), "output_dir", "name the folder to write")
-    refused(run("export", "", "-t", "pt2", "-n", 16, "-o", "x"), "model is an empty name", "pass 'demo'")
+    refused(run("export", "", "-t", "pt2", "-n", 16, "-o", "x"), "model must not be an empty string", "pass 'demo'")
     assert list(tmp_path.iterdir()) == []
 
 

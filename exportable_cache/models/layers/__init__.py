@@ -1,1 +1,1 @@
-"""What each layer of a model keeps, read from the model by running one token through it."""
+"""Specs of a model's layers and inputs, read from the model by running one token through it."""

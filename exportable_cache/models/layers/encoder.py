@@ -1,4 +1,4 @@
-"""The encoder of an encoder-decoder model: what it takes, what comes out, and the method that runs it."""
+"""The encoder of an encoder-decoder model: its inputs, its outputs, and the specs of the decoder's layers."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
 
 
 DEFAULT_ENCODER_LENGTH = 512
-#: Half a minute: samples at 16 kHz, frames of 10 ms.
+#: 30 seconds: samples at 16 kHz, frames of 10 ms.
 DEFAULT_SAMPLES = 30 * 16000
 DEFAULT_FRAMES = 30 * 100
 
-#: Name of the size of the encoder's output, among those of a method.
+#: Name of the length dimension of the encoder's output.
 ENCODER_LENGTH = "encoder_length"
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """What an encoder takes and gives.
+    """A description of an encoder's input and output.
 
     Attributes:
-        main_input: The tensor it reads; see `_inputs_of` for the kinds. The axis that may differ from call to call is
-            named "length".
-        takes_mask: Whether it takes a padding mask [batch, length] as well.
-        min_length, max_length: Shortest and longest input. Equal where the encoder, or the cross-attention, which then
-            knows no padding, takes one length only.
-        capacity: Positions it gives for the longest input.
-        hidden_size: Of its output.
-        dtype: Of its output, as the name of a torch dtype.
-        multiple: What the length of an input is a multiple of. Text is padded to one, behind a mask.
+        main_input: Input tensor, see `_input_of` for the kinds. Its dynamic dimension is named "length".
+        takes_mask: True if the encoder also takes a padding mask [batch, length].
+        min_length: Shortest input.
+        max_length: Longest input. Equal to `min_length` if the encoder takes one length only, or if cross-attention
+            has no padding mask.
+        capacity: Output positions for the longest input.
+        hidden_size: Hidden size of the output.
+        dtype: Dtype of the output, as the name of a torch dtype.
+        multiple: Divisor of an input's length. Text is padded to a multiple, with a mask.
     """
 
     main_input: TensorSpec
@@ -60,7 +60,7 @@ class Encoder:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether every input has the same length, so that every position of the output is real."""
+        """True if every input has the same length, so that the output has no padding."""
         return self.min_length == self.max_length
 
     @property
@@ -76,9 +76,11 @@ class Encoder:
 def run_encoder(
     model: PreTrainedModel, attention_mask: torch.Tensor | None = None, **main_input: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """
+    """Run the encoder of a model.
+
     Args:
-        attention_mask: int64 [batch, length], 1 on what is real and 0 on the padding behind it.
+        model: The encoder-decoder model.
+        attention_mask: int64 [batch, length], 1 for inputs and 0 for the padding after them.
         **main_input: See `Encoder.main_input`.
 
     Returns:
@@ -87,17 +89,17 @@ def run_encoder(
     given_mask = {} if attention_mask is None else {"attention_mask": attention_mask}
     outputs = model.get_encoder()(**main_input, **given_mask)
     pooled = getattr(outputs, "pooler_output", None)
-    # Where that is a sequence, it is what the decoder attends to (PP-FormulaNet).
+    # The decoder of PP-FormulaNet attends to the pooler output, which is a sequence.
     hidden = pooled if isinstance(pooled, torch.Tensor) and pooled.dim() == 3 else outputs[0]
     given = getattr(outputs, "attention_mask", None)
     if given is not None:
-        # Encoders that shorten their input say which of the fewer positions are real,
+        # Encoders that shorten their input return a mask of the output,
         lengths = given.to(torch.int64).sum(-1)
     elif attention_mask is not None:
-        # or how many of them are; others give one position for each of the input.
-        is_sound = any(name in _SOUND for name in main_input)
+        # or have a rule for its length; others return one position for each of the input.
+        is_audio = any(name in _AUDIO for name in main_input)
         mask = attention_mask.to(torch.int64)
-        lengths = shortened_lengths(model, mask) if is_sound else mask.sum(-1)
+        lengths = shortened_lengths(model, mask) if is_audio else mask.sum(-1)
     else:
         lengths = torch.full((hidden.shape[0],), hidden.shape[1], dtype=torch.int64, device=hidden.device)
     return hidden, lengths
@@ -105,14 +107,14 @@ def run_encoder(
 
 @dataclass
 class EncoderStates(BaseModelOutput, BaseModelOutputWithPooling):
-    """An encoder's output as models take it back, under either of the names that they look for it.
+    """An encoder's output that a model accepts, with the hidden states under both names that models read.
 
-    Some look for the mask in it, int64 [batch, encoder_length], and those with experts for what their routers said.
+    Some models also read a mask from it, int64 [batch, encoder_length], and those with experts the router logits.
     """
 
     @classmethod
     def of(cls, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> EncoderStates:
-        """From [batch, encoder_length, hidden_size] and int64 [batch, encoder_length]."""
+        """Create an output from [batch, encoder_length, hidden_size] and int64 [batch, encoder_length]."""
         return cls(last_hidden_state=hidden_states, pooler_output=hidden_states, attention_mask=attention_mask)
 
     attention_mask: torch.Tensor | None = None
@@ -121,16 +123,17 @@ class EncoderStates(BaseModelOutput, BaseModelOutputWithPooling):
 
 @torch.no_grad()
 def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch_size: int = 1) -> Encoder:
-    """What the encoder of `model` takes, from its config and from running it.
+    """Describe the encoder of a model, from its config and from running it.
 
     Args:
-        max_encoder_len: Longest input, in tokens, frames or samples; a default of the kind of input, or what the model
-            has positions for where that is less.
-        batch_size: Rows. Audio in several rows has padding, and so a mask.
+        model: The encoder-decoder model.
+        max_encoder_len: Longest input, in tokens, frames or samples. The default depends on the kind of input, and is
+            at most the model's number of positions.
+        batch_size: Batch size. Audio with several rows is padded, and so needs a mask.
 
     Raises:
-        InputError: If the encoder takes another length than `max_encoder_len`, or no such.
-        UnsupportedModelError: If the encoder's input is of no known kind, or its own code is wrong in this dtype.
+        InputError: If the encoder does not support `max_encoder_len`.
+        UnsupportedModelError: If the input is of an unknown kind, or the encoder gives wrong results in this dtype.
     """
     kind = _input_of(model, batch_size)
     name = type(model).__name__
@@ -139,29 +142,31 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
         raise UnsupportedModelError(f"{name} in float16: {reason}; load it in bfloat16 or float32")
     longest = max_encoder_len or kind.default
     if kind.spec.name == "input_ids" and kind.multiple > 1:
-        # Text is padded to whole blocks. A single one has a graph of its own, and one length alone would mean that
-        # nothing is padded.
+        # At least 3 blocks, because a single block has another graph, and a single length would mean that there is no
+        # padding.
         longest = max(3, -(-longest // kind.multiple)) * kind.multiple
     if kind.fixed is not None and longest != kind.fixed:
         raise InputError(
-            f"max_encoder_len is {longest}; the encoder of {name} takes {kind.fixed} {kind.unit}, no other number"
+            f"max_encoder_len must be {kind.fixed}, the {kind.unit} that the encoder of {name} takes, got {longest}; "
+            "leave it out"
         )
     if kind.limit is not None and longest > kind.limit:
         raise InputError(
-            f"max_encoder_len is {longest}, but the encoder of {name} has positions for {kind.limit}; pass at most that"
+            f"max_encoder_len must be at most {kind.limit}, the positions of the encoder of {name}, got {longest}; "
+            f"pass at most {kind.limit}"
         )
     if longest < kind.least:
-        raise InputError(f"max_encoder_len is {longest}; {name} needs at least {kind.least}")
+        raise InputError(f"max_encoder_len must be at least {kind.least} for {name}, got {longest}; raise it")
     if longest % kind.multiple:
         raise InputError(
-            f"max_encoder_len is {longest}; {name} takes whole frames of {kind.multiple} {kind.unit}: pass a multiple "
-            "of that"
+            f"max_encoder_len must be a multiple of {kind.multiple}, the {kind.unit} of a frame of {name}, got "
+            f"{longest}; pass a multiple"
         )
     spec, least = kind.spec, -(-kind.least // kind.multiple) * kind.multiple
     if kind.fixed is not None:
         spec = replace(spec, shape=tuple(longest if size == "length" else size for size in spec.shape))
         least = longest
-    # Text goes in and comes out at one length; what shortens its input is asked.
+    # Text keeps its length, which three tokens show; other encoders run on the longest input.
     is_text = spec.name == "input_ids"
     probe = 3 if is_text else longest
     shape = spec.sizes({"batch": 1, "length": probe})
@@ -169,8 +174,8 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
     hidden, _ = run_encoder(model, **{spec.name: example})
     if is_text and hidden.shape[1] != probe:
         raise UnsupportedModelError(
-            f"the encoder of {name} gives {hidden.shape[1]} positions for {probe} tokens; only encoders that give one "
-            "for each are supported"
+            f"the encoder of {name} must return one position per token, got {hidden.shape[1]} for {probe}; it is not "
+            "supported"
         )
     capacity = longest if is_text else hidden.shape[1]
     dtype = str(hidden.dtype).removeprefix("torch.")
@@ -179,9 +184,9 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
 
 @dataclass(frozen=True)
 class _Input:
-    """A kind of input: its tensor, in what it is counted, and the lengths that there can be.
+    """A kind of encoder input: its tensor, the unit of its length, and the possible lengths.
 
-    `fixed` is the one length that the encoder takes, if it takes no other; `limit` what it has positions for.
+    `fixed` is the only length that the encoder takes, if there is one; `limit` is its number of positions.
     """
 
     spec: TensorSpec
@@ -195,23 +200,24 @@ class _Input:
 
 
 def _input_of(model: PreTrainedModel, batch_size: int) -> _Input:
-    """
+    """Return the kind of a model's encoder input.
+
     | name | tensor | length |
     |---|---|---|
     | `input_ids` | [batch, length] | tokens |
     | `input_values` | [batch, length] | samples |
     | `input_features` | [batch, length, features] | frames |
-    | `input_features` of Whisper | [batch, features, length] | frames, one number of them |
+    | `input_features` of Whisper | [batch, features, length] | frames, fixed |
     | `flattened_patches` | [batch, length, 2 + pixels]: row, column and content of each | patches |
-    | `pixel_values` | [batch, channels, length, length] | pixels, one number of them |
+    | `pixel_values` | [batch, channels, length, length] | pixels, fixed |
 
     Raises:
-        UnsupportedModelError: If it is none of these, or the config does not tell its sizes.
+        UnsupportedModelError: If it is another kind, or its sizes are not in the config.
     """
     config, name, dtype = model.config, model.main_input_name, str(model.dtype).removeprefix("torch.")
     takes_mask = "attention_mask" in inspect.signature(model.get_encoder().forward).parameters
-    # Sound in several rows is of several lengths; a single row is as long as it is.
-    sound_mask = takes_mask and batch_size > 1
+    # Because rows of audio differ in length, and a single row has no padding.
+    audio_mask = takes_mask and batch_size > 1
     if name == "input_ids":
         limit = _positions(model)
         block = _block_of(model) if takes_mask else 1
@@ -219,12 +225,12 @@ def _input_of(model: PreTrainedModel, batch_size: int) -> _Input:
         spec = TensorSpec(name, "int64", ("batch", "length"))
         return _Input(spec, "tokens", default, takes_mask, limit, least=1 if block == 1 else 2 * block, multiple=block)
     if name == "input_values":
-        # Moonshine Streaming cuts them into frames.
+        # Moonshine Streaming splits samples into frames.
         frame = next((module.frame_len for module in model.get_encoder().modules() if hasattr(module, "frame_len")), 1)
         spec = TensorSpec(name, dtype, ("batch", "length"))
-        return _Input(spec, "samples", DEFAULT_SAMPLES // frame * frame, sound_mask, least=1024, multiple=frame)
+        return _Input(spec, "samples", DEFAULT_SAMPLES // frame * frame, audio_mask, least=1024, multiple=frame)
     if name == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
-        # Whisper's encoder adds a table of positions to all of its output, and its cross-attention knows no mask.
+        # Fixed, because Whisper's encoder adds its whole position table, and its cross-attention has no mask.
         length = 2 * config.max_source_positions
         return _Input(
             TensorSpec(name, dtype, ("batch", config.num_mel_bins, "length")), "frames", length, False, fixed=length
@@ -233,9 +239,9 @@ def _input_of(model: PreTrainedModel, batch_size: int) -> _Input:
     if name == "input_features" and width is not None:
         limit = getattr(config, "max_source_positions", None)
         default = DEFAULT_FRAMES if limit is None else min(DEFAULT_FRAMES, limit)
-        # Fewer frames than this are less than a convolution or two can shorten.
+        # At least 16 frames, because convolutions shorten the input.
         return _Input(
-            TensorSpec(name, dtype, ("batch", "length", width)), "frames", default, sound_mask, limit, least=16
+            TensorSpec(name, dtype, ("batch", "length", width)), "frames", default, audio_mask, limit, least=16
         )
     if name == "flattened_patches" and width is not None:
         limit = getattr(config.vision_config, "seq_len", None)
@@ -251,14 +257,14 @@ def _input_of(model: PreTrainedModel, batch_size: int) -> _Input:
         spec = TensorSpec(name, dtype, ("batch", channels, "length", "length"))
         return _Input(spec, "pixels a side", width, False, fixed=width)
     raise UnsupportedModelError(
-        f"the encoder of {type(model).__name__} takes {name!r}; encoders of token ids, audio samples, log-mel "
-        "features, patches and pixels are supported, where the config tells their sizes"
+        f"the encoder of {type(model).__name__} takes {name!r}, which is not supported; supported are token ids, audio "
+        "samples, log-mel features, patches and pixels whose sizes are in the config"
     )
 
 
-_SOUND = ("input_values", "input_features")
+_AUDIO = ("input_values", "input_features")
 
-#: Config fields whose product is the last axis of an input, in the order in which they are looked for.
+#: Config fields whose product is the last dimension of an input, in the order of lookup.
 _WIDTHS: dict[str, tuple[tuple[str, ...], ...]] = {
     "input_features": (
         ("num_mel_bins",),
@@ -271,7 +277,7 @@ _WIDTHS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def _sizes(config: Any, fields: tuple[tuple[str, ...], ...]) -> int | None:
-    """The first of `fields` that the config has, or that of its encoder."""
+    """Return the product of the first of `fields` that the config, or its encoder's, has."""
     for names in fields:
         for owner in (config, getattr(config, "encoder_config", None), getattr(config, "vision_config", None)):
             values = [getattr(owner, name, None) for name in names]
@@ -282,26 +288,26 @@ def _sizes(config: Any, fields: tuple[tuple[str, ...], ...]) -> int | None:
 
 
 def _block_of(model: PreTrainedModel) -> int:
-    """Tokens of a block, where the encoder attends within blocks and pads its input to whole ones.
+    """Return the tokens of a block if the encoder attends within blocks, else 1.
 
-    How much it pads depends on the length, so that there is one graph for whole blocks only.
+    Inputs are whole blocks, because the padding of others depends on their length and would need other graphs.
     """
-    # Its text config has lost the kind of attention.
+    # Not the text config, which lacks the kind of attention.
     config = model.config
     if hasattr(config, "local_radius"):
-        # LongT5; its other kind of attention has blocks of both kinds.
+        # LongT5, whose other kind of attention has local and global blocks.
         local = config.local_radius + 1
         return local if config.encoder_attention_type == "local" else math.lcm(local, config.global_block_size)
     return getattr(config, "block_size", 1) if hasattr(config, "stagger_local_blocks") else 1
 
 
 def _positions(model: PreTrainedModel) -> int | None:
-    """Positions of the encoder's table, where it has one."""
+    """Return the number of positions of the encoder's position table, or None without one."""
     limit = getattr(model.config.get_text_config(encoder=True), "max_position_embeddings", None)
     encoder = model.get_encoder()
     try:
         tokens = encoder.get_input_embeddings()
-    except (AttributeError, NotImplementedError):  # not every encoder has them where transformers looks
+    except (AttributeError, NotImplementedError):  # transformers does not find the embeddings of every encoder
         tokens = getattr(encoder, "embed_tokens", None)
     tables = [
         module.num_embeddings
@@ -315,10 +321,10 @@ def _positions(model: PreTrainedModel) -> int | None:
 def encoder_decoder_layers(
     model: PreTrainedModel, encoder: Encoder
 ) -> tuple[list[LayerSpec], torch.dtype, torch.device]:
-    """Specs of the self-attention layers, then of the cross-attention layers, and their dtype and device.
+    """Return specs of the self-attention layers, then of the cross-attention layers, and their dtype and device.
 
     Raises:
-        UnsupportedModelError: If the model keeps them elsewhere than in a transformers `EncoderDecoderCache`.
+        UnsupportedModelError: If the model does not keep keys and values in a transformers `EncoderDecoderCache`.
     """
     kinds = layer_types_and_windows(model.config)
     half = len(kinds) // 2
@@ -331,7 +337,7 @@ def encoder_decoder_layers(
     model.eval()
     try:
         token = probe_tokens(model)
-        # Whatever it was switched to, as by an earlier cache: over transformers' own cache ours has no slots to mask.
+        # Eager, because our attention functions mask slots, which transformers' cache does not have.
         with attention_of(model, "eager"):
             model(decoder_input_ids=token, encoder_outputs=states, past_key_values=cache, use_cache=True)
     finally:
@@ -340,8 +346,8 @@ def encoder_decoder_layers(
     written = [layer for layer in layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
     if len(written) != len(kinds):
         raise UnsupportedModelError(
-            f"{type(model).__name__} wrote {len(written)} layers to its cache, {half} of self-attention and as many of "
-            "cross-attention were expected; layers that keep their keys and values elsewhere are not supported"
+            f"{type(model).__name__} must write {half} layers of self-attention and {half} of cross-attention to its "
+            f"cache, got {len(written)}; layers that keep keys and values elsewhere are not supported"
         )
     layer_specs = [
         LayerSpec(

@@ -1,4 +1,4 @@
-"""What each layer of a model keeps: read from the model itself, by running one token through it."""
+"""Specs of what each layer of a model keeps, read from the model by running one token through it."""
 
 from __future__ import annotations
 
@@ -43,36 +43,33 @@ if TYPE_CHECKING:
     from ...cache.cache import LayeredCache
 
 
-# Where a config has one of these, head_dim and num_key_value_heads do not say what a layer keeps (latent attention;
-# JetMoE; DBRX).
+# Config fields of models whose key sizes are not head_dim and num_key_value_heads: latent attention, JetMoE, DBRX.
 _UNLIKE_FIELDS = ("kv_lora_rank", "kv_channels", "attn_config")
 
 
 def check_model_type(config: PreTrainedConfig) -> None:
-    """Refuse the models of `support`, before anything of theirs runs.
+    """Check that a model type and its options can use a static cache, before the model runs.
 
     Raises:
-        UnsupportedModelError: With what the model does that no cache here fits.
+        UnsupportedModelError: If they cannot.
     """
     if config.model_type in WITHOUT_CACHE:
         raise UnsupportedModelError(
-            f"{config.model_type!r} has no place for a static cache: {WITHOUT_CACHE[config.model_type]}"
+            f"{config.model_type!r} cannot use a static cache: {WITHOUT_CACHE[config.model_type]}"
         )
     for field, (types, reason) in REFUSED_OPTIONS.items():
         if config.model_type in types and getattr(config.get_text_config(decoder=True), field, False):
-            raise UnsupportedModelError(f"{config.model_type!r} with {field}=True cannot have a static cache: {reason}")
+            raise UnsupportedModelError(f"{config.model_type!r} with {field}=True cannot use a static cache: {reason}")
     for field, (types, reason) in NEEDED_OPTIONS.items():
         if config.model_type in types and not getattr(config, field, False):
-            raise UnsupportedModelError(
-                f"{config.model_type!r} with {field}=False cannot have a static cache: {reason}"
-            )
+            raise UnsupportedModelError(f"{config.model_type!r} with {field}=False cannot use a static cache: {reason}")
 
 
 def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | None]]:
-    """Type and sliding window of each layer of the text decoder.
+    """Return type and sliding window of each layer of the text decoder.
 
     Raises:
-        UnsupportedModelError: If a layer's type has no storage policy here.
+        UnsupportedModelError: If a layer's type is not supported.
     """
     check_model_type(config)
     if getattr(config, "is_encoder_decoder", False):
@@ -90,7 +87,7 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
                 f"layer {index} of this {config.model_type!r} model is of type {layer_type!r}, which has no static "
                 f"cache layer; supported types: {', '.join(SUPPORTED_LAYER_TYPES)}"
             )
-    # The window of a compressed layer is the mask's, its tokens are all kept.
+    # A compressed layer keeps all tokens, and its window applies to the mask only.
     windows = [
         None if of_entries else option.get("sliding_window") for of_entries, option in zip(is_compressed, options)
     ]
@@ -102,47 +99,48 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
 
 
 def _check_windows(config: PreTrainedConfig, kinds: Sequence[tuple[str, int | None]]) -> None:
-    """Refuse a layer that is to see a window of no length: transformers sizes no mask for it."""
+    """Check that windowed layers have a window, because transformers cannot make a mask without its length."""
     for index, (layer_type, window) in enumerate(kinds):
         if layer_type in WINDOWED_TYPES and (type(window) is not int or window < 1):
             raise UnsupportedModelError(
-                f"layer {index} of this {config.model_type!r} model is of type {layer_type!r}, but its sliding_window "
-                f"(or attention_chunk_size) is {window!r}; set that in the config, or make the layer full_attention"
+                f"layer {index} of this {config.model_type!r} model is of type {layer_type!r}, whose sliding_window "
+                f"(or attention_chunk_size) must be a positive int, got {window!r}; set it in the config, or make the "
+                "layer full_attention"
             )
 
 
 def check_longest(config: PreTrainedConfig, max_cache_len: int) -> None:
-    """Refuse more slots than the model's own code serves alike, however many of them are filled.
+    """Check that max_cache_len is within a model's limit of `support.LONGEST`.
 
     Raises:
-        UnsupportedModelError: If there are more.
+        UnsupportedModelError: If it is greater.
     """
     for field, (types, reason) in LONGEST.items():
         limit: Any = getattr(config, field, None)
         if config.model_type in types and isinstance(max_cache_len, int) and max_cache_len > limit:
             raise UnsupportedModelError(
-                f"max_cache_len is {max_cache_len}, {field} of this {config.model_type!r} model is {limit}: {reason}; "
-                "use at most that"
+                f"max_cache_len must be at most {limit}, {field} of this {config.model_type!r} model, got "
+                f"{max_cache_len}: {reason}; use at most {limit}"
             )
 
 
 def check_sinks(config: PreTrainedConfig, layer_specs: Sequence[LayerSpec]) -> None:
-    """Refuse attention sinks where they would do nothing, or give other logits than the tokens kept.
+    """Check that a model can have attention sinks.
 
     Raises:
         InputError: If no layer attends to all tokens.
-        UnsupportedModelError: If the model computes with slots instead of positions.
+        UnsupportedModelError: If full-attention layers keep states, or positions are derived from slots.
     """
     full = [layer_spec for layer_spec in layer_specs if layer_spec.num_heads is not None and layer_spec.window is None]
     if not full:
         raise InputError(
-            f"no layer of this {config.model_type!r} model attends to all tokens, so it runs without end as it is; "
-            "leave out attention_sinks"
+            f"no layer of this {config.model_type!r} model attends to all tokens, so it has no length limit; leave out "
+            "attention_sinks"
         )
     if any(layer_spec.index_head_dim or layer_spec.conv_states or layer_spec.recurrent_states for layer_spec in full):
         raise UnsupportedModelError(
-            f"the full-attention layers of {config.model_type!r} keep more than keys and values, for which there is no "
-            "layer with sinks; leave out attention_sinks"
+            f"the full-attention layers of {config.model_type!r} keep more than keys and values, which layers with "
+            "sinks do not support; leave out attention_sinks"
         )
     if config.model_type in BIASED_BY_SLOT:
         raise UnsupportedModelError(
@@ -152,12 +150,12 @@ def check_sinks(config: PreTrainedConfig, layer_specs: Sequence[LayerSpec]) -> N
 
 
 def _decoder_layer_types(config: PreTrainedConfig) -> list[tuple[str, int | None]]:
-    """The self-attention layers of an encoder-decoder, then its cross-attention layers."""
+    """Return the self-attention layers of an encoder-decoder, then its cross-attention layers."""
     text_config = config.get_text_config(decoder=True)
     types, options = get_layer_types_and_kwargs(text_config)
     kinds = [(layer_type, option.get("sliding_window")) for layer_type, option in zip(types, options, strict=True)]
     _check_windows(config, kinds)
-    # T5's family counts the decoder's layers apart, and has no kinds of them.
+    # The T5 family has a separate number of decoder layers, which are all of one type.
     count = getattr(text_config, "num_decoder_layers", None)
     if count is not None and len(set(kinds)) == 1:
         kinds = kinds[:1] * count
@@ -165,22 +163,21 @@ def _decoder_layer_types(config: PreTrainedConfig) -> list[tuple[str, int | None
         if layer_type not in ("full_attention", "sliding_attention"):
             raise UnsupportedModelError(
                 f"decoder layer {index} of this {config.model_type!r} model is of type {layer_type!r}, "
-                "which has no static cache layer in an encoder-decoder"
+                "which has no static cache layer in an encoder-decoder; use DynamicCache"
             )
     return [*kinds, *[(CROSS_ATTENTION, None)] * len(kinds)]
 
 
 def check_layers(model: PreTrainedModel, cache: LayeredCache) -> None:
-    """Refuse a cache whose layers are not those the model's need: another window would give other logits, silently.
+    """Check that a cache has the layers that a model needs, because a wrong window would silently change logits.
 
     Raises:
-        InputError: If the number of layers differs, a layer is of another kind, or a ring is not as long as the layer's
-            window.
+        InputError: If the number of layers, the kind of a layer, or the length of a ring is wrong.
     """
     kinds = layer_types_and_windows(model.config)
     if len(cache.layers) != len(kinds):
         raise InputError(
-            f"the cache has {len(cache.layers)} layers, the model {len(kinds)}; allocate it with "
+            f"the cache must have {len(kinds)} layers like the model, got {len(cache.layers)}; allocate it with "
             "ExportableCache.from_model"
         )
     for index, ((layer_type, window), layer) in enumerate(zip(kinds, cache.layers, strict=True)):
@@ -195,19 +192,19 @@ def check_layers(model: PreTrainedModel, cache: LayeredCache) -> None:
             layer_type == CROSS_ATTENTION
         ):
             raise InputError(
-                f"layer {index} of the cache is {layer!r}, but that layer of the model is of type {layer_type!r}; "
+                f"layer {index} of the cache must fit the model's layer of type {layer_type!r}, got {layer!r}; "
                 "allocate the cache with ExportableCache.from_model"
             )
         if isinstance(layer.policy, RingPolicy) and layer.policy.window != window:
             needed = "attends to all tokens" if window is None else f"attends to {window} tokens"
             raise InputError(
-                f"layer {index} of the cache is {layer!r}, but that layer of the model {needed}; "
+                f"layer {index} of the cache must fit the model's layer, which {needed}, got {layer!r}; "
                 "allocate the cache with ExportableCache.from_model"
             )
 
 
 class ProbeCache(DynamicCache):
-    """What a model is given to see what it keeps. Patched layers that know no cache upstream write to it as well."""
+    """A dynamic cache that shows what a model keeps. Patched layers write to it too."""
 
     is_probe = True
 
@@ -222,7 +219,7 @@ class ProbeCache(DynamicCache):
 
 
 def probe_tokens(model: PreTrainedModel, length: int = 1) -> torch.Tensor:
-    """Tokens as the model takes them: int64 [1, length], of several codebooks in its own order."""
+    """Return input ids in the model's layout, int64 [1, length], or with a dimension of codebooks."""
     codebooks = codebooks_of(model.config)
     tokens = torch.zeros(1, length, dtype=torch.int64, device=model.device)
     return tokens if codebooks is None else codebooks.taken(tokens[..., None].expand(-1, -1, codebooks.count))
@@ -231,16 +228,16 @@ def probe_tokens(model: PreTrainedModel, length: int = 1) -> torch.Tensor:
 def layer_specs_from_model(
     model: PreTrainedModel, owned: range | None = None
 ) -> tuple[list[LayerSpec], torch.dtype, torch.device]:
-    """Shapes, dtype and device of each layer's keys and values, from one token run through the model.
+    """Run one token through a model and return the spec of each layer, and the dtype and device of keys and values.
 
-    The model is the only reliable source: configs state head counts and sizes in many ways, some of them per layer.
+    The model is the only reliable source, because configs state heads and sizes in many ways, some of them per layer.
 
     Args:
-        model: In any mode.
+        model: A model in training or eval mode.
         owned: Layers that this process has, of a model that is split by layers; it keeps nothing of the others.
 
     Raises:
-        UnsupportedModelError: If the model keeps no keys and values in a transformers cache.
+        UnsupportedModelError: If the model does not keep its keys, values and states in a transformers cache.
     """
     kinds = layer_types_and_windows(model.config)
     cache = ProbeCache(config=model.config)
@@ -249,13 +246,13 @@ def layer_specs_from_model(
     model.eval()
     try:
         with torch.no_grad():
-            model(input_ids=token, use_cache=True, **{cache_argument(model): cache}, **probe_pictures(model))
+            model(input_ids=token, use_cache=True, **{cache_argument(model): cache}, **probe_image_inputs(model))
     finally:
         model.train(was_training)
     if len(cache.layers) != len(kinds):
         raise UnsupportedModelError(
-            f"{type(model).__name__} wrote {len(cache.layers)} layers to the cache, its config names {len(kinds)}; "
-            "a cache of its own kind is not supported"
+            f"{type(model).__name__} wrote {len(cache.layers)} layers to the cache, but its config has "
+            f"{len(kinds)}; models with a cache class of another kind are not supported"
         )
     layer_specs = [
         _layer_spec_of(index, model, layer, *kind) if owned is None or index in owned else LayerSpec("dummy")
@@ -267,8 +264,8 @@ def layer_specs_from_model(
 
 
 def _layer_spec_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, window: int | None) -> LayerSpec:
-    """What one layer of a `DynamicCache` holds after a token."""
-    # Unlimited OCR keeps its prompt apart.
+    """Return the spec of one layer of a `DynamicCache` after a token."""
+    # Unlimited OCR keeps its prompt in separate attributes.
     keys, values = (getattr(layer, f"prefill_{name}", getattr(layer, name, None)) for name in ("keys", "values"))
     conv, recurrent = _state_shapes(layer, "conv_states", model.dtype), _state_shapes(layer, "recurrent_states", None)
     if layer_type in (*KEY_TYPES, *HYBRID_TYPES, CROSS_ATTENTION) and not isinstance(keys, torch.Tensor):
@@ -304,7 +301,7 @@ def _layer_spec_of(index: int, model: PreTrainedModel, layer: Any, layer_type: s
 def _state_shapes(layer: Any, name: str, model_dtype: torch.dtype | None) -> tuple[StateShape | None, ...]:
     states = getattr(layer, name, None) or {}
     shapes = [states[index] for index in sorted(states)]
-    # Convolutions take their inputs in the model's dtype; recurrences often keep a wider one, whatever the model's.
+    # Convolution states have the model's dtype; recurrent states often have a wider one, independent of the model's.
     return tuple(
         None
         if state is None
@@ -314,22 +311,22 @@ def _state_shapes(layer: Any, name: str, model_dtype: torch.dtype | None) -> tup
 
 
 def vocab_size_of(model: PreTrainedModel) -> int:
-    """Rows of the token embeddings that the text decoder looks ids up in."""
+    """Return the number of rows of the text decoder's token embeddings."""
     codebooks = codebooks_of(model.config)
     if codebooks is not None:
         return codebooks.vocab_size
     try:
         weight = getattr(model.get_input_embeddings(), "weight", None)
-        # A stage behind the first has none.
+        # A later pipeline stage has no embeddings.
         if isinstance(weight, torch.Tensor):
             return whole_shape(weight)[0]
-    except NotImplementedError:  # a model in which transformers does not find them (PP-FormulaNet)
+    except NotImplementedError:  # transformers does not find the embeddings of PP-FormulaNet
         pass
     return model.config.get_text_config(decoder=True).vocab_size
 
 
 def logits_size_of(model: PreTrainedModel) -> int:
-    """Tokens that have a logit: fewer than are looked up where images have ids of their own (Llama 3.2 Vision)."""
+    """Return the number of logits: fewer than embeddings if images have separate ids (Llama 3.2 Vision)."""
     try:
         head = model.get_output_embeddings()
     except NotImplementedError:
@@ -338,28 +335,29 @@ def logits_size_of(model: PreTrainedModel) -> int:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Name of the argument of `model.forward` that takes the cache: Mamba's family calls it `cache_params`."""
+    """Return the name of the cache argument of `model.forward`, which is `cache_params` in the Mamba family."""
     parameters = inspect.signature(model.forward).parameters
     return "cache_params" if "cache_params" in parameters and "past_key_values" not in parameters else "past_key_values"
 
 
 def layer_specs_from_config(config: PreTrainedConfig, model: PreTrainedModel | None = None) -> list[LayerSpec]:
-    """Like `layer_specs_from_model`, without weights: the model is built and run where tensors have no values.
+    """Return the specs of `layer_specs_from_model` without weights, by running the model on the meta device.
 
-    Where its code cannot run there (it looks at values), sizes are read off the config.
+    If its code reads values, and so cannot run there, sizes are taken from the config.
 
     Args:
-        model: See `model_without_weights`, where the caller has it.
+        config: The model's config.
+        model: The model of `model_without_weights`, if the caller has it.
 
     Raises:
-        InputError: If `config` is not a transformers config, or its sizes are those of no model.
+        InputError: If `config` is not a transformers config, or has impossible sizes.
         UnsupportedModelError: See `layer_types_and_windows`.
     """
     if not isinstance(config, PreTrainedConfig):
-        raise InputError(f"expected a transformers config, got {type(config).__name__}; pass model.config")
+        raise InputError(f"config must be a transformers config, got {type(config).__name__}; pass model.config")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"{config.model_type!r} is an encoder-decoder, whose encoder has to be looked at; use "
+            f"config must not be an encoder-decoder's, because its encoder has to run, got {config.model_type!r}; use "
             "ExportableCache.from_model"
         )
     check_sizes(config, config.model_type)
@@ -383,7 +381,7 @@ def _layer_spec_from_fields(config: PreTrainedConfig, layer_type: str, window: i
     hidden = getattr(config, "hidden_size", None)
     if not heads or not hidden:
         raise UnsupportedModelError(
-            f"config of {config.model_type!r} states no num_attention_heads and hidden_size; "
+            f"config of {config.model_type!r} must have num_attention_heads and hidden_size; "
             "use ExportableCache.from_model, which reads the sizes from the model"
         )
     if layer_type == "dummy":
@@ -391,7 +389,7 @@ def _layer_spec_from_fields(config: PreTrainedConfig, layer_type: str, window: i
     unlike = next((name for name in _UNLIKE_FIELDS if getattr(config, name, None) is not None), None)
     if unlike is not None:
         raise UnsupportedModelError(
-            f"{config.model_type!r} states the sizes of its keys in a way of its own ({unlike}) and cannot run without "
+            f"config of {config.model_type!r} states the sizes of keys by {unlike}, and the model cannot run without "
             "weights; use ExportableCache.from_model, which reads the sizes from the model"
         )
     head_dim = getattr(config, "head_dim", None) or hidden // heads
@@ -400,18 +398,19 @@ def _layer_spec_from_fields(config: PreTrainedConfig, layer_type: str, window: i
 
 
 def cross_layers_of(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Which layers of a text decoder attend to pictures; they keep nothing of a token of text."""
+    """Return the indices of layers that attend to images (Llama 3.2 Vision); they keep nothing of text tokens."""
     return tuple(getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ())
 
 
 def tiles_of(config: PreTrainedConfig) -> int:
-    """Parts of one picture that tokens see or do not, of a model that has `cross_layers_of`; 0 without pictures."""
+    """Return the tiles of one image in a model with `cross_layers_of`; 0 without images."""
     return getattr(getattr(config, "vision_config", None), "max_num_tiles", 0) if cross_layers_of(config) else 0
 
 
 def item_slots_of(config: PreTrainedConfig) -> int:
-    """Positions of one picture in the layers of `cross_layers_of`: of each tile its patches and one more, as
-    `MllamaForConditionalGeneration._prepare_static_cache` counts them. 0 without pictures.
+    """Return the slots of one image in the layers of `cross_layers_of`: the patches of each tile plus one.
+
+    They are counted as in `MllamaForConditionalGeneration._prepare_static_cache`; 0 without images.
     """
     tiles = tiles_of(config)
     if not tiles:
@@ -420,24 +419,25 @@ def item_slots_of(config: PreTrainedConfig) -> int:
     return int(tiles * ((vision.image_size // vision.patch_size) ** 2 + 1))
 
 
-def check_in_one_place(config: PreTrainedConfig, *elsewhere: Any) -> None:
-    """Refuse a model with `cross_layers_of` whose layers live in several processes, or not on the device.
+def check_cross_layers(config: PreTrainedConfig, *elsewhere: Any) -> None:
+    """Check that a model with `cross_layers_of` is in one process and not offloaded.
 
     Args:
-        elsewhere: What says so, None or False each where it does not.
+        config: Config of the model.
+        elsewhere: Options that split or offload its layers; each is None or False if it does not.
 
     Raises:
-        UnsupportedModelError: If one does.
+        UnsupportedModelError: If an option splits or offloads them.
     """
     if cross_layers_of(config) and any(elsewhere):
         raise UnsupportedModelError(
-            f"{config.model_type!r} reads the keys of its layers of cross-attention as they are, so they live in one "
+            f"{config.model_type!r} reads the keys of its cross-attention layers directly, so they must be in one "
             "process and on its device; leave out offload, split_context and the split of the model"
         )
 
 
-def probe_pictures(model: PreTrainedModel) -> dict[str, Any]:
-    """What a model is given beside a token of text, so that layers of cross-attention write keys and values."""
+def probe_image_inputs(model: PreTrainedModel) -> dict[str, Any]:
+    """Return model inputs that make cross-attention layers write keys and values, for a token of text."""
     if not item_slots_of(model.config) or "cross_attention_states" not in inspect.signature(model.forward).parameters:
         return {}
     size = model.config.get_text_config(decoder=True).hidden_size

@@ -1,4 +1,4 @@
-"""Find and load models: the demo, a local folder, a hub id, or a loaded model."""
+"""Loading of models: the demo, a local folder, a hub id, or a model that is already loaded."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from ...common.progress import silent
 from ...common.tensors import dtype_name, parse_dtype
 from ...errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError, first_line
 from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_folder, merged, merged_line
-from .generation_configs import check_generation_config, named_ends
-from .location import Place, file_in, place_of, quiet
+from .generation_configs import check_generation_config, eos_tokens_of
+from .location import Location, file_in, locate, quiet
 from .prequantized import check_plain, check_readable, dequantised, dequantising, stored_quantization
 from .support import check_sizes
 from .tokenizer import tokenizer_of
@@ -46,42 +46,42 @@ if TYPE_CHECKING:
     from ...common.progress import Progress
 
 
-#: Model types that are loaded whole where transformers has their text decoder by itself, too; others as that.
+#: Model types that are loaded whole although transformers also has their text decoder alone.
 MULTIMODAL = ("llava", "smolvlm", "idefics3", "voxtral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def auto_class(config: PreTrainedConfig) -> type[Any] | None:
-    """The auto class that loads the generating model of a config, None where there is none."""
+    """Return the auto class that loads the generating model of a config, or None."""
     kind = type(config)
     if getattr(config, "is_encoder_decoder", False):
-        hears: Any = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING.get(kind, None)
-        # Seamless has a model of text and one of speech for one kind of config.
-        is_named = hears is not None and hears.__name__ in (config.architectures or ())
+        speech_model: Any = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING.get(kind, None)
+        # Because Seamless has a text model and a speech model for the same config class.
+        is_named = speech_model is not None and speech_model.__name__ in (config.architectures or ())
         if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not is_named:
             return AutoModelForSeq2SeqLM
-        if hears is not None:
+        if speech_model is not None:
             return AutoModelForSpeechSeq2Seq
     elif config.model_type in MULTIMODAL:
         return AutoModelForMultimodalLM
     elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING:
             return AutoModelForMultimodalLM
-        # A text decoder that hears is no encoder-decoder, but some are listed as such.
+        # Because some decoders with audio input are listed as encoder-decoders.
         return AutoModelForSeq2SeqLM if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else None
     return AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 
-# What a processor is made of, beside the tokenizer's files.
+# Files of a processor, in addition to the tokenizer's.
 _PROCESSOR_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-#: A model that is to be quantised is not made float32 as a whole where that takes more.
+#: Largest float32 size of a model that is loaded in float32 before it is quantised.
 MOST_WIDENED_BYTES = 1 << 30
 _GGUF_NEEDS = ("gguf", "accelerate")
-# With tied embeddings such weights would pass for a causal LM's.
+# Because with tied embeddings such weights would load as a causal LM's.
 _OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 
 
@@ -91,10 +91,10 @@ class LoadedModel:
 
     Attributes:
         model: In eval mode.
-        tokenizer: None where the model came without one.
-        source: "demo", the hub id, the folder's name, or the class name of a model that was given as such.
-        processor_files: Of the processor of images or sound, none where the model came without one.
-        remarks: What was done to the weights as they came, a line each.
+        tokenizer: None if the model came without one.
+        source: "demo", the hub id, the folder's name, or the class name of a model object.
+        processor_files: Files of the image or audio processor; empty if the model came without one.
+        remarks: Lines about changes to the weights, such as dequantisation.
     """
 
     model: PreTrainedModel
@@ -111,26 +111,27 @@ def load_model(
     lora: Sequence[str | os.PathLike] = (),
     progress: Progress = silent,
 ) -> LoadedModel:
-    """Load a causal LM with its tokenizer, in eval mode. Nothing is printed, and no code of the model's own is run.
+    """Load a causal LM with its tokenizer, in eval mode, without running code from the checkpoint.
 
     Args:
-        model_or_path: `demo`, a local folder or GGUF file, a hub id, or a loaded model, which is passed through, or
-            copied where `dtype` is another than its own. The adapters of a PEFT model are merged into a copy.
-        dtype: Of the weights, such as torch.float32 or "float32"; the one they are stored in by default.
-        lora: Folder of an adapter to merge into the weights, at most one.
+        model_or_path: `demo`, a local folder or GGUF file, a hub id, or a model object. A model object is returned
+            itself, or copied if `dtype` differs from its dtype. Adapters of a PEFT model are merged into a copy.
+        dtype: Dtype of the weights, such as torch.float32 or "float32"; the stored dtype by default.
+        lora: Folder of an adapter to merge into the weights; at most one.
+        progress: Called with a message, the amount done and the total.
 
     Raises:
-        InputError: If there is no such folder or hub id, its files cannot be read, or a given model is in training mode
-            or offloaded.
-        UnsupportedModelError: If the model type is unknown or has no causal LM, the weights are of another kind of
-            model or quantised in a way that is not read, or an adapter is none that merges.
+        InputError: If there is no such folder or hub id, its files cannot be read, or a model object is in training
+            mode or offloaded.
+        UnsupportedModelError: If the model type is unknown or has no causal LM, the weights belong to another kind of
+            model or use an unsupported quantisation, or an adapter cannot be merged.
         MissingDependencyError: If the checkpoint or the adapter needs a package that is not installed.
     """
     wanted, folders = parse_dtype(dtype), check_adapters(lora)
     if isinstance(model_or_path, PreTrainedModel) or is_peft(model_or_path):
-        loaded = _given(model_or_path, wanted, progress)
+        loaded = _from_model(model_or_path, wanted, progress)
     else:
-        loaded = _read(place_of(model_or_path), wanted, progress)
+        loaded = _from_checkpoint(locate(model_or_path), wanted, progress)
     for folder in folders:
         progress(f"merging {folder}", 0, None)
         with quiet():
@@ -147,11 +148,16 @@ def load_to_quantise(
     lora: Sequence[str | os.PathLike] = (),
     progress: Progress = silent,
 ) -> LoadedModel:
-    """Load a model whose weights are to be quantised: in float32, or as they are stored where float32 would take more
-    than `MOST_WIDENED_BYTES`.
+    """Load a model to quantise, in float32 if that takes at most `MOST_WIDENED_BYTES`, else in the stored dtype.
 
-    Weights are the same either way, as they are made float32 one by one. What a model computes when it is built (a
-    scale of its embeddings) has the dtype that it is loaded in. Adapters are merged in float32.
+    The quantised weights do not depend on it, because each is converted to float32 first. Constants that a model
+    computes when it is built, such as a scale of its embeddings, keep the dtype of loading. Adapters are merged in
+    float32.
+
+    Args:
+        model_or_path: See `load_model`.
+        lora: See `load_model`.
+        progress: See `load_model`.
 
     Raises:
         InputError, UnsupportedModelError: See `load_model`.
@@ -165,54 +171,59 @@ def load_to_quantise(
     return loaded
 
 
-def _read(place: Place, wanted: torch.dtype | None, progress: Progress) -> LoadedModel:
-    progress(f"loading {place.source}", 0, None)
+def _from_checkpoint(location: Location, wanted: torch.dtype | None, progress: Progress) -> LoadedModel:
+    progress(f"loading {location.source}", 0, None)
     with quiet():
-        config = _config(place)
-        check_readable(config, place.source)
-        check_generation_config(place)
+        config = _config(location)
+        check_readable(config, location.source)
+        check_generation_config(location)
         stored = stored_quantization(config)
         dequantising(config)
-        about = {"quantization_config": GgufConfig(dequantize=True)} if place.gguf else {}
+        quantization = {"quantization_config": GgufConfig(dequantize=True)} if location.gguf else {}
         kind = auto_class(config)
         assert kind is not None
         try:
             model, info = kind.from_pretrained(
-                place.path, config=config, dtype=wanted or "auto", output_loading_info=True, **about, **place.options
+                location.path,
+                config=config,
+                dtype=wanted or "auto",
+                output_loading_info=True,
+                **quantization,
+                **location.options,
             )
-        except Exception as error:  # files are read by several libraries, each with errors of its own
+        except Exception as error:  # several libraries read files, with errors of many classes
             raise InputError(
-                f"cannot load the weights of {place.source!r}: {first_line(error)}; download or save it again"
+                f"cannot load the weights of {location.source!r}: {first_line(error)}; download or save it again"
             ) from error
         missing = sorted(info["missing_keys"])
         if missing:
             raise UnsupportedModelError(
-                f"{place.source!r} has no weights for {len(missing)} tensors of {type(model).__name__}, "
-                f"such as {missing[0]}: it is another kind of model, or incomplete; pass a causal LM"
+                f"{location.source!r} has no weights for {len(missing)} tensors of {type(model).__name__}, "
+                f"such as {missing[0]}: it is not a complete causal LM; pass one"
             )
         unread = sorted(info["unexpected_keys"]) if stored is not None else []
         if unread:
             raise UnsupportedModelError(
-                f"{place.source!r} is quantised ({stored}) with {len(unread)} tensors that transformers does not take "
-                f"into account, such as {unread[0]}; pass the checkpoint it was made from"
+                f"{location.source!r} is quantised ({stored}) with {len(unread)} tensors that transformers "
+                f"ignores, such as {unread[0]}; pass the original checkpoint"
             )
         if stored is not None:
-            model = dequantised(model, place.source, wanted or stored_dtype(config) or model.dtype)
-        tokenizer = tokenizer_of(place)
-        ends = named_ends(place, model.generation_config)
+            model = dequantised(model, location.source, wanted or stored_dtype(config) or model.dtype)
+        tokenizer = tokenizer_of(location)
+        ends = eos_tokens_of(location, model.generation_config)
         if ends is not None:
             model.generation_config.eos_token_id = ends
-        processor_files = tuple(path for name in _PROCESSOR_FILES if (path := file_in(place, name)) is not None)
+        processor_files = tuple(path for name in _PROCESSOR_FILES if (path := file_in(location, name)) is not None)
     remarks = () if stored is None else (stored.remark,)
-    if place.gguf is not None:
-        remarks = (f"weights of {place.gguf} were dequantised",)
+    if location.gguf is not None:
+        remarks = (f"weights of {location.gguf} were dequantised",)
     for remark in remarks:
         progress(remark, 0, None)
-    return LoadedModel(model.eval(), tokenizer, place.source, processor_files, remarks)
+    return LoadedModel(model.eval(), tokenizer, location.source, processor_files, remarks)
 
 
 def load_config(model_or_path: PreTrainedModel | PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
-    """The config of a causal LM, without weights. See `load_model` for the argument and the errors."""
+    """Load the config of a causal LM, without weights. See `load_model` for the argument and the errors."""
     if isinstance(model_or_path, PreTrainedConfig):
         return model_or_path
     if is_peft(model_or_path):
@@ -220,39 +231,40 @@ def load_config(model_or_path: PreTrainedModel | PreTrainedConfig | str | os.Pat
     if isinstance(model_or_path, PreTrainedModel):
         return model_or_path.config
     with quiet():
-        return _config(place_of(model_or_path))
+        return _config(locate(model_or_path))
 
 
 def live_model(model_or_path: Any) -> PreTrainedModel | None:
-    """The model that was given as such, or inside a wrapper of PEFT; None for a name of one."""
+    """Return a model object, without its PEFT wrapper; None for the name of a model."""
     if is_peft(model_or_path):
         return model_or_path.get_base_model()
     return model_or_path if isinstance(model_or_path, PreTrainedModel) else None
 
 
 def check_checkpoint(model_or_path: Any, config: PreTrainedConfig) -> None:
-    """Refuse weights that could not be made plain ones, before they are read; see `prequantized`.
+    """Check that weights are not quantised or can be dequantised, before they are read; see `prequantized`.
 
     Raises:
-        UnsupportedModelError, MissingDependencyError: Then.
+        UnsupportedModelError: If they cannot be dequantised.
+        MissingDependencyError: If a package is missing.
     """
     model = live_model(model_or_path)
     if model is not None:
         check_plain(model)
     else:
-        check_readable(config, place_of(model_or_path).source)
+        check_readable(config, locate(model_or_path).source)
 
 
 def load_processor(folder: Path, config_folder: Path) -> ProcessorMixin:
-    """The processor of images or sound of a local folder.
+    """Load the image or audio processor of a local folder.
 
     Args:
-        folder: Holds its files and the tokenizer's.
-        config_folder: Holds the model's config.json, which tells the processor's class where its own files do not.
+        folder: Folder with the files of the processor and of the tokenizer.
+        config_folder: Folder with the model's config.json, which names the processor's class if its files do not.
 
     Raises:
         MissingDependencyError: If it needs a package that is not installed.
-        BundleError: If its files cannot be read, or are no processor's.
+        BundleError: If its files cannot be read, or are not a processor's.
     """
     with quiet():
         try:
@@ -262,16 +274,18 @@ def load_processor(folder: Path, config_folder: Path) -> ProcessorMixin:
             )
         except ImportError as error:
             raise MissingDependencyError(f"the processor in {folder} needs a package: {first_line(error)}") from error
-        except Exception as error:  # processors read several files, each with errors of its own
+        except Exception as error:  # processors raise errors of many classes
             raise BundleError(
                 f"cannot read the processor in {folder}: {first_line(error)}; export the model again"
             ) from error
     if not isinstance(processor, ProcessorMixin):
-        raise BundleError(f"{folder} holds a {type(processor).__name__} and no processor; export the model again")
+        raise BundleError(
+            f"{folder} must contain a processor, got a {type(processor).__name__}; export the model again"
+        )
     return processor
 
 
-def _given(given: PreTrainedModel, dtype: torch.dtype | None, progress: Progress) -> LoadedModel:
+def _from_model(given: PreTrainedModel, dtype: torch.dtype | None, progress: Progress) -> LoadedModel:
     model = live_model(given)
     assert model is not None
     if given.training:
@@ -279,17 +293,17 @@ def _given(given: PreTrainedModel, dtype: torch.dtype | None, progress: Progress
     check_plain(model)
     if has_adapters(model) and model is given:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has adapters loaded into it, beside its weights; load the model without them, and "
-            "pass lora= their folder, which is merged"
+            f"{type(model).__name__} has adapters loaded; load the model without them, and pass their folder as lora, "
+            "which merges them"
         )
-    # By what accelerate leaves on modules: the package is no dependency.
+    # Found by the attributes that accelerate sets, because accelerate may not be installed.
     absent = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     hooked = [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
     if absent or hooked:
         found = f"{absent[0]} is on device meta" if absent else f"{hooked[0] or 'the model'} has a hook of accelerate"
         raise InputError(
-            f"{type(model).__name__} is offloaded or spread over devices ({found}), and a program needs every weight "
-            "in memory; load it whole with from_pretrained(..., device_map='cpu'), or pass its folder"
+            f"{type(model).__name__} must not be offloaded or split over devices ({found}), because a program needs "
+            "every weight in memory; load it with from_pretrained(..., device_map='cpu'), or pass its folder"
         )
     if dtype is not None and dtype != model.dtype:
         progress(f"converting {type(model).__name__} to {dtype_name(dtype)}", 0, None)
@@ -301,74 +315,78 @@ def _given(given: PreTrainedModel, dtype: torch.dtype | None, progress: Progress
     return LoadedModel(merged(given), None, type(model).__name__, remarks=(line,))
 
 
-def _config(place: Place) -> PreTrainedConfig:
-    if place.gguf is not None:
-        _check_gguf(place)
-    adapter = file_in(place, ADAPTER_CONFIG)
+def _config(location: Location) -> PreTrainedConfig:
+    if location.gguf is not None:
+        _check_gguf(location)
+    adapter = file_in(location, ADAPTER_CONFIG)
     if adapter is not None:
         raise InputError(
-            f"{place.source!r} holds an adapter ({ADAPTER_CONFIG}), trained for {base_of(adapter.parent)!r}; pass that "
-            "model, and the adapter's folder as lora (--lora)"
+            f"{location.source!r} holds an adapter ({ADAPTER_CONFIG}), trained for {base_of(adapter.parent)!r}; pass "
+            "that model, and the adapter's folder as lora (--lora)"
         )
     try:
-        fields, _ = PreTrainedConfig.get_config_dict(place.path, **place.options)
+        fields, _ = PreTrainedConfig.get_config_dict(location.path, **location.options)
     except OSError as error:
-        if Path(place.path).is_dir():
+        if Path(location.path).is_dir():
             raise InputError(
-                f"folder {place.source!r} has no readable config.json ({first_line(error)}); pass a model folder"
+                f"folder {location.source!r} has no readable config.json ({first_line(error)}); pass a model folder"
             ) from error
         raise InputError(
-            f"{place.source!r} is no local folder, and the hub has no such model ({first_line(error)}); check the "
-            "path or the id"
+            f"{location.source!r} is not a local folder, and the hub has no such model ({first_line(error)}); check "
+            "the path or the id"
         ) from error
-    except Exception as error:  # a file may hold any JSON, or none
-        if place.gguf is not None:
+    except Exception as error:  # a file may hold any JSON, or no JSON at all
+        if location.gguf is not None:
             raise UnsupportedModelError(
-                f"transformers cannot read {place.source!r}: {first_line(error)}; pass the checkpoint it was made from"
+                f"transformers cannot read {location.source!r}: {first_line(error)}; pass the original checkpoint"
             ) from error
-        raise InputError(f"cannot read config.json of {place.source!r}: {first_line(error)}; correct it") from error
+        raise InputError(f"cannot read config.json of {location.source!r}: {first_line(error)}; correct it") from error
     model_type = fields.get("model_type") if isinstance(fields, dict) else None
     if not model_type:
-        if place.gguf is None and Path(place.path).is_dir() and not (Path(place.path) / "config.json").exists():
-            raise InputError(f"folder {place.source!r} has no config.json; pass a model folder")
+        if (
+            location.gguf is None
+            and Path(location.path).is_dir()
+            and not (Path(location.path) / "config.json").exists()
+        ):
+            raise InputError(f"folder {location.source!r} has no config.json; pass a model folder")
         raise InputError(
-            f"config.json of {place.source!r} states no model_type; pass the folder of a transformers model"
+            f"config.json of {location.source!r} states no model_type; pass the folder of a transformers model"
         )
-    # Before a config of them is made, whose lists have an item for each layer.
-    check_sizes(fields, place.source)
+    # Checked before a config is created, because its lists have an item for each layer.
+    check_sizes(fields, location.source)
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedModelError(
-            f"{place.source!r} is of model type {model_type!r}, which this transformers release does not know; "
-            "code that comes with a model is not run"
+            f"{location.source!r} is of model type {model_type!r}, which this transformers release does not know; "
+            "upgrade transformers (code that comes with a model is not run)"
         )
     try:
-        config = AutoConfig.from_pretrained(place.path, **place.options)
+        config = AutoConfig.from_pretrained(location.path, **location.options)
     except Exception as error:  # configs validate their fields with errors of many classes
-        raise InputError(f"cannot read config.json of {place.source!r}: {first_line(error)}; correct it") from error
+        raise InputError(f"cannot read config.json of {location.source!r}: {first_line(error)}; correct it") from error
     if auto_class(config) is None:
         raise UnsupportedModelError(
-            f"model type {model_type!r} has no causal LM in transformers, nor an encoder-decoder that gives text; "
-            "pass a model that generates text"
+            f"model type {model_type!r} has neither a causal LM nor an encoder-decoder that generates text in "
+            "transformers; pass a model that generates text"
         )
     heads = [name for name in config.architectures or () if name.endswith(_OTHER_HEADS)]
     if heads:
         raise UnsupportedModelError(
-            f"{place.source!r} is a {heads[0]}, whose head gives no next token; pass a causal LM"
+            f"{location.source!r} is a {heads[0]}, whose head does not predict the next token; pass a causal LM"
         )
     return config
 
 
-def _check_gguf(place: Place) -> None:
+def _check_gguf(location: Location) -> None:
     missing = [name for name in _GGUF_NEEDS if util.find_spec(name) is None]
     if missing:
         raise MissingDependencyError(
-            f"{place.source!r} is a GGUF file, and reading it needs {' and '.join(missing)}; "
-            "pip install 'exportable-cache[gguf]', or pass the checkpoint it was made from"
+            f"{location.source!r} is a GGUF file, and reading it needs {' and '.join(missing)}; "
+            "pip install 'exportable-cache[gguf]', or pass the original checkpoint"
         )
 
 
 def stored_dtype(model_or_config: PreTrainedModel | PreTrainedConfig) -> torch.dtype | None:
-    """The dtype of a model's weights, or the one that a config says they are stored in; None where it does not."""
+    """Return the dtype of a model's weights, or the one that a config states; None if it does not."""
     if isinstance(model_or_config, PreTrainedModel):
         return model_or_config.dtype
     for config in (model_or_config, model_or_config.get_text_config(decoder=True)):
@@ -381,10 +399,9 @@ def stored_dtype(model_or_config: PreTrainedModel | PreTrainedConfig) -> torch.d
 
 @torch.no_grad()
 def converted(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy of a model in another dtype; the original is left alone, and no second copy in its own dtype is made on
-    the way.
+    """Copy a model to another dtype without an intermediate copy in the original dtype.
 
-    Every floating parameter and buffer is converted, as `model.to(dtype)` does.
+    Every floating-point parameter and buffer is converted, as `model.to(dtype)` does.
     """
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):

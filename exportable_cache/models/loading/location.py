@@ -1,4 +1,4 @@
-"""Where a model is: the shipped demo, a local folder or file, or a hub id. Looking it up imports no model code."""
+"""Locations of models: the packaged demo, a local folder or file, or a hub id. Nothing here imports model code."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _HUB_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where to load from: `Place("/models/tiny", "tiny", True)` or `Place("org/name", "org/name", False)`.
+class Location:
+    """A location to load from: `Location("/models/tiny", "tiny", True)` or `Location("org/name", "org/name", False)`.
 
     Attributes:
         path: Folder or hub id.
-        source: What messages and manifests call it.
-        local: Whether the hub is not asked.
-        gguf: Name of the one file in the folder that is the model, with its config and tokenizer; None for a folder.
+        source: Name in messages and manifests.
+        local: True if the hub is not used.
+        gguf: File name of a GGUF model, which includes its config and tokenizer; None for a folder.
     """
 
     path: str
@@ -42,68 +42,77 @@ class Place:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What every `from_pretrained` is told beside the path."""
+        """Keyword arguments of every `from_pretrained`."""
         found: dict[str, Any] = {"local_files_only": self.local, "trust_remote_code": False}
         return found if self.gguf is None else {**found, "gguf_file": self.gguf}
 
 
-def place_of(model_or_path: str | os.PathLike) -> Place:
+def locate(model_or_path: str | os.PathLike) -> Location:
+    """Return the location of `demo`, a local folder or GGUF file, or a hub id.
+
+    Raises:
+        InputError: If there is no such folder, file or id.
+    """
     if not isinstance(model_or_path, (str, os.PathLike)):
         raise InputError(
-            f"model is a {type(model_or_path).__name__}; pass 'demo', a local folder, a hub id, or a transformers "
-            "causal LM"
+            f"model must be 'demo', a local folder, a hub id or a transformers causal LM, got "
+            f"{type(model_or_path).__name__}; pass one of these"
         )
     name = os.fspath(model_or_path)
     if not name:
-        # As a path it would stand for the working folder.
-        raise InputError("model is an empty name; pass 'demo', a local folder, or a hub id")
+        # Because as a path it would mean the working folder.
+        raise InputError("model must not be an empty string; pass 'demo', a local folder, or a hub id")
     if name == "demo":
-        return Place(str(demo_path()), "demo", True)
+        return Location(str(demo_path()), "demo", True)
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return Place(str(folder), folder.resolve().name, True)
+        return Location(str(folder), folder.resolve().name, True)
     if folder.is_file() and folder.suffix == ".gguf":
-        return Place(str(folder.parent), folder.name, True, gguf=folder.name)
+        return Location(str(folder.parent), folder.name, True, gguf=folder.name)
     if folder.exists():
-        raise InputError(f"{name!r} is a file; pass the folder that holds config.json and the weights, or a .gguf file")
+        raise InputError(
+            f"model must be a folder or a .gguf file, got {name!r}; pass the folder with config.json and the weights"
+        )
     if not isinstance(model_or_path, str) or not _HUB_ID.fullmatch(name):
-        raise InputError(f"there is no folder {name!r}, and it is no hub id (like 'org/name') either; check the path")
+        raise InputError(
+            f"model must be an existing folder or a hub id (like 'org/name'), got {name!r}; check the path"
+        )
     reachable, problem = _hub_answers()
     if not reachable:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             raise InputError(
-                f"{name!r} is no local folder, is not in the local hub cache, and the hub cannot be reached "
+                f"{name!r} is not a local folder, is not in the local hub cache, and the hub cannot be reached "
                 f"({problem}); check the path, or connect, or download the model and pass its folder"
             )
-        return Place(name, name, True)
-    return Place(name, name, False)
+        return Location(name, name, True)
+    return Location(name, name, False)
 
 
 def _hub_answers() -> tuple[bool, str]:
-    # Asked once beforehand: the hub's client would retry every file for half a minute.
+    # Checked once in advance, because the hub's client retries every file for half a minute.
     if constants.HF_HUB_OFFLINE:
         return False, "HF_HUB_OFFLINE is set"
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)
-    except Exception as error:  # the HTTP library behind the client differs between its releases
+    except Exception as error:  # the hub's client uses different HTTP libraries in different releases
         return False, first_line(error)
     return True, ""
 
 
-def file_in(place: Place, name: str) -> Path | None:
-    """A file beside the model's; a GGUF file has none."""
-    if place.gguf is not None:
+def file_in(location: Location, name: str) -> Path | None:
+    """Return the path of a file of the model, or None; a GGUF file has no others."""
+    if location.gguf is not None:
         return None
-    if Path(place.path).is_dir():
-        path = Path(place.path) / name
+    if Path(location.path).is_dir():
+        path = Path(location.path) / name
         return path if path.is_file() else None
-    found = file_or_none(place.path, name, local_files_only=place.local)
+    found = file_or_none(location.path, name, local_files_only=location.local)
     return None if found is None else Path(found)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Run a block without the progress bars, log lines and warnings of the libraries that load models."""
+    """Suppress progress bars, log lines and warnings of the libraries that load models inside the block."""
     bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     hub_logger = logging.getLogger("huggingface_hub")
     hub_level = hub_logger.level

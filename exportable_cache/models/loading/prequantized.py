@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantised already: which are read, with what, and what the others are told."""
+"""Checkpoints with quantised weights: which methods can be read, and how they are dequantised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...errors import MissingDependencyError, UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-#: Methods that transformers reads on a CPU: the modules it needs for them.
+#: Methods that transformers reads on a CPU -> the modules that it needs.
 READ_WITH = {
     "compressed-tensors": ("compressed_tensors",),
     "torchao": ("torchao",),
@@ -22,7 +22,7 @@ READ_WITH = {
     "mxfp4": (),
     "bitsandbytes": ("bitsandbytes", "accelerate"),
 }
-#: Methods that transformers dequantises as it reads, if the config asks for it.
+#: Methods that transformers dequantises while reading if the config says so.
 _AS_READ = ("compressed-tensors", "fp8", "mxfp4")
 _EXTRAS = {"torchao": "executorch"}
 _SCHEMES = {4: "8da4w", 8: "8da8w"}
@@ -30,12 +30,12 @@ _SCHEMES = {4: "8da4w", 8: "8da8w"}
 
 @dataclass(frozen=True)
 class StoredQuantization:
-    """How the weights of a checkpoint are quantised: `StoredQuantization("compressed-tensors", 4, 128)`.
+    """A description of how a checkpoint is quantised: `StoredQuantization("compressed-tensors", 4, 128)`.
 
     Attributes:
-        method: As its config names it.
-        bits: Of a weight; None where the config does not say.
-        group_size: Weights that share a scale; None for whole rows, blocks, or where the config does not say.
+        method: Name in the config.
+        bits: Bits per weight; None if the config does not say.
+        group_size: Weights that share a scale; None for whole rows, blocks, or if the config does not say.
     """
 
     method: str
@@ -48,18 +48,18 @@ class StoredQuantization:
 
     @property
     def remark(self) -> str:
-        """What becomes of it, in a line."""
+        """One line about the dequantised weights and the nearest `quantize` option."""
         scheme = _SCHEMES.get(self.bits or 0)
         text = f"weights are stored quantised ({self}) and were dequantised"
         if scheme is None:
             return text
-        # The kernels take groups of 32 and multiples.
+        # Because the kernels take multiples of 32.
         size = self.group_size if self.bits == 4 and self.group_size and self.group_size % 32 == 0 else None
-        return f"{text}; nearest to them is quantize={scheme!r}{f' with group_size={size}' if size else ''}"
+        return f"{text}; the nearest option is quantize={scheme!r}{f' with group_size={size}' if size else ''}"
 
 
 def stored_quantization(config: PreTrainedConfig) -> StoredQuantization | None:
-    """How a config says that weights are quantised, None where they are not."""
+    """Return how a config says that weights are quantised, or None if they are not."""
     fields = _fields(config)
     if fields is None:
         return None
@@ -77,10 +77,10 @@ def stored_quantization(config: PreTrainedConfig) -> StoredQuantization | None:
 
 
 def check_readable(config: PreTrainedConfig, source: str) -> None:
-    """Refuse a checkpoint whose weights cannot be dequantised here, before they are read.
+    """Check that a checkpoint's weights can be dequantised, before they are read.
 
     Raises:
-        UnsupportedModelError: If nothing reads them on a CPU, or not rightly.
+        UnsupportedModelError: If they cannot be read correctly on a CPU.
         MissingDependencyError: If a package is missing.
     """
     stored = stored_quantization(config)
@@ -88,16 +88,16 @@ def check_readable(config: PreTrainedConfig, source: str) -> None:
         return
     if stored.method not in READ_WITH:
         raise UnsupportedModelError(
-            f"the weights of {source!r} are quantised ({stored}), which is not read here: transformers needs kernels "
-            f"for it that no target has (read are {', '.join(READ_WITH)}, and GGUF files); pass the checkpoint they "
-            "were made from, and quantise here (quantize='8da4w', --quantize 8da4w)"
+            f"the weights of {source!r} are quantised ({stored}), which is not supported; supported are "
+            f"{', '.join(READ_WITH)} and GGUF files: pass the original checkpoint, and quantise it on export "
+            "(quantize='8da4w', --quantize 8da4w)"
         )
     fields = _fields(config) or {}
     if stored.method == "compressed-tensors" and len(_groups(fields)) > 1:
         raise UnsupportedModelError(
             f"the weights of {source!r} are quantised in {len(_groups(fields))} groups of layers, each in its own way "
             f"({', '.join(_groups(fields))}), and transformers dequantises all of them as the first; pass the "
-            "checkpoint they were made from"
+            "original checkpoint"
         )
     missing = [name for name in READ_WITH[stored.method] if util.find_spec(name) is None]
     if missing:
@@ -105,12 +105,12 @@ def check_readable(config: PreTrainedConfig, source: str) -> None:
         extra = _EXTRAS.get(stored.method, "quantized")
         raise MissingDependencyError(
             f"the weights of {source!r} are quantised ({stored}), and reading them needs {packages}; "
-            f"pip install 'exportable-cache[{extra}]', or pass the checkpoint they were made from"
+            f"pip install 'exportable-cache[{extra}]', or pass the original checkpoint"
         )
 
 
 def dequantising(config: PreTrainedConfig) -> None:
-    """Have `from_pretrained` dequantise the weights, where it does so as it reads them; changes `config`."""
+    """Make `from_pretrained` dequantise weights while reading, if it can; changes `config`."""
     stored, fields = stored_quantization(config), _fields(config)
     if stored is not None and fields is not None and stored.method in _AS_READ:
         fields["dequantize"] = True
@@ -118,10 +118,10 @@ def dequantising(config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def dequantised(model: PreTrainedModel, source: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A model that was read from quantised weights, with plain ones of one dtype; changes `model`.
+    """Dequantise the weights of a loaded model to one dtype, in place.
 
     Raises:
-        UnsupportedModelError: If some are still quantised.
+        UnsupportedModelError: If some weights are still quantised.
     """
     stored = stored_quantization(model.config)
     if stored is not None and stored.method == "bitsandbytes":
@@ -131,26 +131,26 @@ def dequantised(model: PreTrainedModel, source: str, dtype: torch.dtype) -> PreT
         quantizer: Any = model.hf_quantizer
         quantizer.remove_quantization_config(model)
     if stored_quantization(model.config) is None:
-        # Some methods leave the layers that they do not quantise, or the others, in a dtype of their own.
+        # Because some methods leave layers in other dtypes.
         model = model.to(dtype)  # type: ignore[arg-type]  # its decorator loses `self`
         model.config.dtype = dtype
         return model
     raise UnsupportedModelError(
-        f"transformers left the weights of {source!r} quantised ({stored}); pass the checkpoint they were made from"
+        f"transformers left the weights of {source!r} quantised ({stored}); pass the original checkpoint"
     )
 
 
 def check_plain(model: PreTrainedModel) -> None:
-    """Refuse a live model whose weights are quantised.
+    """Check that the weights of a loaded model are not quantised.
 
     Raises:
-        UnsupportedModelError: Then.
+        UnsupportedModelError: If they are.
     """
     stored = stored_quantization(model.config)
     if stored is not None:
         raise UnsupportedModelError(
-            f"the weights of {type(model).__name__} are quantised ({stored}), and programs are made from plain ones; "
-            "pass its folder, which is dequantised as it is read, or model.dequantize()"
+            f"the weights of {type(model).__name__} must not be quantised, got {stored}; pass its folder, whose "
+            "weights are dequantised when they are read, or model.dequantize()"
         )
 
 
@@ -180,7 +180,7 @@ def _groups(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _torchao_sizes(fields: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Bits and group size of torchao's default rule, as its configs are written."""
+    """Return bits and group size of the default rule in torchao's config format."""
     rule = ((fields.get("quant_type") or {}) if isinstance(fields.get("quant_type"), Mapping) else {}).get(
         "default", {}
     )

@@ -1,4 +1,4 @@
-"""Models that are refused by name, and checks of the sizes that a config states."""
+"""Tables of models that are not supported or need special treatment, and checks of the sizes in a config."""
 
 from __future__ import annotations
 
@@ -11,52 +11,51 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-#: Models that leave no room for a cache of ours: what they do instead, and what upstream would have to change.
+#: Models that cannot use a static cache: what they do instead, and what would have to change upstream.
 WITHOUT_CACHE = {
     "blip": (
-        "it takes a picture at every step, which its text decoder attends to by cross-attention; upstream would have "
-        "to keep those keys and values in an EncoderDecoderCache, as Whisper does"
+        "its text decoder attends to an image by cross-attention at every step; upstream would have to keep those keys "
+        "and values in an EncoderDecoderCache, as Whisper does"
     ),
     "blt": (
-        "it cuts bytes into patches where a model of its own finds them surprising, so the shapes of a step depend "
-        "on data; patches of a fixed length would have to be a choice upstream"
+        "it splits bytes into patches by the entropy that a second model predicts, so the shapes of a step depend on "
+        "data; upstream would have to offer patches of a fixed length"
     ),
     "cpmant": (
-        "tokens of one call see each other in both directions, and learned ones before the first see them all, so a "
-        "prompt cannot come in pieces, and it takes every token at every step; upstream would have to take the new "
-        "tokens alone, and a context that is causal"
+        "tokens of one call attend to each other in both directions, so a prompt cannot be split into chunks, and it "
+        "takes every token at every step; upstream would have to take only the new tokens, with a causal context"
     ),
     "idefics": (
-        "it takes pictures at every step, which layers of cross-attention between the others attend to; upstream would "
-        "have to keep their keys and values in the cache, as Mllama does"
+        "its cross-attention layers take the images at every step; upstream would have to keep their keys and values "
+        "in the cache, as Mllama does"
     ),
     "reformer": (
-        "it keeps hashed buckets and hidden states, ReformerDynamicCache, and sorts by bucket, so what a query sees "
-        "depends on data; upstream would have to look at all keys through a mask of equal buckets"
+        "its ReformerDynamicCache keeps hashed buckets and hidden states, and sorting by bucket makes the keys that a "
+        "query sees depend on data; upstream would have to attend to all keys through a mask of equal buckets"
     ),
     "udop": (
-        "its encoder takes the place of every token on a page, `bbox`, beside the token, where a session's takes "
-        "one input"
+        "its encoder needs the bounding box of every token, `bbox`, in addition to the token, and a session's encoder "
+        "takes one input"
     ),
     "voxtral_realtime": (
-        "it takes a piece of sound beside every token, where a session feeds one or the other; upstream would have to "
-        "take the sum of both as embeddings"
+        "it takes audio together with every token, and a session feeds one or the other; upstream would have to take "
+        "the sum of both as embeddings"
     ),
     "xlnet": (
-        "it keeps hidden states, the argument `mems`, and predicts from a dummy token behind those of a step, which "
-        "sees them by `perm_mask`; the tokens themselves see later ones of their call. Upstream would have to keep "
-        "keys and values in a cache, and give the stream of queries for the next position by itself"
+        "it keeps hidden states in `mems` and predicts from a dummy token after those of a step, by `perm_mask`, and "
+        "tokens see later ones of their call; upstream would have to keep keys and values in a cache, and compute the "
+        "query stream of the next position separately"
     ),
 }
 
-#: Models whose configs do not say that their layers keep states: model type -> states of each layer.
+#: Models whose configs do not say that their layers keep states: model type -> number of states per layer.
 STATES_OF_LAYERS = {"rwkv": 2, "xlstm": 3}
 
-#: Layer types of DeepSeek V4 that keep what every token gives for compressed entries, as an indexer's keys.
+#: Layer types of DeepSeek V4 whose compressor inputs are kept for every token, like an indexer's keys.
 COMPRESSED_TYPES = ("compressed_sparse_attention", "heavily_compressed_attention")
 
-#: Models that take no cache of transformers, and what their own state is called, as an argument and in an output; None
-#: of one that takes every token at every step.
+#: Models that do not take a transformers cache -> the name of their state, as argument and output. None for a model
+#: that takes every token at every step.
 WITHOUT_DYNAMIC_CACHE = {
     "minimax": "past_key_values",
     "openai-gpt": None,
@@ -65,8 +64,8 @@ WITHOUT_DYNAMIC_CACHE = {
     "xlstm": "cache_params",
 }
 
-#: Models whose original is right where tokens come one by one, and another model where several come in one call, and
-#: what that does. Over a cache of ours they are what they are token by token, however many come.
+#: Models whose original results are right only if tokens are fed one by one: model type -> what several tokens per call
+#: change. Over our caches their results do not depend on the number of tokens per call.
 RIGHT_BY_TOKEN = {
     "fsmt": "tokens of one call see each other in both directions",
     "kyutai_speech_to_text": "tokens of one call see past the window",
@@ -74,12 +73,12 @@ RIGHT_BY_TOKEN = {
     "prophetnet": "position biases of the predicting stream are mixed up among the tokens of one call",
 }
 
-#: Encoders that are wrong in float16 where their input is padded, and why: a static one is padded to whole blocks.
+#: Encoders whose results are wrong in float16 if the input is padded, and why. Static encoders pad to whole blocks.
 WRONG_PADDED_IN_FLOAT16 = {
-    "longt5": "its encoder adds -1e10 to scores of padding, which is minus infinity in float16 and gives not-a-number",
+    "longt5": "its encoder adds -1e10 to scores of padding, which is minus infinity in float16 and gives NaN",
 }
 
-#: Config fields that make a model one that no static cache fits: field -> (model types, reason).
+#: Config fields with which a model cannot use a static cache: field -> (model types, reason).
 REFUSED_OPTIONS = {
     "alibi": (("falcon",), "its position bias is sized by the tokens seen, not by the cache's slots"),
     "use_bidirectional_attention": (
@@ -88,7 +87,7 @@ REFUSED_OPTIONS = {
     ),
 }
 
-#: Config fields without which no static cache fits a model: field -> (model types, reason).
+#: Config fields without which a model cannot use a static cache: field -> (model types, reason).
 NEEDED_OPTIONS = {
     "causal": (
         ("xlm",),
@@ -96,19 +95,19 @@ NEEDED_OPTIONS = {
     ),
 }
 
-#: Config fields that a cache of ours must not outgrow: field -> (model types, reason).
+#: Config fields that limit max_cache_len: field -> (model types, reason).
 LONGEST = {
     "keep_window_size": (
         ("doge",),
-        "past it its attention chooses among the keys by their values, which is not done here",
+        "beyond it its attention selects keys by their values, which is not supported",
     )
 }
 
-#: Models whose position bias counts the cache's slots, so that a slot has to be its position: no sinks for them.
+#: Models whose position bias counts slots, so each slot must be its position. They cannot have attention sinks.
 BIASED_BY_SLOT = ("bloom", "mpt")
 
 
-#: The deepest that is built; published models have up to about 130.
+#: Most layers of a config that is accepted; published models have up to about 130.
 MOST_LAYERS = 2048
 _DEPTHS = (
     "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers"
@@ -119,15 +118,15 @@ _WIDTHS = (
 ).split()
 
 
-#: 0 stands for none given.
+#: Fields in which 0 means that the value is not given.
 _OPTIONAL = ("head_dim",)
 
 
 def check_sizes(config: PreTrainedConfig | Mapping[str, Any], source: str) -> None:
-    """Refuse a config, or the fields of one, of sizes that no model has.
+    """Check that the sizes in a config, or in the fields of one, are possible.
 
     Raises:
-        InputError: If one is less than 1, or there are more layers than `MOST_LAYERS`.
+        InputError: If a size is less than 1, or there are more than `MOST_LAYERS` layers.
     """
     for path, fields in _parts(config if isinstance(config, Mapping) else vars(config), ""):
         for name in (*_DEPTHS, *_WIDTHS, *_OPTIONAL):
@@ -136,16 +135,16 @@ def check_sizes(config: PreTrainedConfig | Mapping[str, Any], source: str) -> No
                 continue
             if value < (0 if name in _OPTIONAL else 1):
                 raise InputError(
-                    f"the config of {source!r} says {path}{name} = {value}; it must be at least 1: correct it"
+                    f"{path}{name} in the config of {source!r} must be at least 1, got {value}; correct it"
                 )
             if name in _DEPTHS and value > MOST_LAYERS:
                 raise InputError(
-                    f"the config of {source!r} says {path}{name} = {value}; at most {MOST_LAYERS} are taken: correct it"
+                    f"{path}{name} in the config of {source!r} must be at most {MOST_LAYERS}, got {value}; correct it"
                 )
 
 
 def _parts(fields: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The fields, and those of configs inside: a text decoder's, an encoder's."""
+    """Yield the fields of a config and of the configs inside it, each with its path."""
     yield path, fields
     for name, value in fields.items():
         if name.endswith("config") and (isinstance(value, Mapping) or hasattr(value, "model_type")):

@@ -1,4 +1,4 @@
-"""The tokenizer beside a model, read without the model's code."""
+"""Loading of a model's tokenizer, without the model's code."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from transformers import AutoTokenizer
 
 from ...errors import InputError
 from ..tokenizers.text import tokenizer_errors
-from .location import Place, file_in, place_of, quiet
+from .location import Location, file_in, locate, quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Without one of these AutoTokenizer makes up an empty tokenizer of the model's type.
+# Without one of these files AutoTokenizer creates an empty tokenizer of the model's type.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -30,55 +30,57 @@ _PROBE = "the code of amber is 4821"
 
 
 def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of `demo`, a local folder or a hub id, or None if it has none.
+    """Load the tokenizer of `demo`, a local folder or a hub id; None if it has no tokenizer.
 
     Raises:
         InputError: If there is no such folder or hub id, or its tokenizer cannot be read.
     """
     with quiet():
-        return tokenizer_of(place_of(path))
+        return tokenizer_of(locate(path))
 
 
 def has_tokenizer(path: str | os.PathLike) -> bool:
-    """Whether `demo`, a folder, a GGUF file or a hub id has the files of a tokenizer; they are not read."""
+    """Return True if `demo`, a folder, a GGUF file or a hub id has tokenizer files; they are not read."""
     with quiet():
-        return _has_files(place_of(path))
+        return _has_files(locate(path))
 
 
-def _has_files(place: Place) -> bool:
-    return place.gguf is not None or any(file_in(place, name) is not None for name in _TOKENIZER_FILES)
+def _has_files(location: Location) -> bool:
+    return location.gguf is not None or any(file_in(location, name) is not None for name in _TOKENIZER_FILES)
 
 
-def tokenizer_of(place: Place) -> PreTrainedTokenizerBase | None:
-    if not _has_files(place):
+def tokenizer_of(location: Location) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer at a location; None if there is no tokenizer."""
+    if not _has_files(location):
         return None
     with tokenizer_errors(
-        f"cannot read the tokenizer of {place.source!r}", "correct its files, or remove them to go without"
+        f"cannot read the tokenizer of {location.source!r}", "correct its files, or remove them to continue without it"
     ):
-        tokenizer = AutoTokenizer.from_pretrained(place.path, **place.options)
-        _check_pieces(place, tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(location.path, **location.options)
+        _check_pieces(location, tokenizer)
     return tokenizer
 
 
-def _check_pieces(place: Place, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that was made from sentencepiece's file alone and cuts otherwise than sentencepiece: without a
-    tokenizer_config.json, transformers does not know the class, and takes the model's prefix and marks for another's.
+def _check_pieces(location: Location, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a tokenizer made from sentencepiece's file alone splits text as sentencepiece does.
+
+    Without a tokenizer_config.json transformers does not know the class, and may assume another model's settings.
     """
-    path = next((found for name in _SENTENCEPIECE_FILES if (found := file_in(place, name)) is not None), None)
-    if path is None or file_in(place, "tokenizer.json") is not None or util.find_spec("sentencepiece") is None:
+    path = next((found for name in _SENTENCEPIECE_FILES if (found := file_in(location, name)) is not None), None)
+    if path is None or file_in(location, "tokenizer.json") is not None or util.find_spec("sentencepiece") is None:
         return
     from sentencepiece import SentencePieceProcessor
 
     try:
         model = SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError):
-        # The same name holds tiktoken's format in some checkpoints.
+        # Because some checkpoints use the same file name for tiktoken's format.
         return
     ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     pieces, ours = model.encode(_PROBE, out_type=str), tokenizer.convert_ids_to_tokens(ids)
     if pieces != ours:
         raise InputError(
-            f"the tokenizer of {place.source!r} was read from {path.name} as a {type(tokenizer).__name__}, which cuts "
-            f"{_PROBE!r} into {ours[:4]}... where sentencepiece cuts it into {pieces[:4]}...; add the "
-            "tokenizer_config.json or the tokenizer.json that belongs to it, or pass tokenizer="
+            f"the tokenizer of {location.source!r} was read from {path.name} as a {type(tokenizer).__name__}, which "
+            f"splits {_PROBE!r} into {ours[:4]}..., while sentencepiece splits it into {pieces[:4]}...; add its "
+            "tokenizer_config.json or tokenizer.json, or pass tokenizer="
         )

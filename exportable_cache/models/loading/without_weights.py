@@ -1,4 +1,4 @@
-"""A model without its weights: built where tensors have shapes and no values, so that sizes are read off the model."""
+"""Models without weights, built on the meta device or with fake tensors to read sizes from them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ _T = TypeVar("_T")
 
 
 def model_without_weights(config: PreTrainedConfig, device: str = "meta") -> PreTrainedModel | None:
-    """The text decoder, with the encoder of an encoder-decoder, or None where its code cannot be built.
+    """Build the text decoder of a config without weights, together with the encoder of an encoder-decoder.
 
-    A decoder that is no causal LM of its own comes inside the model that it is a part of.
+    A decoder without a causal LM class is built inside its multimodal model.
 
     Args:
-        device: "meta", or any inside `fake_tensors`.
+        config: The model's config.
+        device: "meta", or any device inside `fake_tensors`.
+
+    Returns:
+        The model, or None if its code cannot be built so.
     """
     has_encoder = getattr(config, "is_encoder_decoder", False)
     probe = copy.deepcopy(config if has_encoder else config.get_text_config(decoder=True))
@@ -39,10 +43,8 @@ def model_without_weights(config: PreTrainedConfig, device: str = "meta") -> Pre
     if model is None:
         return None
     if experts_implementation(model.config) is not None:
-        # On the meta device the grouped kernels take bfloat16 only; batched products take any dtype, and no values are
-        # looked at.
+        # Because grouped kernels take bfloat16 only on the meta device; batched products take any dtype.
         model.set_experts_implementation("batched_mm")
-    # Its files are those of the model that the cache is for.
     patch_model(model)
     return model
 
@@ -50,15 +52,20 @@ def model_without_weights(config: PreTrainedConfig, device: str = "meta") -> Pre
 def ask_without_weights(
     config: PreTrainedConfig, question: Callable[[PreTrainedModel], _T], model: PreTrainedModel | None
 ) -> _T | None:
-    """What `question` gives for a model without weights, None where its code looks at values whatever is tried.
+    """Call `question` with a model without weights: on the meta device, then with fake tensors.
 
-    Tried are the meta device, then fake tensors, which transformers takes for a tracer's and does not look into.
+    The second try helps because transformers takes fake tensors for a tracer's and does not read their values.
 
     Args:
-        model: On the meta device, see `model_without_weights`; None where it cannot be built there.
+        config: The model's config.
+        question: Called with the model.
+        model: A model on the meta device, see `model_without_weights`; None if it cannot be built.
+
+    Returns:
+        The result of `question`, or None if the model's code reads values in both cases.
 
     Raises:
-        ExportableCacheError: What `question` says of the model.
+        ExportableCacheError: If `question` raises one.
     """
     if model is None:
         return None

@@ -1,8 +1,7 @@
-"""Integers and scales of 4-bit weights in groups: of a few scales the one with the least squared error.
+"""Rounding of weights to 4 bits in groups, with the scale of least squared error among a few candidates.
 
-The usual scale is a group's largest magnitude over 7.5. Integers of -8 to 7 then cut off that very weight where it is
-positive, which shrinks what a row adds up: of a trained model that costs more than the rounding itself would
-(docs/benchmarks.md, "Accuracy of 4 bits").
+The usual scale is a group's largest magnitude divided by 7.5. Integers from -8 to 7 then clip that weight if it is
+positive. In a trained model this costs more accuracy than rounding (docs/benchmarks.md, "Accuracy of 4 bits").
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from ...common.process.tuning import one_thread
 if TYPE_CHECKING:
     from ...common.fs.tensor_files import Scratch
 
-#: What a group's largest magnitude is divided by, to be a scale. More of them and finer ones gain less than 1 %.
+#: Divisors of a group's largest magnitude that give candidate scales. More of them gain less than 1 %.
 _STEPS_OF_LARGEST = (7.5, 7.0, 8.0, 8.5, 9.0)
 _LEAST, _MOST = -8, 7
-#: Kernels refuse a scale of zero, and one that is not normal.
+#: Kernels reject scales that are zero or subnormal.
 _LEAST_SCALE = torch.finfo(torch.float32).smallest_normal
-# Of a weight: few enough for a processor's last cache, and so many that threads seldom wait for the interpreter's lock,
-# which each of some 70 operators asks for: two threads take a quarter more at 1 << 18, three times as long at 1 << 16.
+# Weights rounded at once: few enough for the processor's last cache, and enough that threads rarely wait for the
+# interpreter's lock. Two threads take 25 % longer with 1 << 18, and three times as long with 1 << 16.
 _ELEMENTS_AT_ONCE = 1 << 19
 
 
 class RoundedGroups(NamedTuple):
-    """A weight [rows, columns] in groups of a row's neighbours.
+    """A weight [rows, columns] rounded in groups of neighbouring columns.
 
     Attributes:
-        integers: int8 [rows, columns], of -8 to 7.
+        integers: int8 [rows, columns], from -8 to 7.
         scales: [rows, groups]; a weight is its integer times its group's scale.
     """
 
@@ -42,15 +41,15 @@ class RoundedGroups(NamedTuple):
 def round_groups(
     weight: torch.Tensor, group_size: int, dtype: torch.dtype, signed: bool = False, scratch: Scratch | None = None
 ) -> RoundedGroups:
-    """Round a weight, some rows at a time in as many threads as torch has.
+    """Round a weight to 4 bits, with as many threads as torch uses.
 
     Args:
-        weight: Of any float dtype, [rows, columns].
+        weight: Weight of any float dtype, [rows, columns].
         group_size: Weights that share a scale; it divides the columns.
-        dtype: Of the scales. Errors are those with scales of that dtype.
-        signed: Scales may be negative, so that the largest magnitude can be -8 steps whatever its sign: a tenth less
-            error (of a normal distribution 8.1 % in groups of 32, in place of 8.6). XNNPACK takes positive ones only.
-        scratch: Where the integers are to lie; None for memory.
+        dtype: Dtype of the scales; squared errors are computed with scales of that dtype.
+        signed: True to allow negative scales, so that the largest magnitude can always be -8 steps. For a normal
+            distribution in groups of 32 the error is 8.1 % instead of 8.6 %. XNNPACK takes positive scales only.
+        scratch: File storage for the integers; None for memory.
 
     Raises:
         OSError: If the disk has no room for them.
@@ -87,7 +86,7 @@ def _rounded(weight: torch.Tensor, group_size: int, dtype: torch.dtype, signed: 
     error = _error(groups, scale, tried)
     for steps in _STEPS_OF_LARGEST[1:]:
         scale, error = _better(groups, scale, error, _representable(largest / steps, dtype), tried)
-    # For the integers of the best of them another scale may be better, and give other integers again.
+    # Because the best scale for these integers may be another one, which can in turn give other integers.
     integers = _integers(groups, scale, tried)
     products, squares = (integers * groups).sum(1, keepdim=True), integers.square().sum(1, keepdim=True)
     scale, _ = _better(groups, scale, error, _representable(products / squares, dtype), tried)
@@ -98,7 +97,7 @@ def _rounded(weight: torch.Tensor, group_size: int, dtype: torch.dtype, signed: 
 
 
 def _representable(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As a file has it, in float32."""
+    """Return a scale rounded to the dtype of the file, in float32."""
     return scale.clamp(min=_LEAST_SCALE).to(dtype).float()
 
 
@@ -114,6 +113,6 @@ def _better(
     groups: torch.Tensor, scale: torch.Tensor, error: torch.Tensor, candidate: torch.Tensor, into: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     its_error = _error(groups, candidate, into)
-    # False for not-a-number, which a group of zeros gives.
+    # False for NaN, which a group of zeros gives.
     better = its_error < error
     return torch.where(better, candidate, scale), torch.where(better, its_error, error)

@@ -1,4 +1,4 @@
-"""Weight quantisation before export, through torchao: what is quantised, with which checks, and what stays tied."""
+"""Weight quantisation before export, through torchao."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from .spec import Quantization
 
 _INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs have no dtypes below 8 bits
-# Of a weight: what rows of so many take in float32 stays in a processor's cache.
+# Weights quantised at once, so that their float32 values stay in the processor's cache.
 _ELEMENTS_AT_ONCE = 1 << 17
-#: Sequences in which a rounding is tried.
+#: Number of sequences of `rounding_noise`.
 DRAWS = 3
 _SENSITIVITY_TOKENS = 24
 
 
 def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> None:
-    """Refuse what would leave a layer silently as it was.
+    """Check that every layer that a quantization names can be quantised.
 
     Raises:
         InputError: If the group size does not divide a row.
-        UnsupportedModelError: If a layer to quantise is not there, or the tied table is to have 4 bits.
+        UnsupportedModelError: If the model has no such layers, or a tied table is to have 4 bits.
     """
     name = type(model).__name__
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -48,18 +48,18 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
     }
     if quantization.linear is not None and not linears:
         raise UnsupportedModelError(
-            f"{name} has no torch.nn.Linear besides its head, so {quantization.linear} would quantise nothing; export "
-            "it unquantised"
+            f"{name} has no torch.nn.Linear except its head, so {quantization.linear} would quantise nothing; export "
+            "it without quantisation"
         )
     if quantization.embeddings is not None and not isinstance(table, nn.Embedding):
         raise UnsupportedModelError(
-            f"{name} embeds through {type(table).__name__}, which is not quantised; pass "
-            "quantize_embeddings='none' to leave it as it is"
+            f"{name} has embeddings of type {type(table).__name__}, which cannot be quantised; pass "
+            "quantize_embeddings='none'"
         )
     if quantization.embeddings == "4w" and is_tied(model):
         raise UnsupportedModelError(
-            f"the head of {name} is tied to its embeddings, and the kernels of the two pack 4 bits differently, so one "
-            "copy cannot serve both; use quantize_embeddings='8w'"
+            f"the head of {name} is tied to its embeddings, and their kernels pack 4 bits differently; use "
+            "quantize_embeddings='8w'"
         )
     size = quantization.group_size
     rows = dict(linears) if quantization.linear == "8da4w" else {}
@@ -77,12 +77,12 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
                 else "use quantize='8da8w', which has no groups"
             )
             raise InputError(
-                f"group_size {size} does not divide the rows of {path} of {name}, {length} weights long; {remedy}"
+                f"group_size must divide the rows of {path} of {name}, {length} weights long, got {size}; {remedy}"
             )
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Whether the head reads the embedding table."""
+    """Return True if the head is tied to the embedding table."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 
@@ -92,9 +92,9 @@ class QuantizedModel:
     """A quantised copy of a model.
 
     Attributes:
-        model: Runs in eager mode with the rounding it has on a target, and exports to integer weights.
-        weights_bytes: Bytes of its weights as a target stores them: tied ones once, 4-bit ones two to a byte, with
-            scales.
+        model: Model that computes in eager mode with a target's rounding, and exports to integer weights.
+        weights_bytes: Bytes of its weights as a target stores them, with scales: tied weights once, two 4-bit weights
+            per byte.
     """
 
     model: PreTrainedModel
@@ -103,21 +103,22 @@ class QuantizedModel:
 
 @torch.no_grad()
 def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratch | None = None) -> QuantizedModel:
-    """Quantise a copy of a model; the original is left alone, in whatever dtype its weights are.
-
-    Weight by weight: none but the one at hand is there in float32 as well.
+    """Quantise a copy of a model; only one weight at a time is converted to float32.
 
     Args:
-        scratch: Where the integers are to lie; None for memory. They take a byte each, also those of 4 bits.
+        model: A model of any float dtype.
+        quantization: The schemes.
+        scratch: File storage for the integers, which take a byte each, also with 4 bits; None for memory.
 
     Raises:
-        OSError: If the disk has no room for them.
-        InputError, UnsupportedModelError: See `check_quantizable`.
+        OSError: If the disk is full.
+        InputError: See `check_quantizable`.
+        UnsupportedModelError: See `check_quantizable`.
     """
     check_quantizable(model, quantization)
     prepare_model(model)
     tied = is_tied(model)
-    model = _with_own_parameters(model)
+    model = _copy_with_new_parameters(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchao.quantization.granularity import PerAxis, PerGroup
@@ -128,11 +129,11 @@ def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratc
     groups = {4: PerGroup(quantization.group_size or DEFAULT_GROUP_SIZE), 8: PerAxis(0)}
     dtypes = {4: _INT4, 8: torch.int8}
     if quantization.embeddings is not None:
-        # Encoder-decoders read one table through modules of their own.
+        # Because encoder-decoders share one table between several modules.
         readers = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.weight is table.weight]
         bits = EMBEDDING_SCHEMES[quantization.embeddings]
         if bits == 4 and quantization.scales != "absmax":
-            # Their kernel takes scales of either sign.
+            # Signed, because the embedding kernel takes scales of either sign.
             _quantize_groups(table, quantization, torch.float32, True, scratch)
         else:
             _quantize_weight(table, IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits]), scratch)
@@ -144,7 +145,7 @@ def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratc
             config = Int8DynamicActivationIntxWeightConfig(
                 weight_dtype=dtypes[bits],
                 weight_granularity=groups[bits],
-                # What XNNPACK keeps of the scales of groups, so that eager mode computes with the same numbers.
+                # Because XNNPACK keeps scales of groups in bfloat16, so eager mode computes with the same values.
                 weight_scale_dtype=torch.bfloat16 if bits == 4 else None,
             )
         else:
@@ -163,13 +164,13 @@ def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratc
     _to_float32(model)
     for config in (model.config, model.config.get_text_config(decoder=True)):
         config.dtype = torch.float32
-    # Before unwrapping, which leaves 4-bit weights a byte each.
+    # Before unwrapping, because unwrapped 4-bit weights take a byte each.
     stored = _stored_bytes(model)
     return QuantizedModel(unwrap_tensor_subclass(model), stored)
 
 
-def _with_own_parameters(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy whose parameters can be exchanged one by one; until then it shares the original's memory."""
+def _copy_with_new_parameters(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model with new parameters that share the memory of the original's."""
     shared = {id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in model.parameters()}
     return copy.deepcopy(model, shared)
 
@@ -181,10 +182,10 @@ def _weight(module: nn.Module) -> torch.Tensor:
 
 
 def _quantize_weight(module: nn.Module, config: Any, scratch: Scratch | None) -> None:
-    """Exchange a module's weight for its quantised form, worked out a few rows at a time.
+    """Quantise the weight of a module, a few rows at a time.
 
-    Rows have scales of their own, so the result is the same. torchao goes over a weight some twenty times: over rows
-    that stay in the processor's cache a thread takes a tenth of the time that it takes over 32 MB (AMD EPYC, AVX-512).
+    Rows have separate scales, so the result is the same. torchao passes over a weight about twenty times, which takes a
+    tenth of the time if the rows stay in the processor's cache (AMD EPYC, AVX-512).
     """
     weight = _weight(module)
     rows = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
@@ -201,7 +202,7 @@ def _quantize_weight(module: nn.Module, config: Any, scratch: Scratch | None) ->
 def _quantize_groups(
     module: nn.Module, quantization: Quantization, dtype: torch.dtype, signed: bool, scratch: Scratch | None
 ) -> None:
-    """Exchange a module's weight for one of 4 bits with scales of a dtype, as torchao would hold it."""
+    """Replace the weight of a module by torchao's 4-bit weight, with scales of a dtype."""
     from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor import (
         IntxUnpackedToInt8Tensor,
         IntxUnpackedToInt8TensorActivationQuantization,
@@ -227,7 +228,7 @@ def _quantized(rows: torch.Tensor, config: Any) -> QuantizedWeight:
 
 
 def _to_float32(model: nn.Module) -> None:
-    """What was not quantised, in float32; tied parameters stay one."""
+    """Convert unquantised parameters and buffers to float32; tied parameters stay tied."""
     converted: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -240,13 +241,13 @@ def _to_float32(model: nn.Module) -> None:
 
 
 def _as_linear(table: QuantizedWeight, scheme: str | None) -> torch.Tensor:
-    """A table's integers as a linear layer's weight: it holds the very same tensors and computes as the scheme says."""
+    """Return a table's weight as one of a linear layer that shares its tensors and computes by a scheme."""
     from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor import (
         IntxUnpackedToInt8TensorActivationQuantization,
     )
 
-    # Weights alone have no fast kernel on devices, so where only embeddings were asked for the head takes 8-bit
-    # activations too.
+    # If only embeddings are quantised, the head has 8-bit activations too, because devices have no fast kernel for
+    # quantised weights alone.
     dynamic = scheme is None or LINEAR_SCHEMES[scheme][1]
     activations = IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN if dynamic else None
     return type(table)(
@@ -266,12 +267,12 @@ def _stored_bytes(model: nn.Module) -> int:
 
 
 class RoundingNoise(NamedTuple):
-    """How far the logits of two right programs are apart because activations round differently.
+    """The difference between logits of two correct programs that round activations differently.
 
     Attributes:
-        largest: |logit difference| of all tokens.
-        rms: Root mean square over the vocabulary, of the token where it is largest. Of a large vocabulary it hardly
-            depends on the draw, `largest` does.
+        largest: Largest absolute logit difference of all tokens.
+        rms: Root mean square over the vocabulary, of the token where it is largest. With a large vocabulary it hardly
+            depends on the random seed, unlike `largest`.
     """
 
     largest: float
@@ -282,19 +283,19 @@ class RoundingNoise(NamedTuple):
 def rounding_noise(
     model: PreTrainedModel, seed: int = 0, encoder_inputs: Mapping[str, torch.Tensor] | None = None
 ) -> RoundingNoise:
-    """What a rounding is worth: how far the logits move when one activation per token rounds to its neighbour.
+    """Measure how much the logits change if one activation per token and layer is rounded to a neighbouring integer.
 
-    Activations are quantised from numbers that two right programs compute with different last bits, and where such a
-    number lies between two integers they round it differently. One activation per token and layer is moved by one step,
-    at random. In a model of true size that moves the logits as much as last bits do (measured on Llama-3.2-1B's shape:
-    a root mean square of 0.081 for either), since each different rounding makes others.
+    Two correct programs compute activations with different last bits, so values halfway between two integers round
+    differently, and each difference causes others. In a model of real size one random step per token changes the logits
+    as much as these bits do: on Llama-3.2-1B's shape both have a root mean square of 0.081.
 
     Args:
-        seed: Of tokens and of what is moved.
-        encoder_inputs: What an encoder-decoder's encoder takes, of `DRAWS` rows.
+        model: A quantised model.
+        seed: Seed of the tokens and of the changed activations.
+        encoder_inputs: Inputs of an encoder-decoder's encoder, with `DRAWS` rows.
 
     Returns:
-        Zeros if the model quantises no activations.
+        The noise; zeros if the model does not quantise activations.
     """
     generator = torch.Generator().manual_seed(seed)
 

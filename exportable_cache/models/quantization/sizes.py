@@ -1,4 +1,4 @@
-"""Bytes of weights as a target stores them."""
+"""Sizes of weights as a target stores them."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 _FLOAT32, _BFLOAT16 = 4, 2
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
-#: Share of the weights below which a quantization says what it leaves.
+#: Share of quantised weights below which `Coverage.remark` names the others.
 LEAST_SHARE = 0.8
-#: Modules that a message names.
+#: Number of modules that a message names.
 _NAMED = 3
 
 
 class _Form(NamedTuple):
-    """How one weight is stored: bits of an integer, and bytes of a scale."""
+    """Storage of one weight: bits of an integer, and bytes of a scale."""
 
     bits: int
     scale: int
 
 
 def _forms(model: PreTrainedModel, quantization: Quantization) -> dict[int, _Form]:
-    """Return the form of each weight that is quantised, by the id of its parameter."""
+    """Return the storage of each quantised weight, by the id of its parameter."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
     forms = {}
     if quantization.linear is not None:
         bits, _ = LINEAR_SCHEMES[quantization.linear]
-        # XNNPACK's scales of groups; torchao keeps others in the weights' dtype.
+        # Because XNNPACK keeps scales of groups in bfloat16, and torchao keeps others in the weights' dtype.
         scale = _BFLOAT16 if bits == 4 and quantization.linear == "8da4w" else _FLOAT32
         for module in model.modules():
             if isinstance(module, nn.Linear) and not (tied and module is head):
@@ -52,10 +52,11 @@ def _forms(model: PreTrainedModel, quantization: Quantization) -> dict[int, _For
 
 
 def quantized_bytes(model: PreTrainedModel, quantization: Quantization) -> int:
-    """Return what `quantize(model, quantization).weights_bytes` would be; only shapes are read.
+    """Return `quantize(model, quantization).weights_bytes`, from shapes alone.
 
     Args:
-        model: In float32, on any device, the meta device too. Other weights are left as they are.
+        model: A float32 model on any device, including the meta device.
+        quantization: The schemes.
     """
     return sum(_bytes(model, quantization).values())
 
@@ -75,14 +76,14 @@ def _bytes(model: PreTrainedModel, quantization: Quantization) -> dict[int, int]
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a quantization covers of the weights that its schemes are for.
+    """The weights that a quantization covers, and those that stay in float32.
 
     Attributes:
-        quantized_weights: Numbers that become integers.
-        other_weights: Numbers that stay in float32, without an embedding table that was left out on purpose.
+        quantized_weights: Number of weights that become integers.
+        other_weights: Number of weights that stay in float32, without an embedding table left out on purpose.
         quantized_bytes: Bytes of the integers and their scales.
-        other_bytes: Bytes of all that stays in float32.
-        left: Numbers that stay, by the path of the module that has them with layer indices as `*`, the largest first.
+        other_bytes: Bytes of all weights that stay in float32.
+        left: Module paths, with layer indices as `*`, and their numbers of weights in float32, largest first.
     """
 
     quantized_weights: int
@@ -93,30 +94,31 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Share of the weights that become integers."""
+        """Share of the weights that become integers, from 0 to 1."""
         return self.quantized_weights / max(1, self.quantized_weights + self.other_weights)
 
     @property
     def remark(self) -> str:
-        """One line that says what stays in float32 where that is much, else an empty text."""
+        """One line about the weights that stay in float32 if they are many, else an empty string."""
         if self.share >= LEAST_SHARE:
             return ""
         names = ", ".join(f"{name} ({count:,})" for name, count in self.left[:_NAMED])
         return (
             f"only {self.share:.0%} of the weights are quantised: {self.quantized_bytes:,} bytes, and "
-            f"{self.other_bytes:,} bytes stay in float32, most of them in {names}; a program of these may be larger "
-            "than the checkpoint, so consider dtype='float16' or 'bfloat16' without quantisation"
+            f"{self.other_bytes:,} bytes stay in float32, most of them in {names}; the program may be larger than "
+            "the checkpoint, so consider dtype='float16' or 'bfloat16' without quantisation"
         )
 
 
 def coverage_of(model: PreTrainedModel, quantization: Quantization) -> Coverage:
-    """Count what a quantization covers; only shapes are read.
+    """Count the weights that a quantization covers, from shapes alone.
 
     Args:
-        model: Not quantised yet, on any device, the meta device too.
+        model: An unquantised model on any device, including the meta device.
+        quantization: The schemes.
     """
     forms, sizes = _forms(model, quantization), _bytes(model, quantization)
-    # A table that is not to be quantised is no surprise, and neither are linear layers where a table alone is.
+    # Weights that the options leave out on purpose do not count as left.
     table = model.get_input_embeddings()
     chosen = set() if quantization.embeddings is not None else {id(table.weight)}
     if quantization.linear is None:
@@ -139,10 +141,11 @@ def coverage_of(model: PreTrainedModel, quantization: Quantization) -> Coverage:
 
 
 def exact_bytes(model: nn.Module, stored: torch.dtype | None = None) -> int:
-    """Of all parameters, tied ones once: linear layers' and tables' weights in that type, others as they are.
+    """Return the bytes of all parameters, with weights of linear layers and tables in the smallest exact dtype.
 
     Args:
-        stored: The type, where the model has shapes alone.
+        model: A model; tied parameters count once.
+        stored: That dtype, for a model that has only shapes.
     """
     sizes = {id(parameter): parameter.nbytes for parameter in model.parameters()}
     for module in model.modules():

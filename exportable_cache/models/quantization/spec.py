@@ -1,6 +1,6 @@
-"""Which weights are quantised, and how: checked where it is asked for, before a model or torchao is imported.
+"""Options of weight quantisation, checked before a model or torchao is imported.
 
-Importing this module imports no torch: the command line makes its options from the fields.
+This module does not import torch, because the command line builds its options from the fields.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from typing import Any
 from ...common.settings import check_settings, setting
 from ...errors import InputError, MissingDependencyError
 
-#: Linear layers: scheme -> (bits of a weight, whether activations are quantised to 8 bits per token as they come).
+#: Schemes of linear layers -> (bits of a weight, True if activations are quantised to 8 bits per token).
 LINEAR_SCHEMES = {"8da4w": (4, True), "8da8w": (8, True), "8w": (8, False)}
-#: Embedding tables: scheme -> bits.
+#: Schemes of embedding tables -> bits.
 EMBEDDING_SCHEMES = {"8w": 8, "4w": 4}
-#: What the table has beside quantised linear layers unless it is said, and how to say that it stays as it is.
+#: Scheme of the table if linear layers are quantised, and the value that leaves it unquantised.
 DEFAULT_EMBEDDINGS, NO_EMBEDDINGS = "8w", "none"
 DEFAULT_GROUP_SIZE = 32
-#: How the scales of 4-bit groups are chosen: `mse` has the least squared error of a few, see `group_scales`; in
-#: `signed_mse` those of linear layers may be negative, which this package's kernels take and XNNPACK's do not;
-#: `absmax`, the largest magnitude over 7.5, is that of bundles before there were others.
+#: How the scales of 4-bit groups are chosen: `mse` is the candidate of least squared error, see `group_scales`;
+#: `signed_mse` also allows negative scales in linear layers, which this package's kernels support and XNNPACK's do not;
+#: `absmax` is the largest magnitude divided by 7.5, as in older bundles.
 SCALES = ("mse", "signed_mse", "absmax")
-#: XNNPACK's kernels for groups of 4-bit weights take multiples of this.
+#: XNNPACK's kernels for 4-bit weights take group sizes that are multiples of this.
 GROUP_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Which weights become integers, and how.
+    """A choice of quantised weights and their schemes.
 
-    `Quantization("8da4w", 32, "8w")`: linear layers in 4 bits, one scale per 32 weights of a row, activations in 8 bits
-    per token; the embedding table in 8 bits, one scale per row. Weights are symmetric: zero stays zero.
+    `Quantization("8da4w", 32, "8w")`: linear layers in 4 bits with one scale per 32 weights of a row and activations in
+    8 bits per token; the embedding table in 8 bits with one scale per row. Quantisation is symmetric: zero stays zero.
 
     Attributes:
-        linear: One of `LINEAR_SCHEMES`, or None to leave linear layers as they are.
-        group_size: Weights that share a scale, in 4 bits. In 8 bits a scale serves a whole row.
-        embeddings: One of `EMBEDDING_SCHEMES`; None or "none" to leave the table as it is. A head that is tied to the
-            table is quantised with it, in 8 bits, so that both still read the same numbers.
-        scales: One of `SCALES`; None without 4 bits. The target chooses it, and the manifest records it.
+        linear: One of `LINEAR_SCHEMES`, or None to leave linear layers unquantised.
+        group_size: Number of 4-bit weights that share a scale. With 8 bits a whole row shares one.
+        embeddings: One of `EMBEDDING_SCHEMES`; None or "none" to leave the table unquantised. A head that is tied to
+            the table is quantised with it, in 8 bits, so that both read the same values.
+        scales: One of `SCALES`; None without 4-bit weights. The target chooses it, and the manifest records it.
 
     Raises:
-        InputError: If a scheme is unknown, nothing is to be quantised, or the group size is not one the kernels take.
+        InputError: If a scheme is unknown, nothing is quantised, or the kernels do not support the group size.
     """
 
     linear: str | None = setting(
@@ -56,7 +56,7 @@ class Quantization:
     )
     group_size: int | None = setting(
         None,
-        "4-bit weights that share a scale.",
+        "Number of 4-bit weights that share a scale.",
         flags=("--group-size",),
         metavar="N",
         kind=int,
@@ -65,7 +65,7 @@ class Quantization:
     )
     embeddings: str | None = setting(
         None,
-        "Weights of the embedding table: 8w is 8 bits, 4w 4 bits, none leaves it as it is.",
+        "Weights of the embedding table: 8w is 8 bits, 4w 4 bits, none leaves it unquantised.",
         keyword="quantize_embeddings",
         flags=("--quantize-embeddings",),
         choices=(*EMBEDDING_SCHEMES, NO_EMBEDDINGS),
@@ -79,20 +79,20 @@ class Quantization:
             object.__setattr__(self, "embeddings", None)
         if self.linear is None and self.embeddings is None:
             raise InputError(
-                f"group_size is {self.group_size}, but nothing is quantised; pass quantize or quantize_embeddings too"
+                f"group_size must be given with quantize or quantize_embeddings, got {self.group_size}; pass one"
             )
         if 4 not in (self._bits(self.linear, LINEAR_SCHEMES), self._bits(self.embeddings, EMBEDDING_SCHEMES)):
             if self.group_size is not None:
                 raise InputError(
-                    f"group_size is {self.group_size}, but 8-bit weights have one scale per row; "
-                    "leave it out, or quantize to 8da4w"
+                    f"group_size must be left out for 8-bit weights, which have one scale per row, got "
+                    f"{self.group_size}; leave it out, or quantize to 8da4w"
                 )
             object.__setattr__(self, "scales", None)
             return
         size = DEFAULT_GROUP_SIZE if self.group_size is None else self.group_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 1 or size % GROUP_MULTIPLE:
             raise InputError(
-                f"group_size is {size!r}; it must be a multiple of {GROUP_MULTIPLE}, which the 4-bit kernels take"
+                f"group_size must be a multiple of {GROUP_MULTIPLE}, got {size!r}; the 4-bit kernels need it"
             )
         object.__setattr__(self, "group_size", size)
         object.__setattr__(self, "scales", self.scales or SCALES[0])
@@ -103,7 +103,7 @@ class Quantization:
         return found[0] if isinstance(found, tuple) else found
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON, as a manifest records it; `Quantization(**recorded)` reads it back."""
+        """Return the fields as a manifest records them; `Quantization(**recorded)` reads them back."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -118,13 +118,16 @@ class Quantization:
 def quantization_of(
     quantize: str | None, group_size: int | None, quantize_embeddings: str | None, offered: Sequence[str] = ()
 ) -> Quantization | None:
-    """The quantisation that three options ask for, None for none of them.
+    """Return the quantisation for three options, or None if none of them is given.
 
-    Beside quantised linear layers the table is, too, unless `quantize_embeddings` says otherwise: in float32 it would
-    be the larger part of a file, and 8 bits of it move the logits little.
+    With quantised linear layers the table is quantised too, unless `quantize_embeddings` is given, because in float32
+    it would be the larger part of a file, and 8 bits change the logits little.
 
     Args:
-        offered: Schemes of embedding tables that the target takes.
+        quantize: See `Quantization.linear`.
+        group_size: See `Quantization.group_size`.
+        quantize_embeddings: See `Quantization.embeddings`.
+        offered: Schemes of embedding tables that the target supports.
 
     Raises:
         InputError: See `Quantization`.
@@ -143,20 +146,23 @@ def quantization_of(
 
 
 def check_schemes(quantization: Quantization, target: str, linear: Sequence[str], embeddings: Sequence[str]) -> None:
-    """Refuse what a target has no kernels for.
+    """Check that a target has kernels for a quantisation.
 
     Args:
-        linear, embeddings: Schemes that it takes.
+        quantization: The quantisation to check.
+        target: Name of the target.
+        linear: Schemes of linear layers that it supports.
+        embeddings: Schemes of embedding tables that it supports.
 
     Raises:
-        InputError: If one asked for is not among them.
+        InputError: If a scheme is not supported.
     """
     for option, value, known in (
         ("quantize", quantization.linear, linear),
         ("quantize_embeddings", quantization.embeddings, embeddings),
     ):
         if value is not None and value not in known:
-            offered = f"it takes {', '.join(known)}" if known else "export for target 'executorch'"
+            remedy = f"use {', '.join(known)}" if known else "export for target 'executorch'"
             raise InputError(
-                f"{option} is {value!r}, for which target {target!r} has no kernels worth using; {offered}"
+                f"{option} must be a scheme that target {target!r} has fast kernels for, got {value!r}; {remedy}"
             )

@@ -1,4 +1,4 @@
-"""Patterns of a tokenizer tried on a text, in the process of `tokenizer_patterns.py`: it imports tokenizers alone."""
+"""Subprocess that splits a text with the patterns of a tokenizer, for `untrusted.py`. It imports only `tokenizers`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-#: A tokenizer without tokens: what is left of encoding is to normalise the text and to cut it.
+#: A tokenizer without tokens, so that encoding only normalises and splits the text.
 _EMPTY = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
 
 
 def handle(request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Normalise a text and cut it, as `request["parts"]` says, and give nothing back."""
-    _made(json.dumps({**_EMPTY, **request["parts"]})).encode(data.decode())
+    """Normalise and split a text with `request["parts"]`; return an empty response."""
+    _tokenizer(json.dumps({**_EMPTY, **request["parts"]})).encode(data.decode())
     return {}, b""
 
 
 @lru_cache(4)
-def _made(text: str) -> Tokenizer:
+def _tokenizer(text: str) -> Tokenizer:
     return Tokenizer.from_str(text)

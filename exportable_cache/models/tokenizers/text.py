@@ -1,4 +1,4 @@
-"""A bundle's tokenizer for plain text, without the half second that importing transformers' tokenizers takes."""
+"""The tokenizer of a bundle without transformers' tokenizers, whose import takes half a second."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ _SHOWN = 300
 
 
 class tokenizer_errors(ContextDecorator):
-    """A block, or a function, that calls a tokenizer. What the tokenizer's library raises in it becomes an InputError.
+    """A context manager and decorator that converts exceptions of tokenizer libraries to `InputError`.
 
-    The library `tokenizers` is written in Rust. Where it panics, Python gets an exception that is not an `Exception`,
-    so that no ordinary handler catches it.
+    The library `tokenizers` is written in Rust. If it panics, Python gets an exception that is not an `Exception`, so
+    ordinary handlers do not catch it.
 
     Args:
-        said: What the message begins with, as "the tokenizer cannot encode the prompt".
-        remedy: What the user can do.
+        problem: Beginning of the message, such as "the tokenizer cannot encode the prompt".
+        remedy: End of the message: what the user can do.
     """
 
-    def __init__(self, said: str, remedy: str = "correct its files, or export the model with another") -> None:
-        self._said, self._remedy = said, remedy
+    def __init__(
+        self, problem: str, remedy: str = "correct its files, or export the model with another tokenizer"
+    ) -> None:
+        self._problem, self._remedy = problem, remedy
 
     def __enter__(self) -> None:
         pass
@@ -44,18 +46,18 @@ class tokenizer_errors(ContextDecorator):
         if error is None or isinstance(error, (ExportableCacheError, MemoryError)):
             return
         if isinstance(error, Exception) or is_panic(error):
-            raise InputError(f"{self._said}: {first_line(error)[:_SHOWN]}; {self._remedy}") from error
+            raise InputError(f"{self._problem}: {first_line(error)[:_SHOWN]}; {self._remedy}") from error
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True if a library in Rust has panicked. Each such library has a class of its own for it."""
+    """Return True if an error is the panic of a Rust library, each of which has its own exception class."""
     return type(error).__name__ == "PanicException" and type(error).__module__ == "pyo3_runtime"
 
 
-#: Its name in the folder.
+#: File name of the tokenizer in a bundle's folder.
 FILE = "tokenizer.json"
-# What tokenizers differ in: spaces at either end and several, new lines, digits, accents in two forms, scripts without
-# spaces, joined emoji, a byte order mark, and nothing.
+# Texts in which tokenizers differ: leading, trailing and repeated spaces, new lines, digits, composed and decomposed
+# accents, scripts without spaces, joined emoji, a byte order mark, and the empty text.
 _PROBES = (
     "",
     " ",
@@ -70,12 +72,11 @@ _DRAWS, _DRAWN_TOKENS = 64, 12
 
 
 class TextTokenizer:
-    """Text to tokens and back, as `tokenizer.json` alone says. Anything else is asked of transformers' tokenizer, which
-    is made then.
+    """A tokenizer that uses `tokenizer.json` alone, and creates transformers' tokenizer for all other methods.
 
     Args:
-        folder: Holds the file.
-        make_whole: Gives transformers' tokenizer of the same folder.
+        folder: Folder with the file.
+        make_whole: Function that creates transformers' tokenizer of the same folder.
 
     Raises:
         InputError: If the file cannot be read.
@@ -86,13 +87,14 @@ class TextTokenizer:
         self._make_whole = make_whole
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        """Return the ids of a text under `input_ids`."""
         with tokenizer_errors("the tokenizer cannot encode the text"):
             return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
 
     def decode(
         self, tokens: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool = False
     ) -> str:
-        """Text of tokens; spaces are left as they are."""
+        """Return the text of tokens; spaces are kept unless `clean_up_tokenization_spaces`."""
         if clean_up_tokenization_spaces:
             decoded = self.whole.decode(
                 list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=True
@@ -104,12 +106,12 @@ class TextTokenizer:
 
     @property
     def backend_tokenizer(self) -> Tokenizer:
-        """As transformers' fast tokenizers name it."""
+        """Tokenizer of the library `tokenizers`, under the name that transformers' fast tokenizers use."""
         return self._tokenizer
 
     @cached_property
     def eos_token_id(self) -> int | None:
-        """Id of the end token that `tokenizer_config.json` names, None if it names none."""
+        """Id of the end token in `tokenizer_config.json`, or None."""
         try:
             named = json.loads((self._folder / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -127,11 +129,11 @@ class TextTokenizer:
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase | TextTokenizer, *methods: str) -> Tokenizer | None:
-    """Return the tokenizer of the library `tokenizers` that alone does a tokenizer's work.
+    """Return the backend of the library `tokenizers` if it alone implements the given methods, else None.
 
     Args:
         tokenizer: Any tokenizer.
-        methods: The methods that do it. None is returned where a class or an object has another one of these.
+        methods: Names of methods that neither the class nor the object may override.
     """
     if isinstance(tokenizer, TextTokenizer):
         return tokenizer.backend_tokenizer
@@ -144,17 +146,17 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase | TextTokenizer, *methods: 
 
 
 def reads_alike(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether `tokenizer.json` alone gives the tokens and the text that transformers' tokenizer of the folder gives.
+    """Return True if `tokenizer.json` alone gives the same tokens and texts as transformers' tokenizer of the folder.
 
-    Tried on texts of many kinds with every special token amid them, and on drawn tokens. What transformers' classes do
-    besides, such as a token put before the text by an option of theirs, is not in the file.
+    They are compared on various texts that contain every special token, and on random tokens, because options of
+    transformers' classes, such as one that adds a first token, are not in the file.
     """
     if not (folder / FILE).is_file():
         return False
     try:
-        with tokenizer_errors("the tokenizer cannot be tried"):
+        with tokenizer_errors("the tokenizer cannot be used"):
             return _gives_the_same(_read(folder), tokenizer)
-    except InputError:  # what cannot be tried is not relied on
+    except InputError:
         return False
 
 
@@ -182,7 +184,7 @@ def _read(folder: Path) -> Tokenizer:
 
     with tokenizer_errors(f"cannot read {folder / FILE}", "export the model again"):
         tokenizer = Tokenizer.from_file(str(folder / FILE))
-    # Of a file saved amid training; transformers goes by its own options.
+    # Because the file may have been saved during training; transformers uses its own options.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

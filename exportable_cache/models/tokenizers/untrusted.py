@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from .text import TextTokenizer
 
 
-#: Seconds in which a text must be cut.
+#: Limit in seconds for splitting a text.
 MOST_SECONDS = 10.0
-_CUTTING = LimitedProcess("exportable_cache.models.tokenizers.pattern_child", 2 << 30, 1 << 16)
-#: Alternatives with more than one quantifier in the patterns of GPT-4, Llama 3, Qwen 2 and others. What follows the
-#: first quantifier is nothing that it takes, or need not follow.
+_SPLITTER = LimitedProcess("exportable_cache.models.tokenizers.pattern_child", 2 << 30, 1 << 16)
+#: Alternatives with more than one quantifier in the patterns of GPT-4, Llama 3, Qwen 2 and others. They are fast
+#: because the characters after the first quantifier are optional, or ones that it does not match.
 _KNOWN = frozenset(
     (
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",
@@ -46,10 +46,10 @@ _REPEATED = re.compile(r"[*+{]")
 
 
 def check_cost(tokenizer: PreTrainedTokenizerBase | TextTokenizer, text: str) -> None:
-    """Check that a tokenizer's patterns can cut a text in time.
+    """Check that a tokenizer's patterns can split a text in time.
 
     Raises:
-        InputError: If they take too long, or the library fails.
+        InputError: If splitting takes too long, or the library fails.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -60,22 +60,23 @@ def check_cost(tokenizer: PreTrainedTokenizerBase | TextTokenizer, text: str) ->
             for name in ("normalizer", "pre_tokenizer")
             if (part := getattr(backend, name, None)) is not None
         }
-    except Exception:  # a part in Python, which is the caller's own code and not a file's
+    except Exception:  # a part in Python is the caller's code, and does not come from a file
         return
     if all(is_plain(pattern) for pattern in _patterns(parts)):
         return
     try:
-        _CUTTING.call(MOST_SECONDS, {"parts": parts}, text.encode())
+        _SPLITTER.call(MOST_SECONDS, {"parts": parts}, text.encode())
     except WorkFailed as error:
         raise InputError(
-            f"the tokenizer cannot encode the prompt: {str(error)[:300]}; shorten it, or export the model with another"
+            f"the tokenizer cannot encode the prompt: {str(error)[:300]}; shorten it, or export the model with another "
+            "tokenizer"
         ) from error
 
 
 @lru_cache(64)
 def is_plain(pattern: str) -> bool:
-    """Return True if each alternative of a pattern repeats one thing at most, or is known to be cut in time."""
-    # What classes and escapes contain is neither a bar nor a quantifier. The length stays the same.
+    """Return True if each alternative of a pattern has at most one quantifier, or is known to be fast."""
+    # Masks classes and escapes with text of equal length, because their characters have no special meaning.
     masked = _ESCAPED.sub(lambda found: "x" * len(found[0]), pattern)
     start = depth = 0
     for index, character in enumerate(masked + "|"):
@@ -95,16 +96,16 @@ def _is_plain_alternative(text: str, masked: str) -> bool:
 
 def _patterns(part: Any) -> list[str]:
     if isinstance(part, dict):
-        own = [part["Regex"]] if isinstance(part.get("Regex"), str) else []
-        return own + [pattern for value in part.values() for pattern in _patterns(value)]
+        patterns = [part["Regex"]] if isinstance(part.get("Regex"), str) else []
+        return patterns + [pattern for value in part.values() for pattern in _patterns(value)]
     return [pattern for value in part for pattern in _patterns(value)] if isinstance(part, list) else []
 
 
 def check_tokenizer_config(folder: Path) -> None:
-    """Refuse a tokenizer of a bundle whose config names files: transformers would read them, wherever they are.
+    """Check that the tokenizer config of a bundle names no files, because transformers would read them from anywhere.
 
     Raises:
-        BundleError: If there is such a name, or the config cannot be read.
+        BundleError: If it names a file, or cannot be read.
     """
     path = folder / "tokenizer_config.json"
     if not path.exists():
@@ -115,13 +116,13 @@ def check_tokenizer_config(folder: Path) -> None:
         raise BundleError(f"cannot read {path}: {first_line(error)[:200]}; export the model again") from error
     if named is not None:
         raise BundleError(
-            f"{path} names a file of its own, {named[0]}: {named[1]!r:.100}, which would be read from there; do not "
-            "trust this bundle, or remove the entry"
+            f"{path} must not name files, got {named[0]} = {named[1]!r:.100}; do not trust this bundle, or remove the "
+            "entry"
         )
 
 
 def _named_files(value: Any, folder: Path, key: str = "", in_list: bool = False) -> Iterator[tuple[str, str]]:
-    """Keys and values that are taken for files."""
+    """Yield the keys and values that transformers would open as files."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _named_files(item, folder, name)

@@ -141,8 +141,8 @@ def _phimoe(
         return original(self, x, position_ids)
     dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
     # In float32 as the original's, and not the buffer, which is of the model's dtype.
-    places = torch.arange(0, dim, 2, dtype=torch.float, device=x.device) / dim
-    angles = position_ids[..., None].float() * (1.0 / (self.config.rope_parameters["rope_theta"] ** places))
+    exponents = torch.arange(0, dim, 2, dtype=torch.float, device=x.device) / dim
+    angles = position_ids[..., None].float() * (1.0 / (self.config.rope_parameters["rope_theta"] ** exponents))
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 

@@ -50,8 +50,8 @@ def _sinusoids_of_embeddings(
 def _sinusoids(table: Any, length: int, past: int | torch.Tensor) -> torch.Tensor:
     """[length, hidden_size] as `get_embedding` makes them: the table would have to grow with what tensors hold."""
     half = table.embedding_dim // 2
-    places = torch.arange(half, dtype=torch.int64, device=table.weights.device).float()
-    rates = torch.exp(places * -(math.log(10000) / (half - 1)))
+    indices = torch.arange(half, dtype=torch.int64, device=table.weights.device).float()
+    rates = torch.exp(indices * -(math.log(10000) / (half - 1)))
     angles = (past + torch.arange(length, device=rates.device)).float()[:, None] * rates
     sinusoids = torch.cat([torch.cos(angles), torch.sin(angles)], dim=1)
     return F.pad(sinusoids, (0, table.embedding_dim % 2)).to(table.weights.dtype)

@@ -157,7 +157,7 @@ def patch_rope(model: nn.Module) -> set[str]:
     """
     labels = set()
     for module, layer_type, kind in changing(model):
-        if not _is_own(type(module)):
+        if not _is_from_transformers(type(module)):
             continue
         patch = _patch_of(type(module))
         if not hasattr(type(module).forward, _FOLLOWS):
@@ -183,7 +183,7 @@ def check_follows(model: nn.Module) -> None:
             )
 
 
-def _is_own(rotary: type) -> bool:
+def _is_from_transformers(rotary: type) -> bool:
     file = sys.modules[rotary.__module__]
     return rotary.__module__.startswith("transformers.models.") and hasattr(file, "dynamic_rope_update")
 

@@ -80,7 +80,7 @@ def _unless_short(when_short: Callable) -> Callable[[Callable], Callable]:
     return patch
 
 
-def _with_states_of_its_own(
+def _with_cloned_states(
     self: nn.Module, *args: Any, encoder_hidden_states: torch.Tensor, original: Callable, **kwargs: Any
 ) -> Any:
     """A copy for the decoder to add to: what a session encoded serves many prompts."""
@@ -88,12 +88,12 @@ def _with_states_of_its_own(
 
 
 _REASON = "it shortens the mask of its encoder's output once more"
-_mask_as_it_is = _unless_short(lambda feature_vector_length, attention_mask, **kwargs: attention_mask)
+_unchanged_mask = _unless_short(lambda feature_vector_length, attention_mask, **kwargs: attention_mask)
 _lengths_of_mask = _unless_short(lambda attention_mask: attention_mask.sum(-1))
 
 
 def _features(file: str, owner: str, *digests: str) -> tuple[Patch, ...]:
-    return (Patch(file, f"{owner}._get_feature_vector_attention_mask", _mask_as_it_is, _REASON, digests),)
+    return (Patch(file, f"{owner}._get_feature_vector_attention_mask", _unchanged_mask, _REASON, digests),)
 
 
 def _lengths(file: str, owner: str, *digests: str) -> tuple[Patch, ...]:
@@ -172,7 +172,7 @@ PATCHES = {
         Patch(
             "moonshine_streaming.modeling_moonshine_streaming",
             "MoonshineStreamingDecoder.forward",
-            over_our_cache(_with_states_of_its_own),
+            over_our_cache(_with_cloned_states),
             "it adds positions to the encoder's states in place, at every step",
             digests=(
                 "06c52f55a3d1f2f1",

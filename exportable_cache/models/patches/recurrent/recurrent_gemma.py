@@ -71,29 +71,29 @@ def _gated(
     return decay.float(), (branch * input_gate * scale.to(branch.dtype)).float()
 
 
-def _number_blocks(model: nn.Module) -> None:
+def _set_layer_indices(model: nn.Module) -> None:
     """Tell each block its layer: upstream the attention blocks know it, and the recurrent ones do not."""
     blocks: list[Any] = [module.temporal_block for module in model.modules() if hasattr(module, "temporal_block")]
     for index, block in enumerate(blocks):
         block.layer_idx = index
 
 
-def _with_numbered_blocks(self: RecurrentGemmaModel, *args: Any, original: Callable, **kwargs: Any) -> Any:
+def _with_layer_indices(self: RecurrentGemmaModel, *args: Any, original: Callable, **kwargs: Any) -> Any:
     """For a model that met no `patch_model`: a cache was loaded for it."""
     if not all(hasattr(layer.temporal_block, "layer_idx") for layer in self.layers):
-        _number_blocks(self)
+        _set_layer_indices(self)
     return original(self, *args, **kwargs)
 
 
 #: What is set on the modules of a model.
-PREPARATIONS = {"recurrent_gemma": ("RecurrentGemmaRecurrentBlock", _number_blocks)}
+PREPARATIONS = {"recurrent_gemma": ("RecurrentGemmaRecurrentBlock", _set_layer_indices)}
 
 PATCHES = {
     "recurrent_gemma": (
         Patch(
             "recurrent_gemma.modeling_recurrent_gemma",
             "RecurrentGemmaModel.forward",
-            over_our_cache(_with_numbered_blocks),
+            over_our_cache(_with_layer_indices),
             "its recurrent blocks do not know their layer",
             digests=(
                 "02ab8dca9f32dca8",
