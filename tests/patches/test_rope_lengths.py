@@ -105,5 +105,5 @@ def test_code_of_others_is_refused_where_rows_get_past_the_border(monkeypatch: p
 
     model.model.rotary_emb.__class__ = Custom
     assert "LlamaRotaryEmbedding" not in patch_model(model)
-    with pytest.raises(UnsupportedModelError, match="Custom is not transformers' own and its RoPE .longrope."):
+    with pytest.raises(UnsupportedModelError, match="Custom is not a class of transformers, and its RoPE .longrope."):
         check_follows(model)

@@ -1,1 +1,1 @@
-"""What is replaced in transformers' modeling files: a file per family of models, and one registry."""
+"""Patches of transformers' modeling files: a file per model family, and one registry."""

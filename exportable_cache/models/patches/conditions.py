@@ -1,4 +1,4 @@
-"""When a replacement acts: over a cache of ours, or under a tracer. Everything else goes to the original."""
+"""Conditions under which a patch replaces a method: a static cache, or a tracer. Other calls run the original."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def over_our_cache(replacement: Callable) -> Callable[[Callable], Callable]:
-    """A patch of a method that acts over a cache of ours, or over a `layout.ProbeCache`, which sees what a model keeps.
+    """Create a patch of a method that applies to calls with our caches, and with a `layout.ProbeCache`.
 
     Args:
-        replacement: Takes the method's arguments, and the method itself as `original`.
+        replacement: Function with the method's arguments, and the method itself as `original`.
     """
 
     def patch(original: Callable) -> Callable:
@@ -44,10 +44,10 @@ def over_our_cache(replacement: Callable) -> Callable[[Callable], Callable]:
 
 
 def only_traced(replacement: Callable) -> Callable[[Callable], Callable]:
-    """A patch of a method that acts where values cannot be read, that is under a tracer and on the meta device.
+    """Create a patch of a method that applies where values cannot be read: under a tracer, and on the meta device.
 
     Args:
-        replacement: Takes the method's arguments, and the method itself as `original`.
+        replacement: Function with the method's arguments, and the method itself as `original`.
     """
 
     def patch(original: Callable) -> Callable:
@@ -66,11 +66,15 @@ def _without_values(args: tuple[Any, ...]) -> bool:
 
 
 def step_mask(layer: Any, hidden_states: torch.Tensor, window: int | None = None) -> torch.Tensor | None:
-    """Additive mask [batch, 1, q_length, kv_length] of a layer that is about to be updated, None of a layer not ours.
+    """Return the additive mask [batch, 1, q_length, kv_length] of a cache layer before it is updated.
 
     Args:
+        layer: Layer of a cache.
         hidden_states: [batch, q_length, hidden].
-        window: Tokens that each sees, itself included; None for all.
+        window: Tokens that each token sees, including itself; None for all.
+
+    Returns:
+        The mask, or None if the layer is not a `CacheLayer`.
     """
     if not isinstance(layer, CacheLayer):
         return None
@@ -89,17 +93,17 @@ def step_mask(layer: Any, hidden_states: torch.Tensor, window: int | None = None
 
 
 def attention_function(config: PreTrainedConfig) -> Callable:
-    """The attention function of ours or of a target that a model is switched to, the portable one under any other name.
+    """Return our or the target's attention function that a config names, else the portable one.
 
-    For models whose own code knows no attention functions.
+    It is for models whose code does not use transformers' attention interface.
     """
     name = attention_implementation(config) or ""
     return AttentionInterface()[name] if name.startswith(ATTENTION_NAMES[0]) else matmul_attention
 
 
 def kept_hidden_states(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """What of [batch, length, hidden] the head is for: the last `logits_to_keep`, all for 0, or those it names."""
+    """Return the hidden states that the head needs: the last `logits_to_keep`, all for 0, or those it indexes."""
     if isinstance(logits_to_keep, torch.Tensor):
         return hidden_states[:, logits_to_keep]
-    # A step may be shorter than any number but 1.
+    # A slice, because a step may be shorter than `logits_to_keep`.
     return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states

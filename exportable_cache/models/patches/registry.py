@@ -1,7 +1,7 @@
-"""The registry: which patches each model type needs, checked wherever a model meets a cache.
+"""Registry of the patches that each model type needs; applied wherever a model gets a cache.
 
-Types are those of the configs that transformers' models are made of, so a patch is found before any model exists:
-from a config, or from the types that a saved cache names. A type without an entry needs none.
+Model types come from configs, so patches are found without a model: from a config, or from the types in a saved cache.
+Types without an entry need no patches.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ _FAMILIES = (
 
 #: Model type -> its patches.
 PATCHES: dict[str, tuple[Patch, ...]] = {}
-#: Model type -> what is set on the modules of each model, and the name of that in reports; "" to leave it out.
+#: Model type -> label in reports ("" to leave it out), and a function that prepares the modules of a model.
 PREPARATIONS: dict[str, tuple[str, Callable[[nn.Module], None]]] = {}
 for _family in _FAMILIES:
     for _model_type, _patches in getattr(_family, "PATCHES", {}).items():
-        # Some types, such as RoFormer's, are in two families.
+        # Because some types, such as RoFormer, are in two files.
         PATCHES[_model_type] = PATCHES.get(_model_type, ()) + _patches
     PREPARATIONS.update(getattr(_family, "PREPARATIONS", {}))
 
-#: Functions that every modeling file with one has a copy of: a copy without an entry is of a model that was overlooked.
+#: Functions that modeling files copy. A copy without an entry belongs to a model that was overlooked.
 COPIED = frozenset(scan_functions.COPIED)
 
 
@@ -94,11 +94,11 @@ def patch_model(model: nn.Module) -> list[str]:
     """Apply the patches that a model needs. Calling it again changes nothing.
 
     Returns:
-        Labels of the patches without which it would be wrong, sorted.
+        Sorted labels of the patches that its results need.
 
     Raises:
-        UnsupportedModelError: If an original is missing or changed; if the model is of a type with patches, and not
-            made of transformers' own classes; or if its file has a function that is replaced elsewhere, and no patch.
+        UnsupportedModelError: If an original is missing or changed, if a type with patches does not use transformers'
+            classes, or if a modeling file has a function of `COPIED` without a patch.
     """
     labels = set()
     files = {type(module).__module__ for module in model.modules()}
@@ -106,8 +106,8 @@ def patch_model(model: nn.Module) -> list[str]:
         for patch in PATCHES.get(model_type, ()):
             if patch.module_name not in files and patch.needed:
                 raise UnsupportedModelError(
-                    f"a model of type {model_type!r} needs the patch of {patch.name} ({patch.reason}), and has no "
-                    f"module of {patch.module_name}; use transformers' own class (trust_remote_code=False), or "
+                    f"a model of type {model_type!r} needs the patch of {patch.name} ({patch.reason}), but has no "
+                    f"module of {patch.module_name}; use transformers' class (trust_remote_code=False), or "
                     "DynamicCache"
                 )
             if patch.module_name in files and patch.apply() and patch.needed:
@@ -117,7 +117,7 @@ def patch_model(model: nn.Module) -> list[str]:
             copied = getattr(sys.modules.get(name), function, None)
             if copied is not None and not hasattr(copied, ORIGINAL):
                 raise UnsupportedModelError(
-                    f"{name} has a function {function!r}, which is wrong with a static cache, and no patch for the "
+                    f"{name} has a function {function!r}, which is wrong with a static cache, but no patch for the "
                     f"types {', '.join(sorted(model_types(model)))}; add one to models/patches, or use DynamicCache"
                 )
     labels |= prepare_model(model) | patch_rope(model)
@@ -125,10 +125,10 @@ def patch_model(model: nn.Module) -> list[str]:
 
 
 def prepare_model(model: nn.Module) -> set[str]:
-    """Set on the modules of a model what they need. Calling it again changes nothing.
+    """Set attributes that patches need on the modules of a model. Calling it again changes nothing.
 
     Returns:
-        Labels of what was set.
+        Labels of the preparations.
     """
     labels = set()
     for module in model.modules():
@@ -140,7 +140,7 @@ def prepare_model(model: nn.Module) -> set[str]:
 
 
 def patch_types(types: Iterable[str]) -> None:
-    """Apply the patches of model types, before a model of them is there.
+    """Apply the patches of model types, before a model is created.
 
     Raises:
         UnsupportedModelError: If an original is missing or changed.
@@ -151,7 +151,7 @@ def patch_types(types: Iterable[str]) -> None:
 
 
 def patch_imported() -> None:
-    """Apply the patches of all modeling files that are imported, for a cache that does not know which model it is for.
+    """Apply the patches of all imported modeling files, for a cache whose model is unknown.
 
     Raises:
         UnsupportedModelError: If an original is missing or changed.
@@ -163,11 +163,11 @@ def patch_imported() -> None:
 
 
 def model_types(model: nn.Module) -> set[str]:
-    """Of the transformers models that a model is made of."""
+    """Return the model types of all transformers models inside a model."""
     return {module.config.model_type for module in model.modules() if isinstance(module, PreTrainedModel)}
 
 
 def config_types(config: PreTrainedConfig) -> set[str]:
-    """Of a config and of those inside it."""
+    """Return the model types of a config and of the configs inside it."""
     inside = (getattr(config, name, None) for name in config.sub_configs)
     return {config.model_type}.union(*(config_types(one) for one in inside if isinstance(one, PreTrainedConfig)))

@@ -1,4 +1,4 @@
-"""Bloom: it sizes its position bias by the padding mask, and a static cache has more slots than the mask has tokens."""
+"""Bloom: its position bias has the size of the padding mask, but a static cache has more slots."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _bloom_model(
         length = new.shape[1]
         check_covers(attention_mask, past_key_values.get_query_offset(0), length)
         slots, _ = past_key_values.get_mask_sizes(length, 0)
-        # Slot s holds position s, and slots behind the mask are empty.
+        # Slot s holds position s, and slots after the mask are empty.
         attention_mask = F.pad(attention_mask, (0, max(0, slots - attention_mask.shape[1])))
     return original(
         self,
@@ -50,7 +50,7 @@ PATCHES = {
             "bloom.modeling_bloom",
             "BloomModel.forward",
             over_our_cache(_bloom_model),
-            "it sizes its position bias by the padding mask, not by the slots",
+            "its position bias has the size of the padding mask, not of the slots",
             digests=("b02943aa0253d5b5",),
         ),
     )

@@ -1,7 +1,7 @@
-"""CTRL: it sets its table of positions, an `nn.Buffer`, anew in every step (ctrl/modeling_ctrl.py).
+"""CTRL: it sets its position table, an `nn.Buffer`, again in every step (ctrl/modeling_ctrl.py).
 
-TorchDynamo 2.13 does not know the attribute `persistent` that `Module.__setattr__` then asks for
-(torch/nn/modules/module.py), so the buffer is made a plain one. Nothing of transformers is replaced.
+TorchDynamo 2.13 does not support the attribute `persistent` that `Module.__setattr__` then reads
+(torch/nn/modules/module.py), so the table becomes an ordinary buffer. No function of transformers is replaced.
 """
 
 from __future__ import annotations
@@ -23,5 +23,5 @@ def _with_a_plain_buffer(model: nn.Module) -> None:
             module.register_buffer("pos_encoding", table.detach(), persistent=is_persistent)
 
 
-#: What is set on the modules of a model.
+#: Model type -> label, and a function that prepares the modules of a model.
 PREPARATIONS = {"ctrl": ("CTRLModel", _with_a_plain_buffer)}

@@ -1,8 +1,8 @@
-"""DeepSeek V4: its compressed attention appends an entry whenever a window of tokens is complete, and keeps the rest.
+"""DeepSeek V4: its compressed attention appends an entry whenever a window of tokens is complete.
 
-Here every layer with a compressor keeps what its tokens give for entries, as an indexer's keys, and the entries of all
-slots are computed from that at each step: slots are positions, so window `w` is the slots from `w * rate` on. Windows
-that are not complete give entries that no query sees.
+Here layers with a compressor keep its inputs for every token, like an indexer's keys, and compute the entries of all
+slots in each step. Slots are positions, so window `w` begins at slot `w * rate`. Entries of incomplete windows are
+masked.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..conditions import over_our_cache
 
 
 class _Entries(NamedTuple):
-    """Of every window of the slots.
+    """Compressed entries of all windows.
 
     Attributes:
         entries: [batch, windows, head_dim].
-        is_seen: Whether each query may see each, as its window is complete: bool [batch, length, windows].
+        is_seen: True if the window is complete for a query, bool [batch, length, windows].
     """
 
     entries: torch.Tensor
@@ -44,10 +44,10 @@ def _model(
     original: Callable,
     **kwargs: Any,
 ) -> MoeModelOutputWithPast:
-    """A mask for the rings of sliding layers, and one for the slots of the others."""
+    """Run the layers with one mask for the rings of sliding layers, and one for the slots of the others."""
     embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
     if position_ids is None:
-        # A probe, which is transformers' own, has seen nothing.
+        # A probe cache has no tokens yet.
         start = 0 if getattr(past_key_values, "is_probe", False) else past_key_values.get_query_offset()
         position_ids = (torch.arange(embeds.shape[1], device=embeds.device) + start).reshape(-1, embeds.shape[1])
     is_ring = [layer_type == "sliding_attention" for layer_type in self.config.layer_types]
@@ -86,7 +86,7 @@ def _heavily_compressed(
     *,
     original: Callable,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries [batch, 1, windows, head_dim], and what is added to their scores, [batch, 1, length, windows]."""
+    """Return entries [batch, 1, windows, head_dim], and their additive mask [batch, 1, length, windows]."""
     kept = torch.cat([self.kv_proj(hidden_states), self.gate_proj(hidden_states)], dim=-1)
     kv, gate = past_key_values.update_indexer(kept, layer_idx).chunk(2, dim=-1)
     found = _entries(self, _windows(self, kv), _windows(self, gate) + self.position_bias, position_ids)
@@ -103,7 +103,7 @@ def _compressed(
     *,
     original: Callable,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_heavily_compressed`; of the entries the indexer chooses `index_topk` for each query."""
+    """Return `_heavily_compressed` with a mask of the `index_topk` entries that the indexer selects per query."""
     indexer = self.indexer
     projections = (self.kv_proj, self.gate_proj, indexer.kv_proj, indexer.gate_proj)
     parts = [linear(hidden_states) for linear in projections]
@@ -117,7 +117,7 @@ def _compressed(
     query = _rotated(self, query, cos, sin).transpose(1, 2)
     scores = indexer.scorer(query, keys, hidden_states)
     lowest = torch.finfo(scores.dtype).min
-    # More columns, so that there are always enough to choose from.
+    # Padded, so that there are always enough columns for top-k.
     scores = F.pad(torch.where(found.is_seen, scores, lowest), (0, indexer.index_topk), value=lowest)
     chosen = scores.topk(indexer.index_topk, dim=-1).indices
     is_chosen = torch.zeros_like(scores).scatter(-1, chosen, 1.0).narrow(-1, 0, keys.shape[1]) > 0
@@ -125,28 +125,27 @@ def _compressed(
 
 
 def _windows(self: Any, kept: torch.Tensor) -> torch.Tensor:
-    """[batch, slots, dim] by window, [batch, windows, rate, dim]."""
+    """Reshape [batch, slots, dim] to windows, [batch, windows, rate, dim]."""
     rate = self.compress_rate
     windows = kept.shape[1] // rate
     return kept.narrow(1, 0, windows * rate).reshape(kept.shape[0], windows, rate, kept.shape[2])
 
 
 def _overlapping(self: Any, kv: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each window with the one before it: [batch, windows, 2 * rate, head_dim]; the first half of dims is for the next
-    window, the second for the own.
+    """Join each window with the previous one, [batch, windows, 2 * rate, head_dim].
+
+    The first half of a window's dimensions is for the next window, the second half for this one.
     """
     joined = []
     for kept, bias, fill in ((kv, 0.0, 0.0), (gate, self.position_bias, torch.finfo(gate.dtype).min)):
-        of_next, own = (_windows(self, kept) + bias).chunk(2, dim=-1)
+        of_next, current = (_windows(self, kept) + bias).chunk(2, dim=-1)
         before = F.pad(of_next, (0, 0, 0, 0, 1, 0), value=fill).narrow(1, 0, of_next.shape[1])
-        joined.append(torch.cat([before, own], dim=2))
+        joined.append(torch.cat([before, current], dim=2))
     return joined[0], joined[1]
 
 
 def _entries(self: Any, kv: torch.Tensor, gate: torch.Tensor, position_ids: torch.Tensor) -> _Entries:
-    """The mean of each window [batch, windows, tokens, head_dim], weighted by its gates, and rotated by the position
-    that it begins at.
-    """
+    """Average each window [batch, windows, tokens, head_dim] by its gates, and rotate it by its first position."""
     weights = gate.softmax(dim=2, dtype=torch.float32).to(kv.dtype)
     mean = self.kv_norm((kv * weights).sum(dim=2))
     window = torch.arange(kv.shape[1], device=kv.device)

@@ -1,4 +1,4 @@
-"""Falcon's linear layers over quantised weights: they transpose the weight, which torchao's have no form for."""
+"""Falcon: its linear layers transpose their weight, which torchao's quantised weights do not support."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...quantized_rows import is_quantized
 
 
 def _as_linear(original: Callable) -> Callable:
-    """`torch.nn.Linear`'s own forward where the weight is quantised: the same product and sum."""
+    """Use the forward of `torch.nn.Linear`, which is equal, for quantised weights."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight
@@ -28,7 +28,7 @@ PATCHES = {
             "falcon.modeling_falcon",
             "FalconLinear.forward",
             _as_linear,
-            "it transposes its weight, which a quantised one cannot",
+            "it transposes its weight, which quantised weights do not support",
             digests=("aaa9ff47a1d2eceb",),
         ),
     ),

@@ -1,4 +1,4 @@
-"""FSMT: it makes its causal mask for training alone, and its position table grows with what was seen."""
+"""FSMT: it makes a causal mask only in training, and its position table grows with the sequence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _decoder(
     original: Callable,
     **kwargs: Any,
 ) -> BaseModelOutputWithPastAndCrossAttentions:
-    """Positions count from behind the padding index, and a padding token has that of the token before it."""
+    """Count positions from the padding index + 1; a padding token has the position of the token before it."""
     start = past_key_values.cumulative_length[:, None]
     at = torch.arange(input_ids.shape[1], device=input_ids.device) + start
     positions = at + self.padding_idx + (input_ids != self.padding_idx).to(at.dtype)
@@ -51,7 +51,7 @@ PATCHES = {
             "fsmt.modeling_fsmt",
             "FSMTDecoder.forward",
             over_our_cache(_decoder),
-            "it makes its causal mask for training alone, and its position table grows with what was seen",
+            "it makes a causal mask only in training, and its position table grows with the sequence",
             digests=(
                 "44db535ee5e23053",
                 "7fddf6b8d73d8751",

@@ -1,4 +1,4 @@
-"""GIT: it asks whether anything was seen, to widen a mask over its picture."""
+"""GIT: it branches on the cache's length to extend a mask over its image."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PATCHES = {
             "git.modeling_git",
             "GitModel.forward",
             only_traced(_git_text),
-            "it asks whether anything was seen",
+            "it branches on the length of the cache",
             digests=(
                 "81037dcd8b02a326",
                 "76cb5c52b9b3dccd",

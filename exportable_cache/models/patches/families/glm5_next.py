@@ -1,6 +1,6 @@
-"""GLM 5 Next: its indexer keeps as many pools of keys as are complete, a number that depends on data.
+"""GLM 5 Next: the number of its indexer's pools of keys depends on data, because it keeps complete ones only.
 
-What it chose it counts by 32-bit indices, which ExecuTorch does not take.
+It also counts selected tokens with 32-bit indices, which ExecuTorch does not support.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..conditions import only_traced
 def _all_pools(
     self: Any, packed_states: torch.Tensor, *, original: Callable
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Every pool of the slots, whether its tokens are there or not: what is asked of them takes the valid ones alone.
+    """Return the pools of all slots with a mask of the complete ones, which are the only ones that callers use.
 
     Returns:
-        Keys [batch, pools, dim], slots of each int64 [batch, pools, index_kpool], -1 for none, and whether all of them
-        hold tokens, bool [batch, pools].
+        Keys [batch, pools, dim]; the slots of each pool, int64 [batch, pools, index_kpool], -1 for empty; and True for
+        complete pools, bool [batch, pools].
     """
     keys, gates, real = packed_states.split([self.head_dim, self.head_dim, 1], dim=-1)
     is_real = real[..., 0] != 0
@@ -34,7 +34,7 @@ def _all_pools(
     found = indices.clamp(0, slots - 1)
     is_there = is_real[row, found] & (indices < slots)
     logits = gates[row, found].float() + self.index_kpool_compress_ape.float()
-    # Finite, so that a pool of none is no nan.
+    # Finite, so that an empty pool does not give NaN.
     logits = torch.where(is_there[..., None], logits, torch.finfo(torch.float32).min)
     pooled = (torch.softmax(logits, dim=2).to(keys.dtype) * keys[row, found]).sum(dim=2)
     return pooled, torch.where(is_there, indices, -1), is_there.all(-1)
@@ -51,7 +51,7 @@ _PATCHES = (
         "glm5_next.modeling_glm5_next",
         "Glm5NextTextIndexer.get_pooled_states",
         only_traced(_all_pools),
-        "its indexer keeps as many pools as are complete, a number that depends on data",
+        "the number of its indexer's pools depends on data",
         digests=("4edb0be4b131b67a",),
         source="Glm5NextTextIndexer",
     ),
@@ -59,7 +59,7 @@ _PATCHES = (
         "glm5_next.modeling_glm5_next",
         "Glm5NextTextAttention.build_attention_mask_from_topk",
         only_traced(_counted_by_long_indices),
-        "it counts what was chosen by 32-bit indices",
+        "it counts selected tokens with 32-bit indices",
         digests=("c30cbbdbb1c4d8a4",),
         needed=False,
     ),

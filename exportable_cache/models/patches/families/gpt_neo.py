@@ -1,4 +1,4 @@
-"""GPT-Neo: its attention takes the newest key to be the last slot, and slices its window out of a table."""
+"""GPT-Neo: its attention assumes that the newest key is in the last slot, and slices its window from a table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _gpt_neo_attention(
     original: Callable,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Local layers see `window_size` tokens by position; scores are not scaled, and computed in float32."""
+    """Attend with windows by position; scores are float32 and not scaled, as upstream."""
     batch_size, length, _ = hidden_states.shape
     query, key, value = (
         projection(hidden_states).view(batch_size, length, self.num_heads, self.head_dim).transpose(1, 2)
@@ -33,7 +33,7 @@ def _gpt_neo_attention(
     mask = step_mask(layer, hidden_states, self.config.window_size if self.attention_type == "local" else None)
     key, value = layer_past.update(key, value, self.layer_id)
     scores = torch.matmul(query.float(), key.float().transpose(-1, -2))
-    # The model's own mask knows of padding, and not of windows.
+    # Both masks, because the model's one covers padding but not windows.
     for addend in (mask, attention_mask):
         scores = scores if addend is None else scores + addend.float().clamp(min=torch.finfo(torch.float32).min / 4)
     weights = torch.softmax(scores, dim=-1).to(value.dtype)
@@ -47,7 +47,7 @@ PATCHES = {
             "gpt_neo.modeling_gpt_neo",
             "GPTNeoSelfAttention.forward",
             over_our_cache(_gpt_neo_attention),
-            "it takes the newest key to be the last slot",
+            "it assumes that the newest key is in the last slot",
             digests=("98e5f6e6b3eb7969",),
             source="GPTNeoSelfAttention",
         ),

@@ -1,4 +1,4 @@
-"""JetMoE: it sorts tokens by their experts, of attention and of feed-forward, and splits them by how many each has."""
+"""JetMoE: it sorts tokens by expert, in attention and feed-forward, and splits them by counts that depend on data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from ..mechanisms.experts import mix_experts
 
 
 def _routed(router: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which experts each token chose, one-hot [tokens, k, experts], the weight of each choice [tokens, k], and logits.
-
-    Args:
-        tokens: [tokens, hidden].
-    """
+    """Route tokens [tokens, hidden]: experts, one-hot [tokens, k, experts], weights [tokens, k], and logits."""
     logits = router.layer(tokens).float()
     best, indices = logits.topk(router.top_k, dim=1)
     gates = torch.softmax(best, dim=1).type_as(tokens)
@@ -41,7 +37,7 @@ def _feed_forward(self: Any, layer_input: torch.Tensor, *, original: Callable) -
 def _queries(
     self: Any, layer_input: torch.Tensor, *, original: Callable
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """A query of each chosen expert, [batch, length, k, hidden], the router's logits, and the choice."""
+    """Return the queries of the selected experts, [batch, length, k, hidden], router logits, and the selection."""
     tokens = layer_input.reshape(-1, layer_input.shape[-1])
     chosen, gates, logits = _routed(self.router, tokens)
     output = tokens.new_zeros(*gates.shape, self.hidden_size)
@@ -58,7 +54,7 @@ def _outputs(
     *,
     original: Callable,
 ) -> torch.Tensor:
-    """What attention gave for each choice, [batch, length, k, hidden], through its expert, weighted and summed."""
+    """Apply the selected experts to attention outputs [batch, length, k, hidden], and return the weighted sum."""
     chosen, gates = topo_info
     attended = layer_input.reshape(*gates.shape, layer_input.shape[-1])
     weights = chosen * gates[..., None]
@@ -70,7 +66,7 @@ def _outputs(
 
 
 def _method(name: str, replacement: Callable, *digests: str) -> Patch:
-    reason = "it sorts tokens by their experts, and splits them by how many each has"
+    reason = "it sorts tokens by expert, and splits them by counts that depend on data"
     source = f"{name} JetMoeTopKGating JetMoeParallelExperts"
     return Patch("jetmoe.modeling_jetmoe", name, only_traced(replacement), reason, digests, source=source)
 

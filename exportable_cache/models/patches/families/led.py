@@ -1,7 +1,7 @@
-"""LED: its decoder masks nothing in a step of one token, whose keys a static cache has more of than were seen.
+"""LED: its decoder has no mask in steps of one token, but a static cache also has empty slots.
 
-Traced, its encoder is computed in blocks of half a window without asking how many tokens there are, and its position
-table looks up as many as there are.
+When traced, its encoder runs in blocks of half a window for a symbolic length, and its position table is indexed by
+that length.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _encoder(
     original: Callable,
     **kwargs: Any,
 ) -> Any:
-    """Without global attention: every token sees half a window on each side (Beltagy et al. 2020, arXiv:2004.05150)."""
+    """Run the encoder without global attention: half a window on each side (Beltagy et al. 2020, arXiv:2004.05150)."""
     if global_attention_mask is not None:
         return original(self, input_ids, attention_mask, global_attention_mask, inputs_embeds, *args, **kwargs)
     hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -85,16 +85,13 @@ def _encoder(
 
 
 def _local_attention(self: LEDEncoderSelfAttention, hidden_states: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
-    """Blocks of half a window, each over itself and its two neighbours.
+    """Attend in blocks of half a window, each to itself and its two neighbours.
 
-    Rows are looked up, not cut out: a tracer would ask how many of them are left.
-
-    Args:
-        hidden_states: [batch, length, hidden].
-        is_real: bool [batch, length], False on padding.
+    `is_real`, bool [batch, length], is False on padding. Rows are indexed instead of sliced, because slices would make
+    a tracer branch on the length.
     """
     reach, length = self.one_sided_attn_window_size, hidden_states.shape[1]
-    # One more than are needed: never a single one, which tracers take for a size of its own.
+    # One more than needed, because tracers specialise on a size of 1.
     blocks = length // reach + 2
     # [batch, heads, length, dim]
     query, key, value = (
@@ -109,7 +106,7 @@ def _local_attention(self: LEDEncoderSelfAttention, hidden_states: torch.Tensor,
     )
     is_key = is_real[:, other.clamp(0, length - 1)] & (other >= 0) & (other < length)
     seen = is_key[:, :, None] & ((token[:, :, None] - other[:, None]).abs() <= reach)
-    # In float32, where the lowest number and a score are no infinity: padding may see nothing else.
+    # In float32, because the lowest value plus a score is infinite in float16, and padding may see nothing else.
     mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[:, None]
     scores = torch.matmul(query / self.head_dim**0.5, key.transpose(-1, -2)).float() + mask
     output = torch.matmul(torch.softmax(scores, dim=-1).to(query.dtype), value)
@@ -124,21 +121,21 @@ PATCHES = {
             "led.modeling_led",
             "LEDDecoderAttention.forward",
             over_our_cache(_led_attention),
-            "it masks nothing in a step of one token",
+            "it has no mask in steps of one token",
             digests=("f50557b77079226f",),
         ),
         Patch(
             "led.modeling_led",
             "LEDLearnedPositionalEmbedding.forward",
             only_traced(_positions),
-            "its position table looks up a number of positions that depends on data",
+            "the number of positions that it looks up depends on data",
             digests=("6c7aea9039be88b9",),
         ),
         Patch(
             "led.modeling_led",
             "LEDEncoder.forward",
             only_traced(_encoder),
-            "it looks for tokens of global attention, and pads to whole windows",
+            "it searches for tokens of global attention, and pads to whole windows",
             digests=(
                 "2978e41d817c7e47",
                 "43066e8519f63240",

@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision: what a step says of the pictures that each token sees, as a mask over the slots kept of them."""
+"""Llama 3.2 Vision: masks of the images that each token sees, over their slots in the cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ def _over_slots(original: Callable) -> Callable:
     def masks(
         cross_attention_mask: torch.Tensor, num_vision_tokens: int, dtype: torch.dtype, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a step of ours, int64 [batch, length, tiles]: 1 where a token sees a tile, -1 where its attention alone
-        does.
+        """Return masks for int64 [batch, length, tiles]: 1 if a token sees a tile, -1 if only its attention does.
 
-        Upstream a token without pictures attends to all of its prompt, and the layer's MLP leaves it out. Over slots
-        there are two such tokens: one in whose prompt pictures follow, -1; and one of text, which the layer must not
-        change, and which attends to the slot of zeros behind the pictures'.
+        Upstream, a token without images attends to all of its prompt's, and skips the layer's MLP. Over slots there are
+        two such tokens: one before the images of its prompt, -1; and one of plain text, 0, which attends only to the
+        slot of zeros after the images, so that the layer does not change it.
         """
         if cross_attention_mask.dim() != 3:
             return original(cross_attention_mask, num_vision_tokens, dtype=dtype, **kwargs)
@@ -38,7 +37,7 @@ PATCHES = {
             "mllama.modeling_mllama",
             "_prepare_cross_attention_mask",
             _over_slots,
-            "it has no mask of a token that sees none of the pictures kept",
+            "it has no mask for tokens that see none of the images in the cache",
             digests=("3f1cd28e8a617bda",),
             source="_prepare_cross_attention_mask _has_cached_cross_attention_states",
         ),

@@ -1,4 +1,4 @@
-"""MPT: it slices its position bias by the tokens seen, and computes attention in code of its own."""
+"""MPT: it slices its position bias by the sequence length, and does not use the attention interface."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _mpt_attention(
         return self.out_proj(output.reshape(batch_size, query_length, self.hidden_size)), None
     assert self.softmax_scale is not None
     scores = torch.matmul(query, key.transpose(-1, -2)) * self.softmax_scale
-    # One bias for every query, [heads, 1, slots]: relative to the last slot, which shifts a row of scores as a whole.
+    # One bias for all queries, [heads, 1, slots], relative to the last slot, because a constant per row cancels.
     scores = scores + position_bias[:, :, position_bias.shape[2] - key.shape[2] :]
     if attention_mask is not None:
         scores = scores.masked_fill(attention_mask, torch.finfo(query.dtype).min)
@@ -74,7 +74,7 @@ PATCHES = {
             "mpt.modeling_mpt",
             "MptAttention.forward",
             _traced_or_fused,
-            "it slices its position bias by the tokens seen",
+            "it slices its position bias by the sequence length",
             digests=("2c8c35aac07fbf2b",),
             source="MptAttention",
         ),

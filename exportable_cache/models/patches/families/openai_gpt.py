@@ -1,6 +1,6 @@
-"""GPT and XLM: they take every token at every step, or keep keys and values in an argument of their own.
+"""GPT and XLM: they take every token at every step, or keep keys and values in another argument.
 
-Over a cache of ours both are run layer by layer: positions and masks from the cache, keys and values into it.
+With our caches their layers run here, with positions and masks from the cache.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from ..conditions import attention_function, kept_hidden_states, over_our_cache
 def _step(
     self: Any, hidden_states: torch.Tensor, cache: Any, attention_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, Any]:
-    """Positions [batch, length] of a step's tokens and their mask [batch, 1, length, slots].
-
-    Args:
-        hidden_states: [batch, length, hidden], of the tokens.
-        attention_mask: Of padding, [batch, tokens].
-    """
+    """Return positions [batch, length] and mask [batch, 1, length, slots] of a step; `attention_mask` is padding's."""
     start = cache.get_query_offset() if hasattr(cache, "get_query_offset") else cache.get_seq_length()
     positions = torch.arange(hidden_states.shape[1], device=hidden_states.device) + start
     positions = positions.reshape(-1, hidden_states.shape[1])
@@ -32,7 +27,7 @@ def _step(
 
 
 def _split_heads(heads: int, *mixed: torch.Tensor) -> list[torch.Tensor]:
-    """Each [batch, length, heads * dim] as [batch, heads, length, dim]."""
+    """Reshape each [batch, length, heads * dim] to [batch, heads, length, dim]."""
     return [one.reshape(*one.shape[:2], heads, -1).transpose(1, 2) for one in mixed]
 
 
@@ -49,7 +44,7 @@ def _gpt(
     logits_to_keep: int | torch.Tensor = 0,
     **kwargs: Any,
 ) -> CausalLMOutput:
-    """Radford et al., 2018: the norms come behind attention and feed-forward, positions are learned."""
+    """Run GPT (Radford et al. 2018), with norms after attention and feed-forward, and learned positions."""
     model = self.transformer
     hidden_states = model.tokens_embed(input_ids) if inputs_embeds is None else inputs_embeds
     positions, mask = _step(model, hidden_states, past_key_values, attention_mask)
@@ -83,7 +78,7 @@ def _xlm(
     logits_to_keep: int | torch.Tensor = 0,
     **kwargs: Any,
 ) -> CausalLMOutput:
-    """Lample and Conneau, 2019, causal; without `langs` no language is added, as in the original."""
+    """Run causal XLM (Lample and Conneau 2019); without `langs` no language embedding is added, as upstream."""
     model = self.transformer
     hidden_states = model.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
     positions, mask = _step(model, hidden_states, past_key_values, attention_mask)

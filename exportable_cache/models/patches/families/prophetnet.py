@@ -1,4 +1,4 @@
-"""ProphetNet: its attention sizes its own position bias, and takes a step with a past to be of one token."""
+"""ProphetNet: its attention computes its position bias, and assumes one token per step after the prompt."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..conditions import over_our_cache
 
 
 class _Bias(NamedTuple):
-    """What every layer of a step adds to its scores, of all streams.
+    """Position buckets and mask of all streams and layers in a step.
 
     Attributes:
-        buckets: Of the distance of each slot and of the stream's own key, the last: int64, broadcastable to
+        buckets: Buckets of the distances to each slot and, last, to the stream's own key: int64, broadcastable to
             [batch, heads, streams, length, slots + 1].
         mask: Additive, [batch, 1, streams, length, slots + 1].
     """
@@ -40,23 +40,23 @@ def _decoder(
     original: Callable,
     **kwargs: Any,
 ) -> Any:
-    """Qi et al. 2020, arXiv:2001.04063: a stream of tokens, and streams that predict the next ones from it.
+    """Run the decoder (Qi et al. 2020, arXiv:2001.04063): a main stream, and streams that predict later tokens.
 
-    A predicting stream sees the tokens' keys and, at each position, the key of its own there.
+    A predicting stream sees the keys of the main stream and, at each position, its own key there.
     """
     module = sys.modules[type(self).__module__]
     embeds = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
     length = embeds.shape[1]
     has_encoder = isinstance(past_key_values, EncoderDecoderCache)
     cache = past_key_values.self_attention_cache if has_encoder else past_key_values
-    # A probe, which is transformers' own, has seen nothing.
+    # A probe cache has no tokens yet.
     start = 0 if getattr(cache, "is_probe", False) else cache.get_query_offset()
     positions = (torch.arange(length, device=embeds.device) + start).reshape(-1, length)
     table = self.position_embeddings
     first = positions + 1 + table.padding_idx
     placed, predicted = (table._forward((first + ahead).clamp(max=table.max_length - 1)) for ahead in (0, 1))
     streams = [embeds + placed]
-    # The first predicting stream has the last of these embeddings, upstream as well.
+    # The first predicting stream has the last of these embeddings, as upstream.
     ngrams = self.ngram_embeddings.weight.roll(1, 0)
     streams += [(one + predicted).expand_as(embeds) for one in ngrams.unbind(0)]
     hidden_states = torch.cat(streams, dim=1)
@@ -99,7 +99,7 @@ def _bias(self: Any, embeds: torch.Tensor, cache: Any, positions: torch.Tensor, 
         mask = embeds.new_zeros(1, 1, *distance.shape[1:])
     buckets, masks = [], []
     for stream in range(1 + self.ngram):
-        # A predicting stream stands one position later, and sees less of what it has to predict, but for the first key.
+        # A predicting stream is one position later, and does not see the tokens that it predicts, except the first key.
         ahead = 0 if stream == 0 else 1
         relative = torch.cat([-(distance + ahead), own], dim=-1)
         buckets.append(_buckets(relative, self.num_buckets, self.relative_max_distance))
@@ -112,9 +112,9 @@ def _bias(self: Any, embeds: torch.Tensor, cache: Any, positions: torch.Tensor, 
 
 
 def _buckets(relative: torch.Tensor, count: int, most: int) -> torch.Tensor:
-    """Numbers of `relative` positions, int64 of any shape, as upstream's `compute_relative_buckets` gives them.
+    """Return the buckets of `relative` positions, int64 of any shape, as upstream's `compute_relative_buckets`.
 
-    That takes logarithms of 0 as well: no integer can hold one, and none is chosen.
+    Distances are clamped, because upstream also takes logarithms of 0, which it does not use.
     """
     exact = count // 2
     distance = (-relative).clamp(min=0)
@@ -153,7 +153,7 @@ PATCHES = {
             "prophetnet.modeling_prophetnet",
             "ProphetNetDecoder.forward",
             over_our_cache(_decoder),
-            "its attention sizes its own position bias",
+            "the size of its position bias is not that of the slots",
             digests=("693ad757c0a7c4ac",),
             source="ProphetNetDecoder ProphetNetDecoderLayer ProphetNetNgramSelfAttention ngram_attention_bias",
         ),

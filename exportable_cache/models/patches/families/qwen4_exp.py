@@ -1,8 +1,8 @@
-"""Qwen4 Exp: its indexer looks at as many blocks of keys as are complete, and its n-grams at tokens seen before.
+"""Qwen4 Exp: its indexer's number of key blocks depends on data, and its n-grams need earlier tokens.
 
-Slots are positions, so block `b` is the slots from `b * ratio` on. An indexer key is kept with the cosines and sines
-of its token, as a block is rotated by those of its first one. Tokens are kept as their distance from the end-of-text
-token, which stands for what comes before the first: zeros, as every state begins with.
+Slots are positions, so block `b` begins at slot `b * ratio`. An indexer key is kept with the cosines and sines of its
+token, because a block is rotated by those of its first token. Token ids are kept as differences to the end-of-text
+token, which upstream uses before the first token, because states begin with zeros.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ....common.patch import Patch
 from ..conditions import over_our_cache
 
-# Numbers of the convolution states of a layer, as upstream has them.
+# Index of the convolution state of tokens in a layer, as upstream.
 _TOKENS = 2
 
 
@@ -31,9 +31,9 @@ def _indexer(
     *,
     original: Callable,
 ) -> torch.Tensor:
-    """Which slots each query attends to as far as it may see them, bool [batch, 1, length, slots].
+    """Return the slots that each query may attend to, bool [batch, 1, length, slots].
 
-    Those of the `block_topk` complete blocks of the highest scores, and those behind the last complete block.
+    They are those of the `block_topk` complete blocks with the highest scores, and those after the last complete block.
     """
     batch_size, length, _ = hidden_states.shape
     cos, sin = position_embeddings
@@ -57,23 +57,23 @@ def _indexer(
     visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
     complete = visible[:, 0].sum(dim=-1, dtype=torch.int64)[..., None] // ratio
     is_complete = torch.arange(blocks, device=scores.device) < complete
-    # Scores are not negative. More columns, so that there are always enough to choose from.
+    # Scores are not negative. Padded, so that there are always enough columns for top-k.
     scores = F.pad(torch.where(is_complete, scores, -1.0), (0, self.block_topk), value=-1.0)
     chosen = scores.topk(self.block_topk, dim=-1).indices
     is_chosen = torch.zeros_like(scores).scatter(-1, chosen, 1.0).narrow(-1, 0, blocks)
-    # What lies behind the complete blocks is seen, as far as the mask lets it.
+    # Slots after the complete blocks are visible; the mask still applies.
     seen = torch.where(is_complete, is_chosen, 1.0)
     slot = torch.arange(slots, device=scores.device)
     return (F.pad(seen, (0, 1), value=1.0).index_select(-1, slot // ratio) > 0)[:, None]
 
 
 def _ngrams(self: Any, input_ids: torch.Tensor, past_key_values: Any, *, original: Callable) -> torch.Tensor:
-    """Embeddings of the hashed n-grams that end at each token, [batch, length, dim]; none spans an end of text."""
+    """Embed the hashed n-grams that end at each token, [batch, length, dim]; n-grams do not cross an end of text."""
     length, end = input_ids.shape[1], self.eos_token_id
     history = past_key_values.update_conv_state(
         input_ids.long() - end, self.layer_idx, state_idx=_TOKENS, conv_kernel_size=self.context_len
     )
-    # A probe gives back no more than it was given.
+    # Padded, because a probe cache returns only the new tokens.
     history = F.pad(history, (self.context_len + length - history.shape[1], 0)) + end
     shifted = [history.narrow(1, self.context_len - shift, length) for shift in range(self.ngram_size)]
     for shift in range(2, self.ngram_size):
@@ -85,7 +85,7 @@ def _ngrams(self: Any, input_ids: torch.Tensor, past_key_values: Any, *, origina
         heads = slice((ngram - 2) * self.heads_per_ngram, (ngram - 1) * self.heads_per_ngram)
         sizes = self.ngram_heads_vocab_sizes[heads]
         rest = torch.remainder(mixed[..., None], sizes)
-        # ExecuTorch's integer remainder takes the dividend's sign, torch's the divisor's.
+        # Corrected, because ExecuTorch's integer remainder has the dividend's sign, torch's the divisor's.
         blocks.append(torch.where(rest < 0, rest + sizes, rest) + self.ngram_heads_offsets[heads])
     return self.ngram_embedding(torch.cat(blocks, dim=-1)).flatten(-2)
 
@@ -97,7 +97,7 @@ def _of_file(*digests: tuple[str, ...]) -> tuple[Patch, ...]:
             file,
             "Qwen4ExpTextQSAIndexer.forward",
             over_our_cache(_indexer),
-            "its indexer looks at as many blocks of keys as are complete",
+            "its indexer's number of key blocks depends on data",
             digests=digests[0],
             source="Qwen4ExpTextQSAIndexer",
         ),
@@ -105,7 +105,7 @@ def _of_file(*digests: tuple[str, ...]) -> tuple[Patch, ...]:
             file,
             "Qwen4ExpTextNGramEmbedding.forward",
             over_our_cache(_ngrams),
-            "it takes the end of text for what comes before the first token, where states begin with zeros",
+            "it uses the end-of-text token before the first token, where states begin with zeros",
             digests=digests[1],
             source="Qwen4ExpTextNGramEmbedding",
         ),

@@ -1,4 +1,4 @@
-"""Unlimited OCR: its mask asks its own cache layers where the prompt ended, as a number."""
+"""Unlimited OCR: its mask reads the prompt's length from its cache layers as a Python int."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PATCHES = (
         "unlimited_ocr.modeling_unlimited_ocr",
         "create_reference_sliding_window_causal_mask",
         _reference_mask,
-        "its mask asks its own cache layers where the prompt ended, as a number",
+        "its mask reads the prompt's length from its cache layers as a Python int",
         digests=("19288d3c8848cebb",),
     ),
 )

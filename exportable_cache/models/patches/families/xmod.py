@@ -1,4 +1,4 @@
-"""X-MOD: its adapters take out the rows of each language."""
+"""X-MOD: its adapters select the rows of each language, whose number depends on data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PATCHES = {
             "xmod.modeling_xmod",
             "XmodOutput.forward",
             only_traced(_language_adapter),
-            "it takes out the rows of each language",
+            "it selects the rows of each language",
             digests=("a10dccd5877e4eb2",),
             source="XmodOutput",
         ),

@@ -1,4 +1,4 @@
-"""Zaya: its delayed values leave out the last token of a step, which makes a step of two tokens one of its own."""
+"""Zaya: its delayed values drop the last token of a step, so tracers specialise on steps of two tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _convolved(
     *,
     original: Callable,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values [batch, length, heads, dim]; half of a value comes from the token before."""
+    """Return queries, keys and values [batch, length, heads, dim]; half of a value is from the previous token."""
     if past_key_values is None or past_key_values.get_recurrent_state(self.layer_idx) is None:
         return original(self, hidden_states, past_key_values, conv_mask)
     if conv_mask is not None:
@@ -51,7 +51,7 @@ PATCHES = {
             "zaya.modeling_zaya",
             "ZayaCCAProjection.forward",
             only_traced(_convolved),
-            "it leaves the last token of a step out, which makes a step of two tokens one of its own",
+            "it drops the last token of a step, so tracers specialise on steps of two tokens",
             digests=("0cb200d20a90c6fe",),
             source="ZayaCCAProjection",
             needed=False,

@@ -1,7 +1,7 @@
-"""DBRX, LongCat Flash, NLLB-MoE, Step 3.7 and Switch: their experts loop over those that were hit.
+"""DBRX, LongCat Flash, NLLB-MoE, Step 3.7 and Switch: they loop over the experts that were selected.
 
-The routers of NLLB-MoE and Switch also replace their own weights in every call, and NLLB-MoE's reads what is padding
-from the last columns of the attention mask, which over a static cache are slots that no token has.
+The routers of NLLB-MoE and Switch also replace their weights in every call, and NLLB-MoE's reads padding from the last
+columns of the attention mask, which are empty slots in a static cache.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 def mix_experts(
     hidden_states: torch.Tensor, weights: torch.Tensor, count: int, expert: Callable[[int, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Every expert on every token, weighted: as static as a computation over experts can be.
+    """Apply every expert to every token and return the weighted sum, without shapes that depend on data.
 
     Args:
         hidden_states: [tokens, hidden].
-        weights: [tokens, count], 0 where an expert was not chosen.
-        count: Experts.
-        expert: `(index, hidden_states) -> [tokens, hidden]`.
+        weights: [tokens, count], 0 for experts that were not selected.
+        count: Number of experts.
+        expert: Function `(index, hidden_states) -> [tokens, hidden]`.
     """
     output = torch.zeros_like(hidden_states)
     for index in range(count):
@@ -44,7 +44,7 @@ def mix_experts(
 
 
 def _weights_by_expert(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, count: int) -> torch.Tensor:
-    """[tokens, k] indices and weights -> [tokens, count]."""
+    """Convert indices and weights [tokens, k] to weights by expert [tokens, count]."""
     return (F.one_hot(top_k_index, count).to(top_k_weights.dtype) * top_k_weights[..., None]).sum(dim=1)
 
 
@@ -83,7 +83,7 @@ def _longcat_experts(
         return F.linear(self.act_fn(gate) * up, self.down_proj[index])
 
     output = mix_experts(hidden_states, weights, self.num_routed_experts, expert)
-    # The experts behind the routed ones compute nothing: their tokens pass as they are.
+    # Experts after the routed ones are identities.
     return output + hidden_states * weights[:, self.num_routed_experts :].sum(dim=1, keepdim=True).to(
         hidden_states.dtype
     )
@@ -97,7 +97,7 @@ def _nllb_experts(
     *,
     original: Callable,
 ) -> torch.Tensor:
-    # What is never written to reads 0 in `router_mask`, upstream as well: one column per choice.
+    # `router_mask` has one column per selection, and 0 where nothing was written, as upstream.
     chosen = F.one_hot(router_mask, self.num_experts).to(router_probs.dtype)
     weights = (chosen * router_probs[..., None]).sum(dim=1)
     keep = 1.0 if self.training else 1.0 - self.moe_token_dropout
@@ -114,7 +114,7 @@ def _nllb_block(original: Callable) -> Callable:
             return original(self, hidden_states, padding_mask)
         states = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = _routed(self.router, states)
-        # Padding is routed like all else: its tokens reach no others.
+        # Padding is routed too, because it does not affect other tokens.
         if self.router.second_expert_policy == "all" and self.router.moe_eval_capacity_token_fraction >= 1:
             chosen, weights = _two_experts(self.router, logits, states.dtype)
         else:
@@ -127,7 +127,7 @@ def _nllb_block(original: Callable) -> Callable:
 def _two_experts(
     router: NllbMoeTop2Router, logits: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `route_tokens` where every expert has room for all tokens: the first one's place, and weights of both."""
+    """Return the one-hot first expert and the weights of both, as `route_tokens` with unlimited capacity."""
     weights = logits.softmax(dim=-1).to(dtype)
     first = F.one_hot(weights.argmax(dim=-1), router.num_experts)
     second = F.one_hot(logits.masked_fill(first.bool(), float("-inf")).argmax(dim=-1), router.num_experts)
@@ -141,13 +141,13 @@ def _switch_router(
     logits = _routed(self, hidden_states)
     weights, index = logits.softmax(dim=-1).to(hidden_states.dtype).max(dim=-1, keepdim=True)
     chosen = F.one_hot(index[..., 0], self.num_experts)
-    # An expert takes so many tokens of a call, and is full then.
+    # An expert takes at most `expert_capacity` tokens per call.
     chosen = chosen * (chosen.cumsum(dim=-2) <= self.expert_capacity)
     return chosen, weights, logits
 
 
 def _routed(router: NllbMoeTop2Router | SwitchTransformersTop1Router, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Logits [..., experts], in the router's own dtype."""
+    """Return router logits [..., experts], in the router's dtype."""
     weight, bias = router.classifier.weight, router.classifier.bias
     return F.linear(
         hidden_states.to(router.dtype), weight.to(router.dtype), None if bias is None else bias.to(router.dtype)
@@ -162,7 +162,7 @@ def _switch_experts(
     *,
     original: Callable,
 ) -> torch.Tensor:
-    # `selected_experts` is one-hot already, [tokens, 1, experts]; nothing where an expert was full.
+    # `selected_experts` is one-hot, [tokens, 1, experts], and zeros for tokens over an expert's capacity.
     weights = selected_experts[:, 0].to(routing_weights.dtype) * routing_weights
     return mix_experts(hidden_states, weights, self.num_experts, lambda index, states: self[f"expert_{index}"](states))
 
@@ -183,8 +183,8 @@ def _step_experts(
     )
 
 
-_REASON = "its experts loop over those that were hit"
-_ROUTER = "its router replaces its own weights in every call"
+_REASON = "it loops over the experts that were selected"
+_ROUTER = "its router replaces its weights in every call"
 
 
 def _of_class(file: str, name: str, replacement: Callable, *digests: str) -> tuple[Patch, ...]:
@@ -202,7 +202,7 @@ PATCHES = {
             "nllb_moe.modeling_nllb_moe",
             "NllbMoeSparseMLP.forward",
             _nllb_block,
-            f"{_ROUTER}, and takes the mask of a static cache for one of padding",
+            f"{_ROUTER}, and takes empty slots of a static cache for padding",
             ("fd5f1d8f83ca1b99",),
             source="NllbMoeSparseMLP NllbMoeTop2Router",
         ),

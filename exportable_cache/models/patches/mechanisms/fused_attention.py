@@ -1,8 +1,7 @@
-"""Attention that a target can fuse only where it is handed it: decoders that compute it in code of their own (Bloom,
-CodeGen, Falcon, GPT-J), and those that expand latents before it (DeepSeek V2 and its kin).
+"""Attention that targets can fuse, in models that do not use transformers' attention interface or that expand latents.
 
-Any other implementation finds the original. None of them is wrong: where a source has changed, the model is as it was,
-and its attention in plain operators.
+The first are Bloom, CodeGen, Falcon and GPT-J, the second DeepSeek V2 and similar models. With other implementations
+the originals run. None of them is wrong, so a changed source is left alone, and its attention is not fused.
 """
 
 from __future__ import annotations
@@ -20,14 +19,15 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-#: What the names of targets' attention functions begin with; those that run anywhere keep to the original.
+#: Prefix of the names of targets' attention functions; the portable ones run the original.
 _OURS = ATTENTION_NAMES[0]
-_REASON = "it computes attention in code of its own, which no target can fuse"
+_REASON = "it does not use the attention interface, so no target can fuse its attention"
 
 
 def fusing_attention(module: Any) -> Callable | None:
-    """The attention function of a target that fuses attention, None under any other implementation, as of a model that
-    nobody has prepared: others of its class share the patch.
+    """Return the attention function of a target that fuses attention, or None.
+
+    It is None for other implementations, and for unprepared models, because the patch applies to the whole class.
     """
     name = getattr(getattr(module, "config", None), "_attn_implementation", None) or ""
     fuses = name.startswith(_OURS) and name not in ATTENTION_NAMES
@@ -35,10 +35,10 @@ def fusing_attention(module: Any) -> Callable | None:
 
 
 def _where_fused(replacement: Callable) -> Callable[[Callable], Callable]:
-    """A patch of a method that acts under such an implementation.
+    """Create a patch of a method that applies under such an implementation.
 
     Args:
-        replacement: Takes the attention function and the method's arguments.
+        replacement: Function with the attention function and the method's arguments.
     """
 
     def patch(original: Callable) -> Callable:
@@ -79,7 +79,7 @@ def _bloom_attention(
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     if layer_past is not None:
         key, value = layer_past.update(key, value, self.layer_idx)
-    # One bias for every query, by the slot of the key.
+    # One bias for all queries, by the slot of the key.
     bias = alibi.view(batch_size, self.num_heads, 1, alibi.shape[-1])
     scaling = self.inv_norm_factor
     output, _ = attend(self, query, key, value, attention_mask, scaling=scaling, position_bias=bias)
@@ -99,7 +99,7 @@ def _falcon_attention(
     position_embeddings: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    # With alibi a model has no static cache at all.
+    # ALiBi is not handled, because models with it cannot use a static cache.
     batch_size, query_length = hidden_states.shape[:2]
     parts = self._split_heads(self.query_key_value(hidden_states))
     query, key, value = (part.transpose(1, 2) for part in parts)
@@ -111,7 +111,7 @@ def _falcon_attention(
 
 
 def _latents(original: Callable) -> Callable:
-    """`expand_kv` that hands on the latents, where the attention function takes these."""
+    """Replace `expand_kv` to pass latents through if the attention function takes them."""
 
     def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         takes_latents = getattr(fusing_attention(self), "takes_latents", None)
@@ -123,14 +123,18 @@ def _latents(original: Callable) -> Callable:
 
 
 def expanded_latents(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [batch, heads, length, dim] of latents [batch, 1, length, kv_lora_rank] and of the rotated part
-    of the keys [batch, 1, length, qk_rope_head_dim], of a module whose patch has handed these on.
+    """Expand latents to keys and values [batch, heads, length, dim], for a module whose patch passed them through.
+
+    Args:
+        module: Attention module.
+        kv_nope: Latents [batch, 1, length, kv_lora_rank].
+        k_rot: Rotated part of the keys, [batch, 1, length, qk_rope_head_dim].
     """
     return getattr(type(module).expand_kv, ORIGINAL)(module, kv_nope, k_rot)
 
 
 def with_config(name: str) -> Callable[[nn.Module], None]:
-    """Says to attention modules of a class what implementation they run with."""
+    """Create a function that gives attention modules of a class the config, which names their implementation."""
 
     def prepare(model: nn.Module) -> None:
         for module in model.modules():
@@ -146,7 +150,7 @@ PREPARATIONS = {
 }
 
 
-#: Model type, folder of its modeling file, class.
+#: Model type, folder of the modeling file, class.
 _OF_LATENTS = (
     ("axk1", "axk1", "AXK1Attention"),
     ("axk2", "axk2", "AXK2Attention"),

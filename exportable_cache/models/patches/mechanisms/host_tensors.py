@@ -1,16 +1,16 @@
-"""Tensors that modeling code makes on the CPU, or of lists of Python, in every step: made where the step runs.
+"""Models that create tensors on the CPU, or from Python lists, in every step; they create them on the device instead.
 
-| function | models | what it makes | upstream (v5.23.0, src/transformers/models) |
+| function | models | tensor | upstream (v5.23.0, src/transformers/models) |
 |---|---|---|---|
-| `ChameleonForConditionalGeneration` | Chameleon | image tokens, of a list | chameleon/modeling_chameleon.py |
-| `FalconAttention._split_heads` | Falcon | indices, of lists | falcon/modeling_falcon.py |
-| `Gemma3nTextMLP._gaussian_topk` | Gemma 3n | a quantile, of a number | gemma3n/modeling_gemma3n.py |
+| `ChameleonForConditionalGeneration` | Chameleon | image tokens, from a list | chameleon/modeling_chameleon.py |
+| `FalconAttention._split_heads` | Falcon | indices, from lists | falcon/modeling_falcon.py |
+| `Gemma3nTextMLP._gaussian_topk` | Gemma 3n | a quantile, from a number | gemma3n/modeling_gemma3n.py |
 | `_mask_local_attention_mask`, `_make_global_fixed_block_ids` | LongT5 | positions | longt5/modeling_longt5.py |
 | `PhimoeRotaryEmbedding.forward` | PhiMoE | frequencies | phimoe/modeling_phimoe.py |
-| `get_rel_pos` | towers as SAM's | positions | sam/modeling_sam.py, ... |
+| `get_rel_pos` | SAM's vision towers | positions | sam/modeling_sam.py, ... |
 
-On a GPU each is a copy at every step, for which launches wait and which a CUDA graph cannot hold. On a CPU all of them
-are the originals, and under a tracer there as well. No issue or pull request of transformers was found about them.
+On a GPU each is a copy in every step, which kernel launches wait for and which CUDA graphs cannot capture. On a CPU the
+originals run, also under a tracer. No issue or pull request of transformers was found about them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 def off_cpu(replacement: Callable) -> Callable[[Callable], Callable]:
-    """A patch of a function that acts where its first tensor is on another device than the CPU.
+    """Create a patch of a function that applies if its first tensor is not on the CPU.
 
     Args:
-        replacement: Takes the function's arguments, and the function itself as `original`.
+        replacement: Function with the same arguments, and the function itself as `original`.
     """
 
     def patch(original: Callable) -> Callable:
@@ -71,7 +71,7 @@ def _chameleon(
 
 
 def _keep_image_tokens(model: nn.Module) -> None:
-    """As a buffer, which moves with the model."""
+    """Register the image tokens as a buffer, because buffers move with the model."""
     for module in model.modules():
         if type(module).__name__ == "ChameleonForConditionalGeneration" and not hasattr(module, "image_token_ids"):
             chameleon: Any = module
@@ -81,7 +81,7 @@ def _keep_image_tokens(model: nn.Module) -> None:
 
 
 def _falcon_heads(self: Any, fused_qkv: torch.Tensor, *, original: Callable) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values [batch, length, heads, head_dim]; keys and values of one head where all share one."""
+    """Split queries, keys and values [batch, length, heads, head_dim]; multi-query keys and values have one head."""
     batch, length = fused_qkv.shape[:2]
     if self.new_decoder_architecture:
         fused = fused_qkv.view(batch, length, -1, self.num_heads // self.num_kv_heads + 2, self.head_dim)
@@ -96,7 +96,7 @@ def _falcon_heads(self: Any, fused_qkv: torch.Tensor, *, original: Callable) -> 
 
 def _gaussian_topk(self: Any, inputs: torch.Tensor, *, original: Callable) -> torch.Tensor:
     sparsity = torch.full((), self.activation_sparsity, dtype=torch.float32, device=inputs.device)
-    # As `torch.distributions.Normal(0, 1).icdf`, which looks at its arguments and results.
+    # As `torch.distributions.Normal(0, 1).icdf`, which reads values to check them.
     quantile = (torch.erfinv(2 * sparsity - 1) * math.sqrt(2)).type(inputs.dtype)
     mean = torch.mean(inputs, dim=-1, keepdim=True)
     deviation = torch.std(inputs, dim=-1, keepdim=True, unbiased=False)
@@ -104,7 +104,7 @@ def _gaussian_topk(self: Any, inputs: torch.Tensor, *, original: Callable) -> to
 
 
 def _local_mask(local_attention_mask: torch.Tensor, block_len: int, *, original: Callable) -> torch.Tensor:
-    """What a block sees of itself and its neighbours, [batch, blocks, block_len, 3 * block_len], within its length."""
+    """Restrict a mask [batch, blocks, block_len, 3 * block_len] to distances below `block_len`."""
     positions = torch.arange(3 * block_len, dtype=torch.int32, device=local_attention_mask.device)
     distances = positions[None] - positions[block_len:-block_len, None]
     return torch.logical_and(local_attention_mask, (distances.abs() < block_len)[None, None])
@@ -113,9 +113,9 @@ def _local_mask(local_attention_mask: torch.Tensor, block_len: int, *, original:
 def _global_blocks(
     attention_mask: torch.Tensor, global_block_size: int, *, original: Callable
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The block of each token [batch, length], -1 of padding, and which blocks there are [batch, blocks]; int32.
+    """Return the block of each token [batch, length], -1 for padding, and 1 for used blocks [batch, blocks]; int32.
 
-    Tokens behind the last whole block belong to that one.
+    Tokens after the last whole block belong to that block.
     """
     batch_size, length = attention_mask.shape
     dtype, device = attention_mask.dtype, attention_mask.device
@@ -140,7 +140,7 @@ def _phimoe(
     if position_ids is None or self.config.rope_parameters["rope_type"] != "default":
         return original(self, x, position_ids)
     dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
-    # In float32 as the original's, and not the buffer, which is of the model's dtype.
+    # Computed in float32 as upstream, because the buffer has the model's dtype.
     exponents = torch.arange(0, dim, 2, dtype=torch.float, device=x.device) / dim
     angles = position_ids[..., None].float() * (1.0 / (self.config.rope_parameters["rope_theta"] ** exponents))
     angles = torch.cat((angles, angles), dim=-1)
@@ -150,7 +150,7 @@ def _phimoe(
 def _relative_positions(
     self: Any, q_size: int, k_size: int, rel_pos: torch.Tensor, *, original: Callable
 ) -> torch.Tensor:
-    """Embeddings [q_size, k_size, dim] of the distances between places, of a table [distances, dim]."""
+    """Return embeddings [q_size, k_size, dim] of the distances between positions, from a table [distances, dim]."""
     most = int(2 * max(q_size, k_size) - 1)
     table = rel_pos.reshape(1, rel_pos.shape[0], -1).transpose(1, 2)
     table = torch.nn.functional.interpolate(table, size=most, mode="linear").reshape(-1, most).permute(1, 0)
@@ -164,30 +164,30 @@ def _phimoe_forward(original: Callable) -> Callable:
     return phimoe_by_lengths(off_cpu(_phimoe)(original))
 
 
-_REASON = "it makes a tensor on the CPU, or of a list, in every step, which is copied to a GPU"
+_REASON = "it creates a tensor on the CPU, or from a list, in every step, and copies it to the GPU"
 
 
-def _made_there(model: str, name: str, replacement: Callable, *digests: str) -> Patch:
+def _on_device(model: str, name: str, replacement: Callable, *digests: str) -> Patch:
     return Patch(f"{model}.modeling_{model}", name, off_cpu(replacement), _REASON, digests, needed=False)
 
 
 def _tower(model: str, owner: str) -> tuple[Patch, ...]:
-    return (_made_there(model, f"{owner}.get_rel_pos", _relative_positions, "e2f5b9984d407b64"),)
+    return (_on_device(model, f"{owner}.get_rel_pos", _relative_positions, "e2f5b9984d407b64"),)
 
 
 PREPARATIONS = {"chameleon": ("", _keep_image_tokens)}
 
 PATCHES = {
     "chameleon": (
-        _made_there("chameleon", "ChameleonForConditionalGeneration.forward", _chameleon, "b66091c0596a71c1"),
+        _on_device("chameleon", "ChameleonForConditionalGeneration.forward", _chameleon, "b66091c0596a71c1"),
     ),
     "deepseek_ocr2": _tower("deepseek_ocr2", "DeepseekOcr2SamVisionAttention"),
-    "falcon": (_made_there("falcon", "FalconAttention._split_heads", _falcon_heads, "cb157de061155926"),),
-    "gemma3n_text": (_made_there("gemma3n", "Gemma3nTextMLP._gaussian_topk", _gaussian_topk, "3de73d43cd646f3f"),),
+    "falcon": (_on_device("falcon", "FalconAttention._split_heads", _falcon_heads, "cb157de061155926"),),
+    "gemma3n_text": (_on_device("gemma3n", "Gemma3nTextMLP._gaussian_topk", _gaussian_topk, "3de73d43cd646f3f"),),
     "got_ocr2": _tower("got_ocr2", "GotOcr2VisionAttention"),
     "longt5": (
-        _made_there("longt5", "_mask_local_attention_mask", _local_mask, "a6b9ada9da3d7cdc"),
-        _made_there("longt5", "_make_global_fixed_block_ids", _global_blocks, "0481dacc1cf2b130"),
+        _on_device("longt5", "_mask_local_attention_mask", _local_mask, "a6b9ada9da3d7cdc"),
+        _on_device("longt5", "_make_global_fixed_block_ids", _global_blocks, "0481dacc1cf2b130"),
     ),
     "phimoe": (
         Patch(

@@ -1,4 +1,10 @@
-"""Gemma 4 unified, Kosmos-2 and Moshi: they make masks that a static cache cannot use, or leave the window out."""
+"""Masks of models that do not fit a static cache.
+
+Gemma 4 unified, Kosmos-2 and Moshi make masks for the tokens of a step, or without their window. BigBird, BioGPT,
+Megatron-BERT, OPT, Pix2Struct, RemBERT and RoFormer make a mask as long as the sequence, a size that depends on data,
+for which no runtime can plan memory and a GPU has to wait. OPT does not use that mask if positions are given;
+https://github.com/huggingface/transformers/pull/49002 removes it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def _like(self: Any, input_ids: Any, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
-    """[batch, length, 0]: of embeddings a mask has the first two sizes, the dtype and the device."""
+    """Return a tensor [batch, length, 0], because masks need only shape, dtype and device of embeddings."""
     tokens = input_ids if inputs_embeds is None else inputs_embeds
     return torch.empty(*tokens.shape[:2], 0, dtype=self.dtype, device=tokens.device)
 
@@ -35,11 +41,11 @@ def _masks_of_text(
     original: Callable,
     **kwargs: Any,
 ) -> Any:
-    """Masks by layer type of a step of text; those of pictures come prepared (`program.inputs.image_masks`)."""
+    """Create masks by layer type for text; those of images are passed in by the program."""
     if mm_token_type_ids is not None:
         raise UnsupportedModelError(
-            "mm_token_type_ids over a static cache: the model looks pictures up by an offset that it takes for a "
-            "number; pass the masks by layer type as attention_mask, or use DynamicCache"
+            "mm_token_type_ids must be left out with a static cache, because the model needs the position of images "
+            "as a Python int; pass the masks by layer type as attention_mask, or use DynamicCache"
         )
     if not isinstance(attention_mask, dict):
         arguments = {
@@ -74,7 +80,7 @@ def _mask_with_window(
     original: Callable,
     **kwargs: Any,
 ) -> Any:
-    """The mask of a ring, which the model takes as it is."""
+    """Create the mask of a ring, which the model uses unchanged."""
     if attention_mask is None or attention_mask.dim() == 2:
         attention_mask = create_sliding_window_causal_mask(
             self.config, _like(self, input_ids, inputs_embeds), attention_mask, past_key_values
@@ -97,7 +103,7 @@ def _kosmos_text(
     original: Callable,
     **kwargs: Any,
 ) -> BaseModelOutputWithPastAndCrossAttentions:
-    """Positions count from behind the padding index, tokens of padding left out; the mask covers the slots."""
+    """Run the layers with a mask over slots; positions count from the padding index + 1, without padding."""
     table, past = self.embed_positions, past_key_values.get_seq_length()
     if position_ids is None and inputs_embeds is None:
         position_ids = table.create_position_ids_from_input_ids(input_ids, table.padding_idx, past)
@@ -128,7 +134,7 @@ def _masked_by_slots(
     original: Callable,
     **kwargs: Any,
 ) -> Any:
-    """A mask [batch, 1, length, slots] from the cache, which models take as it is."""
+    """Create a mask [batch, 1, length, slots] from the cache, which models use unchanged."""
     if attention_mask is None and past_key_values is not None:
         like = _like(self, input_ids, inputs_embeds)
         cache = getattr(past_key_values, "self_attention_cache", past_key_values)
@@ -149,7 +155,7 @@ def _opt_by_slots(
     original: Callable,
     **kwargs: Any,
 ) -> Any:
-    """The same, with positions, which it would count by its own mask."""
+    """Create the mask and the positions, which OPT would count from its own mask."""
     if attention_mask is None and position_ids is None and past_key_values is not None:
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         assert tokens is not None
@@ -161,7 +167,7 @@ def _opt_by_slots(
     )
 
 
-_REASON = "it makes a mask as long as what was seen"
+_REASON = "it makes a mask as long as the sequence"
 
 
 def _of_class(model: str, name: str, *digests: str) -> tuple[Patch, ...]:
@@ -177,7 +183,7 @@ PATCHES = {
             "gemma4_unified.modeling_gemma4_unified",
             "Gemma4UnifiedModel.forward",
             over_our_cache(_masks_of_text),
-            "it looks up pictures in its mask by an offset that it takes for a number",
+            "it indexes images in its mask by the cache's length as a Python int",
             digests=(
                 "57d696e75d14b3cd",
                 "726fdf5de4ce009d",

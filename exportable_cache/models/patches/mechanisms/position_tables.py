@@ -1,5 +1,6 @@
 """MVP, RoFormer and TrOCR: their position tables look up `arange(past, past + n)`, whose length depends on data.
-MusicGen's grow where that is more than they have.
+
+The tables of MusicGen grow if a position is beyond them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _positions(
     *,
     original: Callable,
 ) -> torch.Tensor:
-    """Positions as `past + arange(n)`, n being a size. Some tables are given ids, some their shape [batch, length]."""
+    """Compute positions as `past + arange(n)`. Some tables get ids, others the shape [batch, length]."""
     if position_ids is None:
         shape = ids_or_shape.shape if isinstance(ids_or_shape, torch.Tensor) else ids_or_shape
         position_ids = past_key_values_length + torch.arange(shape[1], device=self.weight.device)
@@ -36,19 +37,19 @@ def _positions(
 def _sinusoids_of_ids(
     self: nn.Module, ids: torch.Tensor, past_key_values_length: int | torch.Tensor = 0, *, original: Callable
 ) -> torch.Tensor:
-    """MusicGen's, which counts ids [batch, codebooks, length]."""
+    """Compute the sinusoids of MusicGen for ids [batch, codebooks, length]."""
     return _sinusoids(self, ids.shape[2], past_key_values_length)
 
 
 def _sinusoids_of_embeddings(
     self: nn.Module, embeds: torch.Tensor, past_key_values_length: int | torch.Tensor = 0, *, original: Callable
 ) -> torch.Tensor:
-    """MusicGen Melody's, which counts embeddings [batch, length, hidden_size]."""
+    """Compute the sinusoids of MusicGen Melody for embeddings [batch, length, hidden_size]."""
     return _sinusoids(self, embeds.shape[1], past_key_values_length)
 
 
 def _sinusoids(table: Any, length: int, past: int | torch.Tensor) -> torch.Tensor:
-    """[length, hidden_size] as `get_embedding` makes them: the table would have to grow with what tensors hold."""
+    """Compute sinusoids [length, hidden_size] as `get_embedding`, because a table would have to grow with data."""
     half = table.embedding_dim // 2
     indices = torch.arange(half, dtype=torch.int64, device=table.weights.device).float()
     rates = torch.exp(indices * -(math.log(10000) / (half - 1)))
@@ -57,14 +58,14 @@ def _sinusoids(table: Any, length: int, past: int | torch.Tensor) -> torch.Tenso
     return F.pad(sinusoids, (0, table.embedding_dim % 2)).to(table.weights.dtype)
 
 
-_REASON = "its position table looks up a number of positions that depends on data"
+_REASON = "the number of positions that it looks up depends on data"
 
 
 def _of_class(model: str, name: str, *digests: str) -> tuple[Patch, ...]:
     return (Patch(f"{model}.modeling_{model}", f"{name}.forward", only_traced(_positions), _REASON, digests),)
 
 
-_GROWS = "its position table grows where the number of tokens seen, which depends on data, is more than it has"
+_GROWS = "its position table grows with the sequence length, which depends on data"
 _MUSICGEN = Patch(
     "musicgen.modeling_musicgen",
     "MusicgenSinusoidalPositionalEmbedding.forward",

@@ -1,14 +1,18 @@
-"""Rotary embeddings that change with the length of the sequence, by a length of each row instead of the positions.
+"""Rotary embeddings: frequencies that depend on the length of each row, and real instead of complex numbers.
 
 | function | models | upstream (v5.23.0, src/transformers) |
 |---|---|---|
 | `dynamic_rope_update` around the `forward` of a rotary embedding | 177 modeling files | modeling_rope_utils.py |
 | `PhimoeRotaryEmbedding.forward` | PhiMoE | models/phimoe/modeling_phimoe.py |
 
-The original takes the largest position of a call, over all rows, and keeps what it found on the module. So a short row
-of a batch changes with a long one next to it, a prompt in chunks with its chunks, and one sequence with the one before.
-Dynamic NTK also branches on data, which no tracer takes. Inside `rope_by` the frequencies, [batch, 1, dim / 2], are
-computed from the rows' lengths, and the original is handed them instead of its own. Outside, it is unchanged.
+The original uses the largest position of a call over all rows, and keeps the result on the module. So the frequencies
+of a row depend on other rows, on the chunks of its prompt, and on earlier sequences. Dynamic NTK also branches on
+data, which tracers reject. Inside `rope_by` the original gets frequencies, [batch, 1, dim / 2], computed from the
+lengths of the rows. Outside, it is unchanged.
+
+`Llama4TextRotaryEmbedding` and `DeepseekV2RotaryEmbedding` use complex numbers, for which ExecuTorch and Inductor's C++
+have no operators. When traced, they return cosines and sines, and `apply_rotary_emb(xq, xk, freqs_cis)` of the same
+file rotates by them; otherwise both are the originals (tests/patches/test_rotary.py).
 """
 
 from __future__ import annotations
@@ -35,19 +39,19 @@ if TYPE_CHECKING:
 
 _DIGEST = "08325dbe8de5e5f0"
 _PHIMOE = "b9c85539c82b68e8"
-_REASON = "it chooses frequencies by the largest position of a call, for all rows, and keeps them for later calls"
-#: Attribute of a replacement that follows `rope_by`.
+_REASON = "it selects frequencies by the largest position of a call, for all rows, and keeps them for later calls"
+#: Attribute of a replacement that supports `rope_by`.
 _FOLLOWS = "_exportable_cache_rope_by"
-#: Attribute of a rotary embedding: frequencies that it computes from its config, which is no work for a step.
+#: Attribute of a rotary embedding with frequencies from its config, computed once instead of in every step.
 _KEPT = "_exportable_cache_{}frequencies"
 
 
 class _Lengths(threading.local):
-    """Of this thread's step, see `models.scans`.
+    """Thread-local lengths of a step, see `scans._Longest`.
 
     Attributes:
         is_step: True inside `rope_by`.
-        lengths: int64 [batch], None where no row gets past a border.
+        lengths: int64 [batch]; None if no row can pass a border.
     """
 
     def __init__(self) -> None:
@@ -60,10 +64,10 @@ _step = _Lengths()
 
 @contextmanager
 def rope_by(lengths: torch.Tensor | None) -> Iterator[None]:
-    """Choose the frequencies of RoPE by the length of each row in the steps inside the block.
+    """Select the frequencies of RoPE by the length of each row inside the block.
 
     Args:
-        lengths: int64 [batch], see `RopeRule.after`; None where no row gets past a border.
+        lengths: int64 [batch], see `RopeRule.after`; None if no row can pass a border.
     """
     before = _step.is_step, _step.lengths
     _step.is_step, _step.lengths = True, lengths
@@ -74,11 +78,11 @@ def rope_by(lengths: torch.Tensor | None) -> Iterator[None]:
 
 
 class _Static:
-    """A rotary embedding as its `forward` sees it, with other frequencies, which it takes for those of every length.
+    """A view of a rotary embedding with other, constant frequencies, for its `forward`.
 
     Args:
         module: The rotary embedding.
-        layer_type: Whose frequencies they are, None for all.
+        layer_type: Layer type of the frequencies; None for all layers.
         inv_freq: [batch, 1, dim / 2].
     """
 
@@ -92,7 +96,7 @@ class _Static:
 
 
 def by_lengths(original: Callable) -> Callable:
-    """Make a `forward` that follows `rope_by`, and is the original elsewhere and for layers that do not change."""
+    """Create a `forward` that supports `rope_by`; it is the original outside it, and for constant layers."""
 
     def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         further = {} if layer_type is None else {"layer_type": layer_type}
@@ -113,10 +117,10 @@ def _inv_freq(module: Any, kind: str, layer_type: str | None) -> torch.Tensor:
         return short
     lengths, parameters = lengths[:, None, None], parameters_of(module, layer_type)
     if kind == LONGROPE:
-        # In the dtype of the buffer that upstream copies both into.
+        # In the dtype of the buffer that upstream copies both to.
         longer = getattr(module, _KEPT.format(f"{prefix(layer_type)}long_")).to(short.dtype)
         return torch.where(lengths > parameters["original_max_position_embeddings"], longer, short)
-    # As `_compute_dynamic_ntk_parameters`, of several lengths.
+    # As `_compute_dynamic_ntk_parameters`, for several lengths.
     border, factor, half = module.original_max_seq_len, parameters["factor"], short.shape[-1]
     grown = (factor * lengths.clamp(min=border) / border) - (factor - 1)
     base = parameters["rope_theta"] * grown ** (2 * half / (2 * half - 2))
@@ -125,7 +129,7 @@ def _inv_freq(module: Any, kind: str, layer_type: str | None) -> torch.Tensor:
 
 
 def phimoe_by_lengths(original: Callable) -> Callable:
-    """Make PhiMoE's `forward`: the frequencies of short sequences at every length, and a scale of each row's."""
+    """Create PhiMoE's `forward`: frequencies of short sequences for every length, and a scale per row."""
 
     def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not _step.is_step or self.rope_type != LONGROPE:
@@ -145,9 +149,9 @@ def phimoe_by_lengths(original: Callable) -> Callable:
 
 
 def patch_rope(model: nn.Module) -> set[str]:
-    """Replace the `forward` of the rotary embeddings of a model that change with the length.
+    """Patch the rotary embeddings of a model that change with the length.
 
-    Those of custom code stay as they are, see `check_follows`.
+    Embeddings of custom code are left unchanged, see `check_follows`.
 
     Returns:
         Labels of the patches.
@@ -169,16 +173,16 @@ def patch_rope(model: nn.Module) -> set[str]:
 
 
 def check_follows(model: nn.Module) -> None:
-    """Refuse a model one of whose rotary embeddings does not follow `rope_by`, as its rows get past a border.
+    """Check that all changing rotary embeddings of a model support `rope_by`.
 
     Raises:
-        UnsupportedModelError: If there is one.
+        UnsupportedModelError: If one does not.
     """
     for module, _, kind in changing(model):
         if not hasattr(type(module).forward, _FOLLOWS):
             raise UnsupportedModelError(
-                f"{type(module).__module__}.{type(module).__name__} is not transformers' own and its RoPE ({kind}) "
-                "changes with the length, which its code takes from the positions of a call; use transformers' class "
+                f"{type(module).__module__}.{type(module).__name__} is not a class of transformers, and its RoPE "
+                f"({kind}) changes with the largest position of a call; use transformers' class "
                 "(trust_remote_code=False), a max_cache_len before the change, or DynamicCache"
             )
 
@@ -196,7 +200,7 @@ def _patch_of(rotary: type) -> Patch:
 
 
 def _keep(module: Any, layer_type: str | None) -> None:
-    """Keep the frequencies of both sides of the border, where the module is now."""
+    """Keep the frequencies of both sides of the border, on the device of the module."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     device = getattr(module, f"{prefix(layer_type)}original_inv_freq").device
@@ -211,7 +215,7 @@ def _keep(module: Any, layer_type: str | None) -> None:
 
 def _cosines_and_sines(original: Callable) -> Callable:
     def forward(self: _Rotary, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        # Those that change their frequencies with the length are static here within `rope_by`.
+        # Embeddings that change with the length are constant here inside `rope_by`.
         if not torch.compiler.is_compiling() or "dynamic" in (self.rope_type or "") or self.rope_type == "longrope":
             return original(self, x, position_ids)
         angles = position_ids[..., None].float() * self.inv_freq.float()
@@ -238,20 +242,20 @@ def _rotated_by(heads: int) -> Callable[[Callable], Callable]:
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Neighbours in the last dimension of `x` [batch, _, _, dim], rotated by an angle [batch, _, _, dim // 2]."""
+    """Rotate neighbours in the last dimension of `x` [batch, _, _, dim] by angles [batch, _, _, dim // 2]."""
     even, odd = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(3).type_as(x)
 
 
 _COMPLEX_REASON = (
-    "its rotary embeddings are complex numbers, which ExecuTorch and Inductor's generated code have no operators for"
+    "its rotary embeddings are complex numbers, for which ExecuTorch and Inductor's code have no operators"
 )
 
 
 def _of_file(
     model: str, name: str, heads: int, of_class: tuple[str, ...], of_function: tuple[str, ...]
 ) -> tuple[Patch, ...]:
-    """Args: heads: The dimension that heads take in queries and keys."""
+    """Create the patches of a file; `heads` is the dimension of heads in queries and keys."""
     file = f"{model}.modeling_{model}"
     return (
         Patch(file, f"{name}.forward", _by_lengths, _COMPLEX_REASON, of_class, source=name),

@@ -1,17 +1,18 @@
-"""How encoders of sound shorten a padding mask, for masks that are short already.
+"""Speech encoders: masks that are shortened twice, states that are changed in place, and relative positions.
 
-A decoder's step has the encoder's output and its mask, [batch, encoder_length], but these models take the mask of the
-encoder's *input* at every step and shorten it there, once more:
+A decoder step gets the mask of the encoder's output, [batch, encoder_length], but these models expect the mask of the
+encoder's *input* in every step, and shorten it:
 
 | method | models | upstream (v5.23.0, src/transformers/models) |
 |---|---|---|
 | `_get_feature_vector_attention_mask` | Speech2Text, SpeechT5 | speech_to_text/modeling_speech_to_text.py, ... |
 | `_compute_sub_sample_lengths_from_attention_mask` | Seamless M4T and v2 | seamless_m4t/modeling_seamless_m4t.py, ... |
 
-Inside `short_masks` these methods leave the mask as it is; elsewhere they do what they did. A test fails once the
-models take the mask of what the encoder gave (tests/patches/test_speech.py)
+Inside `short_masks` these methods return the mask unchanged; outside, they are the originals. A test fails once the
+models take the mask of the output (tests/patches/test_speech.py).
 
-Moonshine Streaming adds positions to what its encoder gave in place, at every step, so its decoder is given a copy.
+Moonshine Streaming adds positions to the encoder's output in place, in every step, so its decoder gets a copy. Seamless
+M4T shifts relative scores by reshaping, for which ExecuTorch (1.4.1) plans too little memory.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class _Masks(threading.local):
-    """Of this thread's step. TorchDynamo (2.13) traces the attributes of a `threading.local`, and no `ContextVar`."""
+    """A thread-local flag. TorchDynamo (2.13) traces attributes of a `threading.local`, but not a `ContextVar`."""
 
     def __init__(self) -> None:
-        # On the instance, see `models.scans`.
+        # Set on the instance, see `scans._Longest`.
         self.are_short = False
 
 
@@ -44,7 +45,7 @@ _masks = _Masks()
 
 @contextmanager
 def short_masks() -> Iterator[None]:
-    """Run a block in which every mask of an encoder's positions is that of its output."""
+    """Treat masks inside the block as masks of the encoder's output."""
     before = _masks.are_short
     _masks.are_short = True
     try:
@@ -54,10 +55,11 @@ def short_masks() -> Iterator[None]:
 
 
 def shortened_lengths(model: nn.Module, attention_mask: torch.Tensor) -> torch.Tensor:
-    """How many positions an encoder of sound gives for the real part of its input, all of them without a rule.
+    """Return the output length of an audio encoder for each row; the input length if the model has no rule.
 
     Args:
-        attention_mask: int64 [batch, length].
+        model: The encoder-decoder model.
+        attention_mask: Mask of the input, int64 [batch, length].
 
     Returns:
         int64 [batch].
@@ -83,11 +85,11 @@ def _unless_short(when_short: Callable) -> Callable[[Callable], Callable]:
 def _with_cloned_states(
     self: nn.Module, *args: Any, encoder_hidden_states: torch.Tensor, original: Callable, **kwargs: Any
 ) -> Any:
-    """A copy for the decoder to add to: what a session encoded serves many prompts."""
+    """Pass a copy to the decoder, because a session reuses encoder states for several prompts."""
     return original(self, *args, encoder_hidden_states=encoder_hidden_states.clone(), **kwargs)
 
 
-_REASON = "it shortens the mask of its encoder's output once more"
+_REASON = "it shortens the mask of its encoder's output again"
 _unchanged_mask = _unless_short(lambda feature_vector_length, attention_mask, **kwargs: attention_mask)
 _lengths_of_mask = _unless_short(lambda attention_mask: attention_mask.sum(-1))
 
@@ -110,16 +112,11 @@ def _relative_scores(
     *,
     original: Callable,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dai et al. 2019, arXiv:1901.02860, appendix B, where each score is looked up by its distance.
+    """Compute relative scores (Dai et al. 2019, arXiv:1901.02860, appendix B) by indexing distances.
 
-    Args:
-        query: [batch, heads, length, head_dim].
-        key: [batch, heads, length, head_dim].
-        relative_position_embeddings: [1, 2 * length - 1, hidden], from the farthest earlier position to the farthest
-            later one.
-
-    Returns:
-        The query for scores by content, and scores by distance [batch, heads, length, length].
+    `query` and `key` are [batch, heads, length, head_dim]; `relative_position_embeddings` are [1, 2 * length - 1,
+    hidden], from the farthest earlier position to the farthest later one. Returns the query for scores by content, and
+    scores by distance [batch, heads, length, length].
     """
     length = query.shape[2]
     embeddings = self.linear_pos(relative_position_embeddings)
@@ -132,7 +129,7 @@ def _relative_scores(
 
 
 PATCHES = {
-    # Encoders of a `SpeechEncoderDecoderModel`, which shortens the mask by the encoder's method.
+    # Encoders of a `SpeechEncoderDecoderModel`, which shortens the mask with the encoder's method.
     "data2vec-audio": _features("data2vec.modeling_data2vec_audio", "Data2VecAudioPreTrainedModel", "6b9955af64c23f98"),
     "hubert": _features("hubert.modeling_hubert", "HubertPreTrainedModel", "24c2ee004a30f90d"),
     "sew": _features("sew.modeling_sew", "SEWPreTrainedModel", "d44458fa30b68f5a"),
@@ -156,7 +153,7 @@ PATCHES = {
             "seamless_m4t.modeling_seamless_m4t",
             "_apply_relative_position_encoding",
             only_traced(_relative_scores),
-            "it shifts relative scores by reshaping rows of other lengths",
+            "it shifts relative scores by reshaping",
             digests=("a1c4ee739337d77d",),
             needed=False,
         ),
@@ -173,7 +170,7 @@ PATCHES = {
             "moonshine_streaming.modeling_moonshine_streaming",
             "MoonshineStreamingDecoder.forward",
             over_our_cache(_with_cloned_states),
-            "it adds positions to the encoder's states in place, at every step",
+            "it adds positions to the encoder's output in place, in every step",
             digests=(
                 "06c52f55a3d1f2f1",
                 "72dd6a2b1c055c7f",

@@ -1,4 +1,4 @@
-"""MiniMax: it takes no cache but a `MiniMaxCache`, and its linear attention loops over the tokens of a step."""
+"""MiniMax: it accepts only a `MiniMaxCache`, and its linear attention loops over the tokens of a step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention, MiniMaxModel
 
 
-def _without_its_check(self: MiniMaxModel, *args: Any, original: Callable, **kwargs: Any) -> Any:
-    """Only with `use_cache` does the model look at the class of its cache; its layers use what they are given."""
+def _without_cache_check(self: MiniMaxModel, *args: Any, original: Callable, **kwargs: Any) -> Any:
+    """Disable `use_cache`, because the model checks the class of its cache only with it."""
     return original(self, *args, **{**kwargs, "use_cache": False})
 
 
@@ -30,7 +30,7 @@ def _lightning_attention(
     original: Callable,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`h[t] = exp(-slope) h[t-1] + k[t] v[t]`, `y[t] = q[t] h[t]` per head (arXiv:2501.08313, section 2.2)."""
+    """Compute `h[t] = exp(-slope) h[t-1] + k[t] v[t]`, `y[t] = q[t] h[t]` (arXiv:2501.08313, section 2.2)."""
     batch_size, length, _ = hidden_states.shape
     mixed = self.act_fn(self.qkv_proj(hidden_states))
     if attention_mask is not None:
@@ -51,8 +51,8 @@ PATCHES = {
         Patch(
             "minimax.modeling_minimax",
             "MiniMaxModel.forward",
-            over_our_cache(_without_its_check),
-            "it takes no cache but a MiniMaxCache",
+            over_our_cache(_without_cache_check),
+            "it accepts only a MiniMaxCache",
             digests=(
                 "5d15e07c1aa62c73",
                 "917fbe0f4e8b6cce",

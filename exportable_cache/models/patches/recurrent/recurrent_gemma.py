@@ -1,4 +1,4 @@
-"""RecurrentGemma: its recurrent blocks keep their states on the module, and convolve each prompt from nothing."""
+"""RecurrentGemma: its recurrent blocks keep states on the module, and each prompt starts from zeros."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def _recurrent_block(
     original: Callable,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The block of Griffin (arXiv:2402.19427) with its convolution and recurrent states in the cache."""
+    """Run the recurrent block of Griffin (arXiv:2402.19427) with its states in the cache."""
     assert self.lru_width is not None
     gate = self.act_fn(self.linear_y(input_states))
     branch = self.linear_x(input_states).transpose(1, 2)
     branch = past_key_values.update_conv_state(branch, self.layer_idx, conv_kernel_size=self.conv1d_width - 1)
-    # A probe gives back no more than it was given; zeros before the first token are what no token is.
+    # Padded with zeros, because a probe cache returns only the new tokens.
     branch = F.pad(branch, (self.conv1d_width - 1 + input_states.shape[1] - branch.shape[2], 0))
     branch = F.conv1d(branch, self.conv_1d.weight, self.conv_1d.bias, groups=self.lru_width).transpose(1, 2)
     initial = past_key_values.get_recurrent_state(self.layer_idx)
@@ -51,9 +51,9 @@ def _recurrent_block(
 def _gated(
     self: RecurrentGemmaRglru, branch: torch.Tensor, position_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decays and inputs of the recurrence in float32, [batch, length, width]: section 2.4 of the paper.
+    """Return decays and inputs of the recurrence in float32, [batch, length, width] (section 2.4 of the paper).
 
-    A first token starts anew: it decays what came before to nothing, and is not scaled.
+    The first token of a sequence has decay 0, and is not scaled.
     """
     batch_size, length, width = branch.shape
     heads = branch.reshape(batch_size * length, self.num_attention_heads, self.block_width).transpose(0, 1)
@@ -72,20 +72,20 @@ def _gated(
 
 
 def _set_layer_indices(model: nn.Module) -> None:
-    """Tell each block its layer: upstream the attention blocks know it, and the recurrent ones do not."""
+    """Set the layer index of each block, because upstream sets only that of attention blocks."""
     blocks: list[Any] = [module.temporal_block for module in model.modules() if hasattr(module, "temporal_block")]
     for index, block in enumerate(blocks):
         block.layer_idx = index
 
 
 def _with_layer_indices(self: RecurrentGemmaModel, *args: Any, original: Callable, **kwargs: Any) -> Any:
-    """For a model that met no `patch_model`: a cache was loaded for it."""
+    """Set layer indices of a model that did not pass `patch_model`, because its cache was loaded."""
     if not all(hasattr(layer.temporal_block, "layer_idx") for layer in self.layers):
         _set_layer_indices(self)
     return original(self, *args, **kwargs)
 
 
-#: What is set on the modules of a model.
+#: Model type -> label, and a function that prepares the modules of a model.
 PREPARATIONS = {"recurrent_gemma": ("RecurrentGemmaRecurrentBlock", _set_layer_indices)}
 
 PATCHES = {
@@ -94,7 +94,7 @@ PATCHES = {
             "recurrent_gemma.modeling_recurrent_gemma",
             "RecurrentGemmaModel.forward",
             over_our_cache(_with_layer_indices),
-            "its recurrent blocks do not know their layer",
+            "its recurrent blocks have no layer index",
             digests=(
                 "02ab8dca9f32dca8",
                 "c4f52fc6f6ef8018",
@@ -104,7 +104,7 @@ PATCHES = {
             "recurrent_gemma.modeling_recurrent_gemma",
             "RecurrentGemmaRecurrentBlock.forward",
             over_our_cache(_recurrent_block),
-            "it keeps its states on the module, and convolves each prompt from nothing",
+            "it keeps its states on the module, and each prompt starts from zeros",
             digests=("92ab2ec1de7732a8",),
             source="RecurrentGemmaRecurrentBlock",
         ),

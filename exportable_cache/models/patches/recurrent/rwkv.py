@@ -1,4 +1,4 @@
-"""RWKV: it keeps its states in a list of its own, the argument `state`, and loops over the tokens of a step."""
+"""RWKV: it keeps its states in a list, the argument `state`, and loops over the tokens of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ....common.patch import Patch
 from ...scans import weighted_values
 from ..conditions import kept_hidden_states, over_our_cache
 
-# Numbers of the token shifts in the cache: inputs of the newest token, as a convolution of two takes them.
+# Indices of the token shifts in the cache: inputs of the last token, like a convolution of two tokens.
 _ATTENTION, _FEED_FORWARD = 0, 1
 
 
@@ -28,7 +28,7 @@ def _rwkv(
     logits_to_keep: int | torch.Tensor = 0,
     **kwargs: Any,
 ) -> Any:
-    """RWKV-4 (arXiv:2305.13048): per layer two token shifts and the sums of its weighted mean."""
+    """Run RWKV-4 (arXiv:2305.13048); each layer keeps two token shifts and the sums of its weighted mean."""
     model = self.rwkv
     hidden_states = model.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
     rescale_every = self.config.rescale_every if model.layers_are_rescaled else 0
@@ -69,15 +69,15 @@ def _channel_mixing(self: Any, hidden_states: torch.Tensor, cache: Any) -> torch
 
 
 def _before(hidden_states: torch.Tensor, cache: Any, layer: int, shift: int) -> torch.Tensor:
-    """Of each token the one before it, [batch, length, hidden]; zeros before the first."""
+    """Return the previous token of each token, [batch, length, hidden]; zeros before the first."""
     length = hidden_states.shape[1]
     joined = cache.update_conv_state(hidden_states.transpose(1, 2), layer, shift, conv_kernel_size=1)
-    # A probe gives back no more than it was given.
+    # Padded, because a probe cache returns only the new tokens.
     return F.pad(joined, (1 + length - joined.shape[2], 0)).narrow(2, 0, length).transpose(1, 2)
 
 
 def _rescaled(model: Any) -> None:
-    """Halve its weights as its own first step in eval mode does, before a step is traced or weights are rounded."""
+    """Rescale weights before tracing or quantisation, as upstream does in the first step in eval mode."""
     for module in model.modules():
         if hasattr(module, "layers_are_rescaled") and module.training == module.layers_are_rescaled:
             module._rescale_layers()
@@ -89,7 +89,7 @@ PATCHES = {
             "rwkv.modeling_rwkv",
             "RwkvForCausalLM.forward",
             over_our_cache(_rwkv),
-            "it keeps its states in a list of its own",
+            "it keeps its states in a list",
             digests=(
                 "fe044712abf5c350",
                 "bfd050a400eb19a6",

@@ -1,8 +1,10 @@
-"""Mamba, Falcon-Mamba, Jamba and Zamba: their scan starts from zeros whatever was seen before, and two of them apply
-the padding mask of all tokens to the new ones.
+"""Scan functions that modeling files copy, replaced by those of `models/scans.py`.
 
-A prompt in two parts then comes out wrong, and the scan loops over tokens. Upstream says so: "Initial hidden state is
-not supported by the kernel path".
+The scan of Mamba, Falcon-Mamba, Jamba and Zamba loops over tokens and always starts from zeros, so a prompt in two
+parts gives wrong results. Upstream states: "Initial hidden state is not supported by the kernel path". Mamba and
+Falcon-Mamba also apply the padding mask of all tokens to the new ones. The scans of Mamba 2 and its hybrids and the
+gated delta rule (per head in Qwen3-Next, Qwen3.5 and OLMo hybrid; per channel in Kimi Linear, GLM 5 Next and Bailing
+hybrid) pad to whole chunks, which fixes the length of a traced step.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ def _selective_scan(original: Callable) -> Callable:
     def mamba_selective_scan(
         hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        # Upstream's signature has no initial state: the layer whose inputs were just taken in is the one to ask.
+        # Taken from the layer that was updated last, because upstream's signature has no initial state.
         initial = take_carried()
         if initial is None:
             return original(hidden_states, dt, A, *args, **kwargs)
@@ -42,7 +44,7 @@ def _selective_scan(original: Callable) -> Callable:
 
 def _mask_of_new_tokens(original: Callable) -> Callable:
     def apply_mask_to_padding_states(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        # The mask of a call that goes on is of all tokens; the states are those of the new ones.
+        # In a continued sequence the mask covers all tokens, but the states only the new ones.
         if attention_mask is not None and attention_mask.shape[-1] > hidden_states.shape[1]:
             attention_mask = attention_mask[:, -hidden_states.shape[1] :]
         return original(hidden_states, attention_mask)
@@ -86,13 +88,13 @@ def _masking(model: str, digest: str) -> Patch:
         f"{model}.modeling_{model}",
         "apply_mask_to_padding_states",
         _mask_of_new_tokens,
-        "it multiplies the new tokens by the padding mask of all tokens: an error, or, of one token, wrong states",
+        "it multiplies the new tokens by the padding mask of all tokens, which fails or gives wrong states",
         digests=(digest,),
     )
 
 
 def _mamba(model: str, digest: str) -> Patch:
-    reason = "its scan starts from zeros, whatever was seen before"
+    reason = "its scan always starts from zeros"
     return Patch(f"{model}.modeling_{model}", "mamba_selective_scan", _selective_scan, reason, digests=(digest,))
 
 

@@ -1,4 +1,4 @@
-"""xLSTM: it keeps its states in an xLSTMCache, and loops over the tokens of a step, in chunks of a fixed length."""
+"""xLSTM: it keeps its states in an xLSTMCache, and loops over the tokens of a step in chunks of a fixed length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _xlstm(
     original: Callable,
     **kwargs: Any,
 ) -> Any:
-    """Every block as it is, but for its memory, which the cache keeps."""
+    """Run the blocks with their memory in the cache."""
     hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
     for index, block in enumerate(self.blocks):
         hidden_states = hidden_states + _memory_layer(
@@ -34,7 +34,7 @@ def _xlstm(
 
 
 def _memory_layer(self: Any, hidden_states: torch.Tensor, index: int, cache: Any) -> torch.Tensor:
-    """Upstream's `xLSTMLayer`, in float32 where its chunks are computed in `autocast_kernel_dtype`."""
+    """Run an `xLSTMLayer`, with float32 instead of `autocast_kernel_dtype` in its chunks."""
     config = self.config
     length = hidden_states.shape[1]
     if config.weight_mode == "single":
