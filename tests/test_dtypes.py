@@ -50,7 +50,7 @@ def test_own_linear_layers_keep_weights_as_they_are_stored(stored: torch.dtype) 
     name = str(stored).removeprefix("torch.")
     kept = f"weights are stored and kept in {name}; products are in float32, which executorch computes best"
     assert str(choice(kernels="native")) == str(choice(linears="native")) == kept
-    assert str(choice(torch.float32, kernels="native")).endswith("products are in float32, as asked for")
+    assert str(choice(torch.float32, kernels="native")).endswith("products are in float32, as requested")
     others = [choice(), choice(kernels="native", linears="delegate"), choice(kernels="native", quantized=True)]
     others += [
         choice(torch.float16, kernels="native"),
@@ -99,7 +99,7 @@ def test_a_live_model_stays_as_it_is_and_the_distance_is_recorded(
     bundle = export(
         model, "fake", CAPACITY, tmp_path / "out", dtype="float32", progress=lambda line, *_: lines.append(line)
     )
-    assert lines.count("weights are stored in bfloat16; exported in float32, as asked for") == 1
+    assert lines.count("weights are stored in bfloat16; exported in float32, as requested") == 1
     assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     manifest = Manifest.read(bundle.path)

@@ -257,8 +257,8 @@ def _check_unused(path: Path, overwrite: bool) -> None:
             raise BundleError(f"{path} exists and is not a bundle, so it is never overwritten; choose another folder")
         if not overwrite:
             raise BundleError(f"{path} exists; choose another folder, or overwrite it (overwrite=True, --overwrite)")
-        ours, others = _files_of(path)
-        if others or not ours:
+        listed_files, others = _files_of(path)
+        if others or not listed_files:
             found = f"it holds {others[0]}, which" if others else "it has a manifest.json that"
             raise BundleError(
                 f"{path} exists, and {found} no export wrote, so it is not overwritten; choose another folder, or move "
@@ -281,17 +281,17 @@ def _files_of(folder: Path) -> tuple[list[Path], list[str]]:
         listed = {*fields["files"], MANIFEST_FILE, SIGNATURE_FILE, LOCK_FILE} if is_ours else set()
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         listed = set()
-    ours: list[Path] = []
+    listed_files: list[Path] = []
     others: list[str] = []
-    for place, folders, files in os.walk(folder):
-        for file in [*files, *(name for name in folders if Path(place, name).is_symlink())]:
-            path = Path(place, file)
+    for root, folders, files in os.walk(folder):
+        for file in [*files, *(name for name in folders if Path(root, name).is_symlink())]:
+            path = Path(root, file)
             name = path.relative_to(folder).as_posix()
             if name in listed:
-                ours.append(path)
+                listed_files.append(path)
             else:
                 others.append(name)
-    return ours, sorted(others)
+    return listed_files, sorted(others)
 
 
 def remove_bundle(folder: Path) -> None:
@@ -299,9 +299,9 @@ def remove_bundle(folder: Path) -> None:
     # The manifest last, because it lists the other files.
     for path in sorted(_files_of(folder)[0], key=lambda path: path == folder / MANIFEST_FILE):
         path.unlink(missing_ok=True)
-    for place, _, _ in sorted(os.walk(folder), reverse=True):
+    for root, _, _ in sorted(os.walk(folder), reverse=True):
         try:
-            os.rmdir(place)
+            os.rmdir(root)
         except OSError:  # something else is in it
             pass
 

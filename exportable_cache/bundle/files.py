@@ -207,22 +207,22 @@ def check_listed(folder: Path, manifest: Manifest) -> None:
     )
     try:
         names = [
-            place + entry.name
-            for place in folders
-            if os.path.isdir(folder / place)
-            for entry in os.scandir(folder / place)
+            root + entry.name
+            for root in folders
+            if os.path.isdir(folder / root)
+            for entry in os.scandir(folder / root)
             if entry.name.endswith(_READ)
         ]
     except OSError as error:
         raise BundleError(f"cannot read {folder}: {error.strerror or error}; check its permissions") from error
-    for place, inside, files in os.walk(folder):
+    for root, inside, files in os.walk(folder):
         for name in (*inside, *files):
-            if os.path.islink(os.path.join(place, name)):
+            if os.path.islink(os.path.join(root, name)):
                 raise BundleError(
-                    f"{Path(place, name)} is a link and may lead outside the bundle; replace it by the file"
+                    f"{Path(root, name)} is a link and may lead outside the bundle; replace it by the file"
                 )
-    for place, _, files in os.walk(folder / TOKENIZER_FOLDER):
-        names += [Path(place, file).relative_to(folder).as_posix() for file in files]
+    for root, _, files in os.walk(folder / TOKENIZER_FOLDER):
+        names += [Path(root, file).relative_to(folder).as_posix() for file in files]
     unlisted = sorted(name for name in names if name not in manifest.files)
     if unlisted:
         raise BundleError(

@@ -85,8 +85,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"exportable-cache {__version__}")
         raise typer.Exit()
 

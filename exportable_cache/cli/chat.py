@@ -163,10 +163,10 @@ class _Conversation:
     def _ask(self, question: str) -> None:
         """Print the response. An interrupted one is kept, unless the interrupt came before it began."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        asked = {"role": "user", "content": question}
+        message = {"role": "user", "content": question}
         answer, completion = "", None
         try:
-            ids = self.completer.encode([*system, *self.messages, asked])
+            ids = self.completer.encode([*system, *self.messages, message])
             completion = self.completer.complete(ids, self.options)
             for piece in completion:
                 answer += piece.text
@@ -179,7 +179,7 @@ class _Conversation:
                 self.terminal.write("\n")
         if completion is None:
             return
-        self.messages += [asked, {"role": "assistant", "content": answer}]
+        self.messages += [message, {"role": "assistant", "content": answer}]
         is_full = self.completer.session.room == 0
         if completion.finish_reason == "length" and self.options.max_new_tokens is None and is_full:
             self.terminal.note("the cache is full; use /undo or /reset, or export with a larger --max-cache-len")

@@ -137,20 +137,20 @@ def diagnose() -> Diagnosis:
     )
 
 
-def _remedies(release: str | None, ours: bool):
+def _remedies(release: str | None, has_native: bool):
     if release is None:
         yield "to run bundles for ExecuTorch: pip install 'exportable-cache[executorch]'"
         return
-    if not ours and os.environ.get(VARIABLE):
+    if not has_native and os.environ.get(VARIABLE):
         yield f"{VARIABLE}={os.environ[VARIABLE]} selects ExecuTorch's attention kernels; unset it for native ones"
-    elif not ours:
+    elif not has_native:
         lacking = [] if shutil.which("c++") or os.environ.get("CXX") else ["a C++ compiler (g++)"]
         # Only the usual header, although CMake also finds Highway elsewhere.
         if not Path("/usr/include/hwy/highway.h").is_file() and not os.environ.get("hwy_ROOT"):
             lacking.append("Google Highway (libhwy-dev)")
         needs = f"; it needs {' and '.join(lacking)}" if lacking else ""
         yield f"faster attention over long contexts: {_BUILD}{needs}"
-    if ours and os.environ.get(TARGET_VARIABLE):
+    if has_native and os.environ.get(TARGET_VARIABLE):
         yield f"{TARGET_VARIABLE}={os.environ[TARGET_VARIABLE]} limits the kernels; unset it"
 
 

@@ -113,7 +113,7 @@ def generate(
     """Generate text from a prompt: text on stdout, speed on stderr."""
     terminal: Terminal = ctx.obj
     if prompt is None and not (image or audio):
-        raise typer.BadParameter("must be given without --image and --audio", param_hint="'--prompt' / '-p'")
+        raise typer.BadParameter("must be given, unless --image or --audio is", param_hint="'--prompt' / '-p'")
     text = prompt_from_stdin() if prompt == "-" else prompt or ""
     form = _constraint_of(json_schema, regex)
     if form is not None and prompt_lookup:

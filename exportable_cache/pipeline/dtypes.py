@@ -44,14 +44,16 @@ class DtypeChoice:
         if self.stored == self.chosen:
             return f"weights are stored and exported in {stored}"
         weights = f"stored and kept in {stored}; products are" if self.kept else f"stored in {stored}; exported"
-        return f"weights are {weights} in {chosen}, {f'which {self.reason}' if self.reason else 'as asked for'}"
+        return f"weights are {weights} in {chosen}, {f'which {self.reason}' if self.reason else 'as requested'}"
 
 
-def check_dtype(asked: torch.dtype | None, target: str, options: Mapping[str, Any], quantized: bool = False) -> None:
+def check_dtype(
+    requested: torch.dtype | None, target: str, options: Mapping[str, Any], quantized: bool = False
+) -> None:
     """Check that a requested dtype is possible, before any weights are read.
 
     Args:
-        asked: Requested dtype, or None.
+        requested: Requested dtype, or None.
         target: Name of the target.
         options: Options of the target.
         quantized: True if weights are to be quantized.
@@ -59,17 +61,17 @@ def check_dtype(asked: torch.dtype | None, target: str, options: Mapping[str, An
     Raises:
         InputError: If the target is not correct in this dtype, or quantized kernels do not compute in it.
     """
-    if asked is None:
+    if requested is None:
         return
-    name = dtype_name(asked)
-    reason = target_dtypes(target, options).refused.get(asked)
+    name = dtype_name(requested)
+    reason = target_dtypes(target, options).refused.get(requested)
     if reason is not None:
-        best = dtype_name(target_dtypes(target, options).preferred(asked))
+        best = dtype_name(target_dtypes(target, options).preferred(requested))
         raise InputError(
             f"dtype must not be {name!r} for target {target!r}, because {reason}; leave dtype out, which gives "
             f"{best}, or export for target 'pt2'"
         )
-    if quantized and asked != QUANTIZED_COMPUTES_IN:
+    if quantized and requested != QUANTIZED_COMPUTES_IN:
         raise InputError(
             f"dtype must be {dtype_name(QUANTIZED_COMPUTES_IN)} with quantize, got {name!r}; leave dtype out, because "
             "weights are quantised from any stored dtype"
@@ -78,7 +80,7 @@ def check_dtype(asked: torch.dtype | None, target: str, options: Mapping[str, An
 
 def choose_dtype(
     stored: torch.dtype,
-    asked: torch.dtype | None,
+    requested: torch.dtype | None,
     target: str,
     options: Mapping[str, Any],
     quantized: bool = False,
@@ -87,7 +89,7 @@ def choose_dtype(
 
     Args:
         stored: Dtype of the stored weights.
-        asked: Requested dtype, or None.
+        requested: Requested dtype, or None.
         target: Name of the target.
         options: Options of the target.
         quantized: True if weights are to be quantized.
@@ -95,10 +97,10 @@ def choose_dtype(
     Raises:
         InputError: See `check_dtype`.
     """
-    check_dtype(asked, target, options, quantized)
-    if quantized and asked is None:
+    check_dtype(requested, target, options, quantized)
+    if quantized and requested is None:
         return DtypeChoice(stored, QUANTIZED_COMPUTES_IN, "quantised kernels compute in")
     dtypes = target_dtypes(target, options)
-    chosen, reason = (dtypes.preferred(stored), f"{target} computes best") if asked is None else (asked, "")
+    chosen, reason = (dtypes.preferred(stored), f"{target} computes best") if requested is None else (requested, "")
     kept = dtypes.keeps_exact and not quantized and stored.itemsize < chosen.itemsize
     return DtypeChoice(stored, chosen, reason, kept)

@@ -179,16 +179,16 @@ def _copy(folder: Path, bundle: Bundle, program: Path, reference: ReferencePromp
 
 def _write_inputs(folder: Path, reference: ReferencePrompt) -> str:
     """Write the inputs of the check and return the program's arguments for them."""
-    said = f' --encode "{" ".join(map(str, reference.encoded))}"' if reference.encoded else ""
+    arguments = f' --encode "{" ".join(map(str, reference.encoded))}"' if reference.encoded else ""
     if reference.values:
         file = CHECK_INPUT.format("input")
         (folder / file).write_bytes(reference.values)
-        said = f' --encode-file "$here/{file}"'
+        arguments = f' --encode-file "$here/{file}"'
     for name, content in reference.inputs.items():
         file = CHECK_INPUT.format(name)
         (folder / file).write_bytes(content)
-        said += f' --input "{name}=$here/{file}"'
-    return said
+        arguments += f' --input "{name}=$here/{file}"'
+    return arguments
 
 
 def _here() -> str:
@@ -198,8 +198,8 @@ def _here() -> str:
 def _run_check(folder: Path) -> None:
     done = subprocess.run([folder / CHECK], capture_output=True, text=True, errors="replace", timeout=_SECONDS)
     if done.returncode:
-        said = (done.stdout + done.stderr).strip().splitlines()[-3:]
-        raise VerificationError("the program generates other tokens: " + "; ".join(said or ["no output"]))
+        output = (done.stdout + done.stderr).strip().splitlines()[-3:]
+        raise VerificationError("the program generates other tokens: " + "; ".join(output or ["no output"]))
 
 
 def _files(folder: Path) -> list[Path]:

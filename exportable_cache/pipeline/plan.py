@@ -237,19 +237,19 @@ def _rank_plan(
     model: PreTrainedModel | None,
     layer_specs: list[LayerSpec],
     built: list[CacheLayer],
-    asked: tuple[Split, torch.dtype],
+    split_and_dtype: tuple[Split, torch.dtype],
 ) -> RankPlan:
-    """Plan the share of one rank. `asked` has the number of ranks and the dtype of the weights."""
+    """Plan the share of one rank. `split_and_dtype` has the number of ranks and the dtype of weights."""
     if model is None or getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"tensor_parallel cannot be planned for {config.model_type!r}, because it is an encoder-decoder or cannot "
             "be built without its weights; leave it out"
         )
-    dtype, ranks = asked[1], asked[0].tensor_parallel
+    dtype, ranks = split_and_dtype[1], split_and_dtype[0].tensor_parallel
     assert ranks is not None
     check_tensor_parallel(model, layer_specs, ranks)
     split = split_layers(model, layer_specs)
-    own = sum(_bytes_of_heads(built[index]) for index in split)
+    split_bytes = sum(_bytes_of_heads(built[index]) for index in split)
     total = sum(layer.nbytes for layer in built)
     messages = list(messages_of_token(model, ranks, _rows(built), dtype))
     return RankPlan(
@@ -257,7 +257,7 @@ def _rank_plan(
         weights_bytes=weights_of_rank(model, layer_specs, ranks, dtype),
         cache_bytes=sum(_bytes_on_a_rank(model, layer_specs, built, ranks)),
         split_layers=split,
-        replicated_bytes=total - own,
+        replicated_bytes=total - split_bytes,
         messages=len(messages),
         sums=sum(kind == "sum" for kind, _, _ in messages),
         message_bytes=sum(size for _, size, _ in messages),
@@ -334,8 +334,8 @@ def _rows(built: list[CacheLayer]) -> int:
     return next(layer.cumulative_length.shape[0] for layer in built if not layer.is_dummy)
 
 
-def _choice(stored: torch.dtype, asked: torch.dtype | None, target: str | None) -> DtypeChoice:
-    return DtypeChoice(stored, asked or stored) if target is None else choose_dtype(stored, asked, target, {})
+def _choice(stored: torch.dtype, requested: torch.dtype | None, target: str | None) -> DtypeChoice:
+    return DtypeChoice(stored, requested or stored) if target is None else choose_dtype(stored, requested, target, {})
 
 
 def _kept_dtype(layer: CacheLayer) -> str:

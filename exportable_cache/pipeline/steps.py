@@ -160,7 +160,7 @@ def resolve(spec: ExportSpec) -> Resolved:
         MissingDependencyError: If the target's options or the checkpoint need a package that is not installed.
     """
     backend = backend_for(spec.target)
-    asked = backend.program_spec(spec.program, options_of(spec))
+    program_spec = backend.program_spec(spec.program, options_of(spec))
     check_free(output_of(spec), spec.overwrite)
     config = load_config(spec.model_or_path)
     layer_types_and_windows(config)
@@ -173,7 +173,7 @@ def resolve(spec: ExportSpec) -> Resolved:
         check_ranks(config, spec.tensor_parallel)
     check_checkpoint(spec.model_or_path, config)
     stored = stored_dtype(live_model(spec.model_or_path) or config)
-    return Resolved(spec, backend, asked, dtype=None if stored is None else _chosen(spec, stored))
+    return Resolved(spec, backend, program_spec, dtype=None if stored is None else _chosen(spec, stored))
 
 
 def _chosen(spec: ExportSpec, stored: torch.dtype) -> DtypeChoice:
@@ -356,10 +356,10 @@ def _verified(
         largest, rms = tolerances_of(model, spec.quantization, session.runner.methods.get("encode"))
     else:
         largest, rms = spec.tolerance, None
-    asked = VerifySpec(tolerance=largest, rms_tolerance=rms)
+    settings = VerifySpec(tolerance=largest, rms_tolerance=rms)
     # For quantized weights, the effect below is measured against the stored model instead.
     keeps = source.dtype.widened and spec.quantization is None
-    report = compare(session, model, asked, progress, fed if keeps else None)
+    report = compare(session, model, settings, progress, fed if keeps else None)
     report = replace(report, remark=remark)
     _require_agreement(report, output_of(spec))
     recorded: dict[str, Any] = {"verification": report.to_dict()}

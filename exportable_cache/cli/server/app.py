@@ -117,8 +117,8 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
 
     def about() -> dict[str, Any]:
         held = completer.session.max_length
-        said = {"id": options.model_name, "object": "model", "created": 0, "owned_by": "exportable-cache"}
-        return {**said, "max_model_len": held, "chat": completer.takes_messages}
+        fields = {"id": options.model_name, "object": "model", "created": 0, "owned_by": "exportable-cache"}
+        return {**fields, "max_model_len": held, "chat": completer.takes_messages}
 
     @api.get("/models")
     async def models() -> dict[str, Any]:
@@ -134,65 +134,67 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
         return await engine.call(cache_fill, completer)
 
     @api.post("/chat/completions")
-    async def chat(request: Request, asked: ChatRequest) -> Any:
-        named(asked.model)
-        return await answered(request, asked, lambda: completer.encode(asked.prompt()))
+    async def chat(request: Request, body: ChatRequest) -> Any:
+        named(body.model)
+        return await respond(request, body, lambda: completer.encode(body.prompt()))
 
     @api.post("/completions")
-    async def complete(request: Request, asked: CompletionRequest) -> Any:
-        named(asked.model)
-        text = asked.text()
-        return await answered(request, asked, lambda: completer.encode(text) if isinstance(text, str) else text)
+    async def complete(request: Request, body: CompletionRequest) -> Any:
+        named(body.model)
+        text = body.text()
+        return await respond(request, body, lambda: completer.encode(text) if isinstance(text, str) else text)
 
     def named(model: str) -> None:
         if model != options.model_name:
             raise HTTPException(404, f"there is no model {model!r:.100}; this server has {options.model_name!r}")
 
-    async def answered(request: Request, asked: ChatRequest | CompletionRequest, ids: Callable[[], list[int]]) -> Any:
-        how: CompletionOptions = asked.options()
-        answer = Response(options.model_name, isinstance(asked, ChatRequest), TokenTexts(completer.tokenizer))
-        pieces = engine.run(lambda follower: completer.complete(ids(), how, follower), how.constraint)
+    async def respond(request: Request, body: ChatRequest | CompletionRequest, ids: Callable[[], list[int]]) -> Any:
+        completion_options: CompletionOptions = body.options()
+        response = Response(options.model_name, isinstance(body, ChatRequest), TokenTexts(completer.tokenizer))
+        pieces = engine.run(
+            lambda follower: completer.complete(ids(), completion_options, follower), completion_options.constraint
+        )
         # Wait for the first piece before sending a status, because errors occur before it.
         first = await _unless_disconnected(request, anext(pieces))
-        if asked.stream:
-            usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-            stream = _events(answer, first, pieces, usage)
+        if body.stream:
+            usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+            stream = _events(response, first, pieces, usage)
             return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return await _unless_disconnected(request, _whole(answer, first, pieces))
+        return await _unless_disconnected(request, _whole(response, first, pieces))
 
     app.include_router(api)
     return app
 
 
 async def _whole(
-    answer: Response, first: tuple[Completion, Piece], pieces: AsyncIterator[tuple[Completion, Piece]]
+    response: Response, first: tuple[Completion, Piece], pieces: AsyncIterator[tuple[Completion, Piece]]
 ) -> dict[str, Any]:
     completion, piece = first
-    answer.add(piece)
+    response.add(piece)
     async with aclosing(pieces):  # type: ignore[type-var]
         async for _, piece in pieces:
-            answer.add(piece)
-    return answer.whole(completion)
+            response.add(piece)
+    return response.whole(completion)
 
 
 async def _events(
-    answer: Response, first: tuple[Completion, Piece], pieces: AsyncIterator[tuple[Completion, Piece]], usage: bool
+    response: Response, first: tuple[Completion, Piece], pieces: AsyncIterator[tuple[Completion, Piece]], usage: bool
 ) -> AsyncIterator[bytes]:
     completion, piece = first
     async with aclosing(pieces):  # type: ignore[type-var]
         try:
-            head = answer.first()
+            head = response.first()
             if head is not None:
                 yield _event(head)
-            yield _event(answer.chunk(completion, piece))
+            yield _event(response.chunk(completion, piece))
             async for completion, piece in pieces:
-                yield _event(answer.chunk(completion, piece))
+                yield _event(response.chunk(completion, piece))
         except ExportableCacheError as error:
             # The status is already sent, so the error is an event, as in the API.
             yield _event(error_of(str(error), "server_error"))
             return
     if usage:
-        yield _event(answer.last(completion))
+        yield _event(response.last(completion))
     yield _DONE
 
 
@@ -248,8 +250,8 @@ class _BodyTooLong:
             nonlocal is_replaced
             if message["type"] == "http.response.start" and message["status"] == 413:
                 is_replaced = True
-                said = error_of(f"the body must have at most {self._most_bytes} bytes (Content Too Large); send less")
-                await JSONResponse(said, 413)(scope, receive, send)
+                error = error_of(f"the body must have at most {self._most_bytes} bytes (Content Too Large); send less")
+                await JSONResponse(error, 413)(scope, receive, send)
             elif not is_replaced:
                 await send(message)
 
@@ -295,8 +297,8 @@ def _handle_errors(app: FastAPI, completer: Completer, options: ServerOptions) -
 
     @app.exception_handler(Busy)
     async def of_queue(request: Request, error: Busy) -> JSONResponse:
-        said = f"the request queue is full (limit {options.most_waiting}); retry later"
-        return refuse(503, said, "overloaded_error")
+        message = f"the request queue is full (limit {options.most_waiting}); retry later"
+        return refuse(503, message, "overloaded_error")
 
     @app.exception_handler(ClientGone)
     async def of_client(request: Request, error: ClientGone) -> JSONResponse:

@@ -118,13 +118,13 @@ class Response:
         named `token_id:` and their id.
         """
         found: dict[str, float | None] = {}
-        own = self._name(piece.token)
+        chosen = self._name(piece.token)
         for token, logprob in piece.alternatives:
             name = self._name(token)
-            is_taken = name in found or (name == own and token != piece.token)
+            is_taken = name in found or (name == chosen and token != piece.token)
             found[f"token_id:{token}" if is_taken else name] = logprob
         if piece.alternatives:
-            found.setdefault(own, piece.logprob)
+            found.setdefault(chosen, piece.logprob)
         return found
 
 

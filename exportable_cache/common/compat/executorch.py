@@ -72,16 +72,16 @@ def check_pair() -> None:
 
 def refuse_pair(executorch: str, torch: str) -> None:
     """Check two versions, as `check_pair` does: `refuse_pair("1.4.1", "2.13.0+cpu")`."""
-    ours, theirs = (".".join(version.split(".")[:2]) for version in (executorch, torch))
-    wanted = COMPILED_AGAINST.get(ours)
-    fitting = next((series for series, against in COMPILED_AGAINST.items() if against == theirs), None)
-    if wanted == theirs or (wanted is None and fitting is None):
+    series, torch_series = (".".join(version.split(".")[:2]) for version in (executorch, torch))
+    wanted = COMPILED_AGAINST.get(series)
+    fitting = next((series for series, against in COMPILED_AGAINST.items() if against == torch_series), None)
+    if wanted == torch_series or (wanted is None and fitting is None):
         return
     remedies = [f"pip install 'torch=={wanted}.*'"] if wanted else []
     remedies += [f"pip install 'executorch=={fitting}.*'"] if fitting else []
     raise MissingDependencyError(
         f"executorch {executorch} is installed with torch {torch}; "
-        + (f"it is compiled against torch {wanted}" if wanted else f"torch {theirs} needs executorch {fitting}")
+        + (f"it is compiled against torch {wanted}" if wanted else f"torch {torch_series} needs executorch {fitting}")
         + f": {', or '.join(remedies)}"
     )
 

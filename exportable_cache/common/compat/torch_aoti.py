@@ -96,10 +96,10 @@ def _in_two(build: Callable[[CppBuilder], None]) -> Callable[[CppBuilder], None]
     def build_in_two(self: CppBuilder) -> None:
         target, source = Path(self.get_target_file_path()), Path(self._sources_args)
         if target.name.endswith(".wrapper.o") and source.is_file():
-            interface, end, own = source.read_text().partition(_END)
+            interface, end, rest = source.read_text().partition(_END)
             if end and all(name in interface for name in _INTERFACE):
                 try:
-                    _build_in_two(self, build, target, interface + end, own)
+                    _build_in_two(self, build, target, interface + end, rest)
                     return
                 except Exception as error:  # an unknown compiler may fail here; a real error occurs again below
                     log.info("compiled as one file: %s", error)
@@ -109,7 +109,7 @@ def _in_two(build: Callable[[CppBuilder], None]) -> Callable[[CppBuilder], None]
 
 
 def _build_in_two(
-    builder: CppBuilder, build: Callable[[CppBuilder], None], target: Path, interface: str, own: str
+    builder: CppBuilder, build: Callable[[CppBuilder], None], target: Path, interface: str, rest: str
 ) -> None:
     flags = builder.get_command_line().replace(str(target), "").replace(builder._sources_args, "")
     digest = hashlib.sha256(f"{flags}\n{interface}{_REGEX}".encode()).hexdigest()[:32]
@@ -122,10 +122,10 @@ def _build_in_two(
         os.replace(object_file, compiled)
     includes = "".join(line for line in interface.splitlines(keepends=True) if line.startswith("#include"))
     declared = _REGEX % {"extern": "extern"}
-    own_object = _built(builder, build, declared + includes + own, target.parent, f"{target.stem}.own")
-    link = [builder._compiler, "-r", "-nostdlib", "-o", str(target), str(own_object), str(compiled)]
+    model_object = _built(builder, build, declared + includes + rest, target.parent, f"{target.stem}.rest")
+    link = [builder._compiler, "-r", "-nostdlib", "-o", str(target), str(model_object), str(compiled)]
     subprocess.run(link, check=True, capture_output=True)
-    own_object.unlink()
+    model_object.unlink()
 
 
 def _built(builder: CppBuilder, build: Callable[[CppBuilder], None], text: str, folder: Path, name: str) -> Path:

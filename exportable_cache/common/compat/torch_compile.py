@@ -395,10 +395,10 @@ def kernels_together() -> Iterator[None]:
     """Compile the kernels of each graph as one file or a few within a block."""
     known: WeakKeyDictionary[AsyncCompile, _Files] = WeakKeyDictionary()
 
-    def bind(alone: Callable[..., Any]) -> Callable[..., Any]:
+    def bind(original: Callable[..., Any]) -> Callable[..., Any]:
         def cpp_pybinding(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
             if not _is_one_function(source_code):
-                return alone(self, argtypes, source_code)
+                return original(self, argtypes, source_code)
             if self not in known:
                 known[self] = _Files(self.submit if get_compile_threads() > 1 else None)
             return known[self].add(argtypes, source_code)
@@ -464,7 +464,7 @@ def text_of(kernels: Sequence[tuple[Sequence[str], str]]) -> str:
     parts = [f"{_INCLUDED}\n{_INCLUDES}"]
     for index, (argtypes, source) in enumerate(kernels):
         parse = ", ".join(
-            f"parse_arg<{kind.replace('const ', '')}>(args, {place})" for place, kind in enumerate(argtypes)
+            f"parse_arg<{kind.replace('const ', '')}>(args, {position})" for position, kind in enumerate(argtypes)
         )
         cache = CppPythonBindingsCodeCache
         binding = cache.suffix_template.format(

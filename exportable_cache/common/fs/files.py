@@ -116,8 +116,8 @@ def clear_leftovers(path: Path, remove: Callable[[Path], None] | None = None) ->
         path: Folder that was to be written.
         remove: Removes a previous folder; by default with everything in it.
     """
-    if not path.exists() and (aside := retired_folder(path)) is not None:
-        os.replace(aside, path)
+    if not path.exists() and (previous := retired_folder(path)) is not None:
+        os.replace(previous, path)
     for name in glob.glob(f".{glob.escape(path.name)}.*", root_dir=path.parent):
         left = path.parent / name
         if name.endswith(RETIRED):
@@ -134,8 +134,8 @@ def clear_partials(folder: Path, name: str | None = None) -> None:
         folder: Folder to clean.
         name: Name of the file that was to be written; None for all files of the folder.
     """
-    mine = "*" if name is None else f"{glob.escape(name)}.*"
-    for found in glob.glob(f".{mine}{PARTIAL}", root_dir=folder):
+    pattern = "*" if name is None else f"{glob.escape(name)}.*"
+    for found in glob.glob(f".{pattern}{PARTIAL}", root_dir=folder):
         left = folder / found
         # The file may belong to another user, or be gone by now.
         with suppress(OSError):
@@ -229,10 +229,10 @@ def exchange(one: Path, other: Path) -> bool:
 
 def _sync_folder(folder: Path) -> None:
     """Flush all files of a folder, and their names, to disk."""
-    for place, _, files in os.walk(folder):
+    for root, _, files in os.walk(folder):
         for file in files:
-            _sync(Path(place, file))
-        _sync(Path(place))
+            _sync(Path(root, file))
+        _sync(Path(root))
 
 
 def _sync(path: Path) -> None:
@@ -269,10 +269,10 @@ def give_back_pages(path: Path) -> None:
     library = ctypes.CDLL(None)
     mapped = str(path.resolve())
     for line in _MAPS.read_text(errors="surrogateescape").splitlines():
-        place, access, *_, name = line.split(maxsplit=5)
+        addresses, access, *_, name = line.split(maxsplit=5)
         if name != mapped or "w" in access:
             continue
-        start, end = (int(address, 16) for address in place.split("-"))
+        start, end = (int(address, 16) for address in addresses.split("-"))
         arguments = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
         library.munlock(*arguments)
         library.madvise(*arguments, mmap.MADV_DONTNEED)

@@ -83,14 +83,14 @@ def chosen_path() -> Path | None:
     Raises:
         MissingDependencyError: If the variable names a missing file.
     """
-    wish = os.environ.get(VARIABLE, "")
-    if wish == _NONE_OF_OURS:
+    choice = os.environ.get(VARIABLE, "")
+    if choice == _NONE_OF_OURS:
         return None
-    if wish:
-        path = Path(wish)
+    if choice:
+        path = Path(choice)
         if not path.is_file():
             raise MissingDependencyError(
-                f"{VARIABLE} is {wish!r}, but there is no such file; build it with `{_BUILD}`, or set "
+                f"{VARIABLE} is {choice!r}, but there is no such file; build it with `{_BUILD}`, or set "
                 f"{_NONE_OF_OURS!r} for the kernels of executorch's wheel"
             )
         return path

@@ -84,12 +84,14 @@ class MachineCode:
             clear_partials(user_folder(self.path.parent, make=True))
             handle, temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", suffix=PARTIAL, dir=self.path.parent)
             os.close(handle)
-            ended, theirs = os.pipe()
+            ended, write_end = os.pipe()
             try:
                 command = ["sh", "-c", _IN_PLACE, temporary, str(self.path), *self._command(temporary)]
-                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.DEVNULL)
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=write_end, stderr=subprocess.DEVNULL
+                )
             finally:
-                os.close(theirs)
+                os.close(write_end)
             self._begun = process, ended
         except (ExportableCacheError, OSError) as error:  # `load` says so
             log.info("%s is not compiled ahead: %s", self.source.name, error)

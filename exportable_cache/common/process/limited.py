@@ -149,15 +149,15 @@ class LimitedProcess:
         process = self._process
         assert process is not None
         if not watch.is_late and isinstance(error, ValueError):
-            said = f"it gives more than {self._most_bytes} bytes"
+            reason = f"it gives more than {self._most_bytes} bytes"
         else:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_KILLING)
             name = _signal(process.returncode)
             late = watch.is_late or name == "SIGALRM"
-            said = f"it runs longer than {seconds:g} s" if late else f"its process was ended by {name}"
+            reason = f"it runs longer than {seconds:g} s" if late else f"its process was ended by {name}"
         self._stop()
-        return said
+        return reason
 
     def _forked(self) -> None:
         """Forget, in a fork, the process that belongs to the other one."""

@@ -47,16 +47,16 @@ _SHOWN: ContextVar[bool] = ContextVar("shown", default=False)
 def everything_shown() -> Iterator[None]:
     """Show all messages of other libraries, and this package's log, within a block."""
     token = _SHOWN.set(True)
-    ours, handler = logging.getLogger("exportable_cache"), logging.StreamHandler()
+    logger, handler = logging.getLogger("exportable_cache"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    level = ours.level
-    ours.addHandler(handler)
-    ours.setLevel(logging.INFO)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         yield
     finally:
-        ours.setLevel(level)
-        ours.removeHandler(handler)
+        logger.setLevel(level)
+        logger.removeHandler(handler)
         _SHOWN.reset(token)
 
 
