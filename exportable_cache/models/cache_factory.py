@@ -1,4 +1,4 @@
-"""The caches users meet: allocated from a model, or from its config."""
+"""`ExportableCache`, allocated from a model or from its config."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ register_over_ranks()
 class ExportableCache(LayeredCache):
     """A fixed-size KV cache whose lengths are tensors.
 
-    It is a `transformers.Cache`: pass it as `past_key_values` to a model, to `generate`, or to a loop of your own. No
-    step depends on how many tokens were seen, so a compiled or exported step serves every position.
+    It is a `transformers.Cache`: pass it as `past_key_values` to a model, to `generate`, or in your own loop. No step
+    depends on the sequence length, so one compiled or exported step serves every position.
 
-    Its tensors never carry a gradient, so that they keep no graph of the steps that wrote them: outside of
-    `torch.no_grad` gradients flow to the tokens of a call, and what earlier calls wrote is constant. (As with every
-    buffer written in place, call `backward` before the next step.) `copy.deepcopy` gives an independent cache.
+    Its tensors carry no gradients. Outside of `torch.no_grad` gradients flow to the tokens of a call, and the results
+    of earlier calls are constants; call `backward` before the next step, because buffers are written in place.
+    `copy.deepcopy` returns an independent cache.
 
     Args:
-        layers: One layer per decoder layer, all of one batch size.
+        layers: One layer per decoder layer, all with the same batch size.
 
     Raises:
         InputError: If there are no layers, one is not a `CacheLayer`, or batch sizes differ.
@@ -96,28 +96,29 @@ class ExportableCache(LayeredCache):
         kv_dtype: str | None = None,
         attn_implementation: str | None = ATTENTION,
     ) -> ExportableCache:
-        """Allocate the cache of a model from its config: per layer type a full buffer or a ring.
+        """Allocate the cache of a model from its config, with a full buffer or a ring for each layer type.
 
         Args:
-            config: The model's own config object, not a copy: its attention implementation is switched to ours, which
-                knows rings, padding and rows of different length. Models keep working with any other cache under it.
-            max_cache_len: Tokens a full-attention layer can hold.
-            batch_size: Rows.
-            dtype: Of keys and values; the config's dtype by default.
-            device: Where to allocate.
-            rollback_slots: Extra slots of each ring, so that `crop` can take back `rollback_slots + 1` tokens past the
-                window.
-            attention_sinks: Have full-attention layers keep this many first tokens and the newest `attention_window`,
-                and run without end: see `policies.SinkPolicy`. Works with our attention functions only.
-            attention_window: What `attention_sinks` leave of `max_cache_len` by default.
-            kv_dtype: `float16` or `bfloat16` to keep keys and values of a float32 model so; `int8` or `int4` for 8 or 4
-                bits with one scale per token and head, see `cache.storage`; the dtype that the model writes by default.
-            attn_implementation: Name to set on the config; None leaves it alone. Under transformers' own `sdpa` and
-                `eager` the cache works too, but for padding masks and rows of different length.
+            config: The model's config object, not a copy, because its attention implementation is set to ours, which
+                supports rings, padding and rows of different length. Other caches still work with it.
+            max_cache_len: Tokens that a full-attention layer can hold.
+            batch_size: Batch size.
+            dtype: Dtype of keys and values; the config's dtype by default.
+            device: Device of the cache.
+            rollback_slots: Extra slots of each ring, so that `crop` can remove up to `rollback_slots + 1` tokens past
+                the window.
+            attention_sinks: Number of first tokens that full-attention layers keep in addition to the newest
+                `attention_window`, for sequences without a length limit; see `policies.SinkPolicy`. Works with our
+                attention functions only.
+            attention_window: Newest tokens kept with `attention_sinks`; the rest of `max_cache_len` by default.
+            kv_dtype: `float16` or `bfloat16` to store keys and values of a float32 model in 16 bits; `int8` or `int4`
+                for 8 or 4 bits with one scale per token and head, see `cache.storage`; the model's dtype by default.
+            attn_implementation: Implementation to set on the config; None leaves it unchanged. transformers' `sdpa`
+                and `eager` work too, except with padding masks and rows of different length.
 
         Raises:
             InputError: If a value is out of range, see `CacheSpec`.
-            UnsupportedModelError: If a layer's type has no storage policy here.
+            UnsupportedModelError: If a layer's type is not supported.
         """
         spec = CacheSpec(
             max_cache_len,
@@ -135,20 +136,20 @@ class ExportableCache(LayeredCache):
     def from_config_spec(
         cls, config: PreTrainedConfig, spec: CacheSpec, attn_implementation: str | None = ATTENTION
     ) -> ExportableCache:
-        """`from_config`, of options that are one value. On the CPU where the spec names no device."""
+        """Allocate a cache from a config and a spec; on the CPU if the spec has no device. See `from_config`."""
         if spec.max_encoder_len is not None:
             raise InputError(
-                f"max_encoder_len is {spec.max_encoder_len}, but a config alone does not say what the encoder takes; "
-                "use ExportableCache.from_model"
+                f"max_encoder_len must be left out, because a config does not describe the encoder, got "
+                f"{spec.max_encoder_len}; use ExportableCache.from_model"
             )
         layer_specs = layer_specs_from_config(config)
-        # It may have been read off the config, without a model.
+        # Because sizes may come from the config, without a model that was patched.
         patch_types(config_types(config))
         check_longest(config, spec.max_cache_len)
         if spec.sinks is not None:
             check_sinks(config, layer_specs)
         text_config = config.get_text_config(decoder=True)
-        dtype = _asked_dtype(spec) or getattr(text_config, "dtype", None) or torch.float32
+        dtype = _dtype_of(spec) or getattr(text_config, "dtype", None) or torch.float32
         cache = cls([layer_spec.build(spec, dtype, spec.device or "cpu") for layer_spec in layer_specs])
         if attn_implementation is not None:
             set_attention_implementation(config, attn_implementation)
@@ -215,9 +216,11 @@ class ExportableCache(LayeredCache):
     def from_model_spec(
         cls, model: PreTrainedModel, spec: CacheSpec, attn_implementation: str | None = ATTENTION
     ) -> ExportableCache:
-        """`from_model`, of options that are one value."""
+        """Allocate a cache from a model and a spec. See `from_model`."""
         if not isinstance(getattr(model, "config", None), PreTrainedConfig):
-            raise InputError(f"expected a transformers model, got {type(model).__name__}; load one, or use from_config")
+            raise InputError(
+                f"model must be a transformers model, got {type(model).__name__}; load one, or use from_config"
+            )
         check_model_type(model.config)
         patch_model(model)
         encoder, ranks, stage = None, ranks_of(model), None
@@ -225,16 +228,17 @@ class ExportableCache(LayeredCache):
             repeat_heads(model, ranks)
             check_heads(model, ranks)
         if getattr(model.config, "is_encoder_decoder", False):
-            with _refused_if_it_fails(model):
+            with _model_errors_as_unsupported(model):
                 encoder = encoder_of(model, spec.max_encoder_len, spec.batch_size)
                 layer_specs, dtype, device = encoder_decoder_layers(model, encoder)
             cls = ExportableEncoderDecoderCache
         elif spec.max_encoder_len is not None and not item_slots_of(model.config):
             raise InputError(
-                f"max_encoder_len is {spec.max_encoder_len}, but {type(model).__name__} has no encoder; leave it out"
+                f"max_encoder_len must be left out for {type(model).__name__}, which has no encoder, got "
+                f"{spec.max_encoder_len}; remove it"
             )
         else:
-            with _refused_if_it_fails(model):
+            with _model_errors_as_unsupported(model):
                 stage = stage_of(model, model.device)
                 layer_specs, dtype, device = _layer_specs(model, stage)
         check_longest(model.config, spec.max_cache_len)
@@ -267,19 +271,19 @@ class ExportableCache(LayeredCache):
         return cache
 
     def save(self, path: str | Path) -> None:
-        """See `LayeredCache.save`; not of one rank's part."""
+        """Write the cache to a file, see `LayeredCache.save`; models split over processes are not supported."""
         if self.ranks is not None:
             raise InputError(
-                f"this cache has the heads of rank {self.ranks.rank} of {self.ranks.size} alone; save_state() of a "
-                "session writes those of all ranks to one file"
+                f"a cache to save must not be split over processes, got rank {self.ranks.rank} of {self.ranks.size}; "
+                "use save_state() of a session, which writes all ranks to one file"
             )
         super().save(path)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> LayeredCache:
-        """Read what `save` wrote; the next step continues where it stopped.
+        """Load a cache that `save` wrote; the next step continues the sequence.
 
-        Its model may come before or after it: the patches of that model's types are applied here.
+        The model may be loaded before or after, because patches of its types are applied here.
 
         Raises:
             BundleError: If the file is missing, damaged or not a saved cache.
@@ -287,7 +291,7 @@ class ExportableCache(LayeredCache):
         """
         cache = super().load(path, device)
         if cache.model_types is None:
-            # A file of an older release, which names no types.
+            # Files of older releases do not name model types.
             patch_imported()
         else:
             patch_types(cache.model_types)
@@ -295,12 +299,14 @@ class ExportableCache(LayeredCache):
 
     # The types differ because transformers annotates lengths as int, although its static layers keep a tensor.
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:  # type: ignore[override]
+        """Return the number of cached tokens, see `LayeredCache.get_seq_length`."""
         self._check_patches()
         return super().get_seq_length(layer_idx)
 
     def get_mask_sizes(  # type: ignore[override]
         self, query_length: int, layer_idx: int
     ) -> tuple[int, int | torch.Tensor]:
+        """Return the mask's key length and offset, see `LayeredCache.get_mask_sizes`."""
         self._check_patches()
         # A session's step has no config, and has switched its model's attention.
         if self._config is not None and self.layers[layer_idx].over is not None:
@@ -309,10 +315,9 @@ class ExportableCache(LayeredCache):
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _check_patches(self) -> None:
-        """Before the first step of a cache whose model is not known, such as one made of layers by hand.
+        """Patch all imported models before the first step of a cache without a known model.
 
-        Models ask for its length or its mask sizes before any of their layers runs. A program's model is patched
-        already.
+        Models read the length or the mask sizes before any layer runs. The model of a program is already patched.
         """
         if self.model_types is None and not torch.compiler.is_compiling():
             patch_imported()
@@ -321,11 +326,11 @@ class ExportableCache(LayeredCache):
 
 # The types differ because transformers annotates lengths as int.
 class ExportableEncoderDecoderCache(ExportableCache, EncoderDecoderLayeredCache):  # type: ignore[misc]
-    """An `ExportableCache` of an encoder-decoder: see `EncoderDecoderLayeredCache` for its layers and arguments."""
+    """An `ExportableCache` of an encoder-decoder, see `EncoderDecoderLayeredCache` for layers and arguments."""
 
 
-def _asked_dtype(spec: CacheSpec) -> torch.dtype | None:
-    """Return the dtype that a spec asks for, after `CacheSpec` has replaced names; None where it asks for none."""
+def _dtype_of(spec: CacheSpec) -> torch.dtype | None:
+    """Return the dtype of a spec, whose names `CacheSpec` has replaced."""
     assert not isinstance(spec.dtype, str)
     return spec.dtype
 
@@ -361,7 +366,7 @@ def _built(
     Raises:
         UnsupportedModelError: If they are to live elsewhere and others than they themselves look at their tensors.
     """
-    dtype, device = _asked_dtype(spec), spec.device
+    dtype, device = _dtype_of(spec), spec.device
     assert dtype is not None
     assert device is not None
     if spec.offload is None:
@@ -374,8 +379,7 @@ def _built(
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(
-            f"layers of {type(model).__name__} look at the keys of other layers, which an offloaded one takes with it "
-            "after its turn; leave out offload"
+            f"offload must be left out for {type(model).__name__}, whose layers read keys of other layers; leave it out"
         )
     layers = [layer_spec.build(spec, dtype, "meta") for layer_spec in layer_specs]
     kept = [layer for layer in layers if not layer.is_dummy]
@@ -385,16 +389,16 @@ def _built(
 
 
 @contextmanager
-def _refused_if_it_fails(model: PreTrainedModel) -> Iterator[None]:
-    """Any model code runs in the block: its errors, of any class, become a refusal."""
+def _model_errors_as_unsupported(model: PreTrainedModel) -> Iterator[None]:
+    """Convert errors of model code inside the block to `UnsupportedModelError`."""
     try:
         yield
     except ExportableCacheError:
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot run a token of text by itself ({type(error).__name__}: "
-            f"{first_line(error)}); pass its text decoder, or a model that takes text alone"
+            f"{type(model).__name__} cannot run a token of text alone ({type(error).__name__}: "
+            f"{first_line(error)}); pass its text decoder, or a model of text"
         ) from error
 
 

@@ -161,7 +161,7 @@ def test_a_cache_made_in_inference_mode_is_used_outside_of_it(tmp_path: Path, pt
 
 @pytest.mark.parametrize("given", [None, 3, "llama", tiny_model("llama").config, torch.nn.Linear(2, 2)])
 def test_what_is_no_model(given) -> None:
-    with pytest.raises(InputError, match=f"expected a transformers model, got {type(given).__name__}"):
+    with pytest.raises(InputError, match=f"model must be a transformers model, got {type(given).__name__}"):
         ExportableCache.from_model(given, 32)
 
 
