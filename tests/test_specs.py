@@ -174,14 +174,17 @@ def test_options_are_recorded_as_given() -> None:
         (lambda: TensorRTOptions(opt_length=1), "opt_length is 1; it must be an int of at least 2"),
         (lambda: TensorRTOptions(sm="81"), "sm is '81'; it must be one or more of"),
         (lambda: ExecutorchOptions(methods="two"), "methods must be one of auto, forward, split, both, got 'two'"),
-        (lambda: ExecutorchOptions(methods="split", llm_runner=True), "methods is 'split', but the llm_runner calls"),
+        (
+            lambda: ExecutorchOptions(methods="split", llm_runner=True),
+            "methods must be 'forward' or 'both' with llm_runner",
+        ),
         (
             lambda: ExecutorchOptions(kernels="native", llm_runner=True),
-            "kernels is 'native', but ExecuTorch's own runner, for",
+            "kernels must not be 'native' with llm_runner, because",
         ),
         (
             lambda: ExecutorchOptions(linears="native", llm_runner=True),
-            "leave out linears, or llm_runner for the runners",
+            "omit linears, or omit llm_runner and use the runners",
         ),
     ],
 )

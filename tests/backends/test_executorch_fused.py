@@ -150,7 +150,7 @@ def test_methods_that_do_not_go_together_are_refused() -> None:
     options = backend_for("executorch").options.parse
     with pytest.raises(InputError, match="methods must be one of auto, forward, split, both, got 'two'"):
         options({"methods": "two"})
-    with pytest.raises(InputError, match="methods is 'split', but the llm_runner calls 'forward'"):
+    with pytest.raises(InputError, match="methods must be 'forward' or 'both' with llm_runner, got 'split'"):
         options({"methods": "split", "llm_runner": True})
 
 

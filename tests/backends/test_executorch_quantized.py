@@ -17,7 +17,7 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 from executorch.exir._serialize._program import deserialize_pte_binary
 
 from exportable_cache.backends.executorch.lowering.lower import lower_programs
-from exportable_cache.backends.executorch.pte.rewrite import tied_pieces
+from exportable_cache.backends.executorch.pte.rewrite import deduplicated
 from exportable_cache.backends.executorch.quantized import pack_int4
 
 VOCAB = 2048
@@ -88,7 +88,7 @@ class Tied(torch.nn.Module):
 def test_a_program_is_written_without_a_second_copy() -> None:
     """Weights are most of it: the pieces that hold them lie in the serialised program."""
     lowered = lower_programs({"forward": torch.export.export(Tied(), (torch.zeros(1, 4, dtype=torch.int64),))})
-    pieces = tied_pieces(data := lowered.buffer)
+    pieces = deduplicated(data := lowered.buffer)
     views = [piece for piece in pieces if isinstance(piece, memoryview)]
     assert sum(piece.nbytes for piece in views) >= 64 * 64 * 4 and all(piece.obj is data for piece in views)
     assert sum(map(len, pieces)) <= len(data) - 64 * 64 * 4
@@ -96,7 +96,7 @@ def test_a_program_is_written_without_a_second_copy() -> None:
 
 def test_a_program_that_repeats_nothing_is_left_as_it_was_written() -> None:
     lowered = lower_programs({"forward": torch.export.export(torch.nn.Linear(64, 64), (torch.zeros(1, 64),))})
-    assert tied_pieces(lowered.buffer) is None
+    assert deduplicated(lowered.buffer) is None
 
 
 def test_four_bits_are_packed_as_the_kernel_reads_them() -> None:

@@ -68,7 +68,9 @@ def test_layers_that_write_by_themselves_are_refused_by_number() -> None:
     model = kind_model("falcon_h1")
     cache = ExportableCache.from_model(model, 32, 2)
     assert not any(takes_rows(layer) for layer in cache.layers)
-    with pytest.raises(UnsupportedModelError, match=r"batch_size is 2, but layers 0, 1 of FalconH1.*kernels='native'"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"batch_size must be 1 for layers 0, 1 of FalconH1.*kernels='native'"
+    ):
         fuse_layers(model, cache)
 
 

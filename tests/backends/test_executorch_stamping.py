@@ -28,9 +28,9 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 from executorch.exir.backend.utils import get_delegates
 
 from exportable_cache.backends.executorch.dedup import cloned_delegates, segment_calls
-from exportable_cache.backends.executorch.dedup.segment_calls import StampedSegments
+from exportable_cache.backends.executorch.dedup.segment_calls import ClonedSegments
 from exportable_cache.backends.executorch.dedup.segments import traced_order
-from exportable_cache.backends.executorch.graph_edits import forget_histories
+from exportable_cache.backends.executorch.graph_edits import drop_provenance
 from exportable_cache.backends.executorch.lowering import lower
 from exportable_cache.backends.executorch.options import ExecutorchOptions
 from exportable_cache.backends.executorch.quantized import FoldedLinears, fold_linears
@@ -57,8 +57,8 @@ def model_of(layers: int, quantized: bool = True, family: str = "qwen3", **field
 
 
 @pytest.fixture(scope="module")
-def stamped() -> tuple[object, list[int]]:
-    """A quantised model of four layers, lowered by stamping, and how many operators went through each lowering."""
+def cloned() -> tuple[object, list[int]]:
+    """A quantised model of four layers, lowered by cloning, and how many operators went through each lowering."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         sizes = counted(monkeypatch)
         return lower.to_edge(programs_of(model_of(LAYERS))), sizes
@@ -91,21 +91,21 @@ def outputs_of(lowered: object, path: Path, inputs: tuple[torch.Tensor, ...]) ->
     return output.clone()
 
 
-def check_same_program(stamped: object, quantized: bool, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_same_program(cloned: object, quantized: bool, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as where every layer is lowered: names of data, delegates, logits to the bit."""
     inputs = (torch.randint(3, 100, (1, 7)), torch.zeros(1, dtype=torch.int64))
-    monkeypatch.setattr(StampedSegments, "take", lambda self, program: program)
+    monkeypatch.setattr(ClonedSegments, "replace", lambda self, program: program)
     whole = lower.to_edge(programs_of(model_of(LAYERS, quantized)))
-    names = [set(edge._named_data_store.pte_data) for edge in (stamped, whole)]
+    names = [set(edge._named_data_store.pte_data) for edge in (cloned, whole)]
     assert names[0] == names[1]
-    calls = [[call.backend_id for _, call, _ in get_delegates_of(edge)] for edge in (stamped, whole)]
+    calls = [[call.backend_id for _, call, _ in get_delegates_of(edge)] for edge in (cloned, whole)]
     assert calls[0] == calls[1], calls
-    results = [outputs_of(lower.to_program(edge), path, inputs) for edge in (stamped, whole)]
+    results = [outputs_of(lower.to_program(edge), path, inputs) for edge in (cloned, whole)]
     assert torch.equal(*results)
 
 
-def test_a_stamped_program_is_the_model(stamped, tmp_path: Path) -> None:
-    edge, sizes = stamped
+def test_a_stamped_program_is_the_model(cloned, tmp_path: Path) -> None:
+    edge, sizes = cloned
     assert len(sizes) == 2 and sizes[0] < sizes[1]
     # Where an activation lies between two integers, the two may round it to one and the other: not after these.
     ids = torch.randint(3, 100, (1, 7), generator=torch.Generator().manual_seed(0))
@@ -137,31 +137,31 @@ def get_delegates_of(edge: object) -> list:
     return [(node.name, getattr(graph_module, node.target), node) for node in get_delegates(graph_module.graph)]
 
 
-def sizes_of(layers: int, own: bool) -> list[int]:
+def sizes_of(layers: int, native: bool) -> list[int]:
     """Operators of each program that a model's lowering goes through."""
     with pytest.MonkeyPatch.context() as monkeypatch, suppress(_Counted):
         sizes = counted(monkeypatch, stop_at=2)
-        lower.to_edge(programs_of(model_of(layers)), own=own)
+        lower.to_edge(programs_of(model_of(layers)), native=native)
     return sizes
 
 
-@pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_what_is_lowered_does_not_grow_with_the_layers(stamped, own: bool) -> None:
-    fewer, sizes = sizes_of(LAYERS, own) if own else stamped[1], sizes_of(LAYERS + 1, own)
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_what_is_lowered_does_not_grow_with_the_layers(cloned, native: bool) -> None:
+    fewer, sizes = sizes_of(LAYERS, native) if native else cloned[1], sizes_of(LAYERS + 1, native)
     assert len(fewer) == len(sizes) == 2 and sizes[0] == fewer[0]
     # A layer more is its inputs and calls, not its operators.
     assert sizes[1] - fewer[1] < fewer[0] / 2
 
 
-def test_layers_of_our_own_operators_are_lowered_once_too(stamped) -> None:
+def test_layers_of_our_own_operators_are_lowered_once_too(cloned) -> None:
     """A segment first; a program whose layers are each lowered has no other before it, and holds their operators."""
-    sizes = sizes_of(LAYERS, own=True)
-    assert len(sizes) == 2 and abs(sizes[1] - stamped[1][1]) < sizes[0] / 2
+    sizes = sizes_of(LAYERS, native=True)
+    assert len(sizes) == 2 and abs(sizes[1] - cloned[1][1]) < sizes[0] / 2
 
 
 @pytest.mark.full
 def test_operators_of_our_own_read_the_weights_of_their_layers() -> None:
-    edge = lower.to_edge(programs_of(model_of(LAYERS)), own=True)
+    edge = lower.to_edge(programs_of(model_of(LAYERS)), native=True)
     program = edge.exported_program("forward")
     calls = [node for node in program.graph.nodes if re.search(r"linears?_4bit", str(node.target))]
     weights = [one for call in calls for one in (call.args[1] if isinstance(call.args[1], list) else [call.args[1]])]
@@ -174,23 +174,23 @@ def test_operators_of_our_own_read_the_weights_of_their_layers() -> None:
 def test_what_cannot_be_explained_is_lowered_in_its_place(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without knowing how weights are packed nothing is stamped, nothing is wrong, and the log says why."""
+    """Without knowing how weights are packed nothing is cloned, nothing is wrong, and the log says why."""
     caplog.set_level(logging.INFO, "exportable_cache")
     monkeypatch.setattr(cloned_delegates, "_PACKINGS", {})
     sizes = counted(monkeypatch)
     segments = []
-    original = StampedSegments.take
+    original = ClonedSegments.replace
 
-    def take(self: StampedSegments, program: object) -> object:
+    def take(self: ClonedSegments, program: object) -> object:
         segments.append(self)
         return original(self, program)
 
-    monkeypatch.setattr(StampedSegments, "take", take)
+    monkeypatch.setattr(ClonedSegments, "replace", take)
     lower.to_edge(programs_of(model_of(4, quantized=False)))
     assert sizes[-1] > sizes[0]
-    assert len(segments[0].left) == 1 and "no tensor of the segment" in segments[0].left[0]
+    assert len(segments[0].left) == 1 and "match no tensor of the segment" in segments[0].left[0]
     (message,) = [record.getMessage() for record in caplog.records if record.name == segment_calls.__name__]
-    assert message.startswith("equal layers are lowered one by one") and segments[0].left[0] in message
+    assert message.startswith("equal layers are lowered separately") and segments[0].left[0] in message
 
 
 def test_a_quantised_layer_is_one_operator_while_it_is_lowered() -> None:
@@ -324,7 +324,7 @@ def test_histories_are_forgotten_in_inner_graphs_too() -> None:
     graph_module = torch.export.export(Branches(), (torch.randn(3),)).run_decompositions({}).graph_module
     graphs = [module.graph for module in graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     assert len(graphs) == 3 and all(any("from_node" in node.meta for node in graph.nodes) for graph in graphs)
-    forget_histories(graph_module)
+    drop_provenance(graph_module)
     assert not any("from_node" in node.meta for graph in graphs for node in graph.nodes)
 
 
@@ -370,8 +370,10 @@ def test_families_of_several_kinds_of_layers_are_verified(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segments = []
-    original = StampedSegments.take
-    monkeypatch.setattr(StampedSegments, "take", lambda self, program: segments.append(self) or original(self, program))
+    original = ClonedSegments.replace
+    monkeypatch.setattr(
+        ClonedSegments, "replace", lambda self, program: segments.append(self) or original(self, program)
+    )
     bundle = export(tiny_model(family, **FAMILIES[family]), max_cache_len=48, output_dir=tmp_path / "x")
     assert bundle.manifest.verification["passed"] and not segments[0].left and segments[0].count >= 3
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from exportable_cache import export
-from exportable_cache.backends.executorch.dedup.segment_calls import StampedSegments
+from exportable_cache.backends.executorch.dedup.segment_calls import ClonedSegments
 from exportable_cache.backends.executorch.lowering.lower import lower_programs
 from exportable_cache.backends.executorch.native.linears import NAMES, pack, pack_float
 from exportable_cache.common.compat.executorch import load_program
@@ -111,15 +111,15 @@ def check_bundle(
     return len(data)
 
 
-def check_stamped(path: Path) -> None:
+def check_cloned(path: Path) -> None:
     """Layers that are lowered once, and each of them lowered: the same logits, to the bit."""
     inputs = (tokens(7), torch.zeros(1, dtype=torch.int64))
-    stamped = lower_programs(programs_of(model_of(LAYERS)), own=True)
-    with patch.object(StampedSegments, "take", lambda self, program: program):
-        whole = lower_programs(programs_of(model_of(LAYERS)), own=True)
-    assert stamped.buffer != whole.buffer
+    cloned = lower_programs(programs_of(model_of(LAYERS)), native=True)
+    with patch.object(ClonedSegments, "replace", lambda self, program: program):
+        whole = lower_programs(programs_of(model_of(LAYERS)), native=True)
+    assert cloned.buffer != whole.buffer
     results = []
-    for program in (stamped, whole):
+    for program in (cloned, whole):
         path.write_bytes(program.buffer)
         results.append(load_program(path).load_method("forward")(inputs)[0].clone())
     assert torch.equal(*results)
@@ -132,7 +132,7 @@ def check_linears(folder: Path) -> None:
         for outputs in ([150], [150, 8, 40, 257]):
             check_operator(folder.with_name("linear.pte"), kind, outputs)
     check_operator(folder.with_name("linear.pte"), "bfloat16", [150], inputs=161)
-    check_stamped(folder.with_name("stamped.pte"))
+    check_cloned(folder.with_name("cloned.pte"))
     check_bundle(folder, "8da4w", ["linears_4bit"])
     whole = check_bundle(folder.with_name("float"), None, ["linears_float"])
     for kind in ("bfloat16", "float16"):

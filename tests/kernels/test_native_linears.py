@@ -8,7 +8,7 @@ from torch import nn
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from exportable_cache.backends.executorch.native.linears import BLOCK, linears_to_own, pack, tables_to_own, unpack
+from exportable_cache.backends.executorch.native.linears import BLOCK, linears_to_native, pack, tables_to_native, unpack
 from exportable_cache.backends.executorch.quantized import FoldedLinears, int4_layer
 from exportable_cache.common.tensors import exact_dtype
 from exportable_cache.models.quantization.quantize import quantize
@@ -54,7 +54,7 @@ def test_the_operator_is_the_layer_that_torchao_has(scales: str) -> None:
     layers, program = exported("8da4w", scales)
     stored = [tensor for tensor in program.state_dict.values() if tensor.dtype == torch.bfloat16]
     assert len(stored) == 3 and any((tensor < 0).any() for tensor in stored) == (scales == "signed_mse")
-    rewritten = linears_to_own(program)
+    rewritten = linears_to_native(program)
     # The two that take the same rows are one call.
     targets = [str(node.target) for node in rewritten.graph.nodes]
     assert [targets.count(f"exportable_cache.{name}.default") for name in ("linears_4bit", "linear_4bit")] == [1, 1]
@@ -67,7 +67,7 @@ def test_the_operator_is_the_layer_that_torchao_has(scales: str) -> None:
 def test_layers_of_other_kinds_are_left_to_the_delegate() -> None:
     _, program = exported("8da8w")
     before = [node.target for node in program.graph.nodes]
-    assert [node.target for node in linears_to_own(program).graph.nodes] == before
+    assert [node.target for node in linears_to_native(program).graph.nodes] == before
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,7 +124,7 @@ class Alike(nn.Module):
 def test_layers_of_the_same_rows_are_one_call() -> None:
     module, source = Alike().eval(), torch.randn(1, 3, 32)
     with torch.no_grad():
-        program = linears_to_own(torch.export.export(module, (source,)))
+        program = linears_to_native(torch.export.export(module, (source,)))
         calls = [
             node for node in program.graph.nodes if "linear" in str(node.target) and "getitem" not in str(node.target)
         ]
@@ -154,7 +154,7 @@ class Head(nn.Module):
 
 def own_program(module: nn.Module, tokens: torch.Tensor) -> torch.export.ExportedProgram:
     with torch.no_grad():
-        return linears_to_own(tables_to_own(torch.export.export(module, (tokens,))))
+        return linears_to_native(tables_to_native(torch.export.export(module, (tokens,))))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -124,7 +124,7 @@ def test_new_keys_and_values_are_rounded_by_one_operator(kv_dtype: str) -> None:
     """Instead of eight plain ones, between which delegates are cut."""
     model = tiny_model("llama")
     cache = ExportableCache.from_model(model, 32, kv_dtype=kv_dtype)
-    layer = fuse_layers(model, cache, own=True).layers[0]
+    layer = fuse_layers(model, cache, native=True).layers[0]
 
     class Update(torch.nn.Module):
         def forward(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -198,7 +198,9 @@ def test_a_program_over_fewer_bits_is_the_model_over_them(
 
 def test_they_cannot_be_exported_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exportable_cache.backends.executorch.native.operators.load_native_kernels", lambda: None)
-    with pytest.raises(MissingDependencyError, match="kernels or linears is 'native'.*exportable-cache kernels build"):
+    with pytest.raises(
+        MissingDependencyError, match="kernels='native' and linears='native' need.*exportable-cache kernels build"
+    ):
         check_native_kernels()
 
 
@@ -274,14 +276,14 @@ def test_latents_are_expanded_where_the_operator_cannot_take_them(monkeypatch: p
 
 def test_several_rows_of_what_our_operators_do_not_serve_go_through_plain_ones() -> None:
     model = _model("gpt_neox_japanese")
-    fused = fuse_layers(model, ExportableCache.from_model(model, CAPACITY, 2), own=True)
+    fused = fuse_layers(model, ExportableCache.from_model(model, CAPACITY, 2), native=True)
     assert [type(layer.layout) for layer in fused.layers] == [RowsLayout] * 2
 
 
 def test_a_layer_is_described_by_its_kernel() -> None:
     model = kind_model("falcon_h1")
     cache = ExportableCache.from_model(model, CAPACITY, 3)
-    layer = fuse_layers(model, cache, own=True).layers[0]
+    layer = fuse_layers(model, cache, native=True).layers[0]
     assert layer.keys.shape == (6, CAPACITY, 1, 8) and layer.label == "full + states (native)"
     assert layer_from(layer.config(), {}).layout == NativeLayout()
     latents = ExportableCache.from_model(kind_model("deepseek_v3"), CAPACITY, 3).layers[0]

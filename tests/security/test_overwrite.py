@@ -155,7 +155,7 @@ def test_a_disk_that_fills_up_while_a_pte_is_written_again(tmp_path: Path, monke
 
     tied = pytest.importorskip("exportable_cache.backends.executorch.pte.rewrite")
     halves = lambda data: [memoryview(data)[:50_000], memoryview(data)[50_000:]]  # noqa: E731
-    monkeypatch.setattr(tied, "tied_pieces", halves)
+    monkeypatch.setattr(tied, "deduplicated", halves)
     (tmp_path / "program.pte.tied").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
         tied.write_pte(Program(), tmp_path / "program.pte")

@@ -1,4 +1,4 @@
-"""What rewriting an exported graph takes."""
+"""Helpers for graph passes over exported programs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
 
 def constant_of(program: ExportedProgram, node: Any, state: Collection[str] = ()) -> Any:
-    """The value of an argument of a call, None where it depends on an input, a parameter or a buffer that is written
-    to.
+    """Return the value of a call's argument, or None if it depends on an input, a parameter or a mutated buffer.
 
-    Args:
-        state: Names of such buffers that the program's signature does not name, as its graph writes them in place.
+    Buffers in `state` are mutated, too: a program that writes in place does not list them in its signature.
     """
     if not isinstance(node, Node):
         return node
@@ -42,15 +40,15 @@ def constant_of(program: ExportedProgram, node: Any, state: Collection[str] = ()
 
 
 def add_weight(program: ExportedProgram, name: str, value: torch.Tensor) -> Node:
-    """A parameter of the program, before its other inputs."""
+    """Add a parameter to the program, before its other inputs."""
     with program.graph.inserting_before(next(iter(program.graph.nodes))):
         return create_constant_placeholder(program, program.graph, name, InputKind.PARAMETER, value)
 
 
 def packed_weight(program: ExportedProgram, weight: Node, pack: Callable[[], torch.Tensor]) -> Node:
-    """A weight in another form, made when it is first asked for.
+    """Return the packed form of a weight, which is made on the first call.
 
-    A parameter, as what differs between layers that are otherwise equal: see `segments`.
+    It is a parameter, because its values differ between layers that are otherwise equal: see `dedup.segments`.
     """
     name = f"{weight.name}_packed"
     known = program.graph.find_nodes(op="placeholder")
@@ -58,29 +56,29 @@ def packed_weight(program: ExportedProgram, weight: Node, pack: Callable[[], tor
 
 
 def add_constant(program: ExportedProgram, name: str, value: torch.Tensor, persistent: bool = False) -> Node:
-    """A buffer, before the other inputs."""
+    """Add a buffer to the program, before its other inputs."""
     with program.graph.inserting_before(next(iter(program.graph.nodes))):
         return create_constant_placeholder(program, program.graph, name, InputKind.BUFFER, value, persistent)
 
 
 def insert_call(graph: Graph, operator: Callable[..., Any], *arguments: Any) -> Node:
-    """A call of an operator where the graph inserts, with the value that it has for the values of its arguments."""
+    """Insert a call of an operator, with the value it has for the values of its arguments."""
     node = graph.call_function(operator, arguments)
     node.meta["val"] = operator(*map_arg(arguments, lambda argument: argument.meta["val"]))
     return node
 
 
 def replace_call(node: Node, replacement: Node) -> None:
-    """Give a call's uses to another node, and take it out."""
+    """Replace the uses of a call by another node, and erase it."""
     node.replace_all_uses_with(replacement)
     node.graph.erase_node(node)
 
 
-def forget_histories(graph_module: GraphModule) -> PassResult:
-    """Let go of what nodes were made of, in place, inner graphs included. A pass itself.
+def drop_provenance(graph_module: GraphModule) -> PassResult:
+    """Remove the history of nodes (`from_node`), in place, inner graphs included; usable as a pass.
 
-    Every pass copies the whole history of each node, one step longer each time: a tenth of an export. ExecuTorch
-    numbers operators by them when it makes its dialect; nothing reads them after that.
+    Every pass copies the history of each node and adds a step: a tenth of an export. ExecuTorch uses it to number
+    operators when it makes the edge dialect; nothing reads it afterwards.
     """
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
@@ -98,9 +96,10 @@ def calls_to_linear(
     """Rewrite calls as linear layers over a constant, in place, so that they stay inside the XNNPACK delegate.
 
     Args:
-        name: Of the constants, before their size.
-        operand_of: What a call is applied to, None of a call that stays.
-        weight_of: The constant float32 [outputs, size] for operands of a last dimension.
+        program: Program to rewrite.
+        name: Prefix of the constants' names; their size is appended.
+        operand_of: Returns the operand of a call, or None for calls to keep.
+        weight_of: Returns the constant, float32 [outputs, size], for operands whose last dimension has that size.
     """
     graph = program.graph
     weights: dict[int, Node] = {}

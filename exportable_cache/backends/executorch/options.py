@@ -18,38 +18,37 @@ DELEGATES = {
     "coreml": (),
     "tensorrt": ("opt_length", "sm"),
 }
-#: Delegates that no Python runtime on this kind of machine executes.
-ELSEWHERE = ("vulkan", "coreml")
+#: Delegates that the Python runtime cannot execute.
+DEVICE_ONLY = ("vulkan", "coreml")
 METHODS = ("auto", "forward", "split", "both")
 KERNELS = ("executorch", "native")
 LINEARS = ("delegate", "native")
 NATIVE_KERNELS_NEEDED = (
-    "it calls operators of this package and runs only with its compiled kernels: `exportable-cache kernels build` for "
-    "Python, -DEC_KERNELS=PATH or -DEC_NATIVE_KERNELS=ON for the C++ runner"
+    "the program calls native operators and runs only with the compiled kernels of this package: `exportable-cache "
+    "kernels build` for Python, -DEC_KERNELS=PATH or -DEC_NATIVE_KERNELS=ON for the C++ runner"
 )
 
 
 def needs_native_kernels(options: Mapping[str, Any]) -> bool:
-    """Return True if a program of these options runs only where the compiled kernels of this package are.
+    """Return True if a program with these options runs only with the compiled kernels of this package.
 
     Args:
-        options: Of any target, as given or as a manifest records them: another release may know more of them.
+        options: Options of any target, as given or as a manifest records them, possibly by another release.
     """
     return "native" in (options.get("kernels"), options.get("linears"))
 
 
 @dataclass(frozen=True)
 class ExecutorchOptions(TensorRTOptions):
-    """
+    """Options of target `executorch`.
+
     Attributes:
-        delegate: `xnnpack` (default); `vulkan` and `coreml`, see `delegates`; or `tensorrt`: then every method is one
-            TensorRT plan, the cache is an input and an output of it, and the options of target `tensorrt` are taken,
-            too.
+        delegate: `xnnpack` (default), `vulkan`, `coreml`, or `tensorrt`. With `tensorrt` each method is one TensorRT
+            plan with the cache as an input and an output, and the options of target `tensorrt` apply, too.
         methods: `forward`: one method `forward(input_ids [1, S], input_pos [1])` for any S from 1 to the longest chunk,
-            the one that ExecuTorch's own `TextLLMRunner` calls. `split`: `prefill` and `decode`; each packs the weights
-            for itself in memory, unless the C++ runtime shares them. `both`. By default `forward`, or `split` for
-            models with rings that the fused operators cannot serve, which write in place only where the length is known
-            to be one.
+            which ExecuTorch's `TextLLMRunner` calls. `split`: `prefill` and `decode`; each packs the weights in memory,
+            unless the C++ runtime shares them. `both`. The default is `forward`, or `split` for models with rings that
+            are not fused, because these write in place only if the length is known to be one.
         kernels: `executorch`: the program calls only operators that every build of ExecuTorch has; this package's
             compiled kernels can serve them, too. `native`: it calls this package's operators, and runs only with its
             compiled kernels. They fuse what ExecuTorch's operators do not: soft-capping, sinks, position biases,
@@ -57,47 +56,48 @@ class ExecutorchOptions(TensorRTOptions):
         linears: `delegate`: XNNPACK computes the linear layers. `native`: float32 and 8da4w layers are operators of
             this package, which run only with its compiled kernels. Scales of 8da4w may then be negative, which reduces
             the error (docs/benchmarks.md). The default is `native` with kernels='native', else `delegate`.
-        score_length: Give logits after each of the last so many tokens of a call, for speculative decoding: by
-            `forward`, or, where the program is split, by a method `score`, which packs the weights once more.
-        llm_runner: Insist on `forward` and on the constant methods that the runner reads, and on operators that every
-            build of ExecuTorch has.
+        score_length: Number of last tokens of a call for which logits are returned, for speculative decoding: by
+            `forward`, or by a method `score` if the program is split, which packs the weights once more.
+        llm_runner: Require `forward`, the constant methods that the runner reads, and operators that every build of
+            ExecuTorch has.
     """
 
     target: ClassVar[str] = "executorch"
 
     delegate: str = setting(
         "xnnpack",
-        "With ExecuTorch: what the program is delegated to: xnnpack, vulkan, coreml or tensorrt.",
+        "ExecuTorch delegate: xnnpack, vulkan, coreml or tensorrt.",
         flags=("--delegate",),
         metavar="NAME",
         choices=tuple(DELEGATES),
     )
-    methods: str = setting("auto", "Which methods the program has.", choices=METHODS)
+    methods: str = setting("auto", "Methods of the program.", choices=METHODS)
     kernels: str = setting("executorch", "Operators that the program may call.", choices=KERNELS)
     linears: str | None = setting(
         None,
-        "What computes linear layers in float32 and 8da4w.",
+        "Operators for linear layers in float32 and 8da4w.",
         choices=LINEARS,
         shown_default="native with kernels=native, else delegate",
     )
     score_length: int = 0
-    llm_runner: bool = setting(False, "Have what ExecuTorch's text runner calls.", kind=bool)
+    llm_runner: bool = setting(False, "Require what ExecuTorch's text runner calls.", kind=bool)
 
-    #: What lifts the limit of the next, for messages.
+    #: Option that lifts the limit of rows, for messages.
     rows_by: ClassVar[str] = "delegate='xnnpack'"
 
     @property
     def max_batch_size(self) -> int | None:
-        """Rows that a program can have. Elsewhere they would all be written at one position."""
+        """Limit of rows, because other delegates would write all rows at one position; None for no limit."""
         return None if self.delegate == "xnnpack" else 1
 
     @property
     def native_linears(self) -> bool:
-        """Whether this package's operators compute linear layers. Those of 8da4w take negative scales."""
+        """True if native operators compute linear layers. Their 8da4w scales may be negative."""
         return (self.linears or self.kernels) == "native"
 
     @classmethod
     def known(cls, given: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
+        """Return the names of the options that apply to the given delegate, and a description of it."""
         delegate = given.get("delegate", "xnnpack")
         check_choice("delegate", delegate, DELEGATES)
         return ("delegate", *DELEGATES[delegate]), f"target {cls.target!r} with delegate {delegate!r}"
@@ -107,11 +107,11 @@ class ExecutorchOptions(TensorRTOptions):
         ProgramSpec(score_length=self.score_length)
         if self.methods == "split" and self.llm_runner:
             raise InputError(
-                "methods is 'split', but the llm_runner calls 'forward'; pass methods='both', or leave one of them out"
+                "methods must be 'forward' or 'both' with llm_runner, got 'split'; pass 'both', or omit llm_runner"
             )
         if self.llm_runner and needs_native_kernels({"kernels": self.kernels, "linears": self.linears}):
             name = "kernels" if self.kernels == "native" else "linears"
             raise InputError(
-                f"{name} is 'native', but ExecuTorch's own runner, for which llm_runner asks, has no kernels for this "
-                f"package's operators; leave out {name}, or llm_runner for the runners of this package"
+                f"{name} must not be 'native' with llm_runner, because ExecuTorch's runner has no native kernels; omit "
+                f"{name}, or omit llm_runner and use the runners of this package"
             )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import executorch.kernels.quantized  # noqa: F401  registers their kernels, here and in the runtime
+import executorch.kernels.quantized  # noqa: F401  registers the kernels, also in the runtime
 import torch
 from executorch.backends.transforms.utils import get_param_tensor
 from torch import nn
@@ -32,15 +32,16 @@ if TYPE_CHECKING:
 
 @torch.library.custom_op("exportable_cache::quantized_linear", mutates_args=())
 def quantized_linear(source: torch.Tensor, weights: Sequence[torch.Tensor], recipe: str) -> torch.Tensor:
-    """A linear layer over rounded weights, and perhaps over rounded inputs. `UnfoldLinears` puts back what it stands
-    for; it is never run.
+    """Represent a linear layer over quantized weights, and perhaps quantized inputs; never run.
+
+    `UnfoldLinears` replaces it by the operators that it represents.
 
     Args:
         source: [..., inputs].
-        weights: What the folded operators read beside it: the integers [outputs, inputs] first.
+        weights: Other tensors that the folded operators read, first the integers [outputs, inputs].
         recipe: Key of the folded operators.
     """
-    raise NotImplementedError("exportable_cache::quantized_linear stands for other operators and has no kernel")
+    raise NotImplementedError("exportable_cache::quantized_linear is a placeholder and has no kernel")
 
 
 @quantized_linear.register_fake
@@ -50,21 +51,21 @@ def _(source: torch.Tensor, weights: Sequence[torch.Tensor], recipe: str) -> tor
 
 @dataclass(frozen=True)
 class _Weight:
-    """One of the weights, in a recipe."""
+    """Index of a weight, in a recipe."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class _Result:
-    """What an earlier step of a recipe gave; -1 is the source."""
+    """Index of an earlier step's result, in a recipe; -1 is the source."""
 
     index: int
 
 
-#: A call for each folded operator, in order: what is called, and with which arguments.
+#: Folded operators in order: target and arguments of each call.
 _Recipe = tuple[tuple[Any, tuple], ...]
-#: By key, which is the recipe's text: equal layers share one.
+#: Recipes by key, which is the recipe as text, so that equal layers share one.
 _RECIPES: dict[str, _Recipe] = {}
 
 _OPERATOR = torch.ops.exportable_cache.quantized_linear.default
@@ -75,7 +76,7 @@ _DEQUANTIZE = torch.ops.torchao.dequantize_affine.default
 
 
 def fold_linears(program: ExportedProgram) -> ExportedProgram:
-    """Fold each linear layer whose weight is dequantised, in place; other programs are left as they are."""
+    """Fold each linear layer whose weight is dequantized into one operator, in place."""
     graph = program.graph
     linears = [node for node in graph.find_nodes(op="call_function", target=_LINEAR) if _is(node.args[1], _DEQUANTIZE)]
     for node in linears:
@@ -96,7 +97,7 @@ def fold_linears(program: ExportedProgram) -> ExportedProgram:
 
 
 class FoldedCall(NamedTuple):
-    """What a call of the operator is given: its input, what the folded operators read beside it, and their key."""
+    """Arguments of a folded call: its input, the other tensors that the folded operators read, and their key."""
 
     source: Node
     weights: Sequence[Node]
@@ -104,21 +105,21 @@ class FoldedCall(NamedTuple):
 
 
 def folded_call(node: Node) -> FoldedCall | None:
-    """None of a node that is no such call."""
+    """Return the arguments of a folded call, or None for other nodes."""
     arguments: tuple[Any, ...] = node.args
     return FoldedCall(*arguments) if node.target is _OPERATOR else None
 
 
 class Int4Layer(NamedTuple):
-    """A linear layer over weights of 4 bits in groups, its input rounded to 8 bits, each token by itself.
+    """A linear layer over 4-bit weights in groups, whose input is quantized to 8 bits per token.
 
     Attributes:
         source: [..., inputs].
-        integers: [outputs, inputs], of -8 to 7.
+        integers: [outputs, inputs], from -8 to 7.
         scale: [outputs, groups].
         zero_point: [outputs, groups], or None.
         bias: [outputs], or None.
-        group: Weights that share a scale.
+        group: Number of weights that share a scale.
     """
 
     source: Node
@@ -130,7 +131,7 @@ class Int4Layer(NamedTuple):
 
 
 def int4_layer(node: Node) -> Int4Layer | None:
-    """What a call of the operator stands for, if it is such a layer."""
+    """Return the 4-bit layer that a folded call represents, or None."""
     call = folded_call(node)
     if call is None:
         return None
@@ -153,26 +154,27 @@ def int4_layer(node: Node) -> Int4Layer | None:
 
 
 class UnfoldLinears(PassBase):
-    """Put back, in the edge dialect, what `fold_linears` folded."""
+    """Replace folded calls by their operators, in the edge dialect."""
 
     def call(self, graph_module: GraphModule) -> PassResult:
+        """Replace the calls of one graph."""
         graph = graph_module.graph
         calls = [node for node in graph.nodes if operator_of(node.target) is _OPERATOR]
         for call in calls:
             with graph.inserting_before(call):
-                replace_call(call, _unfolded(call))
+                replace_call(call, _unfold(call))
         if calls:
             graph_module.recompile()
         return PassResult(graph_module, bool(calls))
 
 
 def _folded(linear: Node) -> tuple[Node, list[Node], _Recipe] | None:
-    """Source, weights and recipe of a layer; None where its weights are made from more than constants."""
+    """Return source, weights and recipe of a layer, or None if its weights are not all constants."""
     steps = list(dict.fromkeys(_steps(linear)))
     chosen = next((step for step in steps if step.target is _CHOOSE), None)
     operands: tuple[Any, ...] = linear.args
     source: Any = operands[0] if chosen is None else chosen.args[0]
-    # The integers are first: they tell the number of outputs.
+    # The integers come first, because the fake kernel reads the number of outputs from them.
     integers: Node = operands[1].args[0]
     read = (value for step in steps for value in step.all_input_nodes if value not in steps and value is not source)
     weights = list(dict.fromkeys((integers, *read)))
@@ -190,7 +192,7 @@ def _folded(linear: Node) -> tuple[Node, list[Node], _Recipe] | None:
 
 
 def _steps(node: Node) -> Iterator[Node]:
-    """A layer's operators, inputs first."""
+    """Yield a layer's operators, inputs first."""
     for value in node.all_input_nodes:
         of_choice = _is(value, operator.getitem) and _is(value.args[0], _CHOOSE)
         if of_choice or any(_is(value, target) for target in (_CHOOSE, _QUANTIZE, _DEQUANTIZE)):
@@ -198,7 +200,7 @@ def _steps(node: Node) -> Iterator[Node]:
     yield node
 
 
-def _unfolded(call: Node) -> Node:
+def _unfold(call: Node) -> Node:
     given: tuple[Any, ...] = call.args
     source, weights, key = given
     results: list[Node] = []
@@ -224,16 +226,18 @@ def _is(value: Any, target: Any) -> bool:
     return isinstance(value, Node) and value.target is target
 
 
-#: What a layer's operators may read beside its input.
+#: Tensors of a layer, besides its input.
 _PARTS = ("qdata", "scale", "zero_point", "bias")
-#: Dimensions of what layers are applied to: [batch, length, features]. Layers over others are folded after the trace.
+#: Dimensions of a layer's input [batch, length, features]; layers over other inputs are folded after the trace.
 _DIMENSIONS = 3
 
 
 class _Kind(NamedTuple):
-    """Attributes:
-    parts: Which of `_PARTS` the operator takes, in order.
-    recipe: Its key.
+    """A kind of layer that is traced as one operator.
+
+    Attributes:
+        parts: Names in `_PARTS` of the operator's tensors, in order.
+        recipe: Key of the folded operators.
     """
 
     parts: tuple[str, ...]
@@ -241,11 +245,12 @@ class _Kind(NamedTuple):
 
 
 class FoldedLinears(TorchFunctionMode):
-    """A block in which quantised linear layers are traced as `exportable_cache::quantized_linear`: what `fold_linears`
-    makes of them otherwise.
+    """Mode in which quantized linear layers are traced as `exportable_cache::quantized_linear`.
+
+    The result is the same as that of `fold_linears` after the trace.
 
     Args:
-        model: Its layers are looked at; what cannot be folded is traced as it is.
+        model: Model whose layers are folded; layers that cannot be folded are traced unchanged.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -272,14 +277,14 @@ class FoldedLinears(TorchFunctionMode):
 
 
 def _key(weight: Any, bias: torch.Tensor | None) -> tuple:
-    """The same for layers of one recipe: it does not depend on the number of outputs."""
+    """Return a key that is equal for layers of one recipe, which does not depend on the number of outputs."""
     form = (type(weight), weight.target_dtype, tuple(weight.block_size), weight.dtype, weight.activation_quantization)
     parts = (weight.qdata, weight.scale, weight.zero_point)
     return (*form, bias is None, *((part.dtype, tuple(part.shape[1:])) for part in parts))
 
 
 def _traced(weight: Any, bias: torch.Tensor | None) -> _Kind | None:
-    """One output of a layer, traced and folded."""
+    """Trace and fold one output of a layer."""
     with torch.no_grad():
         layer = _Layer(weight, bias)
         source = torch.zeros((2, *[3] * (_DIMENSIONS - 2), weight.shape[1]))
@@ -292,7 +297,7 @@ def _traced(weight: Any, bias: torch.Tensor | None) -> _Kind | None:
 
 
 class _Layer(nn.Module):
-    """The first output of a quantised linear layer, whose parts are parameters."""
+    """The first output of a quantized linear layer, whose tensors are parameters."""
 
     def __init__(self, weight: Any, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -318,10 +323,12 @@ _INT4 = (-8, 7)
 
 
 def fuse_quantized_embeddings(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite each lookup in a dequantised table as one operator on the integers, in place; other programs are left as
-    they are.
+    """Rewrite each lookup in a dequantized table as one operator on the integers, in place.
 
-    Tables are symmetric (no zero points), one scale per row or per group of a row.
+    Tables are symmetric (no zero points), with one scale per row or per group of a row.
+
+    Raises:
+        ValueError: If a table has zero points.
     """
     graph = program.graph
     lookups = [
@@ -330,7 +337,7 @@ def fuse_quantized_embeddings(program: ExportedProgram) -> ExportedProgram:
     for node in lookups:
         (integers, _, scale, zero_point, _, *limits), indices = node.args[0].args[:7], node.args[1]
         if zero_point is not None and bool(get_param_tensor(program, zero_point).any()):
-            raise ValueError(f"{integers.name} has zero points; quantise it symmetrically")
+            raise ValueError(f"{integers.name} must have no zero points; quantize it symmetrically")
         operator = torch.ops.quantized_decomposed.embedding_byte.default
         if tuple(limits) == _INT4:
             operator = torch.ops.quantized_decomposed.embedding_4bit.default
@@ -347,7 +354,7 @@ def fuse_quantized_embeddings(program: ExportedProgram) -> ExportedProgram:
 
 
 def pack_int4(integers: torch.Tensor) -> torch.Tensor:
-    """Two values of -8 to 7 per byte, the first in the high half, as `embedding_4bit` reads them.
+    """Pack two values from -8 to 7 per byte, the first in the high half, as `embedding_4bit` reads them.
 
     Args:
         integers: int8 [rows, dim], dim even.

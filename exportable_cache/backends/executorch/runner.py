@@ -32,26 +32,26 @@ if TYPE_CHECKING:
     from ..base import ProgramDescription
 
 
-# The runtime's error code MemoryAllocationFailed, as its messages give it.
+# Error code MemoryAllocationFailed in the runtime's messages.
 _NO_MEMORY = "error: 0x:21"
-# How the names of this package's operators begin.
+# Prefix of native operators.
 _NATIVE_OPERATORS = "exportable_cache::"
 
 
 class ExecutorchRunner:
-    """The methods of one program instance: they share its cache, which starts at zero.
+    """Methods of one program instance, which share its cache; the cache starts at zero.
 
     Raises:
-        BundleError: If the file cannot be loaded by this runtime, or is for delegates that it lacks.
+        BundleError: If the runtime cannot load the file, or lacks a delegate or kernel that it needs.
     """
 
     def __init__(self, path: Path, description: ProgramDescription) -> None:
         self.methods = description.methods
         try:
-            # Held as well as its methods: they point into it.
+            # Kept, because its methods point into it.
             self._program = load_program(path)
             check_instructions(path)
-            # Before the runtime looks, because it writes a page to stderr for each operator that it lacks.
+            # Checked first, because the runtime writes a page to stderr for each missing operator.
             missing = called_operators(path) - operator_names()
             if not missing:
                 self._methods = {name: self._program.load_method(name) for name in description.methods}
@@ -60,13 +60,14 @@ class ExecutorchRunner:
             remedy = "export the model again"
             if _NO_MEMORY in str(error):
                 remedy = (
-                    "memory is planned for the longest input: export with a smaller max_encoder_len or prefill_chunk"
+                    "memory is planned for the longest input; export with a smaller max_encoder_len or prefill_chunk"
                 )
             raise BundleError(f"the ExecuTorch runtime cannot load {path.name}: {error}; {remedy}") from error
         if missing:
             raise _missing(path, missing)
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run a method and return copies of its outputs."""
         # Outputs live in the method's planned memory and are overwritten by the next call.
         try:
             with one_blas_thread():
@@ -77,7 +78,7 @@ class ExecutorchRunner:
 
 
 def _missing(path: Path, operators: frozenset[str]) -> BundleError:
-    """Return the refusal of a program that calls operators which the runtime has no kernels for."""
+    """Return the error for a program whose operators have no kernels in the runtime."""
     if any(name.startswith(_NATIVE_OPERATORS) for name in operators):
         remedy = (
             "it was exported with kernels='native' or linears='native' and needs the compiled kernels of this package: "
@@ -92,8 +93,8 @@ def _missing(path: Path, operators: frozenset[str]) -> BundleError:
 
 
 def _check_runs_here(path: Path) -> None:
-    """Say so where a file that failed to load is for delegates that this machine's runtime lacks."""
-    # The readers of the file's tables belong to the exporter, which takes seconds to import.
+    """Raise an error if the file failed to load because the runtime lacks its delegates."""
+    # Imported here, because the exporter's readers of the file take seconds to import.
     from .lowering.delegates import check_runs_here
 
     if path.is_file() and path.stat().st_size:
@@ -101,15 +102,15 @@ def _check_runs_here(path: Path) -> None:
             check_runs_here(path)
         except BundleError:
             raise
-        except Exception:  # the readers take a file for whole, and this one may be anything
+        except Exception:  # the readers raise arbitrary errors on a damaged file
             return
 
 
 class _Blocks:
-    """The open blocks of `one_blas_thread`, in all threads.
+    """Open blocks of `one_blas_thread` in all threads.
 
-    The first sets the number of threads of the process, and the last restores it. If each block saved the number that
-    it finds, the second of two overlapping ones would save the 1 of the first, and leave MKL at it.
+    The first block sets the thread count of the process, and the last restores it. If each block saved the count it
+    finds, the second of two overlapping blocks would save the 1 of the first, and MKL would stay at it.
     """
 
     def __init__(self) -> None:
@@ -123,17 +124,16 @@ _blocks = _Blocks()
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """In the block products take one thread each, in this thread and in those without a number of their own, such as a
-    pool's.
+    """Limit matrix products to one thread each, in this thread and in threads without a local limit, such as a pool's.
 
-    Blocks may overlap, in one thread or in several. Nothing happens where torch was built without MKL.
+    Blocks may overlap, in one thread or in several. Without MKL this does nothing.
     """
     mkl = _mkl()
     if mkl is None:
         yield
         return
     with _blocks.lock:
-        # 0 where this thread has no number of its own.
+        # 0 if this thread has no local limit.
         local = mkl.mkl_serv_set_num_threads_local(0)
         if _blocks.open == 0:
             _blocks.everywhere = mkl.mkl_serv_get_max_threads()
@@ -152,7 +152,7 @@ def one_blas_thread() -> Iterator[None]:
 
 @functools.cache
 def _mkl() -> ctypes.CDLL | None:
-    """The library that torch's MKL is in, None if there is none."""
+    """Return the library that contains torch's MKL, or None."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     except OSError:

@@ -127,7 +127,7 @@ def scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) 
     return torch.scatter(x, dim, index, torch.full_like(index, value, dtype=x.dtype))
 
 
-def scatter_nothing(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def scatter_empty(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """`scatter` to no place, as that of keys without a rotated part: TensorRT reads a size of 0 as one to be copied."""
     return x if index.numel() == 0 else NotImplemented
 
@@ -272,7 +272,7 @@ def decompositions(in_place: bool) -> dict[OperatorBase, Callable]:
     """
     table: dict[OperatorBase, Callable] = {
         torch.ops.aten.scatter.value: scatter_value,
-        torch.ops.aten.scatter.src: scatter_nothing,
+        torch.ops.aten.scatter.src: scatter_empty,
         torch.ops.aten.select.int: select_from_end,
         torch.ops.aten.log1p.default: log1p,
         torch.ops.aten.slice.Tensor: last_of_dim,
@@ -293,7 +293,7 @@ def decompositions(in_place: bool) -> dict[OperatorBase, Callable]:
 _RESHAPES = (RESHAPE_COPY, torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
-def state_sizes(graph: GraphModule) -> None:
+def pin_reshape_sizes(graph: GraphModule) -> None:
     """Give every reshape to at most one unknown size the others as numbers and -1 for that one, in place.
 
     `view(batch, length, -1, head_dim)` leaves the number of heads to TensorRT, which divides it out of the other sizes.

@@ -46,7 +46,7 @@ class InputSpec:
 
 
 @dataclass(frozen=True)
-class EngineSignature:
+class EngineIO:
     """Names and sizes of one method's tensors.
 
     Attributes:
@@ -111,7 +111,7 @@ class EngineSignature:
         return InputSpec(name, traced.dtype, *shapes)
 
 
-def signature_of(program: Program, method: str, opt_length: int | None = None) -> EngineSignature:
+def engine_io_of(program: Program, method: str, opt_length: int | None = None) -> EngineIO:
     """The signature of one method.
 
     Args:
@@ -121,7 +121,7 @@ def signature_of(program: Program, method: str, opt_length: int | None = None) -
     lengths = (described.min_length, opt_length or described.max_length, described.max_length)
     state = dict(program.cache.named_state())
     empty = frozenset(name for name, tensor in state.items() if tensor.numel() == 0)
-    return EngineSignature(described.input_names, tuple(state), lengths, empty)
+    return EngineIO(described.input_names, tuple(state), lengths, empty)
 
 
 #: Field of a file's details that lists its engines.

@@ -15,7 +15,7 @@ import torch
 
 from ...common.compat.torch_tensorrt import builder_config, construct_network
 from ...errors import UnsupportedModelError, first_line
-from .converters import TORCH_DTYPES, decompositions, state_sizes
+from .converters import TORCH_DTYPES, decompositions, pin_reshape_sizes
 from .upstream import (
     DYNAMO_CONVERTERS,
     CompilationSettings,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import GraphModule, Node
 
-    from .engine_io import EngineSignature, InputSpec
+    from .engine_io import EngineIO, InputSpec
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class NetworkInterpreter(TRTInterpreter):
 _REMEDY = "export for another target, or report it with the model type"
 
 
-def build_network(program: ExportedProgram, signature: EngineSignature, *, in_place: bool = True) -> Network:
+def build_network(program: ExportedProgram, signature: EngineIO, *, in_place: bool = True) -> Network:
     """Lower one exported method.
 
     Args:
@@ -186,7 +186,7 @@ def _lowered(program: ExportedProgram, settings: CompilationSettings, in_place: 
     program = pre_export_lowering(program, settings).run_decompositions({**table, **decompositions(in_place)})
     check_nothing_mutated(program)
     graph = post_lowering(program.module(), settings)
-    state_sizes(graph)
+    pin_reshape_sizes(graph)
     return graph
 
 

@@ -91,7 +91,7 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
         InputError: If `opt_length` is outside the prefill's range.
         UnsupportedModelError: If a method has no network.
     """
-    from .engine_io import signature_of
+    from .engine_io import engine_io_of
     from .network import build_network
 
     opt_length = options.opt_length
@@ -108,7 +108,7 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
                 f"opt_length is {expected}; method {name!r} takes {method.min_length} to {method.max_length} new "
                 "tokens: pass one of these, or a longer prefill_chunk"
             )
-        networks[name] = build_network(program.export(name), signature_of(program, name, expected), in_place=in_place)
+        networks[name] = build_network(program.export(name), engine_io_of(program, name, expected), in_place=in_place)
     return networks
 
 

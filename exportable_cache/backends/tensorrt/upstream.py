@@ -32,7 +32,7 @@ _CUDA_LIBRARIES = frozenset({"libtorchtrt.so", "libtorchtrt_runtime.so"})
 
 
 @contextmanager
-def answered_cuda_queries() -> Iterator[None]:
+def fake_cuda_queries() -> Iterator[None]:
     """Answer the queries of the import for the time of a block; where there is a GPU, leave them to it."""
     if torch.cuda.is_available():
         yield
@@ -67,7 +67,7 @@ def _quiet_import() -> Iterator[None]:
             logging.captureWarnings(False)
 
 
-with _quiet_import(), answered_cuda_queries():
+with _quiet_import(), fake_cuda_queries():
     # torch_tensorrt comes first: it puts tensorrt_rtx under the name tensorrt where that is installed
     # isort: off
     import torch_tensorrt
@@ -89,7 +89,7 @@ __all__ = [
     "ConversionContext",
     "ConverterPriority",
     "TRTInterpreter",
-    "answered_cuda_queries",
+    "fake_cuda_queries",
     "cast_trt_tensor",
     "construct_submodule_inputs",
     "dynamo_tensorrt_converter",

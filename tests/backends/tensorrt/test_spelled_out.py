@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
 from exportable_cache.backends.tensorrt.converters import broadcast_in_dim, log1p
-from exportable_cache.backends.tensorrt.engine_io import EngineSignature
+from exportable_cache.backends.tensorrt.engine_io import EngineIO
 from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
 from exportable_cache.backends.tensorrt.network import build_network
 
@@ -139,7 +139,7 @@ def test_state_that_holds_nothing_stays_outside() -> None:
     position, x = torch.ones(1, dtype=torch.int64), torch.arange(4.0)[None, None]
     given = (x, position, torch.zeros(1, 3, 4), torch.zeros(1, 3, 0), position.clone())
     state = tuple(f"layers.0.{name}" for name in ("keys", "values", "cumulative_length"))
-    signature = EngineSignature(("x", "input_pos"), state, (1, 1, 1), frozenset({"layers.0.values"}))
+    signature = EngineIO(("x", "input_pos"), state, (1, 1, 1), frozenset({"layers.0.values"}))
     network = build_network(torch.export.export(NothingRotated(), given), signature)
     assert [spec.name for spec in network.inputs] == ["x", "input_pos", "cache.layers.0.keys"]
     result = NetworkEvaluator(network.definition, network.constants).run(
@@ -175,7 +175,7 @@ def test_the_last_place_where_two_dimensions_are_of_any_length() -> None:
     position = torch.zeros(1, dtype=torch.int64)
     length = {"x": {1: torch.export.Dim("length", min=2, max=9)}, "input_pos": None, "length": None}
     program = torch.export.export(LastRow(), (torch.ones(1, 5), position, position.clone()), dynamic_shapes=length)
-    network = build_network(program, EngineSignature(("x", "input_pos"), ("layers.0.cumulative_length",), (2, 9, 9)))
+    network = build_network(program, EngineIO(("x", "input_pos"), ("layers.0.cumulative_length",), (2, 9, 9)))
     x = torch.arange(1.0, 8)[None]
     result = NetworkEvaluator(network.definition, network.constants).run({"x": x, "input_pos": position})
     assert torch.equal(result["logits"], 7 * torch.cat([x, torch.ones(1, 3)], dim=1)[:, None])
@@ -185,7 +185,7 @@ def test_heads_are_known_behind_experts() -> None:
     position = torch.zeros(1, dtype=torch.int64)
     length = {"x": {1: torch.export.Dim("length", min=2, max=9)}, "input_pos": None, "length": None}
     program = torch.export.export(Heads(), (torch.ones(1, 5, 12), position, position.clone()), dynamic_shapes=length)
-    network = build_network(program, EngineSignature(("x", "input_pos"), ("layers.0.cumulative_length",), (2, 9, 9)))
+    network = build_network(program, EngineIO(("x", "input_pos"), ("layers.0.cumulative_length",), (2, 9, 9)))
     assert tuple(network.definition.get_output(0).shape) == (1, 3, -1, 4)
     x = torch.arange(7.0 * 12).reshape(1, 7, 12)
     result = NetworkEvaluator(network.definition, network.constants).run({"x": x, "input_pos": position})

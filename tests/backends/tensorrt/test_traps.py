@@ -12,7 +12,7 @@ from exportable_cache.errors import UnsupportedModelError
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
 from exportable_cache.backends.tensorrt import upstream
-from exportable_cache.backends.tensorrt.engine_io import EngineSignature
+from exportable_cache.backends.tensorrt.engine_io import EngineIO
 from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
 from exportable_cache.backends.tensorrt.network import build_network, check_nothing_mutated
 
@@ -119,7 +119,7 @@ def test_select_from_the_end_of_a_dynamic_length_gathers_at_no_negative_index() 
     position = torch.zeros(1, dtype=torch.int64)
     length = {"x": {1: torch.export.Dim("length", min=2, max=9)}, "input_pos": None, "length": None}
     program = torch.export.export(Last(), (torch.ones(1, 5, 3), position, position.clone()), dynamic_shapes=length)
-    network = build_network(program, EngineSignature(("x", "input_pos"), ("layers.0.cumulative_length",), (2, 9, 9)))
+    network = build_network(program, EngineIO(("x", "input_pos"), ("layers.0.cumulative_length",), (2, 9, 9)))
     x = torch.arange(21.0).reshape(1, 7, 3)
     result = NetworkEvaluator(network.definition, network.constants).run({"x": x, "input_pos": position})
     assert torch.equal(result["logits"], x[:, -1] + x[:, -2])
@@ -142,7 +142,7 @@ def test_an_operator_without_converter_is_named_with_its_layer() -> None:
 
     position = torch.zeros(1, dtype=torch.int64)
     program = torch.export.export(Model(), (torch.ones(1, 3), position, position.clone()))
-    signature = EngineSignature(("x", "input_pos"), ("layers.0.cumulative_length",), (1, 1, 1))
+    signature = EngineIO(("x", "input_pos"), ("layers.0.cumulative_length",), (1, 1, 1))
     with pytest.raises(UnsupportedModelError, match=r"aten\.i0\.default in layers\.0;"):
         build_network(program, signature)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from exportable_cache.backends.tensorrt.engine_io import EngineSignature
+from exportable_cache.backends.tensorrt.engine_io import EngineIO
 from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
 from exportable_cache.backends.tensorrt.network import Network, build_network
 
@@ -32,7 +32,7 @@ def toy_network(function: Callable[..., torch.Tensor], tensors: list[torch.Tenso
     position = torch.zeros(1, dtype=torch.int64)
     program = torch.export.export(Toy(function, *buffers).eval(), (tensors, position, position.clone()))
     names = tuple(f"x{index}" for index in range(len(tensors)))
-    return build_network(program, EngineSignature((*names, "input_pos"), ("layers.0.cumulative_length",), (1, 1, 1)))
+    return build_network(program, EngineIO((*names, "input_pos"), ("layers.0.cumulative_length",), (1, 1, 1)))
 
 
 def evaluate(network: Network, tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Attention and cache layers in the forms that the ExecuTorch runtime computes."""
+"""Attention and cache layers for the ExecuTorch runtime."""

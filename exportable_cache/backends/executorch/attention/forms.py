@@ -1,14 +1,12 @@
-"""The forms of attention over fused layers, and the operator that stands for the choice between them while a program is
-traced.
+"""Forms of attention over fused layers, and the placeholder operator for the choice between them.
 
 A step of one token folds the query heads that share a key head into rows of one product, so that every key and value is
-read once, not once per query head. Its queries and output are read in that order as they are. The several tokens of a
-prompt, whose rows must be consecutive tokens, have their heads put in order by copies of whole rows: the runtime's own
-permutation goes by single numbers.
+read once, not once per query head. Its queries and output keep their order. The tokens of a prompt must be consecutive
+rows, so their heads are reordered by copies of whole rows, because the runtime's permutation copies single elements.
 
-The file chooses by a branch, which `torch.cond` would make of the two forms. Traced as such, each layer's branches are
-traced again by every decomposition and pass of a lowering: half of an export's time. So a program is traced and lowered
-with one operator, `exportable_cache::fused_attention`, in their place, and `branches` puts the branches in at the end.
+The file chooses by a branch, `torch.cond`. If the branches were traced, every decomposition and pass of a lowering
+would trace them again for each layer: half of an export's time. So a program is traced with
+`exportable_cache::fused_attention`, and `lowering.insertions` replaces it by the branches at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import torch
 
 from ....common.compat.torch import check
 
-#: One form: operands of the operator below to its results.
+#: A form of attention: maps operands of `fused_attention` to its results.
 Form = Callable[..., tuple[torch.Tensor, ...]]
 
 
@@ -28,20 +26,20 @@ Form = Callable[..., tuple[torch.Tensor, ...]]
 def fused_attention(
     operands: Sequence[torch.Tensor], single: int, kind: str, fold: int, capacity: int, scaling: float
 ) -> list[torch.Tensor]:
-    """Attention over a fused layer, in the form that `forms_of` gives for the step.
+    """Compute attention over a fused layer, in the form that `forms_of` returns for the step.
 
     Args:
-        operands: Of a full layer, the query [1, heads, query_length, head_dim], the length int64 [1], and the stored
-            tensors. Of a ring, the query, the mask [query_length, capacity + query_length], the slots int64 [num_heads,
-            query_length], the length, the stored tensors, and the new rows of each.
-        single: The newest slot to read if the step has one token, anything below zero if it has several.
+        operands: For a full layer, the query [1, heads, query_length, head_dim], the length int64 [1], and the stored
+            tensors. For a ring, the query, the mask [query_length, capacity + query_length], the slots int64
+            [num_heads, query_length], the length, the stored tensors, and the new rows of each.
+        single: Newest slot to read if the step has one token; negative if it has several.
         kind: `full` or `ring`.
-        fold: Query heads that become rows of one product.
-        capacity: Slots that are read.
+        fold: Number of query heads that become rows of one product.
+        capacity: Number of slots that are read.
         scaling: Factor on the scores.
 
     Returns:
-        The output [1, query_length, heads, head_dim]; of a ring also its slots.
+        The output [1, query_length, heads, head_dim]; for a ring also its slots.
     """
     one, several = forms_of(kind, fold, capacity, scaling)
     return list((one if single >= least_single(fold) else several)(*operands))
@@ -58,18 +56,18 @@ def _(
 
 
 def least_single(fold: int) -> int:
-    """The least `single` at which the folded form is right.
+    """Return the least `single` at which the folded form is correct.
 
-    The operator takes the rows of a product for consecutive tokens ending at the last key, so their first may not be
-    negative.
+    The operator reads the rows of a product as consecutive tokens that end at the last key, so the first row must not
+    be negative.
     """
     return fold - 1
 
 
 def forms_of(kind: str, fold: int, capacity: int, scaling: float) -> tuple[Form, Form]:
-    """The form for one token and the form for several.
+    """Return the form for one token and the form for several.
 
-    What they close over is numbers, and positions are read inside.
+    They close over numbers only, and read positions from their operands.
     """
     if kind == "full":
         return _folded(fold, capacity, scaling), _causal(capacity, scaling)
@@ -83,7 +81,7 @@ def _causal(capacity: int, scaling: float) -> Form:
         check(start < capacity)
         parts: Sequence[torch.Tensor] = stored
         if _is_rounded(stored):
-            # Read, not computed from `start`: a sum of two symbols does not lower.
+            # Read from a tensor, because a sum of two symbols does not lower.
             end = (length + query.shape[2])[0].item()
             check(end >= 1)
             check(end <= capacity)
@@ -123,7 +121,7 @@ def _masked(capacity: int, scaling: float) -> Form:
 
 
 def _readable(stored: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Keys and values as the operator takes them, in float32: as they are, made wider, or times their scales."""
+    """Return keys and values in float32, as the operator takes them."""
     if len(stored) == 2:
         return [part.to(torch.float32) for part in stored]
     keys, values, key_scales, value_scales = stored
@@ -131,12 +129,12 @@ def _readable(stored: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _is_rounded(stored: Sequence[torch.Tensor]) -> bool:
-    """Whether slots are made float32 before they are read: only those that are filled."""
+    """Return True if slots must be converted to float32, which is then done for filled slots only."""
     return stored[0].dtype != torch.float32
 
 
 def dequantize_slots(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What `Int8Storage.quantize` has kept, through one kernel of ExecuTorch.
+    """Return the rows that `Int8Storage.quantize` stored, computed by one ExecuTorch kernel.
 
     Args:
         rows: int8 [num_heads, slots, 1, head_dim].
@@ -145,8 +143,7 @@ def dequantize_slots(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     Returns:
         float32 [num_heads, slots, 1, head_dim].
     """
-    # The operator that can do without zero points takes two dimensions: their product, of a symbolic length, does not
-    # lower.
+    # With zero points, because the operator without them takes two dimensions, whose symbolic product does not lower.
     zeros = torch.zeros_like(scales, dtype=torch.int64)
     return torch.ops.quantized_decomposed.dequantize_per_token(
         rows, scales, zeros, -127, 127, torch.int8, torch.float32
@@ -156,15 +153,18 @@ def dequantize_slots(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def _attend_folded(
     query: torch.Tensor, stored: Sequence[torch.Tensor], newest: int, fold: int, capacity: int, scaling: float
 ) -> torch.Tensor:
-    """Attention of one token over slots 0 to `newest`, `fold` query heads as rows of one product.
+    """Attend with one token over slots 0 to `newest`, with `fold` query heads as rows of one product.
 
-    The operator reads `start_pos + rows` keys, and without causality every row sees them all: which of the query heads
-    of a key head are its rows, and which its heads, is all one.
+    The operator reads `start_pos + rows` keys. Without causality every row sees all of them, so query heads of a key
+    head may be rows or heads.
 
     Args:
-        query: [1, heads, query_length, head_dim]; the result is right for a query_length of 1.
+        query: [1, heads, query_length, head_dim]; the result is correct for a query_length of 1.
         stored: See `_readable`.
         newest: At least `least_single(fold)`.
+        fold: Number of query heads per product.
+        capacity: Number of slots.
+        scaling: Factor on the scores.
 
     Returns:
         [1, query_length, heads, head_dim].
@@ -182,9 +182,7 @@ def _attend_folded(
 
 
 def _by_key_head(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Queries of several tokens beside their key head: [1, heads, query_length, head_dim] -> [num_heads, query_length,
-    groups, head_dim].
-    """
+    """Reorder queries: [1, heads, query_length, head_dim] -> [num_heads, query_length, groups, head_dim]."""
     _, heads, query_length, head_dim = query.shape
     num_heads = keys.shape[0]
     groups = heads // num_heads
@@ -194,9 +192,7 @@ def _by_key_head(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _by_token(output: torch.Tensor) -> torch.Tensor:
-    """The way back to transformers' order: [num_heads, query_length, groups, head_dim] -> [1, query_length, heads,
-    head_dim].
-    """
+    """Reorder outputs: [num_heads, query_length, groups, head_dim] -> [1, query_length, heads, head_dim]."""
     num_heads, query_length, groups, head_dim = output.shape
     rows = output.view(num_heads, query_length, groups * head_dim)
     side_by_side = torch.cat([rows.select(0, index) for index in range(num_heads)], dim=-1)

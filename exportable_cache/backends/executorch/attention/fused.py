@@ -31,8 +31,8 @@ from .fused_kernels import (
     FusedRingLayout,
     NativeLatentLayout,
     NativeLayout,
+    step_of_keys,
     takes_latents,
-    updated_just_now,
 )
 from .rows_kernel import RowsLayout, takes_rows
 
@@ -48,7 +48,7 @@ register_quantized_operators()
 
 EXECUTORCH_ATTENTION = "exportable_cache_executorch"
 
-# Storages that the kernels' attention can read.
+# Storages that the fused operators can read.
 _FUSED_STORAGES = (FloatStorage, HalfStorage, Int8Storage)
 
 
@@ -61,18 +61,21 @@ def executorch_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Fused attention for the keys of a fused layer, `matmul_attention` for all others.
+    """Attend with the fused operator if the keys are of a fused layer, else with `matmul_attention`.
 
     Args:
+        module: Attention module of the model.
         query: [1, heads, q_length, head_dim].
-        key, value: What the cache layer returned.
-        attention_mask: As the layer's `slot_positions` make it.
+        key: Keys that the cache layer returned.
+        value: Values that the cache layer returned.
+        attention_mask: Mask made from the layer's `slot_positions`, or None.
         scaling: Factor on the scores, `head_dim ** -0.5` by default.
+        **kwargs: Further arguments of `matmul_attention`.
 
     Returns:
         [1, q_length, heads, head_dim], and None for the weights.
     """
-    step = updated_just_now(key)
+    step = step_of_keys(key)
     if step is None:
         return matmul_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -83,14 +86,16 @@ def executorch_attention(
     return layout.attend(step, query, attention_mask, scaling, **extras), None
 
 
-def fuse_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = False) -> ExportableCache:
-    """The cache with its fusable layers in the operators' layout, and all others as they are.
+def fuse_layers(model: PreTrainedModel, cache: ExportableCache, native: bool = False) -> ExportableCache:
+    """Return the cache with its fusable layers in the operators' layout; other layers are unchanged.
 
     Args:
-        own: Use operators of this package where it has them.
+        model: Model that the cache belongs to.
+        cache: Cache to convert.
+        native: Use native operators for the layers that they support.
 
     Raises:
-        UnsupportedModelError: If there are several rows, and a layer that neither these nor plain operators can serve.
+        UnsupportedModelError: If there are several rows, and a layer that neither fused nor plain operators can serve.
     """
     several = cache.batch_size > 1
     if isinstance(cache, ExportableEncoderDecoderCache):
@@ -98,13 +103,12 @@ def fuse_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = Fals
         if several:
             _refuse_rows(model, cache, range(len(cache.layers)))
         return cache
-    if own or several:
-        layouts: Sequence[FusedLayout | None] = native_layouts(model, cache) if own else [None] * len(cache.layers)
+    if native or several:
+        layouts: Sequence[FusedLayout | None] = native_layouts(model, cache) if native else [None] * len(cache.layers)
     else:
         fusable = fusable_layers(model, cache)
         layouts = [fused_layout(layer) if fuse else None for layer, fuse in zip(cache.layers, fusable, strict=True)]
-        # Beside layers that need methods of their own (sinks; soft-capping over 8 bits) the branches of fused layers do
-        # not lower.
+        # Branches of fused layers do not lower next to layers that need separate methods (sinks, soft-capping).
         if not all(layout or _is_plain(layer) for layer, layout in zip(cache.layers, layouts, strict=True)):
             return cache
     pairs = list(zip(cache.layers, layouts, strict=True))
@@ -118,17 +122,16 @@ def fuse_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = Fals
 
 def _refuse_rows(model: PreTrainedModel, cache: ExportableCache, layers: Sequence[int]) -> NoReturn:
     raise UnsupportedModelError(
-        f"batch_size is {cache.batch_size}, but layers {', '.join(map(str, layers))} of {type(model).__name__} are of "
-        "a kind that plain operators of ExecuTorch write at one position for all rows; export with batch_size=1, with "
-        "kernels='native' where that has an operator for them, or for target 'pt2'"
+        f"batch_size must be 1 for layers {', '.join(map(str, layers))} of {type(model).__name__}, got "
+        f"{cache.batch_size}, because ExecuTorch's plain operators write all rows of such layers at one position; "
+        "export with batch_size=1, with kernels='native' if that supports them, or for target 'pt2'"
     )
 
 
 def one_method_suffices(cache: ExportableCache) -> bool:
-    """Whether a method of dynamic length decodes as fast as one of its own would, given what `fuse_layers` made of the
-    layers.
+    """Return True if a method of dynamic length decodes as fast as a separate decode method.
 
-    Rings that are not fused need a static length of one to know that they may be written in place.
+    Rings that are not fused need a static length of one, which tells that they may be written in place.
     """
     return all(
         isinstance(layer.layout, FusedLayout) or (_is_plain(layer) and isinstance(layer.policy, FullPolicy))
@@ -137,29 +140,28 @@ def one_method_suffices(cache: ExportableCache) -> bool:
 
 
 def fused_layout(layer: CacheLayer) -> FusedLayout | None:
-    """Return the layout of ExecuTorch's operators for a layer's policy and storage, or None where there is none."""
+    """Return the layout of ExecuTorch's operators for a layer, or None if there is none."""
     if type(layer) is not CacheLayer or not isinstance(layer.storage, _FUSED_STORAGES):
         return None
     if isinstance(layer.policy, FullPolicy):
         return FusedFullLayout()
-    # A ring that keeps more than its window holds tokens that the newest query does not see.
+    # Rollback slots hold tokens outside the window, which the newest query must not see.
     is_exact = isinstance(layer.policy, RingPolicy) and layer.policy.rollback_slots == 0
     return FusedRingLayout() if is_exact else None
 
 
 def _is_plain(layer: CacheLayer) -> bool:
-    """Whether it is of tokens alone, unrounded, in slots that need no method of their own."""
+    """Return True if the layer keeps unquantized keys and values in slots that need no separate methods."""
     is_known = isinstance(layer.policy, (FullPolicy, RingPolicy)) and isinstance(layer.storage, FloatStorage)
     return type(layer) is CacheLayer and is_known
 
 
 def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]:
-    """Which layers ExecuTorch's operators compute exactly, found by running a short prompt through the model.
+    """Return for each layer whether ExecuTorch's operators compute it exactly, by running a short prompt.
 
-    Such a layer keeps every token of one row, or exactly its window, in float32, keys and values of one size, and its
-    attention goes once through the attention interface with the very tensors the cache returned, under a purely causal
-    mask as long as the window is not reached, with neither soft-capping, nor sinks, nor a position bias. (The kernel
-    gives not-a-number in bfloat16.)
+    Such a layer keeps every token of one row, or exactly its window, in float32, with keys and values of one size. Its
+    attention goes through the attention interface once, with the tensors that the cache returned, under a causal mask
+    (until the window is reached), without soft-capping, sinks or position bias. The kernel returns NaN in bfloat16.
     """
 
     def is_plain_and_causal(query, key, value, attention_mask, kwargs):
@@ -171,7 +173,7 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
     types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
     return [
         fused_layout(layer) is not None
-        # Of an attention chunk a query sees what came before it in the chunk, not all that the ring holds.
+        # A query sees earlier tokens of its chunk, not everything in the ring.
         and types[index] != "chunked_attention"
         and layer.keys is not None
         and layer.values is not None
@@ -194,12 +196,11 @@ _NATIVE_STORAGES = (FloatStorage, HalfStorage, Int8Storage, Int4Storage)
 
 
 def native_layouts(model: PreTrainedModel, cache: ExportableCache) -> list[NativeLayout | None]:
-    """The kernel of each layer that the operators compute exactly, found by running a short prompt through the model;
-    None for the others.
+    """Return the native layout of each layer that native operators compute exactly, else None.
 
-    Such a layer keeps keys and values in float32 or fewer bits, and its attention goes through the attention interface
-    with the very tensors that the cache returned. A mask that is not causal, and what is added to the scores by the
-    key's position, need a layer that keeps every token.
+    It runs a short prompt. Such a layer keeps keys and values in float32 or fewer bits, and its attention goes through
+    the attention interface with the tensors that the cache returned. A mask that is not causal, and a bias by key
+    position, need a layer that keeps every token.
     """
 
     def needs(query, key, value, attention_mask, kwargs):
@@ -215,8 +216,12 @@ def native_layouts(model: PreTrainedModel, cache: ExportableCache) -> list[Nativ
 
 @dataclass(frozen=True)
 class _Needs:
-    """Of one call of attention: whether its mask is looked at, whether something is added to the scores, and whether
-    its keys are latents.
+    """Requirements of one call of attention.
+
+    Attributes:
+        masked: The mask must be read.
+        biased: A mask or bias is added to the scores.
+        of_latents: The keys are latents.
     """
 
     masked: bool
@@ -237,6 +242,6 @@ def _layout_for(layer: CacheLayer, layer_type: str, calls: list[Any]) -> NativeL
     chunked = layer_type == "chunked_attention" and not is_full
     form = (chunked, any(call.masked for call in calls), len(calls))
     if any(call.of_latents for call in calls):
-        # Whole numbers of keys and of values have scales of their own, which their sum in one product has no place for.
+        # Quantized keys and values have separate scales, but latents and rotated keys are summed in one product.
         return NativeLatentLayout(*form) if isinstance(layer.storage, (FloatStorage, HalfStorage)) else None
     return NativeLayout(*form)

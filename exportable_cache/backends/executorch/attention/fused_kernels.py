@@ -1,14 +1,13 @@
-"""Kernels over ExecuTorch's own operators, whose cost follows the filled length, not the allocated one.
+"""Layer kernels over ExecuTorch's and native fused operators, whose cost follows the filled length, not the capacity.
 
 `llama::update_cache`, `llama::update_cache_with_indices` and `llama::custom_sdpa` (extension/llm/custom_ops of
-ExecuTorch 1.4) take a cache as [batch, slots, heads, dim]. A program of one row gives them its heads for the batch,
-[num_heads, slots, 1, dim]: what a head reads then lies together, instead of a slot's heads. One program serves steps of
-one token and of several: the form of attention is chosen at run time, per layer, see `attention_forms`.
+ExecuTorch 1.4) take a cache as [batch, slots, heads, dim]. A program of one row passes its heads as the batch,
+[num_heads, slots, 1, dim], so that the data of a head is contiguous. One program serves steps of one token and of
+several; the form of attention is chosen at run time, per layer (`attention.forms`).
 
-Keys and values in 8 bits are written by the same operators, and read as far as they are filled. ExecuTorch's own
-attention over such a cache, `llama::custom_quantized_sdpa`, rounds the queries as well, and is 2.5 times as slow as the
-one in float32 on a full cache here. So the filled slots are made float32 by one kernel, into memory that all layers
-share, and attended to by the operator that float caches use.
+An 8-bit cache is written by the same operators. `llama::custom_quantized_sdpa` also quantizes the queries, and is 2.5
+times slower than the float32 operator on a full cache. So one kernel dequantizes the filled slots into memory that all
+layers share, and the float32 operator attends to them.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ if TYPE_CHECKING:
     from ....cache.policies import SlotPolicy
 
 
-#: The operator runs its heads in parallel: folding leaves at least this many, or all there are.
+#: The operator runs heads in parallel, so folding leaves at least this many, or all.
 LEAST_PARALLEL_HEADS = 4
 
-# Larger than any cache: what makes a step of several tokens miss a bound that a step of one is held to.
-_SEVERAL = 1 << 40
+# Larger than any cache, so that a step of several tokens fails the comparison for one token.
+_BEYOND_ANY_CACHE = 1 << 40
 
 
 @dataclass(eq=False)
 class FusedStep:
-    """A layer between its update and its attention.
+    """State of a layer between its update and its attention.
 
     Attributes:
-        layer: What was updated.
-        new: What its new tokens add to each of the stored tensors, [num_heads, query_length, 1, ...].
-        asked: How often attention has asked for it.
+        layer: The updated layer.
+        new: Rows of the new tokens for each stored tensor, [num_heads, query_length, 1, ...].
+        reads: Number of times that attention has read the step.
     """
 
     layer: CacheLayer
     new: tuple[torch.Tensor, ...]
-    asked: int = 0
+    reads: int = 0
 
     @property
     def layout(self) -> FusedLayout:
@@ -60,39 +59,39 @@ class FusedStep:
         return self.layer.layout
 
 
-# Transformers calls attention with tensors alone: this is where the updates that come before it leave what attention
-# needs.
+# Updates leave their step here, because transformers passes only tensors to attention.
 _updated: ContextVar[tuple[FusedStep, ...]] = ContextVar("_updated", default=())
 
 
-def updated_just_now(keys: torch.Tensor) -> FusedStep | None:
-    """The layer whose `update` has returned these keys in this step, or None where they are not of a fused layer; asked
-    as often as its kernel has readers.
+def step_of_keys(keys: torch.Tensor) -> FusedStep | None:
+    """Return the step of the fused layer whose `update` returned these keys, or None for keys of other layers.
+
+    A step is forgotten after as many calls as its layout has readers.
     """
     for step in _updated.get():
         if step.layer.keys is keys:
-            step.asked += 1
-            if step.asked == step.layout.readers:
+            step.reads += 1
+            if step.reads == step.layout.readers:
                 _updated.set(tuple(other for other in _updated.get() if other is not step))
             return step
     return None
 
 
 def takes_latents(keys: torch.Tensor) -> bool:
-    """Whether these keys are of a layer whose kernel attends over latents."""
+    """Return True if these keys belong to a layer whose layout attends over latents."""
     return any(step.layer.keys is keys and step.layout.attends_latents for step in _updated.get())
 
 
 class FusedLayout(Layout):
-    """What these kernels share. They exist in traced programs only, and attention must go through `attend`."""
+    """Base of fused layouts. They exist in traced programs only, and attention must go through `attend`."""
 
-    #: Times that a step attends over a layer.
+    #: Number of times that a step attends over a layer.
     readers = 1
-    #: Whether keys and values are not expanded before attention.
+    #: True if keys and values are not expanded before attention.
     attends_latents = False
 
     def fused(self, layer: CacheLayer) -> CacheLayer:
-        """An empty layer of the same policy, storage and sizes, in this kernel's layout."""
+        """Return an empty layer of the same policy, storage and sizes, in this layout."""
         assert layer.keys is not None
         assert layer.storage is not None
         batch_size, num_heads, _, head_dim = layer.keys.shape
@@ -102,12 +101,14 @@ class FusedLayout(Layout):
     def update(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the new tokens [batch_size, num_heads, query_length, head_dim], and return the buffers, which only
-        `attend` reads.
+        """Add the new tokens [batch_size, num_heads, query_length, head_dim].
+
+        Returns:
+            The buffers, which only `attend` may read.
         """
         new = self.encoded(layer, key_states, value_states)
         self.write_before(layer, new)
-        # Those of an earlier step are what a trace that failed has left.
+        # Steps of another context are left from a trace that failed.
         others = (step for step in _updated.get() if step.layer.context is layer.context)
         _updated.set((*others, FusedStep(layer, new)))
         layer.advance(key_states.shape[2])
@@ -117,19 +118,19 @@ class FusedLayout(Layout):
         return keys, values
 
     def stored(self, layer: CacheLayer) -> tuple[torch.Tensor, ...]:
-        """The buffers, in the order of `encoded`."""
+        """Return the buffers, in the order of `encoded`."""
         assert layer.storage is not None
         return tuple(getattr(layer, name) for name in layer.storage.parts)
 
     def encoded(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """What is kept of new tokens, [batch_size * num_heads, query_length, 1, ...]."""
+        """Return the stored form of the new rows, each [batch_size * num_heads, query_length, 1, ...]."""
         assert layer.storage is not None
         return layer.storage.encode(heads_as_batch(key_states), heads_as_batch(value_states))
 
     def write_before(self, layer: CacheLayer, new: tuple[torch.Tensor, ...]) -> None:
-        """Write the new rows, each [num_heads, query_length, 1, ...], as far as that is done before attention."""
+        """Write the new rows that must be written before attention, each [num_heads, query_length, 1, ...]."""
 
     @abstractmethod
     def attend(
@@ -140,14 +141,14 @@ class FusedLayout(Layout):
         scaling: float,
         **extras: Any,
     ) -> torch.Tensor:
-        """Attention over what the layer holds after the step.
+        """Attend over the tokens that the layer holds after the step.
 
         Args:
-            step: Of the layer.
+            step: Step of the layer.
             query: [1, heads, query_length, head_dim].
-            attention_mask: As the kernel's `mask_positions` make it, or None.
+            attention_mask: Mask made from the layout's `mask_positions`, or None.
             scaling: Factor on the scores.
-            **extras: What attention is given besides; of `fusable_layers` there is nothing.
+            **extras: Further arguments of attention; none for `fusable_layers`.
 
         Returns:
             [1, query_length, heads, head_dim].
@@ -156,13 +157,15 @@ class FusedLayout(Layout):
 
 @dataclass(frozen=True)
 class FusedFullLayout(FusedLayout, kind="executorch_full"):
-    """Of a full policy: stored tensors are [num_heads, capacity, 1, dim]. The mask is not looked at: attention is
-    causal.
+    """Layout for full policies: stored tensors are [num_heads, capacity, 1, dim].
+
+    Attention is causal, so the mask is not read.
     """
 
     row_dims = ("num_heads", "capacity", "batch_size")
 
     def write_before(self, layer: CacheLayer, new: tuple[torch.Tensor, ...]) -> None:
+        """Write all new rows."""
         start = _start(layer, new[0].shape[1])
         for buffer, rows in zip(self.stored(layer), new, strict=True):
             torch.ops.llama.update_cache(rows, buffer, start)
@@ -175,6 +178,7 @@ class FusedFullLayout(FusedLayout, kind="executorch_full"):
         scaling: float,
         **extras: Any,
     ) -> torch.Tensor:
+        """See `FusedLayout.attend`."""
         layer, (heads, query_length) = step.layer, query.shape[1:3]
         assert layer.keys is not None
         fold = fold_of(heads, layer.keys.shape[0])
@@ -185,21 +189,22 @@ class FusedFullLayout(FusedLayout, kind="executorch_full"):
 
 @dataclass(frozen=True)
 class FusedRingLayout(FusedLayout, kind="executorch_ring"):
-    """Of a ring without rollback slots: stored tensors are [num_heads, capacity + 1, 1, dim].
+    """Layout for rings without rollback slots: stored tensors are [num_heads, capacity + 1, 1, dim].
 
-    The last slot takes what is to be written nowhere, and is never read. One token is written before attention, which
-    then runs over the filled slots without a mask: in a ring of exactly one window all of them are seen, and their
-    order does not matter. Several attend over the ring as it was plus themselves, under the mask, and are written after
-    that.
+    The extra last slot absorbs writes that must be discarded; it is never read. One token is written before attention,
+    which then reads the filled slots without a mask, because a ring of one window is seen as a whole in any order.
+    Several tokens attend over the previous ring and themselves under the mask, and are written afterwards.
     """
 
     row_dims = ("num_heads", "slots", "batch_size")
 
     def sizes(self, policy: SlotPolicy) -> Mapping[str, int]:
+        """Return the number of slots, the extra one included."""
         assert policy.capacity is not None
         return {"slots": policy.capacity + 1}
 
     def mask_positions(self, layer: CacheLayer, query_length: int) -> torch.Tensor:
+        """Return positions of the ring before the step, then of the new tokens, because `attend` joins the two."""
         # Of the ring before this step and the new tokens after it, for any number of them: `attend` joins the two.
         assert isinstance(layer.policy, RingPolicy)
         return layer.policy.positions_beside_new(layer.cumulative_length, query_length)
@@ -217,13 +222,13 @@ class FusedRingLayout(FusedLayout, kind="executorch_ring"):
         assert layer.keys is not None
         assert attention_mask is not None
         stored = self.stored(layer)
-        slot, reach, slots = _places(layer, query_length)
+        slot, reach, slots = _ring_slots(layer, query_length)
         for buffer, rows in zip(stored, step.new, strict=True):
             torch.ops.llama.update_cache(rows[:, :1], buffer, slot)
         fold = fold_of(heads, layer.keys.shape[0])
         operands = [query, attention_mask[0, 0], slots, layer.cumulative_length, *stored, *step.new]
         single = _newest_if_single(reach, query_length)
-        # The slots are handed through: nothing else keeps the writes below from being scheduled before the reads above.
+        # The slots are passed through, because only this dependency keeps the writes below after the reads above.
         output, slots = fused_attention(operands, single, "ring", fold, layer.capacity, scaling)
         for buffer, rows in zip(stored, step.new, strict=True):
             torch.ops.llama.update_cache_with_indices(rows, buffer, 0, slots)
@@ -231,7 +236,7 @@ class FusedRingLayout(FusedLayout, kind="executorch_ring"):
 
 
 def _start(layer: CacheLayer, query_length: int) -> int:
-    """The row's length as a symbolic integer, which is what the operators take."""
+    """Return the length of the row as a symbolic integer, as the operators take it."""
     start = layer.context.once("start", lambda: layer.cumulative_length[0].item())
     torch._check(start >= 0)
     torch._check(start < layer.capacity)
@@ -239,15 +244,14 @@ def _start(layer: CacheLayer, query_length: int) -> int:
     return start
 
 
-def _places(layer: CacheLayer, query_length: int) -> tuple[int, int, torch.Tensor]:
-    """Where the tokens of a step go in a ring.
+def _ring_slots(layer: CacheLayer, query_length: int) -> tuple[int, int, torch.Tensor]:
+    """Return where the tokens of a step go in a ring.
 
     Returns:
-        The slot of a single token, or the spare one where there are several; the newest filled slot if the token is
-        single; and the slot of each token, int64 [num_heads, query_length], the spare one for those already past the
+        The slot of a single token, or the extra slot if there are several; the newest filled slot if there is a single
+        token; the slot of each token, int64 [num_heads, query_length], the extra slot for tokens already outside the
         window.
     """
-
     keys, spare = layer.keys, layer.capacity
     assert keys is not None
     assert spare is not None
@@ -267,13 +271,14 @@ def _places(layer: CacheLayer, query_length: int) -> tuple[int, int, torch.Tenso
 
 
 def heads_as_batch(states: torch.Tensor) -> torch.Tensor:
-    """[batch_size, num_heads, length, dim] -> [batch_size * num_heads, length, 1, dim]."""
+    """Reshape [batch_size, num_heads, length, dim] -> [batch_size * num_heads, length, 1, dim]."""
     return states.reshape(states.shape[0] * states.shape[1], states.shape[2], 1, states.shape[3])
 
 
 def fold_of(heads: int, kv_heads: int) -> int:
-    """How many query heads that share a key head become rows of one product: the most that leave enough heads in
-    parallel.
+    """Return how many query heads that share a key head become rows of one product.
+
+    It is the largest number that leaves enough heads to run in parallel.
     """
     groups = heads // kv_heads
     enough = min(LEAST_PARALLEL_HEADS, heads)
@@ -281,25 +286,23 @@ def fold_of(heads: int, kv_heads: int) -> int:
 
 
 def _newest_if_single(newest: int, query_length: int) -> int:
-    """The newest slot to read of a step of one token, below zero for several: symbolic, as one number that is compared
-    once.
-    """
-    return newest - _SEVERAL * (query_length - 1)
+    """Return the newest slot for a step of one token, or a negative symbolic number for several tokens."""
+    return newest - _BEYOND_ANY_CACHE * (query_length - 1)
 
 
 @dataclass(frozen=True)
 class NativeLayout(FusedLayout, kind="native"):
-    """Over `exportable_cache::attention` and `exportable_cache::write`: stored tensors are [batch_size * num_heads,
-    capacity, 1, dim]. Programs with it run only where the compiled kernels of `kernels/` are loaded.
+    """Layout over `exportable_cache::attention` and `exportable_cache::write`, with tensors of several rows.
 
-    A full layer is written before attention. A ring is written after it, as a step of several tokens would write over
-    what its first ones still see: attention is over the slots as they were and the new rows beside them.
+    Stored tensors are [batch_size * num_heads, capacity, 1, dim]. Programs with it run only where the compiled kernels
+    of `kernels/` are loaded. A full layer is written before attention. A ring is written afterwards, because several
+    tokens would overwrite slots that the first of them still see; attention reads the previous slots and the new rows.
 
     Attributes:
-        chunked: A token sees those of its own chunk, which is as long as the ring.
-        masked: The mask is looked at, of a layer that keeps every token; without it attention is causal, within the
-            ring's window.
-        readers: Times that a step attends over the layer: others may share its keys.
+        chunked: A token sees its chunk, which is as long as the ring.
+        masked: The mask is read, for layers that keep every token; otherwise attention is causal, within the ring's
+            window.
+        readers: Number of times that a step attends over the layer, because other layers may share its keys.
     """
 
     chunked: bool = False
@@ -309,6 +312,7 @@ class NativeLayout(FusedLayout, kind="native"):
     row_dims = ("rows_and_heads", "capacity", "one")
 
     def fused(self, layer: CacheLayer) -> CacheLayer:
+        """See `FusedLayout.fused`."""
         tensors = dict(layer.named_state())
         for name in layer.storage.parts if layer.storage is not None else ():
             batch_size, num_heads, *sizes = tensors[name].shape
@@ -318,6 +322,7 @@ class NativeLayout(FusedLayout, kind="native"):
     def encoded(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
+        """See `FusedLayout.encoded`."""
         if not isinstance(layer.storage, RoundedStorage):
             return super().encoded(layer, key_states, value_states)
         (keys, key_scales), (values, value_scales) = (
@@ -327,6 +332,7 @@ class NativeLayout(FusedLayout, kind="native"):
         return keys, values, key_scales, value_scales
 
     def write_before(self, layer: CacheLayer, new: tuple[torch.Tensor, ...]) -> None:
+        """Write the new rows of a full layer."""
         if isinstance(layer.policy, FullPolicy):
             self._write(layer, new, None)
 
@@ -355,7 +361,7 @@ class NativeLayout(FusedLayout, kind="native"):
             _sinks(extras),
             self._bias(layer, attention_mask, extras),
         )
-        if not is_full and step.asked == self.readers:
+        if not is_full and step.reads == self.readers:
             self._write(layer, step.new, output)
         return output
 
@@ -366,12 +372,12 @@ class NativeLayout(FusedLayout, kind="native"):
     def _bias(
         self, layer: CacheLayer, attention_mask: torch.Tensor | None, extras: dict[str, Any]
     ) -> torch.Tensor | None:
-        """What is added to the scores, [batch or 1, heads or 1, query_length, capacity]."""
+        """Return what is added to the scores, [batch or 1, heads or 1, query_length, capacity], or None."""
         bias = extras.get("position_bias")
         if not self.masked:
             return bias
         if extras.get("indices") is not None:
-            # With it comes transformers, which opening a bundle does without.
+            # Imported here, because it imports transformers, which opening a bundle does not need.
             from ....cache.attention.functions import among_indices
 
             capacity = _kept(layer.policy)
@@ -381,31 +387,35 @@ class NativeLayout(FusedLayout, kind="native"):
 
 @dataclass(frozen=True)
 class NativeLatentLayout(NativeLayout, kind="native_latents"):
-    """Of layers that keep a latent of a token for all of its keys and values (DeepSeek's MLA), and one rotated key:
-    side by side in one tensor [batch_size, capacity, 1, kv_lora_rank + qk_rope_head_dim].
+    """Layout for layers that keep one latent per token for all keys and values (DeepSeek's MLA), and one rotated key.
 
-    Latents are attended to as they are: queries are taken to where latents are, by the part of the expansion that makes
-    keys, and what comes out is expanded by the part that makes values. Without that, every step expands every slot.
+    Both are in one tensor [batch_size, capacity, 1, kv_lora_rank + qk_rope_head_dim]. Attention is over the latents:
+    queries are multiplied by the part of the expansion that makes keys, and outputs by the part that makes values.
+    Otherwise every step would expand every slot.
     """
 
     attends_latents = True
 
     def declare(self, layer: CacheLayer) -> dict[str, StateTensor]:
+        """Return the one state tensor."""
         assert layer.storage is not None
         return {"keys": StateTensor(*self.row_dims, "latent_and_key", dtype=layer.storage.parts["keys"].dtype)}
 
     def fused(self, layer: CacheLayer) -> CacheLayer:
+        """See `FusedLayout.fused`."""
         tensors = dict(layer.named_state())
         keys, values = tensors["keys"], tensors.pop("values")
         tensors["keys"] = keys.new_zeros(keys.shape[0], keys.shape[2], 1, keys.shape[3] + values.shape[3])
         return layer.with_layout(self, tensors)
 
     def stored(self, layer: CacheLayer) -> tuple[torch.Tensor, ...]:
+        """See `FusedLayout.stored`."""
         return (dict(layer.named_state())["keys"],)
 
     def encoded(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
+        """See `FusedLayout.encoded`."""
         assert layer.storage is not None
         return (heads_as_batch(torch.cat(layer.storage.encode(key_states, value_states), dim=-1)),)
 
@@ -417,7 +427,7 @@ class NativeLatentLayout(NativeLayout, kind="native_latents"):
         scaling: float,
         **extras: Any,
     ) -> torch.Tensor:
-        """See `FusedLayout.attend`; `module` of the extras has the expansion."""
+        """See `FusedLayout.attend`; `module` in `extras` has the expansion."""
         module = extras.pop("module")
         batch_size, heads, query_length = query.shape[:3]
         size = module.qk_nope_head_dim
@@ -431,21 +441,21 @@ class NativeLatentLayout(NativeLayout, kind="native_latents"):
 
 
 def _by_head(states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, length, dim] times [heads, dim, other]: [batch, heads, length, other]."""
+    """Multiply [batch, heads, length, dim] by [heads, dim, other]: [batch, heads, length, other]."""
     batch_size, heads, length, dim = states.shape
     rows = states.transpose(0, 1).reshape(heads, batch_size * length, dim)
     return torch.bmm(rows, weights).reshape(heads, batch_size, length, weights.shape[2]).transpose(0, 1)
 
 
 def _kept(policy: SlotPolicy) -> int:
-    """Slots that are never written again."""
+    """Return the number of slots that are never overwritten."""
     if isinstance(policy, FullPolicy):
         return policy.capacity
     return policy.sinks if isinstance(policy, SinkPolicy) else 0
 
 
 def _sinks(extras: dict[str, Any]) -> torch.Tensor | None:
-    """float32, as the operator takes them."""
+    """Return the sinks in float32, as the operator takes them, or None."""
     sinks = extras.get("sinks")
     if extras.get("s_aux") is not None:
         sinks = extras["s_aux"].reshape(1, -1, 1, 1)

@@ -1,8 +1,8 @@
-"""Several rows over plain operators, on runtimes that lack this package's kernels.
+"""Several rows over plain operators, for runtimes without native kernels.
 
-ExecuTorch 1.4.1 writes in place at one 1-D index, the same for all rows, and rows are at positions of their own. So all
-slots of all rows and heads lie in one dimension, in which every new token has a number of its own. What attention reads
-is a view of it. (The buffer itself may not be the view: a method then writes what the next one does not see.)
+ExecuTorch 1.4.1 writes in place at a 1-D index that is the same for all rows, but each row is at its own position. So
+the slots of all rows and heads are one dimension, in which every new token has its own index, and attention reads a
+view. The buffer must not be the view, because one method would then not see what another wrote.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class RowsLayout(PortableLayout, kind="executorch_rows"):
-    """The portable kernel on keys and values [batch_size * num_heads * capacity, dim], which are stored as they are.
+    """Portable layout over keys and values [batch_size * num_heads * capacity, dim], stored unchanged.
 
     Attributes:
-        heads: Of keys and values.
+        heads: Number of key and value heads.
     """
 
     heads: int
@@ -38,10 +38,12 @@ class RowsLayout(PortableLayout, kind="executorch_rows"):
 
     @classmethod
     def over(cls, layer: CacheLayer) -> CacheLayer:
-        """An empty layer of the same policy, storage and sizes, in this layout; one without keys as it is.
+        """Return an empty layer of the same policy, storage and sizes in this layout.
+
+        A layer without keys is returned unchanged.
 
         Args:
-            layer: One that `takes_rows`.
+            layer: A layer for which `takes_rows` is True.
         """
         if layer.storage is None:
             return layer
@@ -77,18 +79,17 @@ class RowsLayout(PortableLayout, kind="executorch_rows"):
         return keys, values
 
     def _numbers(self, slots: torch.Tensor, capacity: int) -> torch.Tensor:
-        """Of slots [batch_size, n] among those of all rows and heads: int64 [batch_size * heads * n]."""
+        """Return indices int64 [batch_size * heads * n] of slots [batch_size, n] among those of all rows and heads."""
         first = torch.arange(slots.shape[0] * self.heads, device=slots.device) * capacity
         return (first.view(slots.shape[0], self.heads, 1) + slots[:, None]).reshape(-1)
 
     def _by_row(self, layer: CacheLayer) -> list[torch.Tensor]:
-        """What is held, each [batch_size, num_heads, capacity, dim]."""
+        """Return keys and values, each [batch_size, num_heads, capacity, dim]."""
         return [held.view(-1, self.heads, _capacity(layer), held.shape[1]) for held in _held(layer)]
 
 
 def _capacity(layer: CacheLayer) -> int:
     capacity = layer.policy.capacity
-    # Of the policies that `takes_rows` knows.
     assert capacity is not None
     return capacity
 
@@ -99,8 +100,9 @@ def _held(layer: CacheLayer) -> _Pair:
 
 
 def takes_rows(layer: CacheLayer) -> bool:
-    """Whether `RowsLayout` keeps what this layer does: keys and values of tokens, all or those of a ring, unrounded;
-    or a state of fixed size in their place.
+    """Return True if `RowsLayout` supports the layer.
+
+    Such a layer keeps unquantized keys and values of all tokens or of a ring, or a state of fixed size instead.
     """
     if layer.storage is None:
         return True

@@ -22,7 +22,7 @@ from executorch.exir.lowered_backend_module import LoweredBackendModule
 from torch.fx import Graph
 
 from ....common.compat.executorch import named_data, pack_pairs
-from .segments import Unexplained, place_of_size
+from .segments import CannotClone, source_of_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Packing:
-    """One way in which XNNPACK's compiler writes a tensor it is given.
+    """A way in which XNNPACK's compiler writes a tensor.
 
     Attributes:
-        pack: Gives the tensor whose bytes it writes.
-        takes: Whether a tensor is one of those that are packed so.
-        bits: Of each number.
+        pack: Returns the tensor whose bytes are written.
+        takes: Returns True for tensors that may be packed so.
+        bits: Bits per number, or None for those of the tensor's dtype.
     """
 
     pack: Callable[[torch.Tensor], torch.Tensor]
@@ -49,7 +49,7 @@ class _Packing:
     bits: int | None = None
 
     def bytes(self, tensor: torch.Tensor) -> int:
-        """How many it writes."""
+        """Return the number of bytes written for a tensor."""
         return tensor.nbytes if self.bits is None else tensor.numel() * self.bits // 8
 
 
@@ -62,7 +62,7 @@ def _is_matrix(tensor: torch.Tensor) -> bool:
 
 
 _PACKINGS = {
-    "as it is": _Packing(lambda tensor: tensor, lambda tensor: True),
+    "unchanged": _Packing(lambda tensor: tensor, lambda tensor: True),
     "float32": _Packing(torch.Tensor.float, torch.Tensor.is_floating_point, 32),
     "bfloat16": _Packing(torch.Tensor.bfloat16, torch.Tensor.is_floating_point, 16),
     "transposed": _Packing(lambda tensor: tensor.float().t(), _is_matrix, 32),
@@ -72,13 +72,13 @@ _KEY = re.compile(rb"(?:scale_)?[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """One entry of a delegate's data that holds a weight.
+class _WeightEntry:
+    """An entry of a delegate's data that holds a weight.
 
     Attributes:
-        key: In the template.
-        weight: Its number.
-        packing: One of `_PACKINGS`.
+        key: Key in the template.
+        weight: Index of the weight.
+        packing: A key of `_PACKINGS`.
     """
 
     key: str
@@ -90,12 +90,12 @@ class DelegateTemplate:
     """A lowered delegate call whose weights can be replaced.
 
     Args:
-        lowered: Over weights that differ from one another.
-        weights: Name in the delegate's program -> number, of those it reads.
+        lowered: Call over weights that differ from one another.
+        weights: Indices of the weights that the delegate reads, by name in its program.
 
     Raises:
-        Unexplained: If some of its data is neither a weight, packed in a known way, nor the same for all weights; or a
-            weight is in none of its data.
+        CannotClone: If some of its data is neither a weight, packed in a known way, nor the same for all weights; or if
+            a weight is in none of its data.
     """
 
     def __init__(self, lowered: LoweredBackendModule, weights: Mapping[str, int]) -> None:
@@ -104,31 +104,31 @@ class DelegateTemplate:
         tensors = {**program.state_dict, **program.constants}
         data = lowered.named_data_store_output
         if data is None or data.external_data:
-            raise Unexplained("data outside of the program")
-        self._pieces: list[_Piece] = []
+            raise CannotClone("the delegate stores data outside the program")
+        self._weight_entries: list[_WeightEntry] = []
         self._fixed: list[str] = []
         for key, entry in data.pte_data.items():
             content = data.buffers[entry.buffer_index]
             found = [(name, packing) for name, tensor in tensors.items() for packing in _packings(tensor, content)]
             if not found:
-                raise Unexplained(f"{len(content)} bytes that are no tensor of the segment")
+                raise CannotClone(f"{len(content)} bytes match no tensor of the segment")
             name, packing = found[0]
             if name not in weights:
                 self._fixed.append(key)
             else:
                 if any(other != name for other, _ in found):
-                    raise Unexplained(f"{len(content)} bytes that are several tensors of the segment")
-                self._pieces.append(_Piece(key, weights[name], packing))
-        baked = set(weights.values()) - {piece.weight for piece in self._pieces}
+                    raise CannotClone(f"{len(content)} bytes match several tensors of the segment")
+                self._weight_entries.append(_WeightEntry(key, weights[name], packing))
+        baked = set(weights.values()) - {entry.weight for entry in self._weight_entries}
         if baked:
-            raise Unexplained(f"weights that are in none of its data: {sorted(baked)}")
+            raise CannotClone(f"weights are missing in the data: {sorted(baked)}")
 
-    def stamped(self, weights: Sequence[torch.Tensor], packed: dict[Any, Any]) -> LoweredBackendModule:
-        """The call over other weights.
+    def clone(self, weights: Sequence[torch.Tensor], packed: dict[Any, Any]) -> LoweredBackendModule:
+        """Return the call over other weights.
 
         Args:
-            weights: By number.
-            packed: What was packed before, for other methods of the program.
+            weights: Weights by index.
+            packed: Weights packed so far, shared between the methods of the program.
         """
         data = self._lowered.named_data_store_output
         buffers: list[bytes] = []
@@ -136,25 +136,25 @@ class DelegateTemplate:
         for key in self._fixed:
             entries[key] = replace(data.pte_data[key], buffer_index=len(buffers))
             buffers.append(data.buffers[data.pte_data[key].buffer_index])
-        for piece in self._pieces:
-            tensor = weights[piece.weight]
-            place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), piece.packing)
-            if place not in packed:
-                content = _content(_PACKINGS[piece.packing].pack(tensor.detach()))
-                # With the tensor: its address is no other's while it is held.
-                packed[place] = (hashlib.sha256(content).hexdigest(), content, tensor)
-            digest, content, _ = packed[place]
-            name = piece.key[:-64] + digest
-            keys[piece.key.encode()] = name.encode()
+        for entry in self._weight_entries:
+            tensor = weights[entry.weight]
+            identity = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), entry.packing)
+            if identity not in packed:
+                content = _content(_PACKINGS[entry.packing].pack(tensor.detach()))
+                # The tensor is kept, so that its address is not reused.
+                packed[identity] = (hashlib.sha256(content).hexdigest(), content, tensor)
+            digest, content, _ = packed[identity]
+            name = entry.key[:-64] + digest
+            keys[entry.key.encode()] = name.encode()
             if name not in entries:
-                entries[name] = replace(data.pte_data[piece.key], buffer_index=len(buffers))
+                entries[name] = replace(data.pte_data[entry.key], buffer_index=len(buffers))
                 buffers.append(content)
         payload = _KEY.sub(lambda match: keys.get(match.group(), match.group()), self._lowered.processed_bytes)
         return replaced(self._lowered, processed_bytes=payload, named_data=named_data(buffers, entries))
 
 
 def _packings(tensor: torch.Tensor, content: bytes) -> Iterator[str]:
-    """The way in which a tensor's bytes are these, if there is one."""
+    """Yield the packing whose bytes equal `content`, if there is one."""
     for name, packing in _PACKINGS.items():
         if packing.takes(tensor) and packing.bytes(tensor) == len(content):
             if _content(packing.pack(tensor.detach())) == content:
@@ -167,10 +167,10 @@ def _content(tensor: torch.Tensor) -> bytes:
 
 
 class DelegateShapes:
-    """What stands for the program that a delegate was made from once nothing of it is needed but its outputs' shapes.
+    """Replacement for the program that a delegate was made from, of which only the outputs' shapes are needed.
 
     Attributes:
-        graph: With as many outputs.
+        graph: Graph with as many outputs.
     """
 
     def __init__(self, outputs: list[tuple[torch.dtype, list[int | str]]]) -> None:
@@ -179,7 +179,7 @@ class DelegateShapes:
         self.graph.output((None,) * len(outputs))
 
     def module(self) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """What gives the outputs, without their values, for the delegate's inputs."""
+        """Return a function that makes empty outputs for the delegate's inputs."""
         return self._run
 
     def _run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -189,7 +189,7 @@ class DelegateShapes:
 
 
 def with_known_shapes(lowered: LoweredBackendModule) -> LoweredBackendModule:
-    """The same call, its shapes told from here on; as it is where they cannot be."""
+    """Return the call with a `DelegateShapes`, or unchanged if the shapes cannot be described."""
     program = lowered.original_module
     shapes = None if isinstance(program, DelegateShapes) else shapes_of(program)
     return lowered if shapes is None else replaced(lowered, original_module=shapes)
@@ -201,7 +201,7 @@ def replaced(
     processed_bytes: bytes | None = None,
     named_data: NamedDataStoreOutput | None = None,
 ) -> LoweredBackendModule:
-    """A call with some of its parts exchanged, those that are not None."""
+    """Return a copy of the call with the arguments that are not None exchanged."""
     changed = LoweredBackendModule(
         original_module or lowered.original_module,
         lowered.backend_id,
@@ -214,7 +214,7 @@ def replaced(
 
 
 def shapes_of(program: ExportedProgram) -> DelegateShapes | None:
-    """Of the program that a delegate was made from; None where a size of its outputs is not one of its inputs'."""
+    """Return the output shapes of a delegate's program, or None if an output size is not a size of its inputs."""
     inputs = [
         node for node in program.graph.find_nodes(op="placeholder") if node.name in program.graph_signature.user_inputs
     ]
@@ -232,12 +232,12 @@ def shapes_of(program: ExportedProgram) -> DelegateShapes | None:
 
 
 def described_size(size: int | torch.SymInt, inputs: Sequence[Node]) -> int | str | None:
-    """A static size, or the place of a symbolic one, as `size_of` reads it."""
-    return place_of_size(size, inputs) if isinstance(size, torch.SymInt) else size
+    """Return a static size, or the source of a symbolic one, as `size_of` reads it."""
+    return source_of_size(size, inputs) if isinstance(size, torch.SymInt) else size
 
 
 def size_of(described: int | str, inputs: Sequence[torch.Tensor]) -> int | torch.SymInt:
-    """The size of tensors at hand."""
+    """Return the size that `described_size` described, for these inputs."""
     if isinstance(described, int):
         return described
     index, dim = map(int, described.split("."))

@@ -1,4 +1,4 @@
-"""One operator in place of each repeated segment while a program is lowered, and what takes its place at the end."""
+"""Replace each repeated segment by one operator during a lowering, and keep the lowered bodies to insert afterwards."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .cloned_delegates import DelegateTemplate, described_size, size_of
 from .segments import (
     CONSTANT,
     WEIGHT,
+    CannotClone,
     Segment,
     StateOrder,
-    Unexplained,
     functional_order,
     may_repeat,
     repeated_segments,
@@ -45,15 +45,15 @@ log = logging.getLogger(__name__)
 def segment_call(
     inputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], name: str, results: str
 ) -> list[torch.Tensor]:
-    """A segment of the program. It is never run: `StampedSegments` knows what it stands for.
+    """Represent a segment of the program; never run, because `ClonedSegments` has its lowered body.
 
     Args:
-        inputs: Of the segment.
+        inputs: Inputs of the segment.
         tensors: Weights and constants that its portable operators read.
-        name: Of this one.
-        results: JSON of each result's dtype and sizes; a size that is a text, `0.1`, is that of an input's dimension.
+        name: Name of this segment.
+        results: JSON of each result's dtype and sizes; a size such as `"0.1"` is that of an input's dimension.
     """
-    raise NotImplementedError("exportable_cache::segment stands for other operators and has no kernel")
+    raise NotImplementedError("exportable_cache::segment is a placeholder and has no kernel")
 
 
 @segment_call.register_fake
@@ -68,19 +68,20 @@ _OPERATOR = torch.ops.exportable_cache.segment.default
 
 
 def is_segment(target: Any) -> bool:
-    """Whether a node calls one."""
+    """Return True if a node's target is the segment operator."""
     return operator_of(target) is _OPERATOR
 
 
 @dataclass(frozen=True)
 class SegmentTemplate:
-    """A segment after lowering.
+    """A lowered segment.
 
     Attributes:
-        graph_module: In the edge dialect. Its placeholders are `tensors`, then the inputs.
-        tensors: Names of what its portable operators read: a weight's, a constant's, or one that a rewrite has added.
-        added: Values of the last.
-        delegates: By the name that the graph has for each.
+        graph_module: Graph in the edge dialect; its placeholders are `tensors`, then the inputs.
+        tensors: Names of the tensors that its portable operators read: weights, constants, and those that a rewrite
+            added.
+        added: Values of the tensors that a rewrite added.
+        delegates: Delegate templates by their attribute name in the graph.
     """
 
     graph_module: GraphModule
@@ -90,15 +91,14 @@ class SegmentTemplate:
 
 
 @dataclass
-class StampedSegments:
-    """The segments of all methods of a program: `take` replaces them before lowering, and what they stand for is asked
-    for after it.
+class ClonedSegments:
+    """Segments of all methods of a program: `replace` inserts placeholders before lowering, `body_of` is read after it.
 
     Args:
-        lower: Lowers one segment's program by itself, and gives it in the edge dialect.
+        lower: Lowers the program of one segment to the edge dialect.
 
     Attributes:
-        left: Why kinds of repeated segments are lowered in their places.
+        left: Reasons why kinds of repeated segments are lowered in place.
     """
 
     lower: Callable[[ExportedProgram], ExportedProgram]
@@ -109,17 +109,17 @@ class StampedSegments:
 
     @property
     def count(self) -> int:
-        """Segments that were replaced so far."""
+        """Number of segments replaced so far."""
         return len(self._calls)
 
-    def take(self, program: ExportedProgram) -> ExportedProgram:
-        """The program with one call for each repeated segment; others are returned as they are."""
+    def replace(self, program: ExportedProgram) -> ExportedProgram:
+        """Return the program with one call for each repeated segment; other programs are returned unchanged."""
         program = fold_linears(program)
         if not may_repeat(program):
             return program
         ordered, order = _ordered(program)
         replaced: dict[Node, Node] = {}
-        # All of them before any is replaced: replacing changes what others read.
+        # All templates first, because replacing a segment changes what others read.
         groups = [(group, self._template(ordered, group[0])) for group in repeated_segments(ordered, order)]
         for group, template in groups:
             if template is None:
@@ -136,19 +136,19 @@ class StampedSegments:
         ordered.graph_module.recompile()
         return ordered
 
-    def called(self, name: str) -> tuple[SegmentTemplate, dict[str, Any]]:
-        """Of one call: what takes its place, and its delegates by name."""
+    def body_of(self, name: str) -> tuple[SegmentTemplate, dict[str, Any]]:
+        """Return the lowered body of a call, and its delegates by name."""
         return self._calls[name]
 
     def _template(self, program: ExportedProgram, segment: Segment) -> SegmentTemplate | None:
         if segment.text not in self._templates:
             try:
                 self._templates[segment.text] = self._lowered(segment_program(program, segment), len(segment.weights))
-            except Exception as error:  # what tracers and compilers have against it shows again where it is in place
+            except Exception as error:  # an error of the model itself is raised again by the lowering in place
                 self._templates[segment.text] = None
                 self.left.append(f"{type(error).__name__}: {error}")
                 log.info(
-                    "equal layers are lowered one by one, from %s of %d operators on: %s",
+                    "equal layers are lowered separately, starting with %s (%d operators): %s",
                     segment.nodes[0].name,
                     len(segment.nodes),
                     self.left[-1],
@@ -169,22 +169,22 @@ class StampedSegments:
             for node in read
             if not names[node.name].startswith((WEIGHT, CONSTANT))
         }
-        delegates, stamped = {}, {names[node.name] for node in read}
+        delegates, found_in = {}, {names[node.name] for node in read}
         for node in edge.graph.find_nodes(op="get_attr"):
             lowered = getattr(edge.graph_module, node.target)
             found = _weights(lowered.original_module)
             delegates[node.target] = DelegateTemplate(lowered, found)
-            stamped |= set(found)
-        lost = {f"{WEIGHT}{index}" for index in range(weights)} - stamped
+            found_in |= set(found)
+        lost = {f"{WEIGHT}{index}" for index in range(weights)} - found_in
         if lost:
-            raise Unexplained(f"weights that became part of something else: {', '.join(sorted(lost))}")
+            raise CannotClone(f"weights are part of other tensors: {', '.join(sorted(lost))}")
         return SegmentTemplate(edge.graph_module, tuple(names[node.name] for node in read), added, delegates)
 
     def _replace(
         self, program: ExportedProgram, segment: Segment, template: SegmentTemplate, replaced: dict[Node, Node]
     ) -> None:
         weights = [tensor_of(program, node) for node in segment.weights]
-        delegates = {name: delegate.stamped(weights, self._packed) for name, delegate in template.delegates.items()}
+        delegates = {name: delegate.clone(weights, self._packed) for name, delegate in template.delegates.items()}
         name = f"segment_{len(self._calls)}"
         self._calls[name] = (template, delegates)
         tensors = []
@@ -223,7 +223,7 @@ class StampedSegments:
 
 
 def _weights(program: ExportedProgram) -> dict[str, int]:
-    """Numbers of the weights that a delegate's program reads, by name."""
+    """Return the indices of the weights that a delegate's program reads, by name."""
     names = program.graph_signature.inputs_to_parameters
     read = [
         names[node.name] for node in program.graph.find_nodes(op="placeholder") if node.users and node.name in names
@@ -232,7 +232,7 @@ def _weights(program: ExportedProgram) -> dict[str, int]:
 
 
 def _ordered(program: ExportedProgram) -> tuple[ExportedProgram, StateOrder]:
-    """A program without what only checks dtypes, and the order of its writes; functional where that has to be."""
+    """Return the program without dtype assertions and the order of its writes; functional if that is needed."""
     order = traced_order(program)
     if order is None:
         program = program.run_decompositions({})

@@ -27,30 +27,30 @@ if TYPE_CHECKING:
     from torch.fx import Graph
 
 
-#: Below this a run is not worth a lowering of its own.
-_FEWEST_OPERATORS = 12
-#: Of fewer equal ones, lowering them where they are takes no longer.
-_FEWEST_TIMES = 3
+#: Shorter runs are lowered in place, because a separate lowering takes longer.
+_MIN_OPERATORS = 12
+#: Fewer equal segments are lowered in place, because that is as fast.
+_MIN_REPEATS = 3
 _LIBRARIES = ("aten", "exportable_cache", "torchao", "quantized_decomposed")
-#: Stays where it is: see `attention_forms`.
+#: Not part of a segment, because `lowering.insertions` replaces it: see `attention.forms`.
 _IN_PLACE = "exportable_cache::fused_attention"
 
 
-class Unexplained(Exception):
-    """Why equal segments are not lowered as one."""
+class CannotClone(Exception):
+    """Raised with the reason if equal segments cannot be lowered once and cloned."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """One such run.
+    """A run of operators that repeats.
 
     Attributes:
-        nodes: In the graph's order.
-        inputs: Tensors computed before it, or inputs of the program.
+        nodes: Operators, in the graph's order.
+        inputs: Tensors computed before the run, or inputs of the program.
         weights: Parameters, which may differ between equal segments.
         constants: Other tensors of the program, which have the same values in equal segments.
-        outputs: Those of `nodes` that are read after it.
-        text: The same for equal segments.
+        outputs: Nodes of the run that are read after it.
+        text: Description of the run, which is the same for equal segments.
     """
 
     nodes: tuple[Node, ...]
@@ -62,20 +62,21 @@ class Segment:
 
 
 def repeated_segments(program: ExportedProgram, order: StateOrder) -> list[list[Segment]]:
-    """The segments that a program has several times, equal ones together, in the graph's order."""
+    """Return the segments that a program has several times, grouped by equality, in the graph's order."""
     reader = _Reader(program)
     segments = [segment for run in _runs(program, order) if (segment := reader.segment(run)) is not None]
     counts = Counter(segment.text for segment in segments)
     groups: dict[str, list[Segment]] = {}
     for segment in segments:
-        if counts[segment.text] >= _FEWEST_TIMES:
+        if counts[segment.text] >= _MIN_REPEATS:
             groups.setdefault(segment.text, []).append(segment)
     return list(groups.values())
 
 
 def may_repeat(program: ExportedProgram) -> bool:
-    """Whether a program, functional or not, can have a segment so often that it is lowered once: by the layers that its
-    operators say they come from, where they do.
+    """Return True if the program may contain enough equal segments to lower them once.
+
+    The layer indices in the module paths of its operators decide; without module paths the answer is True.
     """
     numbers: dict[str, set[str]] = {}
     for node in program.graph.nodes:
@@ -83,11 +84,11 @@ def may_repeat(program: ExportedProgram) -> bool:
             parent, _, name = path.rpartition(".")
             if name.isdecimal():
                 numbers.setdefault(parent, set()).add(name)
-    return not numbers or max(map(len, numbers.values())) >= _FEWEST_TIMES
+    return not numbers or max(map(len, numbers.values())) >= _MIN_REPEATS
 
 
 def _runs(program: ExportedProgram, order: StateOrder) -> Iterator[list[Node]]:
-    """Operators that can be moved together: each run ends before the first that waits for one outside it."""
+    """Yield operators that can be moved together: each run ends before the first that depends on one outside it."""
     run: list[Node] = []
     members: set[Node] = set()
     waiting: set[Node] = set()
@@ -96,7 +97,7 @@ def _runs(program: ExportedProgram, order: StateOrder) -> Iterator[list[Node]]:
             continue
         sources = {*node.all_input_nodes, *order.before(node)}
         if not _is_movable(node) or not order.states.isdisjoint(node.all_input_nodes):
-            # Its results, and what they lead to, come after the run that they wait for.
+            # Operators that depend on this one cannot be in the current run.
             if sources & (members | waiting):
                 waiting.add(node)
             continue
@@ -121,7 +122,7 @@ def _is_movable(node: Node) -> bool:
 
 
 class _Reader:
-    """Makes segments of runs."""
+    """Makes segments from runs of operators."""
 
     def __init__(self, program: ExportedProgram) -> None:
         signature = program.graph_signature
@@ -134,10 +135,10 @@ class _Reader:
         self._parameters = signature.inputs_to_parameters
 
     def segment(self, run: Sequence[Node]) -> Segment | None:
-        """None where a run is too short, or one of its sizes is not a size of its inputs."""
-        # What states facts about sizes has no users; the inputs' sizes are known anyway.
+        """Return the segment, or None if the run is too short or a size in it is not a size of its inputs."""
+        # Assertions about sizes have no users, and the sizes of the inputs are known.
         nodes = [node for node in run if node.users]
-        if len(nodes) < _FEWEST_OPERATORS:
+        if len(nodes) < _MIN_OPERATORS:
             return None
         members = set(nodes)
         read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in members)
@@ -148,11 +149,11 @@ class _Reader:
         outputs = [node for node in nodes if any(user not in members for user in node.users)]
         if not all(isinstance(node.meta["val"], torch.Tensor) for node in outputs):
             return None
-        sizes = {node: place_of_size(node.meta["val"], inputs) for node in others if node not in inputs}
+        sizes = {node: source_of_size(node.meta["val"], inputs) for node in others if node not in inputs}
         dims = [dim for node in outputs for dim in node.meta["val"].shape]
-        if None in (*sizes.values(), *(place_of_size(dim, inputs) for dim in dims)):
+        if None in (*sizes.values(), *(source_of_size(dim, inputs) for dim in dims)):
             return None
-        names = {node: f"size of {place}" for node, place in sizes.items()}
+        names = {node: f"size of {source}" for node, source in sizes.items()}
         for letter, group in (("w", weights), ("c", constants), ("i", inputs), ("n", nodes)):
             names |= {node: f"{letter}{index}" for index, node in enumerate(group)}
         lines = [f"{names[node]}: {_shape(node)} {self._digest(node)}" for node in (*weights, *constants, *inputs)]
@@ -169,11 +170,11 @@ class _Reader:
             return False
         tensor = self._tensor(node)
         assert tensor is not None
-        # Zero points that are all the same decide which kernel a delegate takes.
+        # A constant, because equal zero points decide which kernel the delegate uses.
         return tensor.is_floating_point() or _varies(tensor.flatten())
 
     def _digest(self, node: Node) -> str:
-        """Of a constant's values."""
+        """Return the SHA-256 of a constant's values, or "" for other nodes."""
         tensor = self._tensor(node)
         if tensor is None or self._is_weight(node):
             return ""
@@ -181,14 +182,12 @@ class _Reader:
 
 
 def _varies(numbers: torch.Tensor) -> bool:
-    # Of a weight, billions of them, the first say it.
+    # The first elements usually decide, and a weight has billions.
     return any(bool((part != numbers[0]).any()) for part in (numbers[:1024], numbers))
 
 
-def place_of_size(size: int | torch.SymInt, inputs: Sequence[Node]) -> str | None:
-    """Where a size is found among the dimensions of inputs: a static one itself, `input.dim` of another; None if
-    nowhere.
-    """
+def source_of_size(size: int | torch.SymInt, inputs: Sequence[Node]) -> str | None:
+    """Return a static size as text, the `input.dim` where a symbolic size is found, or None if it is in no input."""
     if isinstance(size, int):
         return str(size)
     if not isinstance(size, torch.SymInt):
@@ -217,13 +216,13 @@ WEIGHT, CONSTANT = "weight_", "constant_"
 
 
 def segment_program(program: ExportedProgram, segment: Segment) -> ExportedProgram:
-    """Trace a segment: its inputs in order, to its outputs; tensors are `weight_N` and `constant_N`.
+    """Trace a segment as a program from its inputs to its outputs; its tensors are `weight_N` and `constant_N`.
 
-    Weights have random values in the range of the segment's own, so that no two are equal: where a compiler has put
-    each can be told.
+    Weights are random, in the range of the segment's weights. No two are equal, so that each can be found in what a
+    compiler writes.
 
     Raises:
-        Exception: Whatever torch.export has against it.
+        Exception: Any error of torch.export.
     """
     root = nn.Module()
     generator = torch.Generator().manual_seed(0)
@@ -241,9 +240,9 @@ def segment_program(program: ExportedProgram, segment: Segment) -> ExportedProgr
 
     def copied(node: Node) -> Any:
         if node not in copies:
-            place = place_of_size(node.meta["val"], segment.inputs)
-            assert place is not None
-            index, dim = map(int, place.split("."))
+            source = source_of_size(node.meta["val"], segment.inputs)
+            assert source is not None
+            index, dim = map(int, source.split("."))
             copies[node] = graph.call_function(torch.ops.aten.sym_size.int, (copies[segment.inputs[index]], dim))
         return copies[node]
 
@@ -252,7 +251,6 @@ def segment_program(program: ExportedProgram, segment: Segment) -> ExportedProgr
         target: Any = node.target
         copies[node] = graph.call_function(target, arguments, keywords)
     graph.output(tuple(copies[node] for node in segment.outputs))
-    # Read before the first use, as a trace would.
     graph.lint()
     values = [node.meta["val"] for node in segment.inputs]
     examples = tuple(torch.zeros([_example(size) for size in value.shape], dtype=value.dtype) for value in values)
@@ -272,17 +270,17 @@ def segment_program(program: ExportedProgram, segment: Segment) -> ExportedProgr
 
 
 def _check_sizes(segment: Segment, traced: ExportedProgram) -> None:
-    """Refuse a trace that took a size for its example's: torch.export does so with sizes of one."""
+    """Refuse a trace that made a dynamic size static, as torch.export does with example sizes of 1."""
     placeholders = {node.name: node for node in traced.graph.find_nodes(op="placeholder")}
     for node, name in zip(segment.inputs, traced.graph_signature.user_inputs, strict=True):
         found = placeholders[name].meta["val"].shape
         for size, other in zip(node.meta["val"].shape, found, strict=True):
             if isinstance(size, torch.SymInt) and not isinstance(other, torch.SymInt):
-                raise Unexplained(f"size {size} of {name} was taken for {other}")
+                raise CannotClone(f"torch.export specialized size {size} of {name} to {other}")
 
 
 def tensor_of(program: ExportedProgram, node: Node) -> torch.Tensor:
-    """Values of a parameter, buffer or constant of a program."""
+    """Return the value of a parameter, buffer or constant of a program."""
     signature = program.graph_signature
     names = {
         **signature.inputs_to_parameters,
@@ -306,7 +304,7 @@ def _example(size: int | torch.SymInt) -> int:
 
 
 def _dim(size: torch.SymInt, program: ExportedProgram, dims: dict[str, Any]) -> Any:
-    """A size of the program, or a multiple of one and a constant; what else there is, is left to torch.export."""
+    """Return a `Dim` for a size that is linear in one symbol, or `Dim.AUTO` for other expressions."""
     expression = size.node.expr
     symbols = list(expression.free_symbols)
     if len(symbols) != 1 or not expression.is_polynomial(*symbols) or expression.diff(symbols[0]).free_symbols:
@@ -326,24 +324,25 @@ _Order = Mapping[Node, Sequence[Node]]
 
 @dataclass(frozen=True)
 class StateOrder:
-    """The order of what reads and writes the buffers that a program writes to.
+    """Order of the operators that read and write the buffers that a program mutates.
 
     Attributes:
-        states: Those buffers.
-        behind: Operators that read or write one -> those that must come before them, beside their arguments.
+        states: The mutated buffers.
+        dependencies: For each operator that reads or writes one, the operators that must come first, besides its
+            arguments.
     """
 
     states: frozenset[Node]
-    behind: _Order = field(default_factory=dict)
+    dependencies: _Order = field(default_factory=dict)
 
     def before(self, node: Node) -> Sequence[Node]:
-        """What must come before an operator, beside its arguments."""
-        return self.behind.get(node, ())
+        """Return the operators that must come before `node`, besides its arguments."""
+        return self.dependencies.get(node, ())
 
     def restore(self, graph: Graph) -> None:
-        """Move what nodes depend on before them; all others keep their order.
+        """Move the dependencies of each node before it; other nodes keep their order.
 
-        A write to a buffer stays behind the reads that came before it: the runtime writes in place.
+        A write to a buffer stays after the reads that preceded it, because the runtime writes in place.
         """
         order: dict[Node, None] = {}
         for node in list(graph.nodes):
@@ -361,18 +360,20 @@ class StateOrder:
 
 
 def functional_order(program: ExportedProgram) -> StateOrder:
-    """Of a functional program, where all order is in the arguments."""
+    """Return the order of a functional program, whose dependencies are all arguments."""
     buffers = program.graph_signature.inputs_to_buffers
     mutated = set(program.graph_signature.buffers_to_mutate.values())
     return StateOrder(frozenset(node for node in _placeholders(program) if buffers.get(node.name) in mutated))
 
 
 def traced_order(program: ExportedProgram) -> StateOrder | None:
-    """Of a program as it was traced; None where it must be made functional first: it writes to something else than its
-    buffers, or an operator of torch's own reads what is written, perhaps through a view.
+    """Return the order of a traced program, or None if it must be made functional first.
+
+    That is the case if it writes to a tensor that is not a buffer, or if a torch operator reads what is written,
+    because that may be a view.
     """
     if program.graph_signature.buffers_to_mutate:
-        # A rewrite has made it functional.
+        # A rewrite made it functional.
         return functional_order(program)
     buffers = {node for node in _placeholders(program) if node.name in program.graph_signature.inputs_to_buffers}
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
@@ -385,13 +386,13 @@ def traced_order(program: ExportedProgram) -> StateOrder | None:
             if targets:
                 writes[node] = targets
         elif node.target is not operator.getitem and not isinstance(node.meta.get("val"), _NUMBERS):
-            # An operator over graphs, which may write inside of them.
+            # A higher-order operator, whose graphs may write.
             return None
     states = set().union(*writes.values())
     touching = [node for node in calls if not states.isdisjoint(node.all_input_nodes)]
     if any(node.target.namespace == "aten" or gives_views(node.target) for node in touching):
         return None
-    return StateOrder(frozenset(states), _behind(touching, states, writes))
+    return StateOrder(frozenset(states), _dependencies(touching, states, writes))
 
 
 _NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
@@ -402,18 +403,18 @@ def _placeholders(program: ExportedProgram) -> Sequence[Node]:
 
 
 def _written(node: Node, target: OpOverload) -> set[Node]:
-    """Arguments that an operator writes to."""
+    """Return the arguments that an operator writes to."""
     found: set[Node] = set()
     for index, name in written_arguments(target):
         map_arg(node.args[index] if index < len(node.args) else node.kwargs.get(name), found.add)
     return found
 
 
-def _behind(touching: Sequence[Node], states: set[Node], writes: Mapping[Node, set[Node]]) -> _Order:
-    """What reads a state is behind the last that wrote it; what writes it, behind all that read it since, too."""
+def _dependencies(touching: Sequence[Node], states: set[Node], writes: Mapping[Node, set[Node]]) -> _Order:
+    """Map each operator to its dependencies: reads follow the last write, writes also follow all reads since."""
     last: dict[Node, list[Node]] = defaultdict(list)
     readers: dict[Node, list[Node]] = defaultdict(list)
-    behind: dict[Node, Sequence[Node]] = {}
+    dependencies: dict[Node, Sequence[Node]] = {}
     for node in touching:
         before: dict[Node, None] = {}
         for state in states.intersection(node.all_input_nodes):
@@ -423,5 +424,5 @@ def _behind(touching: Sequence[Node], states: set[Node], writes: Mapping[Node, s
                 last[state] = [node]
             else:
                 readers[state].append(node)
-        behind[node] = tuple(before)
-    return behind
+        dependencies[node] = tuple(before)
+    return dependencies

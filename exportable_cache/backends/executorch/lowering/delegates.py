@@ -1,6 +1,6 @@
-"""Delegates that a program can be lowered to, their partitioners, and checks of what they took.
+"""Delegates that a program can be lowered to, their partitioners, and checks of the result.
 
-XNNPACK's partitions are made free of circular waits, and skip compiler passes that they do not need.
+XNNPACK's partitions are made free of circular dependencies, and skip compiler passes that they do not need.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.fx.passes.infra.partitioner import Partition
 
 from ....common.compat.executorch import extended_header, flat_program
 from ....errors import BundleError, MissingDependencyError, UnsupportedModelError
-from ..options import ELSEWHERE
+from ..options import DEVICE_ONLY
 
 if TYPE_CHECKING:
     from executorch.exir import ExecutorchProgramManager
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from ....program.program import Program
 
 
-#: Those that this package's own lowering serves: name -> ids of delegates in the file.
+#: Ids of delegates in the file, by name.
 BACKEND_IDS = {"xnnpack": "XnnpackBackend", "vulkan": "VulkanBackend", "coreml": "CoreMLBackend"}
 
 _HEADER_BYTES = 64
 
 
 def partitioners_for(delegate: str) -> list[Any]:
-    """What assigns a graph's operators to a delegate.
+    """Return the partitioners of a delegate.
 
     Raises:
         MissingDependencyError: If its compiler is not installed.
@@ -72,7 +72,7 @@ def _core_ml_partitioner() -> Any:
         from executorch.backends.apple.coreml.partition import CoreMLPartitioner
 
     specs = CoreMLBackend.generate_compile_specs(
-        # The first that has state inside a model.
+        # The first version with state inside a model.
         minimum_deployment_target=coremltools.target.iOS18,
         compute_precision=coremltools.precision.FLOAT32,
     )
@@ -83,12 +83,12 @@ def check_methods(delegate: str, program: Program) -> None:
     """Refuse methods that a delegate's compiler does not take.
 
     Raises:
-        UnsupportedModelError: If it is to compile anything but one static decode step, and can do nothing else.
+        UnsupportedModelError: If the delegate compiles only a static decode step, and the program has other methods.
     """
-    if delegate in ELSEWHERE and list(program.methods) != ["decode"]:
+    if delegate in DEVICE_ONLY and list(program.methods) != ["decode"]:
         raise UnsupportedModelError(
-            f"delegate {delegate!r} compiles one method of one token, this program has {', '.join(program.methods)}; "
-            "export with prefill_chunk=1 (--prefill-chunk 1), so that prompts go in token by token"
+            f"methods must be decode only for delegate {delegate!r}, got {', '.join(program.methods)}; "
+            "export with prefill_chunk=1 (--prefill-chunk 1), so that prompts are fed token by token"
         )
 
 
@@ -96,41 +96,41 @@ def check_cache(delegate: str, program: Program, lowered: ExecutorchProgramManag
     """Refuse a program whose cache is not where the delegate is known to keep it.
 
     Raises:
-        UnsupportedModelError: If some of it is on the other side.
+        UnsupportedModelError: If a part of the cache is elsewhere.
     """
-    if delegate not in ELSEWHERE:
+    if delegate not in DEVICE_ONLY:
         return
     cache_bytes = sum(
         tensor.nbytes for name, tensor in program.cache.named_state() if not name.endswith(".cumulative_length")
     )
     (plan,) = (plan for plan in lowered.executorch_program.execution_plan if plan.name == "decode")
-    # The arena after that of the activations holds the mutable buffers.
+    # Arenas after that of the activations hold the mutable buffers.
     outside = sum(plan.non_const_buffer_sizes[2:])
     expected = 0 if delegate == "coreml" else cache_bytes
     if outside != expected or (delegate == "coreml" and len(plan.delegates) != 1):
         raise UnsupportedModelError(
             f"delegate {delegate!r} splits this model into {len(plan.delegates)} calls with {outside} of {cache_bytes} "
-            f"bytes of the cache outside them, where {expected} are expected; nothing is known to run that rightly: "
+            f"bytes of the cache outside them, expected {expected}; no runtime is known to run that correctly: "
             "export for delegate 'xnnpack'"
         )
 
 
 def delegated_calls(lowered: ExecutorchProgramManager) -> dict[str, int]:
-    """Calls into a delegate, by method."""
+    """Return the number of delegate calls by method."""
     return {plan.name: len(plan.delegates) for plan in lowered.executorch_program.execution_plan if plan.delegates}
 
 
 def delegate_ids(path: Path) -> set[str]:
-    """Ids of the delegates that a `.pte` calls.
+    """Return the ids of the delegates that a `.pte` calls.
 
     Raises:
-        BundleError: If the file is none.
+        BundleError: If the file is not a program.
     """
     with path.open("rb") as file:
         header = extended_header(file.read(_HEADER_BYTES))
         if header is None:
             raise BundleError(
-                f"the ExecuTorch runtime cannot load {path.name}: it has no program; export the model again"
+                f"the ExecuTorch runtime cannot load {path.name}: the file has no program; export the model again"
             )
         file.seek(0, os.SEEK_SET)
         table = file.read(header.segment_base_offset or header.program_size)
@@ -143,7 +143,7 @@ def check_runs_here(path: Path) -> None:
     """Refuse a file for delegates that this machine's runtime lacks.
 
     Raises:
-        BundleError: If it lacks one.
+        BundleError: If a delegate is missing.
     """
     available = set(Runtime.get().backend_registry.registered_backend_names)
     missing = sorted(delegate_ids(path) - available)
@@ -154,8 +154,8 @@ def check_runs_here(path: Path) -> None:
         )
 
 
-def elsewhere_remark(delegate: str) -> str:
-    """What verification says of a program that this machine cannot execute."""
+def not_executed_remark(delegate: str) -> str:
+    """Return the remark of a verification for a delegate that this machine cannot execute."""
     remark = (
         f"the XNNPACK lowering of the same exported program was run; the program for {BACKEND_IDS[delegate]} is "
         "not executed here"
@@ -170,7 +170,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-#: Read by backends/xnnpack/xnnpack_preprocess.py; the runtime does not look at it.
+#: Read by backends/xnnpack/xnnpack_preprocess.py; the runtime ignores it.
 LINEAR_ONLY = CompileSpec("dqlinear_partitioner", b"")
 
 _ATEN = (
@@ -182,14 +182,14 @@ _ATEN = (
     *("permute_copy.default", "view_copy.default", "unsqueeze_copy.default", "slice_copy.Tensor"),
 )
 _TORCHAO = ("choose_qparams_affine.default", "quantize_affine.default", "dequantize_affine.default")
-#: No pass but that one looks for these. Of operators with several results, only torchao's are among them.
+#: Operators that no other pass changes. Only torchao's have several results.
 PLAIN = frozenset((*(f"aten.{name}" for name in _ATEN), *(f"torchao.{name}" for name in _TORCHAO), "getitem"))
-#: XNNPACK concatenates so many tensors at once; a pass splits longer lists.
+#: Limit of tensors that XNNPACK concatenates at once; a pass splits longer lists.
 LONGEST_CAT = 5
 
 
-def with_needed_passes(result: PartitionResult) -> PartitionResult:
-    """The same partitions, those of plain operators marked so that one pass is run over them."""
+def skip_unneeded_passes(result: PartitionResult) -> PartitionResult:
+    """Return the partitions, with those of plain operators marked to run one XNNPACK pass only."""
     nodes: dict[str, list[Node]] = {tag: [] for tag in result.partition_tags}
     for node in result.tagged_exported_program.graph.nodes:
         if node.op == "call_function" and node.meta.get("delegation_tag") in nodes:
@@ -202,7 +202,7 @@ def with_needed_passes(result: PartitionResult) -> PartitionResult:
 
 
 def is_plain(node: Node) -> bool:
-    """Whether no pass but the one for linear layers has anything to do with an operator of a delegate."""
+    """Return True if only the pass for linear layers applies to an operator."""
     name = getattr(node.target, "__name__", "")
     arguments: tuple[Any, ...] = node.args
     return name in PLAIN or (name == "aten.cat.default" and len(arguments[0]) <= LONGEST_CAT)
@@ -212,30 +212,32 @@ def _linear_only(spec: DelegationSpec) -> DelegationSpec:
     return DelegationSpec(spec.backend_id, [*spec.compile_specs, LINEAR_ONLY])
 
 
-#: Operators that the delegate takes for a reshape.
+#: Operators that the delegate serializes as a reshape.
 _RESHAPES = ("aten.squeeze_copy.dim", "aten.unsqueeze_copy.default")
 
-#: What runs as a whole: one operator, or those of one number.
+#: A unit of execution: one operator, or the index of a group.
 Step = Node | int
 
 
 class AcyclicXnnpackPartitioner(XnnpackPartitioner):
-    """Upstream's partitions where they can run one after the other, `partitions_by_level` where not."""
+    """Use upstream's partitions if they can run one after the other, else `partitions_by_level`."""
 
     def generate_partitions(self, ep: ExportedProgram) -> list[Partition]:
+        """Return partitions without circular dependencies."""
         matched = [group for group in self.get_matched_nodes_from_configs(ep) if all(map(is_serialisable, group))]
         partitions = generate_grouped_partitions_from_list_of_nodes(ep.graph_module, matched)
         return partitions_by_level(ep.graph, matched) if has_cycle(ep.graph, partitions) else partitions
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
-        # Not XNNPACK's own, which says that operators to keep are spelled out unless one certain function calls it.
-        return with_needed_passes(ConfigerationBasedPartitioner.partition(self, exported_program))
+        """Partition a program."""
+        # Not `XnnpackPartitioner.partition`, which warns about decomposed operators unless a certain function calls it.
+        return skip_unneeded_passes(ConfigerationBasedPartitioner.partition(self, exported_program))
 
     def kept_operators(self, programs: Iterable[ExportedProgram]) -> list[OpOverload] | None:
-        """The operators that a lowering leaves whole for the delegate.
+        """Return the operators that a lowering must not decompose, because the delegate takes them.
 
         Returns:
-            None if the delegate takes some calls of one operator and not others: those are to be spelled out.
+            None if the delegate takes some calls of an operator but not all, which must then be decided per call.
         """
         kept: set[OpOverload] = set()
         others: set[OpOverload] = set()
@@ -248,14 +250,14 @@ class AcyclicXnnpackPartitioner(XnnpackPartitioner):
 
 
 def is_serialisable(node: Node) -> bool:
-    """Whether XNNPACK has a form for an operator: it reshapes to one dynamic size at most."""
+    """Return True if XNNPACK can serialize an operator: a reshape may have one dynamic size at most."""
     if getattr(node.target, "__name__", None) not in _RESHAPES:
         return True
     return sum(isinstance(size, torch.SymInt) for size in node.meta["val"].shape) <= 1
 
 
 def has_cycle(graph: Graph, partitions: Sequence[Partition]) -> bool:
-    """Whether some partitions wait for one another."""
+    """Return True if partitions depend on each other in a circle."""
     inputs = _inputs(graph, {node: index for index, partition in enumerate(partitions) for node in partition.nodes})
     try:
         TopologicalSorter(inputs).prepare()
@@ -265,14 +267,14 @@ def has_cycle(graph: Graph, partitions: Sequence[Partition]) -> bool:
 
 
 def partitions_by_level(graph: Graph, groups: Sequence[Sequence[Node]]) -> list[Partition]:
-    """A delegate's operators by how often the longest way to them leaves or enters the delegate.
+    """Partition a delegate's operators by how often the longest path to them enters or leaves the delegate.
 
-    That number never falls along an edge, and rises where one leaves the delegate: what left a partition never returns
-    to it.
+    This level never falls along an edge, and rises where an edge leaves the delegate, so no path returns to a
+    partition.
 
     Args:
-        graph: To be partitioned.
-        groups: The delegate's operators; those of one group go together.
+        graph: Graph to partition.
+        groups: The delegate's operators; those of one group stay together.
     """
     inputs = _inputs(graph, {node: index for index, group in enumerate(groups) for node in group})
     level: dict[Step, int] = {}
@@ -286,10 +288,10 @@ def partitions_by_level(graph: Graph, groups: Sequence[Sequence[Node]]) -> list[
 
 
 def _inputs(graph: Graph, number_of: Mapping[Node, int]) -> dict[Step, set[Step]]:
-    """The steps that each waits for: nodes by themselves, but those that have a number under it."""
+    """Return the dependencies of each step; nodes with an index in `number_of` are one step under it."""
     inputs: dict[Step, set[Step]] = {}
     for node in graph.nodes:
-        if node.op == "placeholder":  # There from the start; a constant in several partitions is copied to each.
+        if node.op == "placeholder":  # Always available; a constant in several partitions is copied to each.
             continue
         step = number_of.get(node, node)
         used = {number_of.get(one, one) for one in node.all_input_nodes if one.op != "placeholder"}

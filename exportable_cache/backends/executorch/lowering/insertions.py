@@ -19,7 +19,7 @@ from ....common.compat.torch import OpOverload, without_modes
 from ..attention.forms import Form, forms_of, least_single
 from ..dedup.cloned_delegates import with_known_shapes
 from ..dedup.segment_calls import is_segment
-from ..graph_edits import forget_histories
+from ..graph_edits import drop_provenance
 
 if TYPE_CHECKING:
     from executorch.exir import EdgeProgramManager
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from executorch.exir.pass_base import ProxyValue
     from torch.fx import GraphModule, Node
 
-    from ..dedup.segment_calls import StampedSegments
+    from ..dedup.segment_calls import ClonedSegments
 
 
 _OPERATOR = torch.ops.exportable_cache.fused_attention.default
@@ -36,16 +36,17 @@ _OPERATOR = torch.ops.exportable_cache.fused_attention.default
 class AttentionBranches(ExportPass):
     """Replace each `exportable_cache::fused_attention` by `torch.cond` over its forms.
 
-    The forms are lowered once for all layers of one kind and shape, of all programs of a process. They hold operators
-    alone, nothing that a delegate would have to pack twice.
+    The forms are lowered once per process for all layers of one kind and shape. They hold operators only, and no
+    weights that a delegate would pack twice.
     """
 
     def call_operator(self, op: Any, args: tuple, kwargs: dict[str, Any], meta: NodeMetadata) -> ProxyValue:
+        """Replace one operator."""
         if not is_choice(op):
             return super().call_operator(op, args, kwargs, meta)
         operands, single, kind, fold, capacity, scaling = args
         tensors = [operand.data for operand in operands]
-        # A pass runs under the fake mode of its program, a trace makes its own.
+        # A pass runs under the fake mode of its program, but a trace makes another.
         with without_modes():
             lowered = _lowered_forms(kind, fold, capacity, scaling, tuple(map(_example_of, tensors)))
         one, several = (_with_inputs(form, tensors) for form in lowered)
@@ -54,12 +55,11 @@ class AttentionBranches(ExportPass):
 
 
 def is_choice(target: Any) -> bool:
-    """Whether a node calls the operator that stands for branches."""
-    # The edge dialect wraps operators.
+    """Return True if the target is the placeholder for attention branches."""
     return operator_of(target) is _OPERATOR
 
 
-#: What a trace sees of a tensor: its dtype, its sizes, and which of them may differ.
+#: Description of a tensor for a trace: dtype, sizes, and indices of dynamic dimensions.
 _Example = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
@@ -72,12 +72,12 @@ def _example_of(tensor: torch.Tensor) -> _Example:
     )
 
 
-# A process that exports many small models spends a quarter of its time here otherwise.
+# Cached, because a process that exports many small models would spend a quarter of its time here.
 @functools.lru_cache(maxsize=64)
 def _lowered_forms(
     kind: str, fold: int, capacity: int, scaling: float, examples: tuple[_Example, ...]
 ) -> tuple[GraphModule, ...]:
-    """The forms in the operators of ExecuTorch's edge dialect, for operands of these shapes."""
+    """Return the forms in ExecuTorch's edge dialect, for operands of these shapes."""
     return tuple(_lowered_form(form, examples) for form in forms_of(kind, fold, capacity, scaling))
 
 
@@ -87,7 +87,7 @@ def _lowered_form(form: Form, examples: tuple[_Example, ...]) -> GraphModule:
     program = torch.export.export(_Module(form), tensors, dynamic_shapes={"operands": open_sizes})
     config = edge_config(skip_dim_order=True)
     graph_module = to_edge(program, compile_config=config).exported_program().graph_module
-    forget_histories(graph_module)
+    drop_provenance(graph_module)
     return graph_module
 
 
@@ -101,15 +101,15 @@ class _Module(torch.nn.Module):
 
 
 def _with_inputs(form: GraphModule, operands: Sequence[torch.Tensor]) -> GraphModule:
-    """A copy of a form whose inputs are known as these tensors, of the program that it is put into."""
+    """Return a copy of a form whose placeholders have the values of the operands."""
     form = copy.deepcopy(form)
     for placeholder, operand in zip(form.graph.find_nodes(op="placeholder"), operands, strict=True):
         placeholder.meta["val"] = operand
     return form
 
 
-def insert_what_was_taken(edge: EdgeProgramManager, segments: StampedSegments) -> EdgeProgramManager:
-    """Branches between forms of attention, and repeated segments; other programs are left as they are."""
+def replace_placeholders(edge: EdgeProgramManager, segments: ClonedSegments) -> EdgeProgramManager:
+    """Insert attention branches and segment bodies; programs without placeholders are returned unchanged."""
     targets = [node.target for name in edge.methods for node in edge.exported_program(name).graph.nodes]
     if not any(is_choice(target) or is_segment(target) for target in targets):
         return edge
@@ -117,17 +117,18 @@ def insert_what_was_taken(edge: EdgeProgramManager, segments: StampedSegments) -
 
 
 class _SegmentBodies(ExportPass):
-    """Replace each `exportable_cache::segment` by its lowered body, with its own delegates."""
+    """Replace each `exportable_cache::segment` by its lowered body, with its delegates."""
 
-    def __init__(self, segments: StampedSegments) -> None:
+    def __init__(self, segments: ClonedSegments) -> None:
         super().__init__()
         self._segments = segments
 
     def call_operator(self, op: Any, args: tuple, kwargs: dict[str, Any], meta: NodeMetadata) -> Any:
+        """Replace one operator."""
         if not is_segment(op):
             return super().call_operator(op, args, kwargs, meta)
         inputs, tensors, name, _ = args
-        template, delegates = self._segments.called(name)
+        template, delegates = self._segments.body_of(name)
         given = iter((*tensors, *inputs))
         values: dict[Node, Any] = {}
         for node in template.graph_module.graph.nodes:
@@ -147,24 +148,25 @@ class _SegmentBodies(ExportPass):
             return self.call_getitem(value, key, meta)
         if target is call_delegate_operator():
             return self.call_delegate(args[0], args[1:], kwargs, meta)
-        # Those of the edge dialect wrap others, and are none themselves.
+        # Unwrapped, because operators of the edge dialect are not OpOverloads.
         if isinstance(operator_of(target), OpOverload):
             return self.call_operator(target, args, kwargs, meta)
         return self.call_sym(target, args, meta)
 
     def call_getitem(self, value: Any, key: int, meta: NodeMetadata) -> ProxyValue:
-        # Of a segment's results, which are those of several operators.
+        """Return the item; results of a segment are a list of values."""
         return value[key] if isinstance(value, list) else super().call_getitem(value, key, meta)
 
     def call_delegate(
         self, lowered_module: LoweredBackendModule, args: tuple, kwargs: dict[str, Any], meta: NodeMetadata
     ) -> ProxyValue:
+        """Call a delegate whose shapes are known without running it."""
         return super().call_delegate(with_known_shapes(lowered_module), args, kwargs, meta)
 
 
 class _Insertions(_SegmentBodies, AttentionBranches):
-    """Both at once: a pass works out every operator of a program again."""
+    """Both replacements in one pass, because each pass runs every operator of the program on fake tensors."""
 
-    def __init__(self, segments: StampedSegments) -> None:
+    def __init__(self, segments: ClonedSegments) -> None:
         AttentionBranches.__init__(self)
         self._segments = segments

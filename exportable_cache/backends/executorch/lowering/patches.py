@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 _ATEN = torch.ops.aten
-#: Operators that give the dtype that their operands are promoted to.
+#: Operators that promote the dtypes of their operands.
 _PROMOTING = frozenset(
     (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor)
     + (_ATEN.div.Tensor, _ATEN.div.Tensor_mode, _ATEN.minimum.default)
 )
-#: Operators whose portable kernels read their input in the default order of dimensions.
+#: Operators whose portable kernels need the default dim order.
 _ORDERED = frozenset(
     ("aten._adaptive_avg_pool2d.default", "aten.avg_pool2d.default")
     + ("aten.expand_copy.default", "aten.mean.dim", "aten.sum.dim_IntList")
 )
 
 
-def unless_idle(has_work: Callable[[Node], bool]) -> Callable[[Callable], Callable]:
-    """The replacement of a pass's `call`: the graph as it is, where `has_work` is true of no call in it."""
+def skip_if_unneeded(has_work: Callable[[Node], bool]) -> Callable[[Callable], Callable]:
+    """Return a replacement of a pass's `call` that skips graphs in which `has_work` is False for every call."""
 
     def replace(original: Callable[[Any, GraphModule], PassResult]) -> Callable[[Any, GraphModule], PassResult]:
         def call(self: Any, graph_module: GraphModule) -> PassResult:
@@ -47,25 +47,25 @@ def unless_idle(has_work: Callable[[Node], bool]) -> Callable[[Callable], Callab
 
 
 def _calls(graph_module: GraphModule) -> Iterator[Node]:
-    """Of operators, in a graph and those inside it."""
+    """Yield operator calls of a graph and its inner graphs."""
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             yield from (node for node in module.graph.nodes if node.op == "call_function")
 
 
 def is_transpose(node: Node) -> bool:
-    """What `NormalizeTransposePass` replaces."""
+    """Return True if `NormalizeTransposePass` replaces the call."""
     return operator_of(node.target) is _ATEN.t.default
 
 
 def is_view(node: Node) -> bool:
-    """What `ReplaceBrokenOpsWithFunctionalOpsPass` replaces."""
+    """Return True if `ReplaceBrokenOpsWithFunctionalOpsPass` replaces the call."""
     target = operator_of(node.target)
     return isinstance(target, OpOverload) and target.is_view
 
 
 def takes_symbol_as_tensor(node: Node) -> bool:
-    """What `SymToTensorPass` changes: an argument that the operator declares a tensor is a number of unknown value."""
+    """Return True if `SymToTensorPass` changes the call: a symbolic number is passed for a declared tensor."""
     target = operator_of(node.target)
     if not isinstance(target, OpOverload):
         return False
@@ -80,7 +80,7 @@ def takes_symbol_as_tensor(node: Node) -> bool:
 
 
 def mixes_dtypes(node: Node) -> bool:
-    """What `RemoveMixedTypeOperators` may change: other operands than floating tensors of one dtype."""
+    """Return True if `RemoveMixedTypeOperators` may change the call: its operands are not floats of one dtype."""
     if operator_of(node.target) not in _PROMOTING:
         return False
     values = [_value(argument) for argument in node.args]
@@ -89,7 +89,7 @@ def mixes_dtypes(node: Node) -> bool:
 
 
 def reads_another_order(node: Node) -> bool:
-    """What `LegalizePortableDimOrderPass` copies the input of."""
+    """Return True if `LegalizePortableDimOrderPass` copies the input of the call."""
     if str(operator_of(node.target)) not in _ORDERED:
         return False
     value = _value(node.args[0])
@@ -97,7 +97,7 @@ def reads_another_order(node: Node) -> bool:
 
 
 def _value(argument: Any) -> Any:
-    """What an argument is when the program is run on fake tensors."""
+    """Return the value of an argument when the program runs on fake tensors."""
     if not isinstance(argument, Node):
         return argument
     if "val" not in argument.meta and argument.op == "get_attr":
@@ -109,7 +109,7 @@ log = logging.getLogger(__name__)
 
 
 def _once(original: Callable[[ExportedProgram], ExportedProgram]) -> Callable[[ExportedProgram], ExportedProgram]:
-    """For the program's own graph, which the original goes over again for every graph inside it."""
+    """Run the original on the program's graph only, because it visits the whole graph again for every inner graph."""
 
     def remove(program: ExportedProgram) -> ExportedProgram:
         original(without_submodules(program))
@@ -118,12 +118,12 @@ def _once(original: Callable[[ExportedProgram], ExportedProgram]) -> Callable[[E
     return remove
 
 
-def _idle(file: str, name: str, has_work: Callable[[Node], bool], digest: str) -> Patch:
+def _skipping(file: str, name: str, has_work: Callable[[Node], bool], digest: str) -> Patch:
     return Patch(
         f"executorch.exir.passes.{file}",
         f"{name}.call",
-        unless_idle(has_work),
-        "it runs every operator of a program again, whether it finds what it looks for or not",
+        skip_if_unneeded(has_work),
+        "it runs every operator of a program again, even if it changes nothing",
         digests=(digest,),
         source=name,
         package="executorch",
@@ -136,26 +136,28 @@ PATCHES = (
         "executorch.exir.program._program",
         "unsafe_remove_auto_functionalized_pass",
         _once,
-        "it takes the square of the time: two branches a layer, and the whole graph for each",
+        "it takes quadratic time: two branches per layer, and the whole graph for each",
         digests=("1d9a9a7259e920bd",),
         package="executorch",
         url="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/export/_remove_auto_functionalized_pass.py",
     ),
-    _idle("normalize_transpose_pass", "NormalizeTransposePass", is_transpose, "912bf0029f61ec18"),
-    _idle(
+    _skipping("normalize_transpose_pass", "NormalizeTransposePass", is_transpose, "912bf0029f61ec18"),
+    _skipping(
         "replace_broken_ops_with_function_ops_pass",
         "ReplaceBrokenOpsWithFunctionalOpsPass",
         is_view,
         "0e84e744baf1bfa8",
     ),
-    _idle("sym_to_tensor_pass", "SymToTensorPass", takes_symbol_as_tensor, "6da3bdcf53b35a48"),
-    _idle("remove_mixed_type_operators", "RemoveMixedTypeOperators", mixes_dtypes, "984d68821522d093"),
-    _idle("legalize_portable_dim_order_pass", "LegalizePortableDimOrderPass", reads_another_order, "43565f5a825c2a26"),
+    _skipping("sym_to_tensor_pass", "SymToTensorPass", takes_symbol_as_tensor, "6da3bdcf53b35a48"),
+    _skipping("remove_mixed_type_operators", "RemoveMixedTypeOperators", mixes_dtypes, "984d68821522d093"),
+    _skipping(
+        "legalize_portable_dim_order_pass", "LegalizePortableDimOrderPass", reads_another_order, "43565f5a825c2a26"
+    ),
 )
 
 
 def patch_exporter() -> None:
-    """Apply them; where the original changed, it is left as it is."""
+    """Apply the patches; a function whose original changed is left alone."""
     for patch in PATCHES:
         try:
             patch.apply()

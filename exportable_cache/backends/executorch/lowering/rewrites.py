@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 _ATEN = torch.ops.aten
 
 
-def spell_out_gelus(program: ExportedProgram) -> ExportedProgram:
-    """Write each `gelu(x, approximate="tanh")` in elementary operators, in place; other forms are left alone.
+def decompose_tanh_gelus(program: ExportedProgram) -> ExportedProgram:
+    """Decompose each `gelu(x, approximate="tanh")` into elementary operators, in place.
 
-    ExecuTorch 1.4.1's XNNPACK delegate drops `approximate` and evaluates the exact form: up to 4.7e-4 off per element,
-    which Gemma 2 and 3 carry into their logits.
+    The XNNPACK delegate of ExecuTorch 1.4.1 drops `approximate` and evaluates the exact form. The error of up to 4.7e-4
+    per element reaches the logits of Gemma 2 and 3.
     """
     gelus = program.graph.find_nodes(op="call_function", target=_ATEN.gelu.default)
     approximate = [node for node in gelus if node.kwargs.get("approximate") == "tanh"]
@@ -43,7 +43,7 @@ def spell_out_gelus(program: ExportedProgram) -> ExportedProgram:
 
 
 def _tanh_gelu(graph: Graph, x: Node) -> Node:
-    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    """Insert 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
     call = functools.partial(insert_call, graph)
     multiply, add = _ATEN.mul.Tensor, _ATEN.add.Tensor
     cube = call(multiply, call(multiply, call(multiply, x, 0.044715), x), x)
@@ -55,12 +55,13 @@ _CLONE = torch.ops.aten.clone.default
 
 
 class RemoveNeedlessCopies(PassBase):
-    """Let the readers of such a copy read the original, where no one else does.
+    """Let readers of a contiguous copy read the original, if the original has no other reader.
 
-    With another reader the original may be a cache that is written in between, or a result of the program.
+    With another reader, the original may be a cache that is written in between, or a result of the program.
     """
 
     def call(self, graph_module: GraphModule) -> PassResult:
+        """Remove the copies of one graph."""
         graph = graph_module.graph
         copies = [node for node in graph.nodes if operator_of(node.target) is _CLONE and _is_needless(node)]
         for copy in copies:
@@ -72,21 +73,19 @@ class RemoveNeedlessCopies(PassBase):
 
 def _is_needless(copy: Node) -> bool:
     (original,) = copy.all_input_nodes
-    # What a call with several results gives may be one of its operands.
+    # A result of a call with several results may alias an operand.
     if original.op != "call_function" or original.target is operator.getitem or len(original.users) > 1:
         return False
     return all(node.meta["val"].is_contiguous() for node in (copy, original))
 
 
 def means_to_linear(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite each float32 `mean(x, -1, keepdim=True)` of a static size n as `linear(x, full([1, n], 1 / n))`, in
-    place.
-    """
+    """Rewrite each float32 `mean(x, -1, keepdim=True)` of static size n as `linear(x, full([1, n], 1 / n))`."""
     return calls_to_linear(program, "mean_over", _averaged, lambda size: torch.full((1, size), 1.0 / size))
 
 
 def _averaged(node: Node) -> Node | None:
-    """The tensor that is averaged over its last dimension, None if a call does something else."""
+    """Return the tensor that is averaged over its last dimension, or None for other calls."""
     if node.target is not torch.ops.aten.mean.dim or "dtype" in node.kwargs or len(node.args) != 3:
         return None
     arguments: tuple[Any, ...] = node.args
@@ -96,21 +95,20 @@ def _averaged(node: Node) -> Node | None:
     return source if keepdim and is_last and value.dtype == torch.float32 else None
 
 
-# The end of a slice that goes to the end.
+# End of a slice without a stated end.
 _END = 2**63 - 1
 
 
 def rotations_to_linear(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite each float32 `cat([-x[..., n:], x[..., :n]], -1)` of a static size 2 n as `linear(x, rotation(2 n))`, in
-    place.
+    """Rewrite each float32 `cat([-x[..., n:], x[..., :n]], -1)` as `linear(x, rotation(2 n))`, in place.
 
-    The result is the same to the bit for finite numbers: every sum has one term that is not zero.
+    The size 2 n must be static. The result is bit-identical for finite numbers, because every sum has one nonzero term.
     """
     return calls_to_linear(program, "rotation_of", _rotated, rotation)
 
 
 def rotation(size: int) -> torch.Tensor:
-    """The matrix R float32 [size, size] with `x @ R.T == cat([-x[size // 2:], x[:size // 2]])`, of an even size."""
+    """Return R, float32 [size, size], with `x @ R.T == cat([-x[size // 2:], x[:size // 2]])`; the size is even."""
     half = size // 2
     matrix = torch.zeros(size, size)
     indices = torch.arange(half)
@@ -120,7 +118,7 @@ def rotation(size: int) -> torch.Tensor:
 
 
 def _rotated(node: Node) -> Node | None:
-    """The tensor whose halves a call swaps, None if it does something else."""
+    """Return the tensor whose halves a call swaps, or None for other calls."""
     arguments: tuple[Any, ...] = node.args
     if node.target is not torch.ops.aten.cat.default or len(arguments[0]) != 2:
         return None
@@ -141,7 +139,7 @@ def _rotated(node: Node) -> Node | None:
 
 
 def _bounds(node: Node) -> tuple[int, int] | None:
-    """Where a slice of step 1 over the last dimension begins and ends, None of anything else."""
+    """Return start and end of a slice of step 1 over the last dimension, or None for other calls."""
     if node.target is not torch.ops.aten.slice.Tensor:
         return None
     arguments: tuple[Any, ...] = (*node.args, *(0, 0, _END, 1)[len(node.args) - 1 :])
@@ -156,7 +154,7 @@ _WRITES = {torch.ops.aten.index_put.default: False, torch.ops.aten.index_put_.de
 def masked_writes_to_where(program: ExportedProgram) -> ExportedProgram:
     """Rewrite each `x[mask] = value` and `x[..., constant indices] = value` as `where`, in place.
 
-    The value is one number, or one tensor for every place, as large as the dimensions behind those of the index.
+    The value is one number, or one tensor for every index, no larger than the dimensions after the index.
     """
     graph = program.graph
     for node in [node for node in graph.nodes if node.target in _WRITES]:
@@ -164,16 +162,16 @@ def masked_writes_to_where(program: ExportedProgram) -> ExportedProgram:
         index = indices[-1]
         if any(accumulate) or index is None or any(other is not None for other in indices[:-1]):
             continue
-        # A mask takes as many dimensions as it has, indices take one.
+        # A mask replaces all its dimensions, indices replace one.
         taken = index.meta["val"].dim() if index.meta["val"].dtype == torch.bool else 1
-        behind = target.meta["val"].dim() - (len(indices) - 1) - taken
-        if value.meta["val"].numel() != 1 and value.meta["val"].dim() > behind:
+        trailing = target.meta["val"].dim() - (len(indices) - 1) - taken
+        if value.meta["val"].numel() != 1 and value.meta["val"].dim() > trailing:
             continue
         mask = _mask_of(program, node)
         if mask is None:
             continue
         with graph.inserting_before(node):
-            for _ in range(behind):
+            for _ in range(trailing):
                 mask = insert_call(graph, torch.ops.aten.unsqueeze.default, mask, -1)
             result = insert_call(graph, torch.ops.aten.where.self, mask, value, target)
             if _WRITES[node.target]:
@@ -184,9 +182,7 @@ def masked_writes_to_where(program: ExportedProgram) -> ExportedProgram:
 
 
 def _mask_of(program: ExportedProgram, node: Node) -> Node | None:
-    """Where a write with one index lands, bool over the dimensions that the index takes; None for indices that are no
-    constants.
-    """
+    """Return the bool mask of a write over the dimensions of its index, or None if the indices are not constant."""
     arguments: tuple[Any, ...] = node.args
     target, indices = arguments[:2]
     index, size = indices[-1], target.meta["val"].shape[len(indices) - 1]
@@ -201,12 +197,12 @@ def _mask_of(program: ExportedProgram, node: Node) -> Node | None:
 
 
 _PRODUCT = torch.ops.aten.bmm.default
-#: What gives a part of a tensor, or the same in another order.
+#: Views of a tensor.
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.slice.Tensor, torch.ops.aten.transpose.int)
 
 
 def parts_to_weights(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite each `bmm` whose second operand is a view of a weight, in place."""
+    """Rewrite each `bmm` whose second operand is a view of a weight to use a separate weight, in place."""
     graph, parameters = program.graph, program.graph_signature.inputs_to_parameters
     replaced = False
     for node in graph.find_nodes(op="call_function", target=_PRODUCT):
@@ -230,7 +226,7 @@ def parts_to_weights(program: ExportedProgram) -> ExportedProgram:
 
 
 def _views(node: Node) -> list[Node]:
-    """The views that lead to a node, from what they are of on; their sizes are numbers."""
+    """Return the views of static size that lead to a node, first to last."""
     views: list[Node] = []
     while node.op == "call_function" and node.target in _VIEWS and len(node.all_input_nodes) == 1:
         views.insert(0, node)
@@ -240,18 +236,18 @@ def _views(node: Node) -> list[Node]:
 
 _WITHOUT_KERNEL = (torch.ops.aten.argsort.default, torch.ops.aten.bucketize.Tensor, torch.ops.aten.erfinv.default)
 
-#: Bytes of a value in the file; larger ones, such as masks of thousands of patches, are computed in each run.
+#: Limit in bytes of a folded value; larger ones, such as masks of thousands of patches, are computed in each run.
 _LARGEST_FOLDED = 16 * 2**20
 
 
 def patches_to_linear(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite each 3-D convolution over one patch, as large as its kernel, as a linear layer over its values, in place.
+    """Rewrite each 3-D convolution over one patch of its kernel's size as a linear layer, in place.
 
-    So Qwen2-VL and its relatives embed patches that the processor has cut out already. ExecuTorch 1.4.1 knows
-    convolutions of one and two dimensions.
+    Qwen2-VL and related models embed patches that the processor has cut out so. ExecuTorch 1.4.1 has 1-D and 2-D
+    convolutions only.
 
     Raises:
-        UnsupportedModelError: If there is a 3-D convolution over more than that.
+        UnsupportedModelError: If a 3-D convolution moves over its input.
     """
     graph = program.graph
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.conv3d.default):
@@ -262,7 +258,7 @@ def patches_to_linear(program: ExportedProgram) -> ExportedProgram:
                 f"the ExecuTorch runtime has no kernel for a 3-D convolution of {list(patches.meta['val'].shape)} by "
                 f"{list(weight.meta['val'].shape)}; export for target 'pt2', or without modalities"
             )
-        # Shares the memory of the other: a product in the graph would be no constant to the delegate.
+        # A view of the weight, because the delegate would not treat a reshape in the graph as a constant.
         flat = add_weight(program, f"{weight.name}_flat", values.detach().flatten(1))
         with graph.inserting_before(node):
             rows = insert_call(graph, torch.ops.aten.flatten.using_ints, patches, 1)
@@ -274,24 +270,25 @@ def patches_to_linear(program: ExportedProgram) -> ExportedProgram:
 
 
 def state_of(programs: Iterable[ExportedProgram]) -> frozenset[str]:
-    """Names of the buffers that any of the methods of one file writes."""
+    """Return the names of buffers that any method of the file writes."""
     names: set[str] = set()
     for program in programs:
         buffers = program.graph_signature.inputs_to_buffers
-        names |= {buffers[node.name] for node in _behind_writes(program) if node.name in buffers}
+        names |= {buffers[node.name] for node in _write_targets(program) if node.name in buffers}
     return frozenset(names)
 
 
 def fold_constants(program: ExportedProgram, state: Collection[str] = ()) -> ExportedProgram:
-    """Replace what depends on neither input nor state by its values, in place; and `argsort`, `bucketize` and
-    `erfinv` of such, which ExecuTorch 1.4.1 has no kernels for, whatever they are part of.
+    """Replace values that depend on neither inputs nor state by constants, in place.
+
+    Encoders compute positions, windows and masks from the size of their input, which is constant. ExecuTorch 1.4.1 has
+    no kernels for `argsort`, `bucketize` and `erfinv`, so calls of these are folded in any graph; Gemma 3n computes the
+    threshold of a sparse activation by `erfinv`.
 
     Args:
-        state: Buffers that another method of the same file writes, while this one may read them alone, as the steps of
-            a decoder read the keys of its encoder: see `state_of`.
-
-    Encoders compute positions, windows and masks from the size of their input, which is one. Gemma 3n finds the
-    threshold of a sparse activation by the last of the three.
+        program: Program to change.
+        state: Buffers that another method of the file writes (`state_of`), although this method may only read them, as
+            a decoder reads the keys of its encoder.
     """
     if not program.graph_signature.buffers_to_mutate:
         _fold_all(program, state)
@@ -304,12 +301,12 @@ def fold_constants(program: ExportedProgram, state: Collection[str] = ()) -> Exp
 
 
 def _fold_all(program: ExportedProgram, state: Collection[str]) -> None:
-    """Replace every call of constants that something else uses; parameters are none, as they would be stored twice."""
+    """Replace calls of constants that other calls use; parameters are not constants, as they would be stored twice."""
     signature = program.graph_signature
     known = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
     stored = {**program.state_dict, **program.constants}
     values: dict[Node, Any] = {}
-    written = _behind_writes(program)
+    written = _write_targets(program)
     for node in program.graph.nodes:
         if node in written:
             continue
@@ -328,19 +325,19 @@ def _fold_all(program: ExportedProgram, state: Collection[str]) -> None:
             constant = value.detach().clone().contiguous()
             node.replace_all_uses_with(add_constant(program, f"{node.name}_value", constant))
     for node in reversed(values):
-        # Assertions, too, which held.
+        # This also removes assertions over constants.
         if node.op == "call_function" and not node.users:
             program.graph.erase_node(node)
     program.graph.eliminate_dead_code()
     for node in [node for node in values if node.op == "placeholder" and not node.users]:
-        # Passes of ExecuTorch look for the input of every constant that there is.
+        # The constant, too, because passes of ExecuTorch look up an input for every constant.
         program.graph.erase_node(node)
         signature.input_specs[:] = [spec for spec in signature.input_specs if spec.arg.name != node.name]
         program.constants.pop(known[node.name], None)
 
 
-def _behind_writes(program: ExportedProgram) -> set[Node]:
-    """What a call writes to, and all that this was made of, as it may be a view of it."""
+def _write_targets(program: ExportedProgram) -> set[Node]:
+    """Return the nodes that calls write to, and their sources, because a target may be a view."""
     waiting: list[Any] = []
     for node in program.graph.nodes:
         if isinstance(node.target, OpOverload):
@@ -356,8 +353,9 @@ def _behind_writes(program: ExportedProgram) -> set[Node]:
 
 
 def _is_pure(node: Node) -> bool:
-    """Whether a call gives the same for the same, and changes nothing. Others' operators are none: weights would be
-    stored as what they stand for.
+    """Return True if a call has no side effects and the same result each time.
+
+    Only torch's operators count, because folding those of torchao would store dequantized weights.
     """
     if not isinstance(node.target, OpOverload):
         return node.target is operator.getitem
@@ -369,7 +367,7 @@ def _is_pure(node: Node) -> bool:
 
 
 def _is_over_one_patch(node: Node) -> bool:
-    """Of a call of conv3d(input, weight, bias, stride, padding, dilation, groups): the kernel has one place."""
+    """Return True if the kernel of a conv3d call has one position."""
     arguments: tuple[Any, ...] = (*node.args, *(None, 1, 0, 1, 1)[len(node.args) - 2 :])
     source, kernel, _, _, padding, _, groups = arguments
     patches, weight = source.meta["val"], kernel.meta["val"]

@@ -1,7 +1,7 @@
 """ExecuTorch programs whose methods are one TensorRT plan each, made without a GPU.
 
-torch_tensorrt 2.13.0 writes such files from live engines, which need a GPU. Its partitioner also takes the operator
-that stands for an engine and holds the plan's bytes, so a module that calls it is exported in the engine's place.
+torch_tensorrt 2.13.0 writes such files from live engines, which need a GPU. Its partitioner also accepts the
+placeholder operator that holds a plan's bytes, so a module that calls it is exported instead of an engine.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _DELIMITER = "%"
 
 
 class PlanModule(nn.Module):
-    """Calls a plan: `forward(tensors)` takes the engine's inputs and gives its outputs, both in the record's order.
+    """Module that calls a plan: `forward(tensors)` maps the engine's inputs to its outputs, in the record's order.
 
     Args:
-        plan: Serialized.
-        record: Of the plan.
+        plan: Serialized plan.
+        record: Record of the plan.
     """
 
     def __init__(self, plan: bytes, record: EngineRecord) -> None:
@@ -46,25 +46,24 @@ class PlanModule(nn.Module):
         register_engine_operator()
         super().__init__()
         self.register_buffer("plan", torch.frombuffer(bytearray(plan), dtype=torch.uint8))
-        # The order of these strings is the operator's signature.
+        # In the order of the operator's arguments.
         self.before = ("9", record.method, _DELIMITER.join(("0", "0", "0", "0", "gpu")))  # ABI, name, GPU 0
         names = (_DELIMITER.join(tensor.name for tensor in tensors) for tensors in (record.inputs, record.outputs))
         self.after = (*names, "0", _metadata(record), "linux_x86_64", "0", "0", "0")
 
     def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Call the plan."""
         return torch.ops.tensorrt.no_op_placeholder_for_execute_engine(tensors, *self.before, self.plan, *self.after)
 
 
 def _metadata(record: EngineRecord) -> str:
-    """What the operator's fake kernel reads: the outputs' shapes. torch_tensorrt wants a pickle; it holds plain values
-    only.
-    """
+    """Return output shapes for the operator's fake kernel, as the pickle of plain values that torch_tensorrt reads."""
     outputs = [{"shape_exprs": list(tensor.shape), "dtype": getattr(torch, tensor.dtype)} for tensor in record.outputs]
     return base64.b64encode(pickle.dumps({"inout_symexprs": {"inputs": [], "outputs": outputs}})).decode()
 
 
 def export_plan(plan: bytes, record: EngineRecord) -> ExportedProgram:
-    """An exported program that calls a plan."""
+    """Return an exported program that calls a plan."""
     tensors, shapes = [], []
     for tensor in record.inputs:
         tensors.append(torch.zeros(tensor.max_shape, dtype=getattr(torch, tensor.dtype)))
@@ -78,7 +77,7 @@ def export_plan(plan: bytes, record: EngineRecord) -> ExportedProgram:
 def lower_to_plans(program: Program, folder: Path, file: str, options: ExecutorchOptions) -> list[LoweredFile]:
     """Write one `.pte` with a plan per method.
 
-    Caches are inputs and outputs of each method: the delegate cannot alias them.
+    Caches are inputs and outputs of each method, because the delegate cannot alias them.
     """
     capabilities = options.capabilities
     records, exported = [], {}
@@ -104,7 +103,7 @@ def _to_executorch(exported: Mapping[str, ExportedProgram]) -> Any:
 
 
 def plans_in(path: Path) -> list[tuple[bytes, Sequence[str]]]:
-    """The plans inside a `.pte`, each with the names that it binds, inputs before outputs."""
+    """Return the plans inside a `.pte`, each with its binding names, inputs before outputs."""
     from torch_tensorrt.executorch.serialization import deserialize_engine
 
     from ...tensorrt import upstream  # noqa: F401

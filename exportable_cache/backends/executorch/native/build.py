@@ -1,7 +1,7 @@
-"""Compiling the attention kernels of `kernels/` for this environment's executorch.
+"""Compile the kernels of `kernels/` for this environment's executorch.
 
-They are compiled against the headers of the installed wheel, which the isolated environment that pip builds packages in
-does not have: so this is a step of its own, after the install.
+This is a separate step after the install, because pip's isolated build environment does not have the headers of the
+installed executorch wheel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from ....common.native.kernels import FILE, installed_path
 from ....errors import InputError, MissingDependencyError
 
-#: The sources beside the package, in a checkout.
+#: Sources next to the package, in a checkout.
 SOURCES = Path(__file__).parents[4] / "kernels"
 _HIGHWAY = "install Google Highway (on Debian and Ubuntu: apt install libhwy-dev)"
 _LINES_SHOWN = 15
@@ -27,8 +27,8 @@ def build_kernels(sources: Path | None = None, output: Path | None = None, optio
     """Compile the library.
 
     Args:
-        sources: The repository's folder `kernels`; that of the checkout this package runs from by default.
-        output: The file to write; where `load` finds it by default.
+        sources: Folder `kernels` of the repository; by default that of the checkout this package runs from.
+        output: File to write; by default where `load_native_kernels` finds it.
         options: Further arguments of CMake.
 
     Returns:
@@ -42,11 +42,11 @@ def build_kernels(sources: Path | None = None, output: Path | None = None, optio
     sources = SOURCES if sources is None else sources
     if not (sources / "CMakeLists.txt").is_file():
         raise InputError(
-            f"{sources} has no sources of the kernels; clone the repository and name its folder: --sources kernels"
+            f"sources must be the folder kernels of the repository, got {sources}; clone it and pass --sources kernels"
         )
     cmake = find_cmake()
     if cmake is None:
-        raise MissingDependencyError("there is no cmake; install it: pip install cmake")
+        raise MissingDependencyError("cmake is not installed; pip install cmake")
     target = installed_path() if output is None else output
     with tempfile.TemporaryDirectory(prefix="exportable-cache-kernels-") as folder:
         settings = [f"-DPython3_EXECUTABLE={sys.executable}", *options]
@@ -54,19 +54,19 @@ def build_kernels(sources: Path | None = None, output: Path | None = None, optio
         _run([cmake, "--build", folder, "--parallel", str(os.cpu_count() or 1)])
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            # Under a name of its own first: a process may have the old one mapped.
-            beside = target.with_name(f".{FILE}.{os.getpid()}")
-            shutil.copyfile(Path(folder) / FILE, beside)
-            beside.replace(target)
+            # Replaced by a rename, because a process may have the old file mapped.
+            partial = target.with_name(f".{FILE}.{os.getpid()}")
+            shutil.copyfile(Path(folder) / FILE, partial)
+            partial.replace(target)
         except OSError as error:
-            raise InputError(f"{target} cannot be written: {error}; name another place with --output") from error
+            raise InputError(f"{target} cannot be written: {error}; choose another file with --output") from error
     return target
 
 
 def find_cmake() -> str | None:
-    """cmake of the path, or of this environment."""
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    return shutil.which("cmake", path=beside)
+    """Return cmake of this environment or of PATH, or None."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return shutil.which("cmake", path=path)
 
 
 def _run(command: list[str]) -> None:
@@ -75,11 +75,11 @@ def _run(command: list[str]) -> None:
         return
     said = (done.stdout + done.stderr).strip()
     end = "\n".join(said.splitlines()[-_LINES_SHOWN:])
-    remedy = "see the end of its output above the error"
+    remedy = "see the compiler's output above"
     if "hwy" in said and "Could not find" in said:
         remedy = _HIGHWAY
     elif "CMAKE_CXX_COMPILER" in said:
         remedy = "install a C++17 compiler (on Debian and Ubuntu: apt install g++)"
     elif "has no executorch" in said:
         remedy = "pip install 'exportable-cache[executorch]'"
-    raise MissingDependencyError(f"{end}\nthe attention kernels cannot be compiled; {remedy}")
+    raise MissingDependencyError(f"{end}\nthe native kernels cannot be compiled; {remedy}")

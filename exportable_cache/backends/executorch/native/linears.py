@@ -33,20 +33,22 @@ if TYPE_CHECKING:
     from ....common.compat.torch import OpOverload
 
 
-#: Outputs of a block, and what the weights of a group are a multiple of.
+#: Number of outputs in a block; the length of a group is a multiple of the second.
 BLOCK, GROUP_MULTIPLE = 16, 32
-#: A bfloat16 scale for each group, a float32 sum for each output, in bytes.
+#: Bytes of a group's bfloat16 scale and of an output's float32 sum.
 _SCALE, _SUM = 2, 4
 _QUADS = 8
 
 
-#: How an operator over weights of a type is called.
+#: Suffix of operator names by dtype of the weights.
 NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def pack_float(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Weights as the kernel reads them, of float32 [outputs, inputs]: [blocks, inputs, `BLOCK`], and of bfloat16
-    [blocks, pairs of inputs, `BLOCK`, 2]. Outputs and inputs that are not there are zeros.
+    """Pack float32 weights [outputs, inputs] as the kernel reads them.
+
+    Returns:
+        [blocks, inputs, `BLOCK`], or for bfloat16 [blocks, pairs of inputs, `BLOCK`, 2]. Padding is zeros.
     """
     pairs = _pairs(dtype)
     outputs, inputs = weight.shape
@@ -56,26 +58,28 @@ def pack_float(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torc
 
 
 def unpack_float(weights: torch.Tensor, inputs: int, outputs: int) -> torch.Tensor:
-    """What `pack_float` was given: float32 [outputs, inputs]."""
+    """Return the argument of `pack_float`, float32 [outputs, inputs]."""
     whole = weights.transpose(1, 2).reshape(-1, weights.shape[1] * _pairs(weights.dtype))
     return whole[:outputs, :inputs].float()
 
 
 def _pairs(dtype: torch.dtype) -> int:
-    """Inputs of an output that lie side by side."""
+    """Return the number of inputs of an output that are adjacent."""
     return 2 if dtype == torch.bfloat16 else 1
 
 
 def pack(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Weights as the kernel reads them, blocks of `BLOCK` outputs: for each the sum of its weights in float32, for each
-    of its groups a scale in bfloat16, and the integers plus 8, two a byte.
+    """Pack 4-bit weights as the kernel reads them, in blocks of `BLOCK` outputs.
+
+    A block has for each output the float32 sum of its weights, for each group a bfloat16 scale, and the integers plus
+    8, two per byte.
 
     Args:
-        integers: int8 [outputs, inputs], of -8 to 7; inputs a multiple of `GROUP_MULTIPLE`.
+        integers: int8 [outputs, inputs], from -8 to 7; inputs a multiple of `GROUP_MULTIPLE`.
         scales: float [outputs, groups].
 
     Returns:
-        uint8 [blocks, bytes]; outputs that are not there are zeros.
+        uint8 [blocks, bytes]; padding represents zeros.
     """
     (outputs, inputs), groups = integers.shape, scales.shape[1]
     blocks = -(-outputs // BLOCK)
@@ -83,7 +87,7 @@ def pack(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     scales = scales.to(torch.bfloat16)
     grouped = integers.view(outputs, groups, inputs // groups).sum(-1, dtype=torch.int32)
     sums = (scales.double() * grouped).sum(-1).float()
-    # Zero is stored as 8.
+    # Padded with 8, which represents zero.
     whole = torch.nn.functional.pad((integers + 8).to(torch.uint8), (0, 0, 0, missing), value=8)
     whole = whole.view(blocks, BLOCK, inputs // _QUADS, 2, _QUADS // 2)
     halves = (whole[..., 0, :] | (whole[..., 1, :] << 4)).transpose(1, 2)
@@ -96,7 +100,7 @@ def pack(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(weights: torch.Tensor, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `pack` was given: int8 [outputs, inputs] and bfloat16 [outputs, groups]."""
+    """Return the arguments of `pack`: int8 [outputs, inputs] and bfloat16 [outputs, groups]."""
     blocks, size = weights.shape
     groups = (size // BLOCK - _SUM - inputs // 2) // _SCALE
     scales, halves = weights[:, BLOCK * _SUM :].split([BLOCK * _SCALE * groups, BLOCK * inputs // 2], dim=1)
@@ -106,8 +110,8 @@ def unpack(weights: torch.Tensor, inputs: int, outputs: int) -> tuple[torch.Tens
     return whole[:outputs].to(torch.int8) - 8, scales.reshape(blocks * BLOCK, groups)[:outputs]
 
 
-#: Layers of one call, at most: `kernels/src/linear.h` has the same.
-MOST_LAYERS = 4
+#: Limit of layers in one call, as in `kernels/src/linear.h`.
+MAX_LAYERS = 4
 _library = torch.library.Library("exportable_cache", "FRAGMENT")
 _LINEAR = "(Tensor source, Tensor weights, Tensor? bias, int outputs"
 _LINEARS = "(Tensor source, Tensor[] weights, Tensor[] biases, int[] outputs"
@@ -115,7 +119,7 @@ _PLAIN = torch.ops.aten.linear.default
 
 
 class _Packed(NamedTuple):
-    """A layer as an operator of ours takes it."""
+    """Arguments of a native operator for one layer."""
 
     operator: OpOverload
     source: Node
@@ -124,11 +128,11 @@ class _Packed(NamedTuple):
     outputs: int
 
 
-def linears_to_own(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite each linear layer that an operator of ours can be, in place; others are left as they are.
+def linears_to_native(program: ExportedProgram) -> ExportedProgram:
+    """Rewrite each linear layer that a native operator supports, in place; others are unchanged.
 
-    Layers that take the same rows, as those of queries, keys and values do, are one call: rows are rounded once, and
-    threads wait for each other once.
+    Layers with the same input, such as query, key and value projections, become one call, because rows are then
+    quantized once and threads synchronize once.
     """
     graph = fold_linears(program).graph
     alike: dict[tuple[OpOverload, Node, bool], list[tuple[Node, _Packed]]] = {}
@@ -140,10 +144,10 @@ def linears_to_own(program: ExportedProgram) -> ExportedProgram:
     made = [
         one
         for layers in alike.values()
-        for start in range(0, len(layers), MOST_LAYERS)
-        for one in _called(graph, layers[start : start + MOST_LAYERS])
+        for start in range(0, len(layers), MAX_LAYERS)
+        for one in _called(graph, layers[start : start + MAX_LAYERS])
     ]
-    # Behind all calls, of which some take what others give.
+    # After all calls are inserted, because some read results of others.
     for node, result in made:
         replace_call(node, result)
     if made:
@@ -153,7 +157,7 @@ def linears_to_own(program: ExportedProgram) -> ExportedProgram:
 
 
 def _called(graph: Graph, layers: list[tuple[Node, _Packed]]) -> list[tuple[Node, Node]]:
-    """Layers that take the same rows, each with its result by one call, which is where the first of them is."""
+    """Insert one call, where the first of the layers is, and return each layer with its result."""
     first, layer = layers[0]
     weights = [one.weight for _, one in layers]
     outputs = [one.outputs for _, one in layers]
@@ -183,8 +187,8 @@ def _packed_4bit(program: ExportedProgram, node: Node) -> _Packed | None:
     return _Packed(call, layer.source, packed, layer.bias, integers.shape[0])
 
 
-def is_own(program: ExportedProgram, node: Node) -> bool:
-    """Whether an operator of ours can be a layer in float32."""
+def is_native_linear(program: ExportedProgram, node: Node) -> bool:
+    """Return True if a native operator supports this float32 layer."""
     if node.target is not _PLAIN:
         return False
     found: Any = node.args
@@ -196,8 +200,8 @@ def is_own(program: ExportedProgram, node: Node) -> bool:
 
 
 def _packed_float(program: ExportedProgram, node: Node) -> _Packed | None:
-    """None of a layer whose weights are also read otherwise: a table that the head is tied to is kept once."""
-    if not is_own(program, node):
+    """Return the packed layer, or None if it is unsupported or its weight has other readers, such as a tied table."""
+    if not is_native_linear(program, node):
         return None
     found: list[Any] = [*node.args, None]
     source, weight, bias = found[:3]
@@ -210,14 +214,13 @@ def _packed_float(program: ExportedProgram, node: Node) -> _Packed | None:
 
 
 def linear_float(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
-    """A linear layer in plain operators: what the kernels of `linear_float`, `linear_bfloat16` and `linear_float16`
-    compute.
+    """Compute a linear layer in plain operators, as the kernels of float32, bfloat16 and float16 weights do.
 
     Args:
         source: float32 [..., inputs].
-        weights: Of `pack_float`.
+        weights: Weights packed by `pack_float`.
         bias: float32 [outputs], or None.
-        outputs: How many there are.
+        outputs: Number of outputs.
 
     Returns:
         float32 [..., outputs].
@@ -226,13 +229,13 @@ def linear_float(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor
 
 
 def linear_4bit(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
-    """A linear layer over weights of 4 bits, its input rounded to 8, in plain operators: what the kernel computes.
+    """Compute a linear layer over 4-bit weights and an 8-bit input in plain operators, as the kernel does.
 
     Args:
         source: float32 [..., inputs].
-        weights: uint8 [blocks, bytes], of `pack`.
+        weights: uint8 [blocks, bytes], packed by `pack`.
         bias: float32 [outputs], or None.
-        outputs: How many there are.
+        outputs: Number of outputs.
 
     Returns:
         float32 [..., outputs].
@@ -252,7 +255,7 @@ def _output(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | No
 
 
 def _define(name: str, plain: Callable[..., torch.Tensor]) -> None:
-    """One layer, `linear_...`, and several, `linears_...`; ExecuTorch calls those that are named out."""
+    """Define operators for one layer (`linear_...`) and several (`linears_...`); ExecuTorch calls the out variants."""
 
     def into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
         return out.copy_(plain(*arguments))
@@ -301,9 +304,10 @@ _LOOKUP = torch.ops.aten.embedding.default
 _EMBEDDING = "(Tensor weights, Tensor tokens, int rows, int dim"
 
 
-def tables_to_own(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite each lookup in such a table, in place; others are left as they are. To be called before the linear layers
-    are rewritten.
+def tables_to_native(program: ExportedProgram) -> ExportedProgram:
+    """Rewrite each lookup in a table that 16 bits hold without loss, in place.
+
+    A tied table is stored once, as the head's operator reads it. Call this before linear layers are rewritten.
     """
     graph = program.graph
     for node in graph.find_nodes(op="call_function", target=_LOOKUP):
@@ -311,7 +315,7 @@ def tables_to_own(program: ExportedProgram) -> ExportedProgram:
         if not is_param(program, table) or table.meta["val"].dtype != torch.float32:
             continue
         layers = [user for user in table.users if user.target is not _LOOKUP]
-        if tokens.meta["val"].dtype != torch.int64 or not all(is_own(program, layer) for layer in layers):
+        if tokens.meta["val"].dtype != torch.int64 or not all(is_native_linear(program, layer) for layer in layers):
             continue
         numbers = get_param_tensor(program, table)
         dtype = exact_dtype(numbers)
@@ -323,13 +327,13 @@ def tables_to_own(program: ExportedProgram) -> ExportedProgram:
 
 
 def _arguments(lookup: Node) -> tuple[Node, Node]:
-    """The table and the tokens."""
+    """Return the table and the tokens of a lookup."""
     found: Any = lookup.args
     return found[0], found[1]
 
 
 def _looked_up(program: ExportedProgram, node: Node, numbers: torch.Tensor, is_tied: bool) -> Node:
-    """A lookup in the table's numbers, which are of the type that it is kept in."""
+    """Insert a lookup in the table, given its values in the dtype that is stored."""
     table, tokens = _arguments(node)
     if is_tied:
         table = packed_weight(program, table, lambda: pack_float(numbers, numbers.dtype))
@@ -346,13 +350,13 @@ def _looked_up(program: ExportedProgram, node: Node, numbers: torch.Tensor, is_t
 
 
 def embedding(weights: torch.Tensor, tokens: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
-    """Rows of a table, in plain operators: what the kernels compute.
+    """Look up rows of a table in plain operators, as the kernels do.
 
     Args:
-        weights: bfloat16 or float16, of `pack_float`.
-        tokens: int64 [...], of 0 to rows - 1.
-        rows: How many there are.
-        dim: A row's numbers.
+        weights: bfloat16 or float16, packed by `pack_float`.
+        tokens: int64 [...], from 0 to rows - 1.
+        rows: Number of rows.
+        dim: Length of a row.
 
     Returns:
         float32 [..., dim].
@@ -371,7 +375,7 @@ def _embedding_output(weights: torch.Tensor, tokens: torch.Tensor, rows: int, di
 
 
 for _name in ("embedding_bfloat16", "embedding_float16"):
-    # ExecuTorch calls those that are named out.
+    # ExecuTorch calls the out variants.
     for _schema, _function in (
         (f"{_name}{_EMBEDDING}) -> Tensor", embedding),
         (f"{_name}.out{_EMBEDDING}, *, Tensor(a!) out) -> Tensor(a!)", _embedding_into),

@@ -1,14 +1,13 @@
-"""Operators of this package, for which only its compiled kernels have code on ExecuTorch's runtime; see `kernels/`.
+"""Native operators for attention, cache writes and cache quantization; only the kernels of `kernels/` implement them.
 
-`exportable_cache::attention` is one call for all that causal attention over a cache comes with: rows of different
-length, rings that have turned, windows and chunks, soft-capping, sinks, a bias; over keys and values as they are
-stored, in float32, float16 and bfloat16, in 8 and in 4 bits. `exportable_cache::write` puts new rows where it looks for
-them. Both take the lengths as a tensor, so that no number of a step is read into the program.
-`exportable_cache::quantize` makes rows of 8 or 4 bits of new ones.
+`exportable_cache::attention` is one call for causal attention over a cache: rows of different length, rings that have
+wrapped, windows and chunks, soft-capping, sinks, a bias; keys and values in float32, float16, bfloat16, 8 and 4 bits.
+`exportable_cache::write` writes new rows to the slots where attention reads them. Both take lengths as a tensor, so
+that no value of a step is read into the program. `exportable_cache::quantize` quantizes new rows to 8 or 4 bits.
 
-Slots are of two kinds, as `SinkPolicy` has them: the first `kept` hold the tokens of their positions and are never
-written again, the others are a ring of the newest tokens behind those. A full layer keeps all of its slots, a ring
-none.
+Slots are of two kinds, as in `SinkPolicy`: the first `kept` slots hold the tokens of their positions and are never
+overwritten; the others are a ring of the newest tokens after those. All slots of a full layer are kept, and no slot of
+a ring.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _WRITE = "(Tensor rows, Tensor(a!) cache, Tensor length, int kept, Tensor? after
 _QUANTIZE = "(Tensor rows, int bits"
 _ROUNDED: dict[int, type[Int8Storage] | type[Int4Storage]] = {8: Int8Storage, 4: Int4Storage}
 _library = torch.library.Library("exportable_cache", "FRAGMENT")
-# ExecuTorch calls those that are named out.
+# ExecuTorch calls the out variants.
 _library.define(f"attention{_ATTENTION}) -> Tensor")
 _library.define(f"attention.out{_ATTENTION}, *, Tensor(a!) out) -> Tensor(a!)")
 _library.define(f"write{_WRITE}) -> Tensor")
@@ -49,8 +48,8 @@ def check_native_kernels() -> None:
     runtime()
     if load_native_kernels() is None:
         raise MissingDependencyError(
-            "kernels or linears is 'native', but the compiled kernels of this package are not in use here; build them "
-            "with `exportable-cache kernels build`, or pass kernels='executorch' and linears='delegate'"
+            "kernels='native' and linears='native' need the compiled kernels of this package, which are not loaded; "
+            "build them with `exportable-cache kernels build`, or pass kernels='executorch' and linears='delegate'"
         )
 
 
@@ -67,25 +66,25 @@ def attention(
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Causal attention over a cache, in plain operators: what the kernel computes.
+    """Compute causal attention over a cache in plain operators, as the kernel does.
 
     Args:
         query: [batch, heads, query_length, head_dim].
-        stored: What the layer's storage keeps. Keys and values [batch * num_heads, slots, 1, dim]; of int8, and of
-            uint8 for two numbers a byte as `Int4Storage` packs them, also the scales of both, float32 [..., 1]. Or keys
-            alone, which are the values as well.
-        fresh: The same of the new tokens, of which the queries are the last, [batch * num_heads, new_length, 1, dim].
-            Where all slots are kept, these hold them already.
+        stored: Tensors of the layer's storage: keys and values [batch * num_heads, slots, 1, dim]; for int8, and for
+            uint8 with two values per byte as `Int4Storage` packs them, also the scales of both, float32 [..., 1]. Or
+            keys only, which are also the values.
+        fresh: The same tensors for the new tokens, [batch * num_heads, new_length, 1, dim]; the queries are the last of
+            them. If all slots are kept, `stored` already holds them.
         length: Tokens of each row before the new ones, int64 [batch].
         scaling: Factor on the scores.
-        kept: See the module.
-        window: Newest tokens that a query sees of those that are not in kept slots, itself included; 0 for all.
-        chunk: A query sees those of its own chunk of this length; 0 for all.
+        kept: Number of slots that are never overwritten.
+        window: Number of newest tokens that a query sees of those in other slots, itself included; 0 for all.
+        chunk: Length of chunks, of which a query sees its own only; 0 for all tokens.
         softcap: Scores become `softcap * tanh(scores / softcap)`; 0 for none.
-        sinks: One more score under the softmax that carries no value, float32, to be broadcast to [batch, heads,
-            query_length, 1].
-        bias: Added to the scores after that, by the key's position: float32, to be broadcast to [batch, heads,
-            query_length, positions].
+        sinks: Additional score in the softmax that has no value, float32, broadcastable to [batch, heads, query_length,
+            1].
+        bias: Added to the scores after that, by key position, float32, broadcastable to [batch, heads, query_length,
+            positions].
 
     Returns:
         [batch, query_length, heads, value_head_dim].
@@ -126,18 +125,17 @@ def attention(
 def write(
     rows: torch.Tensor, cache: torch.Tensor, length: torch.Tensor, kept: int, after: torch.Tensor | None
 ) -> torch.Tensor:
-    """Put rows into their slots, in place.
+    """Write rows to their slots, in place.
 
     Args:
-        rows: Of new tokens, [batch * num_heads, query_length, 1, dim].
+        rows: Rows of the new tokens, [batch * num_heads, query_length, 1, dim].
         cache: [batch * num_heads, slots, 1, dim].
         length: Tokens of each row before them, int64 [batch].
-        kept: See the module.
-        after: What is to be computed before: nothing else keeps a write behind the attention that reads what it writes
-            over.
+        kept: Number of slots that are never overwritten.
+        after: Tensor to compute first, because only this dependency keeps the write after attention to the same slots.
 
     Returns:
-        [1], which says nothing: an operator of ExecuTorch gives something.
+        Zeros [1], because an ExecuTorch operator must return a tensor.
     """
     heads, ring = rows.shape[0] // length.shape[0], max(cache.shape[1] - kept, 1)
     starts, each = length.repeat_interleave(heads), torch.arange(rows.shape[0])
@@ -149,38 +147,38 @@ def write(
 
 
 def quantize(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `Int8Storage` and `Int4Storage` keep of rows.
+    """Return rows as `Int8Storage` and `Int4Storage` store them.
 
     Args:
         rows: float32 [batch * num_heads, length, 1, dim].
         bits: 8 or 4.
 
     Returns:
-        int8 [batch * num_heads, length, 1, dim], or uint8 [..., dim / 2] of two numbers each, and float32 scales
+        int8 [batch * num_heads, length, 1, dim], or uint8 [..., dim / 2] with two values per byte; and float32 scales
         [batch * num_heads, length, 1, 1].
     """
     return _ROUNDED[bits](dtype="float32").quantize(rows)
 
 
 def _of_row(part: torch.Tensor, row: int, batch: int) -> torch.Tensor:
-    """[num_heads, length, dim] of one row of the batch."""
+    """Return [num_heads, length, dim] of one row of the batch."""
     return part.reshape(batch, -1, *part.shape[1:])[row].squeeze(2)
 
 
 def _in_slots(stored: Sequence[torch.Tensor], held: int, kept: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values of the tokens that slots hold, and their positions [length]."""
+    """Return keys and values of the tokens in slots, and their positions [length]."""
     slots = stored[0].shape[1]
     positions = torch.cat(
         [torch.arange(min(held, kept)), torch.arange(max(kept, held - (slots - kept)), max(kept, held))]
     )
     ring = max(slots - kept, 1)
-    places = torch.where(positions < kept, positions, kept + (positions - kept) % ring)
-    keys, values = _numbers([part[:, places] for part in stored])
+    slot = torch.where(positions < kept, positions, kept + (positions - kept) % ring)
+    keys, values = _numbers([part[:, slot] for part in stored])
     return keys, values, positions
 
 
 def _numbers(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """float32 keys and values [num_heads, length, dim] of what is stored."""
+    """Return float32 keys and values [num_heads, length, dim] of stored tensors."""
     rows = [
         Int4Storage(dtype="float32").unpack(part) if part.dtype == torch.uint8 else part.float() for part in parts[:2]
     ]

@@ -21,7 +21,7 @@ from typing import Any
 from ....common.compat.torch import schema_of
 from ....errors import BundleError
 
-# The union of values in ExecuTorch's `program.fbs`.
+# Members of the union of values in ExecuTorch's `program.fbs`.
 NULL, INT, BOOL, DOUBLE, TENSOR, STRING = 1, 2, 3, 4, 5, 6
 INTS, DOUBLES, BOOLS, TENSORS, OPTIONAL_TENSORS = 7, 8, 9, 10, 11
 NAMES = dict(
@@ -43,10 +43,11 @@ _BY_TYPE: dict[str, frozenset[int]] = {
     "List[Optional[Tensor]]": frozenset({OPTIONAL_TENSORS}),
     **dict.fromkeys(("int", "ScalarType", "MemoryFormat", "Layout", "Device"), frozenset({INT})),
 }
-#: Of operators whose schemas torch does not know where a program runs, by letters; `?` for a value that may be missing.
+#: Letters of the kinds in `_UNKNOWN_TO_TORCH`.
 _LETTERS = {
     "T": TENSOR, "L": TENSORS, "I": INTS, "i": INT, "f": DOUBLE, "b": BOOL,
 }  # fmt: skip
+#: Kinds of operators whose schemas torch lacks when a program is opened; `?` marks an optional value.
 _UNKNOWN_TO_TORCH = {
     "executorch_prim::et_view.default": "T I T",
     "executorch_prim::et_copy_index.tensor": "T T i",
@@ -58,26 +59,26 @@ _UNKNOWN_TO_TORCH = {
     "exportable_cache::linears_float.out": "T L L I L L",
     "quantized_decomposed::embedding_byte.out": "T T T? i i T T T",
 }
-#: Arithmetic of the runtime on single numbers: `executorch_prim::add.Scalar` and the like.
+#: Scalar arithmetic of the runtime, such as `executorch_prim::add.Scalar`.
 _ON_NUMBERS, _OF_NUMBERS = "executorch_prim::", ".Scalar"
 
 
 def check_call(operator: str, kinds: Sequence[int], what: str) -> None:
-    """Check the kinds of the values that an instruction hands to a kernel: arguments, then results.
+    """Check the kinds of the values that an instruction passes to a kernel: arguments, then results.
 
-    Kernels of operators that neither torch nor this module knows are not checked.
+    Operators that neither torch nor this module knows are not checked.
 
     Raises:
-        ValueError: If there are more or fewer than the operator takes, or one is of another kind.
+        ValueError: If the number of values is wrong, or one has the wrong kind.
     """
     if operator.startswith(_ON_NUMBERS) and operator.endswith(_OF_NUMBERS):
         wanted: _Kinds | None = (_NUMBER,) * len(kinds)
     else:
-        wanted = _wanted(operator)
+        wanted = _expected_kinds(operator)
     if wanted is None:
         return
     if len(kinds) != len(wanted):
-        raise ValueError(f"{what} calls {operator} with {len(kinds)} values, of {len(wanted)}")
+        raise ValueError(f"{what} calls {operator} with {len(kinds)} values, expected {len(wanted)}")
     for index, (kind, allowed) in enumerate(zip(kinds, wanted, strict=True)):
         if kind not in allowed:
             names = " or ".join(NAMES[one] for one in sorted(allowed))
@@ -86,8 +87,8 @@ def check_call(operator: str, kinds: Sequence[int], what: str) -> None:
             )
 
 
-def _wanted(operator: str) -> _Kinds | None:
-    """Return the kinds of each argument and each result of an operator, None for one that is not known."""
+def _expected_kinds(operator: str) -> _Kinds | None:
+    """Return the allowed kinds of each argument and result of an operator, or None for an unknown one."""
     letters = _UNKNOWN_TO_TORCH.get(operator)
     if letters is not None:
         return tuple(
@@ -98,8 +99,8 @@ def _wanted(operator: str) -> _Kinds | None:
     except (AttributeError, ValueError):
         return None
     arguments = tuple(_kinds(str(one.real_type)) for one in schema.arguments)
-    # The last value is the result. Several results are one value, the list of them, and so is the list of tensors that
-    # an operator without a result in its schema writes to, such as `split_with_sizes_copy.out`.
+    # The last value is the result: one tensor, or one list of several results. Operators without a result in the
+    # schema, such as `split_with_sizes_copy.out`, write to a list of tensors.
     single = len(schema.returns) == 1
     return (*arguments, _kinds(str(schema.returns[0].type)) if single else frozenset({TENSORS}))
 
@@ -111,7 +112,7 @@ def _kinds(type_: str) -> frozenset[int]:
     return _BY_TYPE.get(type_, frozenset(NAMES))
 
 
-# Fields of the schema's tables, by their place in it.
+# Indices of fields in the schema's tables.
 _PLANS, _SEGMENTS, _NAMED_DATA = 1, 4, 7
 _NAME, _VALUES, _INPUTS, _OUTPUTS, _CHAINS, _OPERATORS, _DELEGATES = 0, 2, 3, 4, 5, 6, 7
 _INSTRUCTIONS = 2
@@ -119,84 +120,84 @@ _PROCESSED, _COMPILE_SPECS = 1, 2
 _PLANNED = 8
 #: Fields of a tensor.
 _SCALAR_TYPE, _SIZES, _DIM_ORDER, _ALLOCATION, _TENSOR_INFO, _TENSOR_NAME = 0, 2, 3, 6, 9, 1
-#: Lists of values: the kinds that these may be of, and the least index, where -1 represents a missing tensor.
+#: Allowed kinds and the least index of a list's values; -1 represents a missing tensor.
 _LISTS = {INTS: ({INT}, 0), TENSORS: ({TENSOR}, 0), OPTIONAL_TENSORS: ({TENSOR, NULL}, -1)}
-#: Bytes of an element by ExecuTorch's number for its dtype; 0 where several elements share one.
+#: Bytes of an element by ExecuTorch's scalar type; 0 if several elements share a byte.
 _ITEM_SIZES = {
     0: 1, 1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 8, 8: 4, 9: 8, 10: 16, 11: 1, 12: 1, 13: 1, 14: 4, 15: 2,
     16: 1, 17: 1, 22: 0, 23: 1, 24: 1, 25: 1, 26: 1, 27: 2, 28: 4, 29: 8,
 }  # fmt: skip
-#: The most bytes that a tensor may claim, above every memory that there is.
-_MOST_BYTES = 1 << 40
-#: The union of instructions.
+#: Limit of a tensor's bytes, larger than any memory.
+_MAX_BYTES = 1 << 40
+#: Members of the union of instructions.
 _KERNEL_CALL, _DELEGATE_CALL, _MOVE, _JUMP, _FREE = 1, 2, 3, 4, 5
-#: Where the file's own header says that segments begin, and XNNPACK's where its tables do; names of weights in these.
+#: Offsets of the segment base in the file's header, and of the tables in XNNPACK's header.
 _SEGMENT_BASE, _XNNPACK_TABLES = 24, 10
 _XNNPACK, _XNNPACK_MAGIC = "XnnpackBackend", b"XH00"
 _CONSTANTS, _CONSTANT_NAME = 8, 2
-#: How often a file may be read in all: tables can share lists and names, and many that share a long one take for ever.
-_TIMES, _AT_LEAST = 16, 1 << 16
+#: Limit of bytes read, as a multiple of the file: tables may share vectors, and shared long ones would take forever.
+_READ_FACTOR, _MIN_READ = 16, 1 << 16
 
 
 def check_instructions(path: Path) -> None:
-    """Refuse a program whose instructions or names would take the process down with them.
+    """Refuse a program whose instructions or names would abort the process.
 
     Args:
-        path: A file whose tables were verified.
+        path: File whose flatbuffer was verified.
 
     Raises:
-        BundleError: If an instruction names an operator, a delegate, a value or an instruction that there is not, or a
-            name is no UTF-8, or tables share more than any program's do.
-        OSError: If it cannot be read.
+        BundleError: If an instruction has an index out of range or an unknown kind, if a name is not UTF-8, or if
+            tables are shared more than in any exported program.
+        OSError: If the file cannot be read.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        with _one_sentence(path):
+        with _damage_as_bundle_error(path):
             _check(_root(_Bytes(data), 0))
 
 
 def called_operators(path: Path) -> frozenset[str]:
-    """Operators that the methods of a program call, such as "aten::add.out", without what delegates took.
+    """Return the operators that the methods of a program call, such as "aten::add.out"; delegated ones are not listed.
 
     Args:
-        path: A file whose tables were verified.
+        path: File whose flatbuffer was verified.
 
     Raises:
         BundleError: As `check_instructions`.
-        OSError: If it cannot be read.
+        OSError: If the file cannot be read.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        with _one_sentence(path):
+        with _damage_as_bundle_error(path):
             operators = (one for plan in _root(_Bytes(data), 0).tables(_PLANS) for one in plan.tables(_OPERATORS))
             return frozenset(f"{operator.text(0)}.{operator.text(1)}".rstrip(".") for operator in operators)
 
 
 @contextmanager
-def _one_sentence(path: Path) -> Iterator[None]:
+def _damage_as_bundle_error(path: Path) -> Iterator[None]:
     try:
         yield
-    # The last three: of places that are none.
+    # The last three are raised for offsets outside the file.
     except (ValueError, IndexError, TypeError, struct.error) as error:
         raise BundleError(
-            f"{path.name} is damaged, or made to do harm: {error}; get it again, or export the model again"
+            f"{path.name} is damaged or malicious: {error}; download it again, or export the model again"
         ) from None
 
 
 class _Bytes:
-    """A file, and how many bytes of lists and names may still be read of it."""
+    """Contents of a file, with a limit on the bytes of vectors and names that may be read."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
-        self._left = _TIMES * len(data) + _AT_LEAST
+        self._left = _READ_FACTOR * len(data) + _MIN_READ
 
     def spend(self, size: int) -> None:
-        """Take note of what is about to be read.
+        """Count bytes that are about to be read.
 
         Raises:
-            ValueError: If that is too much.
+            ValueError: If the limit is exceeded.
         """
         self._left -= size
         if self._left < 0:
-            raise ValueError("its tables share more lists and names than any program's")
+            raise ValueError("its tables share more vectors and names than those of any exported program")
 
 
 def _check(program: _Table) -> None:
@@ -214,8 +215,8 @@ def _check(program: _Table) -> None:
             for spec in delegate.tables(_COMPILE_SPECS):
                 spec.text(0)
         kinds = _check_values(values, plan.wide_numbers(_PLANNED), name)
-        _within(plan.numbers(_INPUTS), len(values), f"inputs of {name!r}")
-        _within(plan.numbers(_OUTPUTS), len(values), f"outputs of {name!r}")
+        _check_range(plan.numbers(_INPUTS), len(values), f"inputs of {name!r}")
+        _check_range(plan.numbers(_OUTPUTS), len(values), f"outputs of {name!r}")
         names = [f"{operator.text(0)}.{operator.text(1)}".rstrip(".") for operator in operators]
         ids = [delegate.text(0) for delegate in delegates]
         for chain in plan.tables(_CHAINS):
@@ -230,7 +231,7 @@ def _check(program: _Table) -> None:
 def _check_call_kinds(
     instruction: _Table, operators: list[str], delegates: list[str], kinds: list[int], what: str
 ) -> None:
-    """Check kinds of the values that an instruction takes, whose indices were checked."""
+    """Check the kinds of an instruction's values, whose indices were checked."""
     kind, call = instruction.union(0)
     if call is None:
         return
@@ -239,7 +240,7 @@ def _check_call_kinds(
     elif kind == _DELEGATE_CALL and delegates[call.number(0)] == _XNNPACK:
         _check_kinds(call.numbers(1), kinds, {TENSOR}, what)
     elif kind == _JUMP:
-        # A comparison of numbers puts its bool where the file has a number.
+        # A comparison writes its bool to a value that the file stores as a number.
         _check_kinds([call.number(0)], kinds, {TENSOR, BOOL, INT}, what)
 
 
@@ -247,11 +248,13 @@ def _check_kinds(indices: Any, kinds: list[int], allowed: set[int], what: str) -
     for index in indices:
         if index >= 0 and kinds[index] not in allowed:
             names = " or ".join(NAMES[kind] for kind in sorted(allowed))
-            raise ValueError(f"value {index} in {what} must be {names}, got {NAMES.get(kinds[index], 'another kind')}")
+            raise ValueError(
+                f"value {index} in {what} must be {names}, got {NAMES.get(kinds[index], 'an unknown kind')}"
+            )
 
 
 def _check_payload(segments: list[_Table], processed: _Table | None) -> None:
-    """Names of the weights that XNNPACK looks for, of a payload in a segment."""
+    """Check the names of weights in XNNPACK's payload, if it is in a segment."""
     if processed is None or processed.number(0, "<b") == 0:
         return
     file = processed.file
@@ -267,8 +270,7 @@ def _check_payload(segments: list[_Table], processed: _Table | None) -> None:
 def _check_values(values: list[_Table], planned: Sequence[int], name: str) -> list[int]:
     """Check the values of a method, and return the kind of each.
 
-    Args:
-        planned: Sizes in bytes of the buffers that its tensors are planned into; the first one is not used.
+    `planned` has the sizes in bytes of the memory-planned buffers; the first is unused.
     """
     held = [value.union(0) for value in values]
     kinds = [kind if table is not None else 0 for kind, table in held]
@@ -282,85 +284,80 @@ def _check_values(values: list[_Table], planned: Sequence[int], name: str) -> li
         elif kind in _LISTS:
             allowed, least = _LISTS[kind]
             items = table.wide_numbers(0) if kind == INTS else table.numbers(0)
-            _within(items, len(values), f"a list of {name!r}", least=least)
+            _check_range(items, len(values), f"a list of {name!r}", least=least)
             _check_kinds(items, kinds, allowed, f"a list of {name!r}")
         elif kind not in NAMES:
-            raise ValueError(f"a value of {name!r} is of kind {kind}, which there is not")
+            raise ValueError(f"a value of {name!r} has the unknown kind {kind}")
     return kinds
 
 
 def _check_tensor(tensor: _Table, planned: Sequence[int], name: str) -> None:
-    """Check sizes: the runtime aborts on one below 0, and multiplies them without a look at what fits in 64 bits."""
+    """Check the sizes of a tensor: the runtime aborts on negative ones, and multiplies without an overflow check."""
     info = tensor.table(_TENSOR_INFO)
     if info is not None:
         info.text(_TENSOR_NAME)
     sizes, dtype = tensor.numbers(_SIZES), tensor.number(_SCALAR_TYPE, "<b")
     if dtype not in _ITEM_SIZES:
-        raise ValueError(f"a tensor of {name!r} has dtype {dtype}, which there is not")
+        raise ValueError(f"a tensor of {name!r} has the unknown dtype {dtype}")
     if any(size < 0 for size in sizes):
         raise ValueError(f"sizes of a tensor of {name!r} must be at least 0, got {list(sizes)!r:.80}")
     length = math.prod(max(size, 1) for size in sizes) * _ITEM_SIZES[dtype]
-    if length > _MOST_BYTES:
-        raise ValueError(f"a tensor of {name!r} must have at most {_MOST_BYTES} bytes, got sizes {list(sizes)!r:.80}")
+    if length > _MAX_BYTES:
+        raise ValueError(f"a tensor of {name!r} must have at most {_MAX_BYTES} bytes, got sizes {list(sizes)!r:.80}")
     order = tensor.small_numbers(_DIM_ORDER)
     if order and sorted(order) != list(range(len(sizes))):
-        raise ValueError(f"dimensions of a tensor of {name!r} are in the order {list(order)!r:.80}")
-    place = tensor.table(_ALLOCATION)
-    if place is not None and 0 not in sizes:
-        buffer, offset = place.number(0, "<I"), place.number(1, "<I") + (place.number(2, "<I") << 32)
-        # A dtype or a delegate that packs elements takes less; what is missing is at most that.
+        raise ValueError(f"the dim order of a tensor of {name!r} must be a permutation, got {list(order)!r:.80}")
+    location = tensor.table(_ALLOCATION)
+    if location is not None and 0 not in sizes:
+        buffer, offset = location.number(0, "<I"), location.number(1, "<I") + (location.number(2, "<I") << 32)
+        # A lower bound, because several elements may share a byte.
         if not 0 < buffer < len(planned) or offset + length > planned[buffer]:
-            raise ValueError(
-                f"a tensor of {name!r} lies at {offset} with {length} bytes, past the end of its buffer {buffer}"
-            )
+            raise ValueError(f"a tensor of {name!r} at offset {offset} with {length} bytes exceeds its buffer {buffer}")
 
 
 def _check_instruction(instruction: _Table, sizes: dict[int, int], values: int, instructions: int, what: str) -> None:
     kind, call = instruction.union(0)
     if call is None:
-        raise ValueError(f"{what} does nothing")
+        raise ValueError(f"{what} is empty")
     if kind in sizes:
-        _within([call.number(0)], sizes[kind], what)
-        _within(call.numbers(1), values, what)
+        _check_range([call.number(0)], sizes[kind], what)
+        _check_range(call.numbers(1), values, what)
     elif kind == _MOVE:
-        _within([call.number(0), call.number(1)], values, what)
+        _check_range([call.number(0), call.number(1)], values, what)
     elif kind == _JUMP:
-        _within([call.number(0)], values, what)
-        # One past the last ends the method.
-        _within([call.number(1)], instructions + 1, what)
+        _check_range([call.number(0)], values, what)
+        # The index after the last instruction ends the method.
+        _check_range([call.number(1)], instructions + 1, what)
     elif kind == _FREE:
-        _within([call.number(0)], values, what)
+        _check_range([call.number(0)], values, what)
     else:
-        raise ValueError(f"{what} is of kind {kind}, which there is not")
+        raise ValueError(f"{what} has the unknown kind {kind}")
 
 
-def _within(indices: Any, size: int, what: str, least: int = 0) -> None:
+def _check_range(indices: Any, size: int, what: str, least: int = 0) -> None:
     wrong = next((int(index) for index in indices if not least <= index < size), None)
     if wrong is not None:
-        raise ValueError(f"{what} names number {wrong} of {size}")
+        raise ValueError(f"{what}: index {wrong} is out of range ({size} entries)")
 
 
 class _Table:
-    """A table in a flatbuffer; `flatbuffers.Table` finds its fields.
-
-    Args:
-        file: That it is in.
-        table: That.
-    """
+    """A flatbuffer table; `flatbuffers.Table` finds its fields."""
 
     def __init__(self, file: _Bytes, table: Any) -> None:
         self.file = file
         self._table = table
 
     def _at(self, field: int) -> int:
-        """Where a field is from the table's own place, 0 for one that is not stored."""
+        """Return the offset of a field in the table, or 0 if it is not stored."""
         return self._table.Offset(4 + 2 * field)
 
     def table(self, field: int) -> _Table | None:
+        """Return a field that is a table, or None."""
         at = self._at(field)
         return _table(self.file, self._table.Indirect(at + self._table.Pos)) if at else None
 
     def tables(self, field: int) -> list[_Table]:
+        """Return a vector of tables."""
         return list(self._tables(field))
 
     def _tables(self, field: int) -> Iterator[_Table]:
@@ -368,19 +365,19 @@ class _Table:
         if at:
             start, count = self._table.Vector(at), self._table.VectorLen(at)
             if start + 4 * count > len(self._table.Bytes):
-                raise ValueError(f"a list of {count} goes past the end")
+                raise ValueError(f"a vector of {count} entries exceeds the file")
             self.file.spend(4 * count)
             for index in range(count):
                 yield _table(self.file, self._table.Indirect(start + 4 * index))
 
     def union(self, field: int) -> tuple[int, _Table | None]:
-        """Which table a union is, and that table."""
+        """Return the kind of a union and its table."""
         at = self._at(field)
         kind = self._table.Bytes[self._table.Pos + at] if at else 0
         return kind, self.table(field + 1) if kind else None
 
     def number(self, field: int, form: str = "<i") -> int:
-        """An integer, of 32 bits unless another form is given."""
+        """Return an integer of 32 bits, or of the given `struct` format."""
         at = self._at(field)
         return struct.unpack_from(form, self._table.Bytes, self._table.Pos + at)[0] if at else 0
 
@@ -405,7 +402,7 @@ class _Table:
         return struct.unpack_from(f"<{count}{form}", self._table.Bytes, self._table.Vector(at))
 
     def text(self, field: int) -> str:
-        """A text, "" for one that is not stored."""
+        """Return a string, "" if it is not stored."""
         at = self._at(field)
         if not at:
             return ""
@@ -414,7 +411,7 @@ class _Table:
         try:
             return found.decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"a name is no UTF-8: {error.object[:40]!r}") from None
+            raise ValueError(f"a name is not UTF-8: {error.object[:40]!r}") from None
 
 
 def _table(file: _Bytes, position: int) -> _Table:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from executorch.exir import ExecutorchProgramManager
 
 
-#: Namespaces whose libraries are linked whole: ExecuTorch's `custom_ops`, and the kernels of this package.
+#: Namespaces whose libraries are linked as a whole: ExecuTorch's `custom_ops` and the native kernels.
 WHOLE_LIBRARIES = ("llama", "exportable_cache")
-#: What the runtime itself has: operators on single numbers, in its own namespace and three in torch's.
+#: Operators of the runtime itself, on scalars.
 _RUNTIME = ("executorch_prim::", "aten::sym_size.int", "aten::sym_numel", "aten::_local_scalar_dense")
-#: Tables of operators in the executorch package, with the names of their kernels.
+#: Tables of operators and their kernels in the executorch package.
 _TABLES = ("portable/functions.yaml", "quantized/quantized.yaml")
-#: Operators that have only an optimised kernel, which is called as these with `opt_` before.
+#: Operators that have an optimized kernel only, whose name adds the prefix `opt_`.
 _ONLY_OPTIMIZED = {"_fft_c2r.out": "fft_c2r_out", "_fft_r2c.out": "fft_r2c_out", "linear.out": "linear_out"}
 _VALUES = {
     "int": "int64_t",
@@ -38,20 +38,20 @@ _VALUES = {
     "List[bool]": "ArrayRef<bool>",
     "List[float]": "ArrayRef<double>",
 }
-#: Those that are passed by reference.
+#: Types that are passed by reference.
 _REFERENCES = {"Tensor": "Tensor", "number": "Scalar"}
 _LISTS = {"List[Tensor]": "TensorList", "List[Optional[Tensor]]": "ArrayRef<optional<Tensor>>"}
 
 
 @dataclass(frozen=True)
 class KernelSignature:
-    """A kernel's C++ function, in ExecuTorch's namespace `torch::executor::native`, without the context it takes first.
+    """C++ function of a kernel, in namespace `torch::executor::native`, without its context argument.
 
     Attributes:
-        operator: As in a program, such as "aten::add.out".
-        kernel: Name of the function; an optimised one is called the same, with `opt_` before.
+        operator: Name in a program, such as "aten::add.out".
+        kernel: Name of the function; an optimized kernel has the prefix `opt_`.
         arguments: C++ types, outputs last.
-        outputs: How many tensors it returns; 0 for one that writes to a list of them.
+        outputs: Number of returned tensors; 0 for a kernel that writes to a list of them.
     """
 
     operator: str
@@ -61,29 +61,29 @@ class KernelSignature:
 
 
 def is_in_runtime(operator: str) -> bool:
-    """Whether every program that links the runtime has an operator."""
+    """Return True if every program that links the runtime has the operator."""
     return operator.startswith(_RUNTIME)
 
 
 def signatures_of(operators: Sequence[str]) -> list[KernelSignature]:
-    """Signatures of the kernels for operators, in the order of their names.
+    """Return the signatures of the kernels for operators, sorted by name.
 
     Raises:
-        InputError: With the names of operators that the installed executorch knows no kernel for.
+        InputError: If the installed executorch has no kernel for an operator.
         MissingDependencyError: If the installed executorch has no tables of its kernels.
     """
     wanted, known = sorted(set(operators)), _kernels()
     missing = [name for name in wanted if name not in known]
     if missing:
         raise InputError(
-            f"ExecuTorch has no kernel for {', '.join(missing)}; build the program with all kernels, and link those "
-            "that have these operators"
+            f"the installed executorch has no kernel for {', '.join(missing)}; build with all kernels, and link a "
+            "library that has these operators"
         )
     return [_signature(name, *known[name]) for name in wanted]
 
 
 def known_operators() -> list[str]:
-    """Operators that `signatures_of` takes: those in the tables of the installed executorch."""
+    """Return the operators that `signatures_of` accepts: those in the tables of the installed executorch."""
     return sorted(_kernels())
 
 
@@ -109,7 +109,7 @@ def _type(kind: str, out: bool) -> str:
 
 @functools.cache
 def _kernels() -> dict[str, tuple[str, str | None]]:
-    """By operator, its kernel's name, and its schema as text where torch has none."""
+    """Return the kernel's name by operator, with the schema as text if torch has none."""
     found: dict[str, tuple[str, str | None]] = {}
     found |= {f"aten::{name}": (kernel, None) for name, kernel in _ONLY_OPTIMIZED.items()}
     for table in _TABLES:
@@ -139,10 +139,10 @@ register_quantized_operators()
 
 
 def check_kernels(lowered: ExecutorchProgramManager) -> None:
-    """Refuse a program that calls an operator which neither a delegate took nor the runtime has a kernel for.
+    """Refuse a program that calls an operator which is not delegated and has no kernel in the runtime.
 
     Raises:
-        UnsupportedModelError: With the names of such operators.
+        UnsupportedModelError: If there is such an operator; with all names.
     """
     called = {
         f"{operator.name}.{operator.overload}".rstrip(".")

@@ -1,6 +1,6 @@
 """Rewrite a `.pte` after it was serialized: store tied tables once, and load the largest delegates first.
 
-ExecuTorch stores constants of its own kernels (the embedding table) in one segment and weights of delegates (the head)
+ExecuTorch stores constants of its kernels (the embedding table) in one segment and weights of delegates (the head)
 in named segments, and deduplicates within each kind only. Segments are offsets into the file, so one may lie inside
 another.
 
@@ -22,43 +22,45 @@ if TYPE_CHECKING:
     from executorch.exir import ExecutorchProgramManager
 
 
-# Of segments, and so of what follows one that is left out.
+# Alignment of segments in bytes.
 _ALIGNMENT = 128
-# More than the header takes.
+# At least the size of the header.
 _HEADER_BYTES = 64
-# Below this a repetition is not worth a search.
+# Smaller segments are not searched for.
 _SMALLEST = 1024
-# Of the fields in the schema's table DataSegment: what a generated class reads, and has no setter for.
+# Vtable offset of a field of table DataSegment; generated classes have no setters.
 _OFFSET_FIELD = 4
 
 
 def write_pte(program: ExecutorchProgramManager, path: Path) -> None:
-    """Write a program, a delegate's named data that equals a constant only once.
+    """Write a program; named data of a delegate that equals a constant is stored once.
 
-    In pieces: a program is as large as its weights, and a copy of it would be an export's peak of memory.
+    The file is written in chunks, because a copy of the program would raise the peak memory of an export by its size.
     """
     with path.open("wb") as file:
         program.write_to_file(file)
     with path.open("rb") as source, mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        pieces = tied_pieces(data)
-        if pieces is None:
+        chunks = deduplicated(data)
+        if chunks is None:
             return
         tied = path.with_name(f"{path.name}.tied")
         try:
             with tied.open("wb") as written:
-                while pieces:
-                    written.write(pieces.pop(0))
+                while chunks:
+                    written.write(chunks.pop(0))
         finally:
-            # A view of the data that is left keeps it from being closed, and would hide that the disk is full.
-            pieces.clear()
+            # A remaining view would keep the file open, and that error would hide a full disk.
+            chunks.clear()
     tied.replace(path)
 
 
-def tied_pieces(data: bytes | mmap.mmap) -> list[bytes | memoryview] | None:
-    """The same program without the named segments whose bytes the constant segment holds already, as pieces that lie in
-    `data`; None where no segment is.
+def deduplicated(data: bytes | mmap.mmap) -> list[bytes | memoryview] | None:
+    """Return the program without named segments that repeat a part of the constant segment, as chunks of `data`.
+
+    Returns:
+        None if there is no such segment.
     """
-    # All of the data would be copied to look for the header.
+    # A slice, because reading the header would copy all of the data.
     header = extended_header(data[:_HEADER_BYTES])
     if header is None:
         return None
@@ -74,7 +76,7 @@ def tied_pieces(data: bytes | mmap.mmap) -> list[bytes | memoryview] | None:
     start = segments[constants.SegmentIndex()].Offset()
     end = start + segments[constants.SegmentIndex()].Size()
     starts = [start + constants.Offsets(index) for index in range(constants.OffsetsLength())]
-    pieces: list[bytes | memoryview] = []
+    chunks: list[bytes | memoryview] = []
     size, repeated = 0, False
     for index, segment in enumerate(segments):
         content = whole[base + segment.Offset() : base + segment.Offset() + segment.Size()]
@@ -85,40 +87,40 @@ def tied_pieces(data: bytes | mmap.mmap) -> list[bytes | memoryview] | None:
         if found is None:
             padding = -size % _ALIGNMENT
             found = size + padding
-            pieces += [bytes(padding), content]
+            chunks += [bytes(padding), content]
             size += padding + len(content)
         _set_offset(table, segment, found)
-    # The header's length of all segments: after magic, header length, program size and segment base offset.
+    # The header's size of all segments, after magic, header length, program size and segment base offset.
     struct.pack_into("<Q", table, 8 + 24, size)
-    return [bytes(table), *pieces] if repeated else None
+    return [bytes(table), *chunks] if repeated else None
 
 
 def _equal(whole: memoryview, start: int, content: memoryview) -> bool:
-    # Most differ at once, and a view is compared number by number.
+    # The start first, because comparing a view goes byte by byte and most segments differ early.
     end = start + len(content)
     return whole[start : start + _SMALLEST] == content[:_SMALLEST] and whole[start:end] == content
 
 
 def _set_offset(table: bytearray, segment: Any, offset: int) -> None:
     position = position_of_field(segment, _OFFSET_FIELD)
-    # Zero is the default and is not stored; the first segment stays where it is.
+    # Zero is the default and is not stored; the first segment does not move.
     if position is not None:
         struct.pack_into("<Q", table, position, offset)
     elif offset:
-        raise ValueError(f"segment without an offset of its own cannot move to {offset}")
+        raise ValueError(f"segment without a stored offset cannot move to {offset}")
 
 
-# Of a delegate whose payload lies in a segment.
+# Location of a delegate's payload that is in a segment.
 _IN_SEGMENT = 1
-# Of fields in the schema's tables ExecutionPlan and DelegateCall.
+# Vtable offsets of fields of the tables ExecutionPlan and DelegateCall.
 _DELEGATES_FIELD, _INDEX_FIELD = 18, 4
 
 
 def make_largest_first(path: Path) -> None:
-    """Order the delegates of each method in a file that was just written, in place; what runs stays the same.
+    """Order the delegates of each method by size in a file that was just written, in place; what runs stays the same.
 
-    The first that is called stays the first: its number is 0, which the format leaves out, so that there is no place
-    for another.
+    The first called delegate stays first, because its index 0 is the default that the format leaves out and cannot be
+    overwritten.
     """
     with path.open("r+b") as file:
         header = extended_header(file.read(_HEADER_BYTES))
@@ -148,25 +150,25 @@ def make_largest_first(path: Path) -> None:
 
 
 def reorder(table: bytearray, plan: Any, order: list[int]) -> None:
-    """Put the delegates of a method into another order, and call them by their new numbers, in place.
+    """Reorder the delegates of a method and the indices of their calls, in place.
 
     Args:
-        table: The program's flatbuffer.
+        table: Flatbuffer of the program.
         plan: Reader of a method in it.
-        order: The number that each had before; the first is 0.
+        order: Previous index of each delegate; the first is 0.
     """
     position = position_of_field(plan, _DELEGATES_FIELD)
     if position is None:
         return
-    # A list of tables: where it is from here, how long it is, and where each is from its own place.
+    # A vector of tables: its relative offset, its length, and for each table the offset relative to its entry.
     start = position + struct.unpack_from("<I", table, position)[0] + 4
-    places = [start + 4 * index for index in range(len(order))]
-    delegates = [place + struct.unpack_from("<I", table, place)[0] for place in places]
+    entries = [start + 4 * index for index in range(len(order))]
+    delegates = [entry + struct.unpack_from("<I", table, entry)[0] for entry in entries]
     calls = [
         (position_of_field(call, _INDEX_FIELD), order.index(call.DelegateIndex())) for call in delegate_calls(plan)
     ]
-    for place, index in zip(places, order, strict=True):
-        struct.pack_into("<I", table, place, delegates[index] - place)
-    for place, number in calls:
-        if place is not None:
-            struct.pack_into("<i", table, place, number)
+    for entry, index in zip(entries, order, strict=True):
+        struct.pack_into("<I", table, entry, delegates[index] - entry)
+    for field, index in calls:
+        if field is not None:
+            struct.pack_into("<i", table, field, index)
