@@ -52,9 +52,9 @@ def test_it_stays_one_node_of_an_exported_graph() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda cache, update, start: (cache, update.half(), start), "update is torch.float16"),
-        (lambda cache, update, start: (cache, update, start.int()), "start is torch.int32"),
-        (lambda cache, update, start: (cache, update, start[0]), "start has 0 dimensions"),
+        (lambda cache, update, start: (cache, update.half(), start), "got torch.float16"),
+        (lambda cache, update, start: (cache, update, start.int()), "start must be int64, got torch.int32"),
+        (lambda cache, update, start: (cache, update, start[0]), "got 0 dimensions"),
     ],
 )
 def test_wrong_arguments_are_refused_when_traced(change, message: str) -> None:

@@ -1,1 +1,1 @@
-"""Target `tensorrt`: one engine per method, its cache written in place, built and checked without a GPU."""
+"""Target `tensorrt`: one engine per method with an in-place cache, built and verified without a GPU."""

@@ -1,4 +1,4 @@
-"""Attention for TensorRT: one operator with its key heads unexpanded, which becomes TensorRT's own attention layer."""
+"""Attention for TensorRT: one operator with unexpanded key heads, which becomes TensorRT's attention layer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ...cache.policies.ring import is_one
 
 TENSORRT_ATTENTION = "exportable_cache_tensorrt"
 
-# Of float16, see `_trips_the_builder`.
-_MOST_KEYS_OF_ONE_QUERY = 512
+# Limit for one float16 query, see `_trips_the_builder`.
+_MAX_KEYS_OF_ONE_QUERY = 512
 
 _SINKS = ("s_aux", "sinks")
 
-# What the attention layer cannot express; plain products can.
+# Arguments that the attention layer cannot express, but `matmul_attention` can.
 _PLAIN = tuple(name for name in (*EXTRAS, "indices") if name not in _SINKS)
 
 
@@ -33,23 +33,24 @@ def tensorrt_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`scaled_dot_product_attention` with grouped heads where the model allows, `matmul_attention` elsewhere.
+    """Attend with `scaled_dot_product_attention` over grouped heads if possible, else with `matmul_attention`.
 
-    Two things reach TensorRT's layer through the mask, which is all it has for them:
+    Two features are passed through the mask, because the layer has no other input for them:
 
-    - sinks: they are the scores of the null slot that the cache layer keeps behind the others;
-    - where values are shorter than keys (MLA), the scores of the dimensions that only keys have: the layer wants
-      both of one shape ("Key and Value must have the same shape").
+    - sinks: they are the scores of the null slot that the cache layer keeps after the others;
+    - if values are shorter than keys (MLA), the scores of the dimensions that only keys have, because the layer
+      requires both to have one shape ("Key and Value must have the same shape").
 
-    The plain form is taken for soft-capping, a position bias, values longer than keys, and without a mask: TensorRT's
-    layer drops a mask that comes with `causal`, and its causal form knows no cache.
+    `matmul_attention` serves soft-capping, a position bias, values longer than keys, and calls without a mask: the
+    layer drops a mask that comes with `causal`, and its causal form does not know a cache.
 
     Args:
+        module: Attention module of the model.
         query: [batch, heads, q_length, head_dim].
-        key: [batch, kv_heads, kv_length, head_dim]; with a null slot behind them, see `EngineLayout`, one longer.
+        key: [batch, kv_heads, kv_length, head_dim]; with a null slot (`EngineLayout`), kv_length + 1.
         value: [batch, kv_heads, kv_length, value_head_dim], likewise.
-        attention_mask: Additive, [batch or 1, 1 or heads, q_length, kv_length] in the dtype of the query. (A bool one,
-            shared by two attentions of dynamic length, fails in TensorRT-RTX 1.5's builder.)
+        attention_mask: Additive, [batch or 1, 1 or heads, q_length, kv_length] in the dtype of the query. (A bool mask
+            shared by two attentions of dynamic length fails in TensorRT-RTX 1.5's builder.)
         scaling: Factor on the scores, `head_dim ** -0.5` by default.
         **kwargs: See `matmul_attention`.
 
@@ -60,7 +61,7 @@ def tensorrt_attention(
     lacks_slot = sinks is not None and attention_mask is not None and key.shape[2] != attention_mask.shape[-1] + 1
     if lacks_slot or not is_expressible(query, key, value, attention_mask, kwargs):
         return matmul_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    # Stated, not left to the converter, which would compute it from shapes in float32 for every layer.
+    # Passed, because the converter would otherwise compute it from shapes in float32 for every layer.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     assert attention_mask is not None
     mask = attention_mask.to(query.dtype)
@@ -68,7 +69,7 @@ def tensorrt_attention(
         mask = torch.cat([mask.expand(*sinks.shape[:3], mask.shape[-1]), sinks.to(query.dtype)], dim=-1)
     if key.shape[-1] > value.shape[-1]:
         mask = mask + _scores(query[..., value.shape[-1] :] * scale, key[..., value.shape[-1] :])
-        # The lowest float16 and a little less is minus infinity, of which kernels make not-a-number.
+        # Clamped, because the lowest float16 plus a negative score is -inf, from which kernels compute NaN.
         mask = mask.clamp(min=torch.finfo(mask.dtype).min)
         query, key = query[..., : value.shape[-1]], key[..., : value.shape[-1]]
     doubled = _trips_the_builder(query, key)
@@ -89,13 +90,13 @@ def is_expressible(
     attention_mask: torch.Tensor | None,
     extras: Mapping[str, Any],
 ) -> bool:
-    """Whether TensorRT's attention layer can compute this attention, given a null slot for sinks."""
+    """Return True if TensorRT's attention layer can compute this attention, given a null slot for sinks."""
     is_plain = any(extras.get(name) is not None for name in _PLAIN)
     return attention_mask is not None and not is_plain and value.shape[-1] <= key.shape[-1] == query.shape[-1]
 
 
 def sinks_of(query: torch.Tensor, extras: Mapping[str, Any]) -> torch.Tensor | None:
-    """The sink logits that attention is given, [batch, heads, q_length, 1], None where there are none."""
+    """Return the sink logits of a call, [batch, heads, q_length, 1], or None."""
     given = next((extras[name] for name in _SINKS if extras.get(name) is not None), None)
     if given is None or given.dim() == 4:
         return given
@@ -103,23 +104,20 @@ def sinks_of(query: torch.Tensor, extras: Mapping[str, Any]) -> torch.Tensor | N
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Products of grouped heads: [batch, heads, q_length, dim] and [batch, kv_heads, kv, dim] -> [batch, heads,
-    q_length, kv].
-    """
+    """Multiply grouped heads: [batch, heads, q, dim] and [batch, kv_heads, kv, dim] -> [batch, heads, q, kv]."""
     batch, heads, length, dim = query.shape
     folded = query.reshape(batch, key.shape[1], heads // key.shape[1] * length, dim)
     return (folded @ key.transpose(2, 3)).reshape(batch, heads, length, key.shape[2])
 
 
 def _trips_the_builder(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether TensorRT-RTX 1.5.0.114 takes its kernel for one float16 query over many keys, and fails as that has no
-    mask.
+    """Return True if TensorRT-RTX 1.5.0.114 would choose a kernel that fails with a mask.
 
-    "MyelinCheckException: wrap_attention_op_in_kgen: Expected 3 live inputs, got 4", seen from 1024 keys on and not at
-    512. The same query twice goes to the general kernel; keys and values, which a step's time goes to, are still read
-    once.
+    It chooses that kernel for one float16 query over many keys: "MyelinCheckException: wrap_attention_op_in_kgen:
+    Expected 3 live inputs, got 4", from 1024 keys on and not at 512. Two equal queries select the general kernel; keys
+    and values, which dominate the time, are still read once.
     """
-    return is_one(query.shape[2]) and query.dtype == torch.float16 and key.shape[2] > _MOST_KEYS_OF_ONE_QUERY
+    return is_one(query.shape[2]) and query.dtype == torch.float16 and key.shape[2] > _MAX_KEYS_OF_ONE_QUERY
 
 
 AttentionInterface.register(TENSORRT_ATTENTION, tensorrt_attention)

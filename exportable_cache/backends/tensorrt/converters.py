@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
 
 
-#: torch dtype -> TensorRT dtype, of everything our programs hold.
+#: TensorRT dtypes by torch dtype.
 TRT_DTYPES = {
     torch.float32: trt.DataType.FLOAT,
     torch.float16: trt.DataType.HALF,
@@ -46,14 +46,14 @@ TORCH_DTYPES = {trt_dtype: dtype for dtype, trt_dtype in TRT_DTYPES.items()}
 def _kv_cache_update(
     ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> trt.ITensor:
-    """TensorRT's KVCacheUpdate layer: in place, cache a network input and result a network output."""
+    """Convert to TensorRT's KVCacheUpdate layer, in place from a network input to a network output."""
     cache, update, start = args
-    # It takes int32 indices only.
+    # Cast, because the layer takes int32 indices only.
     start = cast_trt_tensor(ctx, start, trt.DataType.INT32, f"{name}_start")
     layer = ctx.net.add_kv_cache_update(cache, update, start, trt.KVCacheMode.LINEAR)
     if layer is None:
         raise ValueError(
-            f"TensorRT refuses a KV cache update of {list(cache.shape)} {cache.dtype} by {list(update.shape)} "
+            f"TensorRT cannot update a KV cache of {list(cache.shape)} {cache.dtype} by {list(update.shape)} "
             f"{update.dtype} at {list(start.shape)} {start.dtype}"
         )
     set_layer_name(layer, target, name)
@@ -64,10 +64,10 @@ def _kv_cache_update(
 def _where(
     ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> trt.ITensor:
-    """`where` in the result's own dtype. torch_tensorrt's converter casts bfloat16, int64 and bool to int32."""
+    """Convert `where` in the result's dtype; torch_tensorrt's converter casts bfloat16, int64 and bool to int32."""
     result = ctx.current_node.meta["val"]
     dtype = TRT_DTYPES[result.dtype]
-    # The layer takes no bool.
+    # Cast, because the layer takes no bool.
     chosen_in = trt.DataType.INT32 if dtype == trt.DataType.BOOL else dtype
     condition = _of_rank(ctx, get_trt_tensor(ctx, args[0], f"{name}_condition"), result.dim(), f"{name}_condition")
     branches = []
@@ -85,9 +85,7 @@ def _where(
 def _gather(
     ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> trt.ITensor:
-    """`gather` of any length, of a constant too. torch_tensorrt's converter is the same layer, but says that it takes
-    static shapes only.
-    """
+    """Convert `gather` of any length and of constants; torch_tensorrt's equal converter accepts static shapes only."""
     values, dim, index = args[:3]
     values, index = get_trt_tensor(ctx, values, f"{name}_values"), get_trt_tensor(ctx, index, f"{name}_index_tensor")
     layer = ctx.net.add_gather_v2(
@@ -102,7 +100,7 @@ def _gather(
 def _cumsum(
     ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> trt.ITensor:
-    """`cumsum` as TensorRT's own layer. torch_tensorrt's converter makes a loop of it, of one static length."""
+    """Convert `cumsum` to TensorRT's layer; torch_tensorrt's converter makes a loop of static length."""
     values, dim = get_trt_tensor(ctx, args[0], f"{name}_tensor"), args[1]
     values = cast_trt_tensor(ctx, values, TRT_DTYPES[ctx.current_node.meta["val"].dtype], f"{name}_values")
     axis = get_trt_tensor(ctx, torch.tensor(dim % len(values.shape), dtype=torch.int32), f"{name}_axis")
@@ -112,7 +110,7 @@ def _cumsum(
 
 
 def _of_rank(ctx: ConversionContext, tensor: trt.ITensor, rank: int, name: str) -> trt.ITensor:
-    """The tensor with dimensions of size 1 put in front, as broadcasting does."""
+    """Return the tensor with leading dimensions of size 1, as broadcasting adds them."""
     missing = rank - len(tensor.shape)
     if missing <= 0:
         return tensor
@@ -123,19 +121,17 @@ def _of_rank(ctx: ConversionContext, tensor: trt.ITensor, rank: int, name: str) 
 
 
 def scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> torch.Tensor:
-    """`scatter` of one number as that of a tensor: the converter makes it float64, which TensorRT does not have."""
+    """Decompose `scatter` of a number, which the converter makes float64, a dtype that TensorRT lacks."""
     return torch.scatter(x, dim, index, torch.full_like(index, value, dtype=x.dtype))
 
 
 def scatter_empty(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`scatter` to no place, as that of keys without a rotated part: TensorRT reads a size of 0 as one to be copied."""
+    """Decompose `scatter` with an empty index: TensorRT reads a size of 0 as "copy the input's size"."""
     return x if index.numel() == 0 else NotImplemented
 
 
 def select_from_end(x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
-    """`select` counted from the end of any length, as a slice: the converter gathers at the negative index, which is
-    undefined.
-    """
+    """Decompose `select` with a negative index, at which the converter gathers, which is undefined."""
     if not isinstance(index, int) or index >= 0:
         return NotImplemented
     return torch.ops.aten.slice.Tensor(x, dim, index, index + 1 or None).squeeze(dim)
@@ -144,19 +140,21 @@ def select_from_end(x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
 def last_of_dim(
     x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> torch.Tensor:
-    """`slice` of the last place of a dimension, where two are of any length: the converter makes the other one's length
-    -1. It is gathered.
+    """Decompose `slice` of the last index of a dimension into a gather, if two dimensions are dynamic.
+
+    The converter would set the other one's length to -1.
     """
     lengths = [size for size in x.shape if isinstance(size, torch.SymInt)]
     if start != -1 or (end is not None and end < 2**62) or len(lengths) < 2:
         return NotImplemented
-    place = torch.arange(x.shape[dim], device=x.device)[-1:]
-    return torch.index_select(x, dim, place)
+    last = torch.arange(x.shape[dim], device=x.device)[-1:]
+    return torch.index_select(x, dim, last)
 
 
 def log1p(x: torch.Tensor) -> torch.Tensor:
-    """`log1p`, which has no converter, exact to a few roundings where `log(1 + x)` has lost x: the error that the sum
-    makes is divided out again.
+    """Decompose `log1p`, which has no converter.
+
+    The error of `1 + x` is divided out again, so the result is exact to a few roundings even for small x.
     """
     near = 1 + x
     is_lost = near == 1
@@ -166,49 +164,48 @@ def log1p(x: torch.Tensor) -> torch.Tensor:
 def baddbmm(
     x: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    """`baddbmm`, which has no converter, as its product and its sum. Of a `beta` of 0, `x` counts for nothing."""
+    """Decompose `baddbmm`, which has no converter; `x` is ignored if `beta` is 0."""
     product = torch.bmm(left, right)
     product = product if alpha == 1 else product * alpha
     return product + (x if beta == 1 else x * beta) if beta != 0 else product
 
 
 def div(x: torch.Tensor | float, y: torch.Tensor | float) -> torch.Tensor:
-    """`div` of whole numbers, which gives floats: TensorRT divides whole numbers into whole ones."""
-    if not all(isinstance(one, int) or isinstance(one, torch.Tensor) and _is_whole(one) for one in (x, y)):
+    """Decompose true division of integers, which TensorRT would truncate."""
+    if not all(isinstance(one, int) or isinstance(one, torch.Tensor) and _is_integral(one) for one in (x, y)):
         return NotImplemented
     x, y = (one.to(torch.get_default_dtype()) if isinstance(one, torch.Tensor) else one for one in (x, y))
     return torch.true_divide(x, y)
 
 
 def remainder(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """`remainder` of whole numbers by the division that rounds down: the converter takes the quotient's sign from a
-    product of both, which large ones overflow.
+    """Decompose `remainder` of integers by floor division.
+
+    The converter takes the quotient's sign from a product of both operands, which may overflow.
     """
-    if not (_is_whole(x) and _is_whole(y)):
+    if not (_is_integral(x) and _is_integral(y)):
         return NotImplemented
     return x - y * torch.floor_divide(x, y)
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
+def _is_integral(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def max_of_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """`max` over a dimension with where it is, which has no converter, as two operators."""
+    """Decompose `max` over a dimension with indices, which has no converter."""
     return torch.amax(x, dim, keepdim), torch.argmax(x, dim, keepdim)
 
 
 def all_of_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tensor:
-    """`all` over a dimension, which has no converter, by the smallest of ones and zeros; the layer gives
-    floats.
-    """
+    """Decompose `all` over a dimension, which has no converter, as the minimum of floats."""
     return torch.amin((x != 0).float(), dim, keepdim) != 0
 
 
 def masked_put(
     x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
 ) -> torch.Tensor:
-    """`index_put` of one value where a mask holds, `x[mask] = 0`: the converter takes no masks."""
+    """Decompose `index_put` of one value at a mask, `x[mask] = 0`, because the converter takes no masks."""
     mask = indices[0]
     if accumulate or len(indices) > 1 or mask is None or mask.dtype != torch.bool or values.numel() != 1:
         return NotImplemented
@@ -216,33 +213,31 @@ def masked_put(
 
 
 def bitwise_xor(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """`bitwise_xor` of whole numbers, which no layer computes, by single bits: two differ if their sum is odd."""
+    """Decompose `bitwise_xor` of integers, which no layer computes, into single bits."""
     if torch.bool in (x.dtype, y.dtype):
         return NotImplemented
     dtype = torch.promote_types(x.dtype, y.dtype)
     highest = torch.iinfo(dtype).bits - 1
-    # `torch.tensor` is not functional; these are folded into one constant.
+    # Not `torch.tensor`, which is not functional; these are folded into one constant.
     powers = torch.cat([torch.full((1,), 2**bit, dtype=dtype, device=x.device) for bit in range(highest)])
 
     def bits(one: torch.Tensor) -> torch.Tensor:
-        """Zeros and ones, the lowest first, and the sign behind them: division that rounds down is a shift."""
+        """Return bits, the lowest first, then the sign; floor division is a shift."""
         shifted = torch.floor_divide(one[..., None].to(dtype), powers)
         low = shifted - 2 * torch.floor_divide(shifted, 2)
         return torch.cat([low, (one[..., None] < 0).to(dtype)], dim=-1)
 
     left, right = bits(x), bits(y)
     differs = left + right - 2 * left * right
-    place = torch.cat([powers, torch.full((1,), torch.iinfo(dtype).min, dtype=dtype, device=x.device)])
-    return (differs * place).sum(dim=-1, dtype=dtype)
+    weights = torch.cat([powers, torch.full((1,), torch.iinfo(dtype).min, dtype=dtype, device=x.device)])
+    return (differs * weights).sum(dim=-1, dtype=dtype)
 
 
 def unfold(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
-    """`unfold` as a slice for each place of a window: torch spells it out as a view by strides, which has no
-    converter.
-    """
+    """Decompose `unfold` into slices; torch decomposes it into a strided view, which has no converter."""
     windows = (x.shape[dim] - size) // step + 1
     slices = [
-        torch.ops.aten.slice.Tensor(x, dim, place, place + (windows - 1) * step + 1, step) for place in range(size)
+        torch.ops.aten.slice.Tensor(x, dim, start, start + (windows - 1) * step + 1, step) for start in range(size)
     ]
     return torch.stack(slices, dim=-1)
 
@@ -250,13 +245,14 @@ def unfold(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
 def empty(
     size: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None, **ignored: object
 ) -> torch.Tensor:
-    """`empty`, which has no converter, as zeros: what stands in it counts for nothing."""
+    """Decompose `empty`, which has no converter, as zeros."""
     return torch.full(size, 0, dtype=dtype or torch.get_default_dtype(), device=device)
 
 
 def broadcast_in_dim(x: torch.Tensor, shape: Sequence[int], dims: Sequence[int]) -> torch.Tensor:
-    """The operator of torch's reference reductions, such as `std`, which has no converter: dimension i of `x` becomes
-    `dims[i]`.
+    """Decompose the operator of torch's reference reductions, such as `std`, which has no converter.
+
+    Dimension i of `x` becomes `dims[i]`.
     """
     for dim in range(len(shape)):
         if dim not in dims:
@@ -265,10 +261,10 @@ def broadcast_in_dim(x: torch.Tensor, shape: Sequence[int], dims: Sequence[int])
 
 
 def decompositions(in_place: bool) -> dict[OperatorBase, Callable]:
-    """What to spell out.
+    """Return decompositions by operator.
 
     Args:
-        in_place: Leave cache writes as they are, for TensorRT's KVCacheUpdate layer; otherwise they become scatters.
+        in_place: Keep cache writes for TensorRT's KVCacheUpdate layer; otherwise they become scatters.
     """
     table: dict[OperatorBase, Callable] = {
         torch.ops.aten.scatter.value: scatter_value,
@@ -294,14 +290,14 @@ _RESHAPES = (RESHAPE_COPY, torch.ops.aten.view.default, torch.ops.aten.reshape.d
 
 
 def pin_reshape_sizes(graph: GraphModule) -> None:
-    """Give every reshape to at most one unknown size the others as numbers and -1 for that one, in place.
+    """State the sizes of every reshape to at most one unknown size, with -1 for that one, in place.
 
     `view(batch, length, -1, head_dim)` leaves the number of heads to TensorRT, which divides it out of the other sizes.
-    Behind some layers (the sum over experts) it does not see that two of these are one, and takes the number of heads
-    for unknown, with which its attention layer cannot be made.
+    After some layers (the sum over experts) it does not recognize that two of these are equal, and the number of heads
+    stays unknown, but its attention layer needs it.
     """
     for node in graph.graph.nodes:
-        # Passes of torch_tensorrt add nodes of which nothing was traced.
+        # Nodes that passes of torch_tensorrt add have no traced value.
         if node.target in _RESHAPES and isinstance(node.meta.get("val"), torch.Tensor):
             sizes = node.meta["val"].shape
             if sum(not isinstance(size, int) for size in sizes) <= 1 and 0 not in sizes:

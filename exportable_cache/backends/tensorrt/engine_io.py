@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from ...program.program import Program
 
 
-#: Inputs that hold state before a step are `cache.layers.0.keys`, the outputs that hold it after are
-#: `next.layers.0.keys`.
+#: Prefixes of state before a step, such as `cache.layers.0.keys`, and after it, such as `next.layers.0.keys`.
 STATE_IN, STATE_OUT = "cache.", "next."
 LOGITS, NEXT_POS = "logits", "next_pos"
 
@@ -32,7 +31,7 @@ _LENGTH = ".cumulative_length"
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One network input: its name, and its shape at the fewest, the usual and the most new tokens."""
+    """Name of a network input, and its shapes for the fewest, the expected and the most new tokens."""
 
     name: str
     dtype: torch.dtype
@@ -42,6 +41,7 @@ class InputSpec:
 
     @property
     def is_dynamic(self) -> bool:
+        """True if the shape depends on the number of new tokens."""
         return self.min_shape != self.max_shape
 
 
@@ -50,10 +50,10 @@ class EngineIO:
     """Names and sizes of one method's tensors.
 
     Attributes:
-        inputs: Of the method, in order: `input_ids`, `input_pos`.
-        state: Names of every state tensor in the order of the cache's pytree, lengths among them.
-        lengths: Fewest, usual and most new tokens.
-        empty: Names of state tensors that hold nothing, as the rotated keys of a model that rotates none.
+        inputs: Inputs of the method, in order: `input_ids`, `input_pos`.
+        state: Names of all state tensors in the order of the cache's pytree, lengths included.
+        lengths: Fewest, expected and most new tokens.
+        empty: Names of empty state tensors, such as rotated keys of a model without rotation.
     """
 
     inputs: tuple[str, ...]
@@ -63,22 +63,25 @@ class EngineIO:
 
     @property
     def kept_state(self) -> tuple[str, ...]:
-        """State tensors that the engine takes and gives: all but the lengths, which are an input of the method, and the
-        empty ones, which TensorRT has no tensors for.
+        """State tensors that are inputs and outputs of the engine.
+
+        Lengths are not, because they are an input of the method, and neither are empty ones, which TensorRT does not
+        support.
         """
         return tuple(name for name in self.state if not name.endswith(_LENGTH) and name not in self.empty)
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the engine's outputs, in order: logits, the position after the step, the state after it."""
+        """Names of the engine's outputs, in order: logits, the next position, the next state."""
         return (LOGITS, NEXT_POS, *(STATE_OUT + name for name in self.kept_state))
 
     def bind(self, graph: GraphModule) -> tuple[InputSpec, ...]:
-        """Take the layers' lengths, and state that is empty, out of a lowered graph, in place: as inputs they are never
-        read, as outputs all lengths are one.
+        """Remove lengths and empty state from a lowered graph, in place.
+
+        As inputs they are never read, and as outputs all lengths are equal.
 
         Returns:
-            What is left of the inputs, in order.
+            The remaining inputs, in order.
 
         Raises:
             UnsupportedModelError: If the graph reads a length or an empty tensor.
@@ -97,9 +100,9 @@ class EngineIO:
                 continue
             if node.users:
                 raise UnsupportedModelError(
-                    f"the program reads {name}, not its own input_pos; export for another target"
+                    f"the program reads {name} instead of input_pos; export for another target"
                     if name.endswith(_LENGTH)
-                    else f"the program reads {name}, which holds nothing; export for another target"
+                    else f"the program reads {name}, which is empty; export for another target"
                 )
             graph.graph.erase_node(node)
         reset_signature(graph.graph)
@@ -112,9 +115,11 @@ class EngineIO:
 
 
 def engine_io_of(program: Program, method: str, opt_length: int | None = None) -> EngineIO:
-    """The signature of one method.
+    """Return the inputs and outputs of one method.
 
     Args:
+        program: Program of the method.
+        method: Name of the method.
         opt_length: New tokens that TensorRT should expect, within the method's range; the most by default.
     """
     described = program.methods[method]
@@ -133,7 +138,7 @@ class _Entry(BaseModel):
 
 
 class Input(_Entry):
-    """A network input with its optimisation profile: the three shapes are equal where it is static."""
+    """A network input with its optimization profile: the three shapes are equal if it is static."""
 
     name: str
     dtype: str
@@ -143,7 +148,7 @@ class Input(_Entry):
 
 
 class Output(_Entry):
-    """A network output; -1 stands for a size known at run time only."""
+    """A network output; -1 is a size that is known at run time only."""
 
     name: str
     dtype: str
@@ -151,13 +156,14 @@ class Output(_Entry):
 
 
 class EngineRecord(_Entry):
-    """One engine.
+    """Record of one engine.
 
     Attributes:
-        method: Which it runs.
-        inputs, outputs: To be bound by name.
-        aliases: Output name -> name of the input whose memory it shares: both are bound to one address.
-        capabilities: It was built for, as 80; none for TensorRT's portable default.
+        method: Method that the engine runs.
+        inputs: Inputs, bound by name.
+        outputs: Outputs, bound by name.
+        aliases: Names of inputs by the output that shares their memory: both are bound to one address.
+        capabilities: Compute capabilities it was built for, such as 80; empty for TensorRT's portable default.
         layers: Number of network layers by kind.
         network: sha256 of what the plan was built from, see `Network.digest`.
         builder: TensorRT package and version.
@@ -174,28 +180,28 @@ class EngineRecord(_Entry):
 
     @property
     def built_for(self) -> str:
-        """`SM 80, 86`."""
+        """Compute capabilities as text, such as `SM 80, 86`."""
         return describe_capabilities(self.capabilities)
 
     @property
     def state(self) -> list[Input]:
-        """The inputs that hold the cache."""
+        """Inputs that hold the cache."""
         return [tensor for tensor in self.inputs if tensor.name.startswith(STATE_IN)]
 
 
 def details_of(*records: EngineRecord) -> dict[str, Any]:
-    """What a file that holds these engines has in the manifest."""
+    """Return the manifest's details of a file that contains these engines."""
     return {ENGINES: [record.model_dump() for record in records]}
 
 
 def records_of(details: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, EngineRecord]]:
-    """File name and record of each method's engine.
+    """Return the file name and record of each method's engine.
 
     Args:
-        details: By file name, as `details_of` made them; files without engines are passed over.
+        details: Details by file name, as `details_of` made them; files without engines are skipped.
 
     Raises:
-        BundleError: If one does not describe an engine.
+        BundleError: If an entry does not describe an engine.
     """
     records = {}
     for file, fields in details.items():
@@ -205,7 +211,7 @@ def records_of(details: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str,
             except ValidationError as error:
                 where = ".".join(str(part) for part in error.errors()[0]["loc"])
                 raise BundleError(
-                    f"the manifest does not describe the engine in {file}: {where}; export the model again"
+                    f"the manifest's entry of the engine in {file} is invalid: {where}; export the model again"
                 ) from error
             records[record.method] = (file, record)
     return records

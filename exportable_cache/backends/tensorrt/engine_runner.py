@@ -1,4 +1,4 @@
-"""Running plans on a GPU: one device-resident cache under all engines, and a CUDA graph of each fixed-length step."""
+"""Run plans on a GPU: all engines share one cache on the device, and fixed-length steps are captured as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,30 +18,33 @@ if TYPE_CHECKING:
 
 
 class ExecutionContext(Protocol):
-    """What is used of TensorRT's `IExecutionContext`."""
+    """Subset of TensorRT's `IExecutionContext`."""
 
-    def set_tensor_address(self, name: str, address: int) -> bool: ...
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        """Bind a tensor."""
 
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool: ...
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Set the shape of a dynamic input."""
 
-    def execute_async_v3(self, stream_handle: int) -> bool: ...
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        """Enqueue the engine on a CUDA stream."""
 
 
 class EngineRunner:
     """Engines over one cache.
 
-    An aliased output is bound to the address of its input, so a step writes one token where it belongs and copies
-    nothing. Outputs that are no aliases (a ring after a prompt, every cache of a plan built with scatters) go to a
-    tensor of their own and are copied over the input after the step. Steps run on a stream of their own; a method of
-    fixed length is captured as a CUDA graph the second time it runs.
+    An aliased output is bound to the address of its input, so a step writes one token in place and copies nothing.
+    Other outputs (a ring after a prompt, every cache of a plan with scatters) have separate tensors, which are copied
+    over the input after the step. Steps run on a separate stream. A method of fixed length is captured as a CUDA graph
+    on its second run.
 
-    Nothing here or in TensorRT checks that a write stays within the cache: the session does, before every step.
+    Neither this class nor TensorRT checks that a write stays within the cache; the session does, before every step.
 
     Args:
-        methods: By name.
-        records: Of each method's engine.
-        contexts: Of each method's engine.
-        device: Where the engines run.
+        methods: Methods by name.
+        records: Record of each method's engine.
+        contexts: Execution context of each method's engine.
+        device: Device of the engines.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class EngineRunner:
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+        """Run one step and return logits [batch, vocab]."""
         step = self.steps[method]
         if self._stream is None:
             return step.run(inputs, None)
@@ -79,14 +83,14 @@ class EngineRunner:
 
 
 class EngineStep:
-    """One engine with every tensor bound, by name.
+    """One engine with every tensor bound by name.
 
     Args:
-        record: Of the engine.
-        context: Of the engine.
-        state: The cache by input name, shared with the other engines.
-        device: Where it runs.
-        captured: Whether to replay it as a CUDA graph.
+        record: Record of the engine.
+        context: Execution context of the engine.
+        state: Cache tensors by input name, shared with the other engines.
+        device: Device of the engine.
+        captured: Replay the engine as a CUDA graph.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class EngineStep:
         self._runs = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         inputs = [tensor for tensor in record.inputs if tensor.name not in state]
-        # At the largest shape: shorter inputs fill the front.
+        # Buffers of the largest shape; shorter inputs fill the front.
         self.inputs = {
             tensor.name: torch.zeros(tensor.max_shape, dtype=getattr(torch, tensor.dtype), device=device)
             for tensor in inputs
@@ -113,7 +117,7 @@ class EngineStep:
             else _allocate(tensor, device)
             for tensor in record.outputs
         }
-        #: Copied after a step: (over, from).
+        #: Tensors to copy after a step: (target, source).
         self.copies = [
             (state[STATE_IN + name.removeprefix(STATE_OUT)], tensor)
             for name, tensor in self.outputs.items()
@@ -125,11 +129,11 @@ class EngineStep:
                 raise BundleError(f"the engine of {record.method!r} has no tensor {name!r}; export the model again")
 
     def run(self, inputs: tuple[torch.Tensor, ...], stream: Any) -> torch.Tensor:
-        """One step.
+        """Run one step.
 
         Args:
-            inputs: Of the method, in order, on any device.
-            stream: CUDA stream, the current one; None on a CPU.
+            inputs: Inputs of the method, in order, on any device.
+            stream: The current CUDA stream; None on a CPU.
 
         Returns:
             Logits [batch, vocab], a copy.
@@ -140,7 +144,7 @@ class EngineStep:
                 self._context.set_input_shape(name, tuple(given.shape))
         self._runs += 1
         if stream is None or not self._captures or self._runs == 1:
-            # The first run sets the engine up, which no graph may hold.
+            # Not captured, because the first run initializes the engine.
             self._execute(0 if stream is None else stream.cuda_stream)
         else:
             if self._graph is None:
@@ -152,23 +156,23 @@ class EngineStep:
 
     def _execute(self, stream: int) -> None:
         if not self._context.execute_async_v3(stream):
-            raise RuntimeError("TensorRT could not run the engine; its log says why")
-        for over, new in self.copies:
-            over.copy_(new)
+            raise RuntimeError("TensorRT could not run the engine; see its log")
+        for target, source in self.copies:
+            target.copy_(source)
 
 
 def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
     """Load the plans of a bundle.
 
     Raises:
-        BundleError: If there is no GPU, or it or the installed TensorRT cannot run one of them.
+        BundleError: If there is no GPU, or the GPU or the installed TensorRT cannot run a plan.
     """
     records = records_of(description.details)
     built_for = next(iter(records.values()))[1].built_for
     if not torch.cuda.is_available():
         raise BundleError(
-            f"a TensorRT program runs on an NVIDIA GPU (this one was built for {built_for}), and torch finds none "
-            "here; copy the bundle to a machine with one, or check it without: exportable-cache verify"
+            f"a TensorRT program needs an NVIDIA GPU (built for {built_for}), and torch finds none; copy the bundle to "
+            "a machine with a GPU, or verify it without: exportable-cache verify"
         )
     from torch_tensorrt.logging import TRT_LOGGER
 
@@ -184,7 +188,7 @@ def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
             major, minor = torch.cuda.get_device_capability()
             raise BundleError(
                 f"TensorRT cannot load {file}, built for {built_for}, on this GPU of SM {major}{minor}: "
-                f"{'; '.join(errors) or 'it gives no reason'}; export again with sm={major}{minor}"
+                f"{'; '.join(errors) or 'no reason given'}; export again with sm={major}{minor}"
             )
         contexts[method] = context
     device = torch.device("cuda", torch.cuda.current_device())
@@ -194,12 +198,12 @@ def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
 
 
 def runs_here(records: Iterable[EngineRecord]) -> bool:
-    """Whether a GPU here is one that the plans were built for."""
+    """Return True if the plans were built for this machine's GPU."""
     if not torch.cuda.is_available():
         return False
     major, minor = torch.cuda.get_device_capability()
     here = 10 * major + minor
-    # 90 and 100 are not on the list of a portable plan.
+    # 90 and 100 are not supported by portable plans.
     return all(
         here in record.capabilities or (not record.capabilities and here in (80, 86, 89)) or here >= 120
         for record in records
@@ -208,9 +212,7 @@ def runs_here(records: Iterable[EngineRecord]) -> bool:
 
 def _allocate(tensor: Output, device: torch.device) -> torch.Tensor:
     if -1 in tensor.shape:
-        raise BundleError(
-            f"output {tensor.name!r} has shape {tensor.shape}, whose size is not known; export the model again"
-        )
+        raise BundleError(f"output {tensor.name!r} must have static sizes, got {tensor.shape}; export the model again")
     return torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from ...cache.component import check_count
-from ...cache.layers import CacheLayer, ItemsLayer, rounding_storage
 from ...cache.layout import PORTABLE, Layout
+from ...cache.layers import CacheLayer, ItemsLayer, rounding_storage
 from ...cache.policies.ring import CircularPolicy, is_one
 from ...common.compat.torch import check
 from ...errors import UnsupportedModelError
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @torch.library.custom_op("exportable_cache::kv_cache_update", mutates_args=())
 def kv_cache_update(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """The cache with `update` at positions `start[b] .. start[b] + Q - 1` of each row.
+    """Return the cache with `update` at positions `start[b]` to `start[b] + Q - 1` of each row.
 
-    The caller keeps `start[b] + Q <= S`; no lowering can check it.
+    The caller ensures `start[b] + Q <= S`, because no lowering can check it.
 
     Args:
         cache: [B, H, S, D].
@@ -46,21 +46,23 @@ def kv_cache_update(cache: torch.Tensor, update: torch.Tensor, start: torch.Tens
 @kv_cache_update.register_fake
 def _(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     # Static facts only: lengths may be symbolic.
-    check(update.dtype == cache.dtype, lambda: f"update is {update.dtype}, the cache {cache.dtype}; cast it")
-    check(start.dtype == torch.int64, lambda: f"start is {start.dtype}; it must be int64")
-    check(start.dim() == 1, lambda: f"start has {start.dim()} dimensions; it must be [batch]")
+    check(
+        update.dtype == cache.dtype, lambda: f"update must be {cache.dtype} like the cache, got {update.dtype}; cast it"
+    )
+    check(start.dtype == torch.int64, lambda: f"start must be int64, got {start.dtype}")
+    check(start.dim() == 1, lambda: f"start must be [batch], got {start.dim()} dimensions")
     return torch.empty_like(cache)
 
 
 def scatter_update(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """The same in plain operators, for runtimes that cannot alias; it copies the cache."""
+    """Compute `kv_cache_update` with plain operators, for runtimes that cannot alias; it copies the cache."""
     batch, heads, length, dim = update.shape
     slots = start[:, None] + torch.arange(length, device=cache.device)
     return cache.scatter(2, slots[:, None, :, None].expand(batch, heads, length, dim), update)
 
 
 def reference_update(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """The oracle: row by row, by slices."""
+    """Compute `kv_cache_update` row by row, as the oracle of tests."""
     result = cache.clone()
     for row, first in enumerate(start.tolist()):
         result[row, :, first : first + update.shape[2]] = update[row]
@@ -69,18 +71,18 @@ def reference_update(cache: torch.Tensor, update: torch.Tensor, start: torch.Ten
 
 @dataclass(frozen=True)
 class EngineLayout(Layout, kind="tensorrt"):
-    """Writes float keys and values through `kv_cache_update`, and may keep a null slot.
+    """Layout that writes float keys and values through `kv_cache_update`, and may keep a null slot.
 
-    TensorRT's attention layer knows no sinks, but a key of zeros has the score that the mask gives it, and a value of
-    zeros adds nothing: one slot that is never written, under a mask that holds each head's sink logit there, makes its
-    softmax one with a sink. The slot is the last of the tensors and of what `update` returns, no part of the policy's
-    capacity, and seen by attention alone: positions, masks and bounds do not count it.
+    TensorRT's attention layer has no sinks. But a key of zeros has the score that the mask gives it, and a value of
+    zeros adds nothing. So a slot that is never written, with each head's sink logit in the mask, turns its softmax into
+    one with a sink. The slot is the last of the tensors and of what `update` returns. Only attention sees it; the
+    policy's capacity, positions, masks and bounds do not count it.
 
-    Of what overwrites its oldest tokens, one token is written so, at the policy's next slot. A prompt's write gathers
-    the newest tokens: it reads the cache and the new tokens together, which no layer of TensorRT does in place.
+    A ring writes a single token in place, at the policy's next slot. A prompt gathers the newest tokens from the cache
+    and the new tokens, which no TensorRT layer does in place.
 
     Attributes:
-        null_slots: 1 where the layer's attention has sinks, 0 elsewhere.
+        null_slots: 1 if the layer's attention has sinks, else 0.
 
     Raises:
         InputError: If `null_slots` is not an int of at least 0.
@@ -89,15 +91,16 @@ class EngineLayout(Layout, kind="tensorrt"):
     null_slots: int = 0
 
     def __post_init__(self) -> None:
-        check_count(self.null_slots, "null_slots of a TensorRT kernel", 0)
+        check_count(self.null_slots, "null_slots of a TensorRT layout", 0)
 
     def sizes(self, policy: SlotPolicy) -> Mapping[str, int]:
+        """Return the number of slots, the null slot included."""
         capacity = policy.capacity
         assert capacity is not None
         return {"capacity": capacity + self.null_slots}
 
     def engine_layer(self, layer: CacheLayer) -> CacheLayer:
-        """The layer with this kernel, with the same contents."""
+        """Return the layer with this layout and the same contents."""
         tensors = dict(layer.named_state())
         assert layer.storage is not None
         for name in layer.storage.parts:
@@ -136,28 +139,29 @@ class EngineLayout(Layout, kind="tensorrt"):
 
 
 def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCache:
-    """The cache with its layers as TensorRT programs keep them; what they hold is the same.
+    """Return the cache with its layers as TensorRT programs keep them, and the same contents.
 
-    Layers of other kinds stay as they are: if their operators convert, their state is copied in every step.
+    Layers of other kinds are unchanged: if their operators convert, their state is copied in every step.
 
     Raises:
-        UnsupportedModelError: If the model is an encoder-decoder, or keeps pictures, or the cache rounds.
+        UnsupportedModelError: If the model is an encoder-decoder or keeps images in its cache, or if the cache is
+            quantized.
     """
     if type(cache) is not ExportableCache:
         raise UnsupportedModelError(
-            f"{type(model).__name__} keeps an encoder's output beside its tokens, which has no TensorRT form yet; "
+            f"{type(model).__name__} keeps an encoder's output, which target tensorrt does not support yet; "
             "export for another target"
         )
     if any(isinstance(layer, ItemsLayer) for layer in cache.layers):
         raise UnsupportedModelError(
-            f"{type(model).__name__} keeps pictures in layers of cross-attention, which have no TensorRT form yet; "
-            "leave out modalities, or export for another target"
+            f"{type(model).__name__} keeps images in cross-attention layers, which target tensorrt does not support; "
+            "omit modalities, or export for another target"
         )
     storage = rounding_storage(cache.layers)
     if storage is not None:
         raise UnsupportedModelError(
-            f"keys and values kept as {storage.kind} have no TensorRT form: its KVCacheUpdate and attention layers "
-            "take float32, float16 and bfloat16; leave kv_dtype (--kv-cache-dtype) out, or export for pt2"
+            f"kv_dtype must be float32, float16 or bfloat16 for target tensorrt, got {storage.kind}, because its "
+            "KVCacheUpdate and attention layers take no others; omit kv_dtype (--kv-cache-dtype), or export for pt2"
         )
     if not any(_keeps_tokens_alone(layer) for layer in cache.layers):
         return cache
@@ -175,9 +179,9 @@ def _keeps_tokens_alone(layer: CacheLayer) -> bool:
 
 
 def layers_with_sinks(model: PreTrainedModel) -> set[int]:
-    """Layers whose keys and values go as they are, each time, to attention with sinks and nothing else of its own.
+    """Return the indices of layers whose attention has sinks that TensorRT's layer can express.
 
-    Found by running a few tokens through the model.
+    It runs a few tokens through the model. The keys and values of such a layer are passed to attention unchanged.
     """
 
     def is_sunk(query, key, value, attention_mask, kwargs):

@@ -1,6 +1,4 @@
-"""From an exported program to TensorRT's network definition: one network for the whole method, or an error that says
-why not.
-"""
+"""Convert an exported program to TensorRT's network definition: one network for the whole method, or an error."""
 
 from __future__ import annotations
 
@@ -39,15 +37,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Network:
-    """A network definition with what must live as long as it.
+    """A network definition, with everything that must live as long.
 
     Attributes:
         definition: The network.
-        inputs: Of the network, in order.
-        outputs: Names, in order.
-        aliases: Output name -> name of the input that it is written over.
-        digest: sha256 of what the network was made from: lowered operators, their order and wiring, and every constant.
-        interpreter: What built it; owns builder and weights.
+        inputs: Inputs of the network, in order.
+        outputs: Names of the outputs, in order.
+        aliases: Names of inputs by the output that is written over them.
+        digest: sha256 of what the network was made from: lowered operators, their order and connections, and all
+            constants.
+        interpreter: Interpreter that built the network; it owns builder and weights.
     """
 
     definition: trt.INetworkDefinition
@@ -59,7 +58,7 @@ class Network:
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
-        """Constants by name of their layer: TensorRT cannot show bfloat16 ones."""
+        """Constants by layer name, because TensorRT cannot show bfloat16 ones."""
         return self.interpreter.ctx.weight_refit_map
 
     @property
@@ -69,10 +68,10 @@ class Network:
         return dict(sorted(Counter(layer_kind(layer) for layer in layers).items()))
 
     def build_plan(self, capabilities: Sequence[int] = ()) -> bytes:
-        """The serialized plan, weights inside.
+        """Return the serialized plan, including weights.
 
         Args:
-            capabilities: Compute capabilities to build for, as 80 or 120; TensorRT's portable default if empty.
+            capabilities: Compute capabilities to build for, such as 80 or 120; TensorRT's portable default if empty.
 
         Raises:
             UnsupportedModelError: If TensorRT cannot build the network.
@@ -81,40 +80,44 @@ class Network:
 
 
 class NetworkInterpreter(TRTInterpreter):
-    """torch_tensorrt's interpreter, stopped at the plan: only what `run` does after it needs a GPU.
+    """torch_tensorrt's interpreter up to the plan; only what `run` does afterwards needs a GPU.
 
-    Every tensor is compared with what was traced, as converters have lost dtypes and dimensions silently.
+    Every tensor is compared with the trace, because converters have changed dtypes and dimensions silently.
     """
 
-    #: What TensorRT's log said of the network so far.
+    #: Errors in TensorRT's log so far.
     logged: Sequence[str] = ()
 
     def run_node(self, node: Node) -> Any:
+        """Convert one node and check its result."""
         try:
             result = super().run_node(node)
         except UnsupportedModelError:
             raise
-        except Exception as error:  # converters raise whatever they meet
+        except Exception as error:  # converters raise arbitrary errors
             raise UnsupportedModelError(
-                f"TensorRT cannot take {describe_node(node)}: {first_line(error)}; {_REMEDY}"
+                f"TensorRT cannot convert {describe_node(node)}: {first_line(error)}; {_REMEDY}"
             ) from error
         traced = node.meta.get("val")
         if isinstance(result, trt.ITensor) and isinstance(traced, torch.Tensor):
             try:
                 _check_like_traced(node, result, traced)
             except ValueError as error:  # a shape of rank -1
-                said = "; ".join(self.logged[-1:]) or "it gives no reason"
-                raise UnsupportedModelError(f"TensorRT cannot take {describe_node(node)}: {said}; {_REMEDY}") from error
-            # Some converters count in int32 (arange of a dynamic length); positions stay what they were traced as.
+                said = "; ".join(self.logged[-1:]) or "no reason given"
+                raise UnsupportedModelError(
+                    f"TensorRT cannot convert {describe_node(node)}: {said}; {_REMEDY}"
+                ) from error
+            # Cast, because some converters compute int64 in int32 (arange of a dynamic length).
             return cast_trt_tensor(self.ctx, result, traced.dtype, f"{node.name}_as_traced")
         return result
 
     def get_attr(self, target: str, args: Any, kwargs: Any) -> torch.Tensor:
-        # torch_tensorrt hands TensorRT the address of `weight.contiguous()` and keeps `weight`: a copy would be gone by
-        # then.
+        """Return a contiguous constant."""
+        # torch_tensorrt passes the address of `weight.contiguous()` but keeps only `weight`, so a copy would be freed.
         return super().get_attr(target, args, kwargs).contiguous()
 
     def build_plan(self, capabilities: Sequence[int]) -> bytes:
+        """See `Network.build_plan`."""
         config = builder_config(self)
         if capabilities:
             config.num_compute_capabilities = len(capabilities)
@@ -124,7 +127,7 @@ class NetworkInterpreter(TRTInterpreter):
             plan = self.builder.build_serialized_network(self.ctx.net, config)
         if plan is None:
             raise UnsupportedModelError(
-                f"TensorRT cannot build the network: {'; '.join(errors) or 'it gives no reason'}; {_REMEDY}"
+                f"TensorRT cannot build the network: {'; '.join(errors) or 'no reason given'}; {_REMEDY}"
             )
         return bytes(plan)
 
@@ -136,17 +139,17 @@ def build_network(program: ExportedProgram, signature: EngineIO, *, in_place: bo
     """Lower one exported method.
 
     Args:
-        program: Traced in the explicit form.
-        signature: Names and sizes of what goes in and out.
+        program: Program traced in the explicit form.
+        signature: Names and sizes of inputs, outputs and state.
         in_place: Keep cache writes as TensorRT's KVCacheUpdate layer; otherwise they become scatters.
 
     Raises:
-        UnsupportedModelError: On an operator without converter, naming it and the layer it belongs to; and where
-            torch_tensorrt would compute something else than was traced.
+        UnsupportedModelError: If an operator has no converter, with its name and module; or if torch_tensorrt would
+            compute something different from the trace.
     """
     settings = _settings()
     with warnings.catch_warnings(), collected_errors() as errors:
-        # Deprecations inside torch_tensorrt's passes, none of the caller's making.
+        # Deprecations inside torch_tensorrt, which callers cannot change.
         warnings.simplefilter("ignore")
         graph = _lowered(program, settings, in_place)
         inputs = signature.bind(graph)
@@ -155,7 +158,7 @@ def build_network(program: ExportedProgram, signature: EngineIO, *, in_place: bo
             graph, [_trt_input(spec) for spec in inputs], infer_module_output_dtypes(graph), settings
         )
         interpreter.logged = errors
-        # Otherwise torch puts the traceback of the traced call behind every error's sentence.
+        # Otherwise torch appends the traceback of the traced call to every error.
         interpreter.extra_traceback = False
         construct_network(interpreter)
     _check_weights(interpreter)
@@ -168,7 +171,7 @@ def build_network(program: ExportedProgram, signature: EngineIO, *, in_place: bo
 
 def _settings() -> CompilationSettings:
     return CompilationSettings(
-        # Any GPU id: nothing asks for the device before a plan is run.
+        # Any GPU id, because the device is not used before a plan runs.
         device=torch_tensorrt.Device(gpu_id=0),
         min_block_size=1,
         require_full_compilation=True,
@@ -176,7 +179,7 @@ def _settings() -> CompilationSettings:
         attn_bias_is_causal=False,
         # Refittable plans cannot be built without a GPU.
         immutable_weights=True,
-        # torch_tensorrt's default rounds float32 products to 10 bits on a GPU, which no check on a CPU would see.
+        # The default rounds float32 products to 10 bits on a GPU, which no check on a CPU would detect.
         disable_tf32=True,
     )
 
@@ -191,18 +194,19 @@ def _lowered(program: ExportedProgram, settings: CompilationSettings, in_place: 
 
 
 def check_nothing_mutated(program: ExportedProgram) -> None:
-    """Refuse a program that mutates state: torch_tensorrt 2.13.0 freezes it as a constant, and only the first step is
-    right.
+    """Refuse a program that mutates state.
+
+    torch_tensorrt 2.13.0 would freeze the state as a constant, and only the first step would be correct.
 
     Raises:
-        UnsupportedModelError: Naming what is mutated.
+        UnsupportedModelError: If state is mutated; with its names.
     """
     signature = program.graph_signature
     mutated = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
     if mutated:
         raise UnsupportedModelError(
-            f"the program mutates {', '.join(mutated)}, which torch_tensorrt would freeze as it is; "
-            "state must be an input and an output: " + _REMEDY
+            f"state must be an input and an output, but the program mutates {', '.join(mutated)}, which torch_tensorrt "
+            "would freeze; " + _REMEDY
         )
 
 
@@ -216,19 +220,20 @@ def _check_convertible(graph: GraphModule) -> None:
     ]
     if missing:
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UnsupportedModelError(f"TensorRT has nothing for {missing[0]}{more}; {_REMEDY}")
+        raise UnsupportedModelError(f"TensorRT has no converter for {missing[0]}{more}; {_REMEDY}")
 
 
 def describe_node(node: Node) -> str:
-    """An operator and the module it comes from: `aten.sort.default in model.layers.0.mlp`."""
+    """Return an operator and its module, such as `aten.sort.default in model.layers.0.mlp`."""
     stack = node.meta.get("nn_module_stack") or {}
     path = next((path for path, _ in reversed(stack.values()) if path), None)
     return f"{node.target}" + (f" in {path}" if path else "")
 
 
 def _check_like_traced(node: Node, tensor: trt.ITensor, traced: torch.Tensor) -> None:
-    """Refuse a tensor of another dtype or shape than the traced one; a 0-D one may come out as [1], which broadcasts
-    alike.
+    """Refuse a tensor whose dtype or shape differs from the trace.
+
+    A 0-D tensor may become [1], because that broadcasts alike.
     """
     shape = tuple(tensor.shape)
     expected = tuple(size if isinstance(size, int) else -1 for size in traced.shape)
@@ -237,32 +242,30 @@ def _check_like_traced(node: Node, tensor: trt.ITensor, traced: torch.Tensor) ->
     )
     if not same_shape and not (expected == () and shape == (1,)):
         raise UnsupportedModelError(
-            f"TensorRT gives {describe_node(node)} the shape {list(shape)}, it was traced as {list(expected)}; "
-            f"{_REMEDY}"
+            f"TensorRT infers shape {list(shape)} for {describe_node(node)}, traced as {list(expected)}; {_REMEDY}"
         )
     dtype = TORCH_DTYPES.get(tensor.dtype)
     if dtype != traced.dtype and {dtype, traced.dtype} != {torch.int32, torch.int64}:
         raise UnsupportedModelError(
-            f"TensorRT gives {describe_node(node)} the dtype {tensor.dtype}, it was traced as {traced.dtype}; {_REMEDY}"
+            f"TensorRT infers dtype {tensor.dtype} for {describe_node(node)}, traced as {traced.dtype}; {_REMEDY}"
         )
 
 
 def _check_outputs(graph: GraphModule, network: trt.INetworkDefinition, names: Sequence[str]) -> None:
-    """Refuse an output of other dimensions than traced: a 0-D result comes out as [1], which callers
-    would not expect.
-    """
+    """Refuse an output with other dimensions than traced: a 0-D result becomes [1], which callers do not expect."""
     output = next(node for node in graph.graph.nodes if node.op == "output")
     for index, (name, node) in enumerate(zip(names, output.args[0], strict=True)):
         shape, traced = tuple(network.get_output(index).shape), node.meta["val"].shape
         if len(shape) != len(traced):
             raise UnsupportedModelError(
-                f"output {name!r} of the network has shape {list(shape)}, it was traced as {list(traced)}; {_REMEDY}"
+                f"output {name!r} of the network has shape {list(shape)}, traced as {list(traced)}; {_REMEDY}"
             )
 
 
 def _check_weights(interpreter: NetworkInterpreter) -> None:
-    """TensorRT was given the address of every weight that is kept; of a strided one it was given that of a copy which
-    is gone.
+    """Refuse strided constants.
+
+    TensorRT holds the addresses of constants, and that of a strided one points to a freed contiguous copy.
     """
     strided = [name for name, weight in interpreter.ctx.weight_refit_map.items() if not weight.is_contiguous()]
     if strided or not all(weight.is_contiguous() for weight in interpreter.ctx.cpu_weights_reference_holder):
@@ -284,11 +287,11 @@ def _trt_input(spec: InputSpec) -> torch_tensorrt.Input:
 
 
 def _rename(network: trt.INetworkDefinition, inputs: Sequence[InputSpec], outputs: Sequence[str]) -> None:
-    """Give inputs and outputs their own names, by which a runtime binds them: their order is torch_tensorrt's."""
+    """Rename inputs and outputs, because a runtime binds by name and the order is torch_tensorrt's."""
     if network.num_inputs != len(inputs) or network.num_outputs != len(outputs):
         raise UnsupportedModelError(
-            f"the network has {network.num_inputs} inputs and {network.num_outputs} outputs, the program {len(inputs)} "
-            f"and {len(outputs)}: a tensor goes unused or comes out twice; {_REMEDY}"
+            f"the network has {network.num_inputs} inputs and {network.num_outputs} outputs, expected {len(inputs)} "
+            f"and {len(outputs)}: an input is unused or an output repeated; {_REMEDY}"
         )
     for index, spec in enumerate(inputs):
         network.get_input(index).name = spec.name
@@ -297,13 +300,14 @@ def _rename(network: trt.INetworkDefinition, inputs: Sequence[InputSpec], output
 
 
 def layer_kind(layer: trt.ILayer) -> str:
-    """Name of a layer's `LayerType`. By way of the base class: an activation layer's own `type` hides it."""
+    """Return the name of a layer's `LayerType`, by the base class because an activation layer hides `type`."""
     return trt.ILayer.type.fget(layer).name
 
 
 def _aliases(network: trt.INetworkDefinition) -> dict[str, str]:
-    """Output -> input of every KVCacheUpdate, which must be outputs and inputs of the network for TensorRT to write in
-    place.
+    """Return the input by output of every KVCacheUpdate.
+
+    Both must be inputs and outputs of the network for TensorRT to write in place.
     """
     inputs = {network.get_input(index).name for index in range(network.num_inputs)}
     outputs = {network.get_output(index).name for index in range(network.num_outputs)}
@@ -314,15 +318,15 @@ def _aliases(network: trt.INetworkDefinition) -> dict[str, str]:
             source, result = layer.get_input(0).name, layer.get_output(0).name
             if source not in inputs or result not in outputs:
                 raise UnsupportedModelError(
-                    f"the cache write {layer.name} goes from {source} to {result}, not from an input of the network "
-                    "to an output; " + _REMEDY
+                    f"the cache update {layer.name} must go from a network input to a network output, got {source} to "
+                    f"{result}; {_REMEDY}"
                 )
             aliases[result] = source
     return aliases
 
 
 def _digest(graph: GraphModule, interpreter: NetworkInterpreter) -> str:
-    """sha256 of the lowered graph and of every constant the network points to."""
+    """Return sha256 of the lowered graph and of all constants of the network."""
     digest = hashlib.sha256()
     for node in graph.graph.nodes:
         digest.update(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}\n".encode())

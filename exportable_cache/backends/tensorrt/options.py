@@ -10,36 +10,36 @@ from ...common.settings import setting
 from ...errors import InputError
 from ..options import TargetOptions
 
-#: What TensorRT-RTX 1.5 builds for, on any machine. (Hopper's 90 is not among them.)
+#: Compute capabilities that TensorRT-RTX 1.5 builds for, on any machine. Hopper's 90 is not included.
 CAPABILITIES = (75, 80, 86, 89, 120, 121)
 
-#: What its plans load on when none is asked for, says its documentation: these, and later ones.
+#: Portable plans load on these and later ones, according to its documentation.
 PORTABLE = (80, 86, 89, 120)
 
 
 def parse_capabilities(given: Any) -> tuple[int, ...]:
-    """`"80,86"`, `80`, `[80, 86]` or None for the portable default, as sorted numbers.
+    """Return `"80,86"`, `80`, `[80, 86]` or None (the portable default) as sorted numbers.
 
     Raises:
-        InputError: If one is none of `CAPABILITIES`, or the list is empty.
+        InputError: If a number is not in `CAPABILITIES`, or the list is empty.
     """
     if given is None:
         return ()
     parts = given.split(",") if isinstance(given, str) else list(given) if isinstance(given, (list, tuple)) else [given]
     known = {str(capability): capability for capability in CAPABILITIES}
-    # 8.6 and sm86 are the same thing to people.
+    # 8.6, 86 and sm86 are equal.
     names = [str(part).strip().lower().removeprefix("sm").removeprefix("_").replace(".", "") for part in parts]
     unknown = [part for part, name in zip(parts, names, strict=True) if name not in known]
     if unknown or not parts:
         raise InputError(
-            f"sm is {given!r}; it must be one or more of {', '.join(known)}, such as '80,89', "
-            "or left out for a plan that loads on every GPU from 80 on but 90 and 100"
+            f"sm must be one or more of {', '.join(known)}, such as '80,89', got {given!r}; or omit it for a plan that "
+            "loads on every GPU from 80 on except 90 and 100"
         )
     return tuple(sorted({known[name] for name in names}))
 
 
 def describe_capabilities(capabilities: tuple[int, ...] | list[int]) -> str:
-    """`SM 80, 86`, or what the portable default is."""
+    """Return text such as `SM 80, 86`, or the portable default."""
     if not capabilities:
         return f"SM {', '.join(map(str, PORTABLE))} and later"
     return f"SM {', '.join(map(str, capabilities))}"
@@ -47,9 +47,10 @@ def describe_capabilities(capabilities: tuple[int, ...] | list[int]) -> str:
 
 @dataclass(frozen=True)
 class TensorRTOptions(TargetOptions):
-    """
+    """Options of target `tensorrt`.
+
     Attributes:
-        opt_length: New tokens per prefill that TensorRT optimises for; the longest chunk by default.
+        opt_length: New tokens per prefill that TensorRT optimizes for; the longest chunk by default.
         sm: Compute capabilities to build for, as "80,86,89,120"; by default a portable plan.
     """
 
@@ -69,11 +70,9 @@ class TensorRTOptions(TargetOptions):
         parse_capabilities(self.sm)
         length = self.opt_length
         if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 2):
-            raise InputError(
-                f"opt_length is {length!r}; it must be an int of at least 2, within the length of a prefill"
-            )
+            raise InputError(f"opt_length must be an int of at least 2, within the length of a prefill, got {length!r}")
 
     @property
     def capabilities(self) -> tuple[int, ...]:
-        """`sm` as sorted numbers, none for a portable plan."""
+        """`sm` as sorted numbers, empty for a portable plan."""
         return parse_capabilities(self.sm)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TensorRTBackend:
-    """One TensorRT plan per method, weights inside, built without a GPU."""
+    """One TensorRT plan per method, including weights, built without a GPU."""
 
     name = "tensorrt"
     max_batch_size = None
@@ -36,13 +36,15 @@ class TensorRTBackend:
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """TensorRT-RTX or regular TensorRT, whichever is installed: plans of one do not load in the other."""
+        """TensorRT-RTX or regular TensorRT, as installed; plans of one do not load in the other."""
         return ("tensorrt-rtx",) if has_rtx() else ("tensorrt",)
 
     def program_spec(self, asked: ProgramSpec, options: TensorRTOptions) -> ProgramSpec:
+        """See `Backend.program_spec`."""
         return engine_program_spec(asked)
 
     def lower(self, program: Program, folder: Path, options: TensorRTOptions) -> list[LoweredFile]:
+        """Write one plan per method."""
         capabilities = options.capabilities
         files = []
         for method, network in program_networks(program, options).items():
@@ -54,27 +56,29 @@ class TensorRTBackend:
         return files
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
+        """Open the plans on a GPU."""
         from .engine_runner import open_engines
 
         return open_engines(folder, description)
 
     def runs_here(self, description: ProgramDescription, options: TensorRTOptions) -> bool:
+        """Return True if a GPU of this machine runs the plans."""
         from .engine_runner import runs_here
 
         return runs_here(record for _, record in records_of(description.details).values())
 
     def stand_in(self, program: Program, description: ProgramDescription, options: TensorRTOptions) -> StandIn:
-        """The networks on the CPU."""
+        """Return the networks on the CPU."""
         return network_stand_in(description, program_networks(program, options))
 
 
 def engine_program_spec(asked: ProgramSpec) -> ProgramSpec:
-    """A program for engines."""
+    """Return the spec of a program for engines."""
     return replace(
         asked,
         attention=TENSORRT_ATTENTION,
         form=Form.EXPLICIT,
-        # The grouped expert kernels have no TensorRT counterpart; batched products do.
+        # Batched products, because TensorRT has no grouped expert kernels.
         experts="batched_mm",
         adapt=engine_layers,
     )
@@ -84,12 +88,13 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
     """Trace and convert every method.
 
     Args:
-        options: Of the target; `opt_length` is what decides.
-        in_place: Whether caches are updated where they lie, rather than given out anew.
+        program: Program to convert.
+        options: Options of the target, of which `opt_length` is used.
+        in_place: Update caches in place; otherwise they are copied to outputs.
 
     Raises:
         InputError: If `opt_length` is outside the prefill's range.
-        UnsupportedModelError: If a method has no network.
+        UnsupportedModelError: If a method cannot be converted.
     """
     from .engine_io import engine_io_of
     from .network import build_network
@@ -99,21 +104,21 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
     for name, method in program.methods.items():
         if not method.is_step or method.kv_read_len is not None:
             raise UnsupportedModelError(
-                f"method {name!r} of {type(program.model).__name__} has no engine: TensorRT programs have prefill and "
-                "decode over the whole cache only; export for another target"
+                f"method {name!r} of {type(program.model).__name__} is not supported: TensorRT programs have prefill "
+                "and decode over the whole cache only; export for another target"
             )
         expected = opt_length if method.min_length != method.max_length else None
         if expected is not None and not method.min_length <= expected <= method.max_length:
             raise InputError(
-                f"opt_length is {expected}; method {name!r} takes {method.min_length} to {method.max_length} new "
-                "tokens: pass one of these, or a longer prefill_chunk"
+                f"opt_length must be {method.min_length} to {method.max_length} for method {name!r}, got {expected}; "
+                "change it, or pass a longer prefill_chunk"
             )
         networks[name] = build_network(program.export(name), engine_io_of(program, name, expected), in_place=in_place)
     return networks
 
 
 def program_networks(program: Program, options: TensorRTOptions, in_place: bool = True) -> dict[str, Network]:
-    """`engine_networks`, once per program and arguments: tracing and converting take most of an export.
+    """Call `engine_networks` once per program and arguments, because tracing and converting take most of an export.
 
     Verification reads the networks that the plans were built from.
     """
@@ -124,15 +129,15 @@ def program_networks(program: Program, options: TensorRTOptions, in_place: bool 
     return made[arguments]
 
 
-#: By program, then by what `engine_networks` reads besides.
+#: Networks by program, then by the other arguments of `engine_networks`.
 _networks: WeakKeyDictionary[Program, dict[tuple[int | None, bool], dict[str, Network]]] = WeakKeyDictionary()
 
 
 def network_stand_in(description: ProgramDescription, networks: Mapping[str, Network]) -> StandIn:
-    """Networks made from the model, once each is known to be the one that its plan was built from.
+    """Return networks made from the model, after checking that each plan was built from them.
 
     Raises:
-        VerificationError: If one is not.
+        VerificationError: If a plan was built from another network.
     """
     from .evaluator.evaluator import NetworkRunner
 
@@ -140,9 +145,8 @@ def network_stand_in(description: ProgramDescription, networks: Mapping[str, Net
     for method, network in networks.items():
         if method not in records or records[method].network != network.digest:
             raise VerificationError(
-                f"the network of {method!r} made from this model is not the one that the plan was built from: its "
-                "weights, or the versions of torch, transformers or torch_tensorrt, are others; verify with the model "
-                "it was made from, or on a GPU"
+                f"the network of {method!r} made from this model differs from the plan's: the weights, or the versions "
+                "of torch, transformers or torch_tensorrt, differ; verify with the exported model, or on a GPU"
             )
     built_for = next(iter(records.values())).built_for
     return StandIn(
@@ -151,7 +155,7 @@ def network_stand_in(description: ProgramDescription, networks: Mapping[str, Net
 
 
 def record_of(method: str, network: Network, capabilities: tuple[int, ...]) -> EngineRecord:
-    """What the manifest keeps of an engine."""
+    """Return the manifest's record of an engine."""
     from .converters import TORCH_DTYPES
 
     definition = network.definition
@@ -185,7 +189,7 @@ def record_of(method: str, network: Network, capabilities: tuple[int, ...]) -> E
 
 
 def has_rtx() -> bool:
-    """Whether torch-tensorrt-rtx is what is installed."""
+    """Return True if torch-tensorrt-rtx is installed."""
     try:
         metadata.version("torch-tensorrt-rtx")
     except metadata.PackageNotFoundError:
@@ -194,7 +198,7 @@ def has_rtx() -> bool:
 
 
 def builder_version() -> str:
-    """`tensorrt-rtx 1.5.0.114`."""
+    """Return package and version, such as `tensorrt-rtx 1.5.0.114`."""
     name = "tensorrt-rtx" if has_rtx() else "tensorrt"
     return f"{name} {metadata.version(name)}"
 

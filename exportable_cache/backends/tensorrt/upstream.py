@@ -1,8 +1,8 @@
-"""The one place that imports torch_tensorrt: with or without a GPU, on torch with or without CUDA.
+"""Import torch_tensorrt with or without a GPU, and on torch with or without CUDA; no other module imports it.
 
 torch_tensorrt 2.13.0 asks torch.cuda for a device while it is imported, although building a network and a plan needs
-none (https://github.com/pytorch/TensorRT, py/torch_tensorrt/_enums.py and _Device.py). For the time of the import
-alone, what it asks is answered; nothing of it stays patched. On CUDA machines nothing is touched at all.
+none (https://github.com/pytorch/TensorRT, py/torch_tensorrt/_enums.py and _Device.py). These queries are answered
+during the import only. With a GPU, nothing is patched.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ _CAPABILITY = torch_patch("cuda", "get_device_capability", _NO_DEVICE, "bbba0f87
 _DEVICE = torch_patch("cuda", "current_device", _NO_DEVICE, "c3055302ad3eb33f")
 #: Functions of torch that are replaced while torch_tensorrt is imported.
 PATCHES = (_CAPABILITY, _DEVICE)
-# They link libtorch_cuda; without it torch_tensorrt takes its own branch for "no C++ runtime", if it does not find
-# them.
+# They link libtorch_cuda. Without CUDA they are hidden, so that torch_tensorrt takes its branch for "no C++ runtime".
 _CUDA_LIBRARIES = frozenset({"libtorchtrt.so", "libtorchtrt_runtime.so"})
 
 
 @contextmanager
 def fake_cuda_queries() -> Iterator[None]:
-    """Answer the queries of the import for the time of a block; where there is a GPU, leave them to it."""
+    """Answer the import's queries of torch.cuda inside the block, unless there is a GPU."""
     if torch.cuda.is_available():
         yield
         return
@@ -53,9 +52,9 @@ def fake_cuda_queries() -> Iterator[None]:
 
 @contextmanager
 def _quiet_import() -> Iterator[None]:
-    """Drop what the import says about features that nothing here uses (no C++ runtime, no modelopt, no TensorRT-LLM).
+    """Suppress the import's messages about unused features (no C++ runtime, no modelopt, no TensorRT-LLM).
 
-    It also redirects the warnings of the whole process to its logger, which is undone.
+    The import also redirects the warnings of the process to its logger, which is undone.
     """
     previous, show = logging.root.manager.disable, warnings.showwarning
     logging.disable(logging.ERROR)
@@ -106,10 +105,9 @@ __all__ = [
 
 
 def register_engine_operator() -> None:
-    """Make `torch.ops.tensorrt.no_op_placeholder_for_execute_engine` known, which holds a plan in a graph.
+    """Register `torch.ops.tensorrt.no_op_placeholder_for_execute_engine`, which holds a plan in a graph.
 
-    The module that registers it also describes the C++ engine class, which exists only where torch_tensorrt's library
-    loads.
+    Its module also describes the C++ engine class, which exists only if torch_tensorrt's library loads.
     """
     has_engines = torch_tensorrt.ENABLED_FEATURES.torch_tensorrt_runtime
     with ExitStack() as stack:
@@ -120,19 +118,20 @@ def register_engine_operator() -> None:
 
 _LOGGER = "torch_tensorrt [TensorRT Conversion Context]"
 
-# After every error TensorRT asks the CUDA runtime for more, which a machine without a GPU cannot tell. And
-# torch_tensorrt's slice converter names several layers alike.
+# Ignored: after every error TensorRT queries the CUDA runtime, which fails without a GPU, and torch_tensorrt's slice
+# converter gives several layers one name.
 _NOISE = re.compile(r"catchCudaError|Failed attempt to rename a layer")
 
 
 class _Collector(logging.Filter):
-    """Keeps the errors, and shows nothing."""
+    """Log filter that collects errors and shows nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.errors: list[str] = []
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Collect an error."""
         message = record.getMessage()
         if record.levelno >= logging.ERROR and not _NOISE.search(message):
             self.errors.append(message)
@@ -141,7 +140,10 @@ class _Collector(logging.Filter):
 
 @contextmanager
 def collected_errors() -> Iterator[list[str]]:
-    """The errors that TensorRT logs inside the block, in order; nothing of its log is shown."""
+    """Yield the errors that TensorRT logs inside the block, in order, for error messages.
+
+    Nothing of its log is shown.
+    """
     logger, collector = logging.getLogger(_LOGGER), _Collector()
     logger.addFilter(collector)
     try:

@@ -119,6 +119,6 @@ def test_attention_sinks_and_a_window_run_on_in_place() -> None:
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_few_bits_are_refused_before_anything_is_traced(kv_dtype: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"kept as {kv_dtype} have no TensorRT form: its KVCacheUpdate"):
+    with pytest.raises(UnsupportedModelError, match=f"target tensorrt, got {kv_dtype}, because its KVCacheUpdate"):
         export(tiny_model("llama"), "tensorrt", CAPACITY, tmp_path / "out", kv_dtype=kv_dtype)
     assert not (tmp_path / "out").exists()

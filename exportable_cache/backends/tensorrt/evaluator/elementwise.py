@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """True quotient of floats; that of integers is cut off towards zero."""
+    """Return the quotient; for integers it is truncated."""
     return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
 
 
@@ -95,7 +95,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = 
 
 @layer_kind("ELEMENTWISE", "IElementWiseLayer", honours=("op",), inputs=(2, 2), same_dtype=(0, 1))
 def elementwise(layer: NetworkLayer) -> Compute:
-    """Both inputs have one rank and broadcast over sizes of 1."""
+    """Evaluate ELEMENTWISE: both inputs have one rank and broadcast over sizes of 1."""
     operation = layer.choose("op", _BINARY)
     if len(layer.required(0).shape) != len(layer.required(1).shape):
         raise layer.wrong("has inputs of different ranks")
@@ -104,11 +104,13 @@ def elementwise(layer: NetworkLayer) -> Compute:
 
 @layer_kind("UNARY", "IUnaryLayer", honours=("op",))
 def unary(layer: NetworkLayer) -> Compute:
+    """Evaluate UNARY."""
     return layer.choose("op", _UNARY)
 
 
 @layer_kind("ACTIVATION", "IActivationLayer", honours=("type", "alpha", "beta"))
 def activation(layer: NetworkLayer) -> Compute:
+    """Evaluate ACTIVATION."""
     formula = layer.choose("type", _ACTIVATIONS)
     alpha, beta = layer["alpha"], layer["beta"]
     return lambda x: formula(widened(x), alpha, beta).to(x.dtype)
@@ -116,7 +118,7 @@ def activation(layer: NetworkLayer) -> Compute:
 
 @layer_kind("SELECT", "ISelectLayer", inputs=(3, 3), same_dtype=(1, 2))
 def select(layer: NetworkLayer) -> Compute:
-    """True takes from the first, False from the second."""
+    """Evaluate SELECT: True selects the first input, False the second."""
     if layer.required(0).dtype != torch.bool:
         raise layer.wrong(f"has a condition of {layer.required(0).dtype}")
     return torch.where
@@ -124,10 +126,10 @@ def select(layer: NetworkLayer) -> Compute:
 
 @layer_kind("CONSTANT", "IConstantLayer", honours=("weights", "shape"), inputs=(0, 0))
 def constant(layer: NetworkLayer) -> Compute:
-    """The weights of the network itself, or the caller's where TensorRT cannot show them (bfloat16)."""
+    """Evaluate CONSTANT with the network's weights, or the caller's if TensorRT cannot show them (bfloat16)."""
     output, weights = layer.outputs[0], layer["weights"]
     if isinstance(weights, np.ndarray):
-        # A copy: the network only points at memory of whoever built it.
+        # A copy, because the network only points to memory of its builder.
         tensor = torch.from_numpy(weights.copy())
     else:
         tensor = _callers_constant(layer, weights)
@@ -140,14 +142,14 @@ def constant(layer: NetworkLayer) -> Compute:
 
 
 def _callers_constant(layer: NetworkLayer, weights: Any) -> torch.Tensor:
-    # torch-tensorrt's map of weights adds what the layer is.
+    # torch-tensorrt's map of weights appends the kind of the layer.
     names = [name for name in (layer.name, f"{layer.name} CONSTANT") if name in layer.constants]
     if not names:
         raise layer.wrong(
             f"is of {layer.outputs[0].dtype}, which TensorRT's Python cannot read; pass it in `constants` by name"
         )
     tensor = layer.constants[names[0]]
-    # torch-tensorrt 2.13 keeps the tensor it was given but hands TensorRT the address of `tensor.contiguous()`.
+    # torch-tensorrt 2.13 keeps the tensor, but passes the address of `tensor.contiguous()` to TensorRT.
     if not tensor.is_contiguous():
         raise layer.wrong(
             "was made from a tensor that is not contiguous: TensorRT was given the address of a freed copy"
@@ -165,7 +167,7 @@ def _callers_constant(layer: NetworkLayer, weights: Any) -> torch.Tensor:
     inputs=(0, 3),
 )
 def fill(layer: NetworkLayer) -> Compute:
-    """LINSPACE: alpha plus, along each dimension, the index times that dimension's beta."""
+    """Evaluate FILL with LINSPACE: alpha plus, along each dimension, the index times that dimension's beta."""
     layer.choose("operation", {"LINSPACE": None})
     dtype = torch_dtype(layer["to_type"])
     static_shape, alpha, beta = layer["shape"], layer["alpha"], layer["beta"]
@@ -189,9 +191,9 @@ def fill(layer: NetworkLayer) -> Compute:
 
 @layer_kind("CAST", "ICastLayer", honours=("to_type",))
 def cast(layer: NetworkLayer) -> Compute:
-    """Floats are cut off towards zero as integers.
+    """Evaluate CAST: floats are truncated to integers.
 
-    A value that the integer type cannot hold is an error, not a wrap.
+    A value that the integer type cannot hold is an error.
     """
     source, dtype = layer.required(0).dtype, torch_dtype(layer["to_type"])
     if dtype == torch.bool or dtype.is_floating_point or source == torch.bool:
@@ -211,11 +213,14 @@ def cast(layer: NetworkLayer) -> Compute:
 
 @layer_kind("IDENTITY", "IIdentityLayer")
 def identity(layer: NetworkLayer) -> Compute:
+    """Evaluate IDENTITY."""
     return lambda x: x
 
 
 @layer_kind("ASSERTION", "IAssertionLayer", honours=("message",))
 def assertion(layer: NetworkLayer) -> Compute:
+    """Evaluate ASSERTION."""
+
     def compute(condition: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not bool(condition.all()):
             raise layer.wrong(f"does not hold: {layer['message']}")

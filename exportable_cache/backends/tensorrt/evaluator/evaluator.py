@@ -1,4 +1,4 @@
-"""Evaluating a TensorRT network definition with torch on a CPU: the oracle for programs that no GPU has run."""
+"""Evaluate TensorRT network definitions with torch on a CPU, as the oracle for programs that no GPU has run."""
 
 from __future__ import annotations
 
@@ -24,18 +24,16 @@ if TYPE_CHECKING:
 class NetworkEvaluator:
     """An `INetworkDefinition` as a function of torch tensors.
 
-    It reads the network that TensorRT compiles, so converters and lowering are covered; what the compiler does
-    afterwards is not. Every tensor is checked against the dtype and shape that TensorRT inferred. What each layer
-    computes is our reading of TensorRT's documentation, tested against torch and, for integers, against TensorRT's own
-    shape arithmetic.
+    It reads the network that TensorRT compiles, so converters and lowering are covered; the compiler is not. Every
+    tensor is checked against the dtype and shape that TensorRT inferred. The semantics of each layer follow TensorRT's
+    documentation, and were tested against torch and, for integers, against TensorRT's shape arithmetic.
 
     Args:
-        network: From `tensorrt` or `tensorrt_rtx`, whichever built it, complete, with everything its weights point to
-            alive.
+        network: Complete network from `tensorrt` or `tensorrt_rtx`; the memory of its weights must be alive.
         constants: Tensors by layer name, for constants that TensorRT's Python cannot show (bfloat16).
 
     Raises:
-        VerificationError: If a layer is of a kind or has a setting that is not modelled, or the network is invalid.
+        VerificationError: If a kind of layer or a setting is not modeled, or the network is invalid.
 
     Example:
         >>> evaluator = NetworkEvaluator(network)
@@ -43,11 +41,11 @@ class NetworkEvaluator:
     """
 
     def __init__(self, network: Any, constants: Mapping[str, torch.Tensor] | None = None) -> None:
-        # Not imported: regular TensorRT and TensorRT-RTX have the same classes under two names.
+        # Not imported, because regular TensorRT and TensorRT-RTX have equal classes under two names.
         module = sys.modules[type(network).__module__]
         if not network.get_flag(module.NetworkDefinitionCreationFlag.STRONGLY_TYPED):
             raise VerificationError(
-                "the network is not strongly typed: TensorRT may compute any layer in another precision"
+                "the network must be strongly typed, because TensorRT may otherwise change the precision of a layer"
             )
         constants = dict(constants or {})
         layers = [read_layer(network.get_layer(index), module, constants) for index in range(network.num_layers)]
@@ -57,7 +55,7 @@ class NetworkEvaluator:
         self.outputs = {
             spec.name: spec for spec in (read_tensor(network.get_output(i)) for i in range(network.num_outputs))
         }
-        #: Output name -> name of the input whose memory it shares.
+        #: Names of inputs by the output that shares their memory.
         self.aliases = check_aliases(layers, self.inputs.keys(), self.outputs.keys())
         #: Number of layers by kind.
         self.layer_counts = dict(Counter(layer.kind for layer in layers))
@@ -71,18 +69,18 @@ class NetworkEvaluator:
 
     @torch.no_grad()
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """One execution.
+        """Execute the network once.
 
         Args:
-            inputs: A CPU tensor for each network input, by name. None is changed.
+            inputs: A CPU tensor for each network input, by name; they are not changed.
 
         Returns:
             The network's outputs by name; they may share memory with inputs.
 
         Raises:
-            InputError: If an input is missing, unknown, or of another dtype or shape.
-            VerificationError: If a tensor contradicts what TensorRT inferred, or a layer meets values for which
-                TensorRT defines no result.
+            InputError: If an input is missing, unknown, or has another dtype or shape.
+            VerificationError: If a tensor contradicts what TensorRT inferred, or TensorRT defines no result for a
+                layer's values.
         """
         tensors = self._checked(inputs)
         for step, (layer, compute) in enumerate(self._steps):
@@ -106,9 +104,7 @@ class NetworkEvaluator:
     def _checked(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         wrong = sorted(inputs.keys() ^ self.inputs.keys())
         if wrong:
-            raise InputError(
-                f"inputs {', '.join(wrong)} are missing or unknown; the network has {', '.join(self.inputs)}"
-            )
+            raise InputError(f"inputs must be {', '.join(self.inputs)}; missing or unknown: {', '.join(wrong)}")
         for name, spec in self.inputs.items():
             contradiction = spec.check(inputs[name])
             if contradiction:
@@ -117,27 +113,27 @@ class NetworkEvaluator:
 
 
 def _ordered(layers: list[NetworkLayer], inputs: Mapping[str, TensorSpec]) -> list[NetworkLayer]:
-    """Producers before consumers; a network lists layers as they were added, and dynamic shapes refer forward."""
+    """Sort producers before consumers; networks list layers in insertion order, and dynamic shapes refer forward."""
     producers = {spec.name: index for index, layer in enumerate(layers) for spec in layer.outputs}
     graph: dict[int, list[int]] = {}
     for index, layer in enumerate(layers):
         read = [spec.name for spec in layer.inputs if spec and spec.name not in inputs]
         unknown = [name for name in read if name not in producers]
         if unknown:
-            raise layer.wrong(f"reads {unknown[0]!r}, which nothing makes")
+            raise layer.wrong(f"reads {unknown[0]!r}, which no layer makes")
         graph[index] = [producers[name] for name in read]
     return [layers[index] for index in TopologicalSorter(graph).static_order()]
 
 
 class NetworkRunner:
-    """The methods' networks over one cache, which is passed from step to step as an engine's caller would.
+    """Runs the methods' networks over one cache, which is passed from step to step.
 
     Args:
-        methods: By name.
-        networks: Of each of them.
+        methods: Methods by name.
+        networks: Network of each method.
 
     Raises:
-        VerificationError: If a network has a layer that the evaluator does not model.
+        VerificationError: If the evaluator does not model a layer.
     """
 
     def __init__(self, methods: Mapping[str, ProgramMethod], networks: Mapping[str, Network]) -> None:
@@ -154,6 +150,7 @@ class NetworkRunner:
         }
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+        """Run one step and return its logits."""
         given = dict(zip((name for name in self._inputs[method] if not name.startswith(STATE_IN)), inputs, strict=True))
         outputs = self._evaluators[method].run({**given, **self._state})
         self._state = {name: outputs[STATE_OUT + name.removeprefix(STATE_IN)] for name in self._state}

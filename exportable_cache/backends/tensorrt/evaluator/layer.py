@@ -1,4 +1,4 @@
-"""One layer of a network definition: kind, tensors, attributes, dtypes; and the registry of evaluators."""
+"""A layer of a network definition (kind, tensors, attributes, dtypes), and the registry of evaluators."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _TORCH = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a `tensorrt.DataType` by its name.
+    """Return the torch dtype of a `tensorrt.DataType` by its name.
 
     Raises:
-        VerificationError: If torch has none that computes on a CPU.
+        VerificationError: If no torch dtype on a CPU corresponds.
     """
     if name not in _TORCH:
         raise VerificationError(
@@ -41,15 +41,14 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Half-precision values in float32, in which TensorRT accumulates sums and products; others as they are."""
+    """Convert half-precision tensors to float32, in which TensorRT accumulates; others are unchanged."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-#: What a layer computes: its input tensors, None where one is absent, to its one output or its several ones.
+#: Function of a layer: maps its input tensors (None for an absent one) to its output or outputs.
 Compute = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
 
-# Attributes of every layer. Those that regular TensorRT has besides only matter in weakly typed networks, which are
-# refused.
+# Attributes of every layer. Further ones of regular TensorRT matter in weakly typed networks only, which are refused.
 _COMMON = frozenset(
     {"metadata", "name", "num_inputs", "num_outputs", "num_ranks", "precision", "precision_is_set", "type"}
 )
@@ -57,12 +56,12 @@ _COMMON = frozenset(
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What TensorRT inferred of a tensor.
+    """Name, dtype and shape that TensorRT inferred of a tensor.
 
     Attributes:
-        name: Unique in the network.
+        name: Unique name in the network.
         dtype: Element type.
-        shape: Sizes, -1 where they are known at run time only.
+        shape: Sizes; -1 if known at run time only.
     """
 
     name: str
@@ -70,7 +69,7 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def check(self, tensor: torch.Tensor) -> str | None:
-        """What of `tensor` contradicts this, as half a sentence, or None."""
+        """Return how `tensor` contradicts the spec, as a clause, or None."""
         if tensor.dtype != self.dtype:
             return f"has dtype {tensor.dtype}, TensorRT inferred {self.dtype}"
         if tensor.dim() != len(self.shape) or any(size not in (-1, is_) for size, is_ in zip(self.shape, tensor.shape)):
@@ -80,15 +79,15 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class NetworkLayer:
-    """A layer with everything that decides what it computes.
+    """A layer with everything that determines what it computes.
 
     Attributes:
         kind: Name of its `LayerType`, such as `ELEMENTWISE`.
-        name: As given by whoever built the network.
-        inputs: Tensors it reads, None where an optional one is absent.
-        outputs: Tensors it makes.
-        attributes: By name; enum members stand as their names, dims as tuples or None where they were never set.
-        constants: Tensors that the network cannot show (see `NetworkEvaluator`), by layer name.
+        name: Name in the network.
+        inputs: Input tensors; None for an absent optional one.
+        outputs: Output tensors.
+        attributes: Values by name; enum members are their names, dims are tuples, or None if never set.
+        constants: Tensors by layer name that the network cannot show (see `NetworkEvaluator`).
     """
 
     kind: str
@@ -105,35 +104,35 @@ class NetworkLayer:
         return self.attributes[attribute]
 
     def has_input(self, index: int) -> bool:
-        """Whether the optional input at `index` is given."""
+        """Return True if the optional input at `index` is given."""
         return index < len(self.inputs) and self.inputs[index] is not None
 
     def required(self, index: int) -> TensorSpec:
-        """Return the input at `index` of a layer that cannot be without it."""
+        """Return the input at `index`, which is not optional."""
         found = self.inputs[index]
         assert found is not None
         return found
 
     def input_dtypes(self) -> set[torch.dtype]:
-        """Return the dtypes of the inputs that are given."""
+        """Return the dtypes of the given inputs."""
         return {found.dtype for found in self.inputs if found is not None}
 
     def unsupported(self, what: str) -> VerificationError:
-        """The error for a setting that the evaluator does not model."""
+        """Return an error for a setting that the evaluator does not model."""
         return VerificationError(
             f"{self} {what}, which the reference evaluator does not model; "
             "extend exportable_cache/backends/tensorrt/evaluator, or verify on a GPU"
         )
 
     def wrong(self, what: str) -> VerificationError:
-        """The error for values that TensorRT leaves undefined."""
+        """Return an error for values that TensorRT leaves undefined."""
         return VerificationError(f"{self} {what}")
 
     def choose(self, attribute: str, choices: Mapping[str, Any]) -> Any:
-        """The entry of `choices` for an enum attribute.
+        """Return the entry of `choices` for an enum attribute.
 
         Raises:
-            VerificationError: If it is none of them.
+            VerificationError: If there is none.
         """
         value = self.attributes[attribute]
         if value not in choices:
@@ -143,16 +142,16 @@ class NetworkLayer:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How one kind of layer is evaluated.
+    """Evaluation of one kind of layer.
 
     Attributes:
         class_name: TensorRT's class, whose attributes are read.
         prepare: `layer -> Compute`; checks settings before anything runs.
-        honours: Attributes that `prepare` looks at.
-        expects: Attributes that change nothing at this value and are refused at any other.
-        replaced: Attributes that the input at that position replaces, where it is given. They are None then.
+        honours: Attributes that `prepare` reads.
+        expects: Attributes with the value at which they change nothing; other values are refused.
+        replaced: Attributes by the index of the input that replaces them; they are None if it is given.
         inputs: Fewest and most inputs.
-        same_dtype: Positions of inputs whose dtypes must agree; torch would promote, a strongly typed network may not.
+        same_dtype: Indices of inputs whose dtypes must agree; torch would promote, a strongly typed network may not.
     """
 
     class_name: str
@@ -179,15 +178,15 @@ def layer_kind(kind: str, class_name: str, **options: Any) -> Callable[[Callable
 
 
 def read_tensor(tensor: Any) -> TensorSpec:
-    """What TensorRT inferred of an `ITensor`.
+    """Return the spec that TensorRT inferred of an `ITensor`.
 
     Raises:
-        VerificationError: If it could infer no shape: the network is invalid, and the TensorRT log says why.
+        VerificationError: If it could not infer a shape, because the network is invalid.
     """
     try:
         shape = tuple(tensor.shape)
     except ValueError as error:  # dims of rank -1
-        raise VerificationError(f"TensorRT could not infer the shape of {tensor.name!r}; its log says why") from error
+        raise VerificationError(f"TensorRT could not infer the shape of {tensor.name!r}; see its log") from error
     return TensorSpec(tensor.name, torch_dtype(tensor.dtype.name), shape)
 
 
@@ -195,14 +194,14 @@ def read_layer(layer: Any, module: ModuleType, constants: Mapping[str, torch.Ten
     """Read a layer of a network.
 
     Args:
-        layer: What `INetworkDefinition.get_layer` gave.
-        module: The TensorRT module that the network comes from.
+        layer: Result of `INetworkDefinition.get_layer`.
+        module: TensorRT module of the network.
         constants: See `NetworkLayer`.
 
     Raises:
-        VerificationError: If the kind is unknown, or has an attribute or a setting that is.
+        VerificationError: If the kind, an attribute or a setting is unknown.
     """
-    # By way of the base class: `IActivationLayer.type` hides the kind.
+    # From the base class, because `IActivationLayer.type` hides the kind.
     kind = module.ILayer.type.fget(layer).name
     known = KINDS.get(kind)
     if known is None:
@@ -210,7 +209,7 @@ def read_layer(layer: Any, module: ModuleType, constants: Mapping[str, torch.Ten
             f"layer {layer.name!r} is of kind {kind}, which the reference evaluator does not know; "
             f"it knows {', '.join(sorted(KINDS))}"
         )
-    # TensorRT hands out layers as their base class, and one object to all who hold it.
+    # TensorRT returns layers as their base class, and shares one object between callers, so the class is restored.
     base = layer.__class__
     layer.__class__ = getattr(module, known.class_name)
     try:
@@ -231,7 +230,7 @@ def read_layer(layer: Any, module: ModuleType, constants: Mapping[str, torch.Ten
 
 def _read(layer: Any, kind: str, known: LayerKind, constants: Mapping[str, torch.Tensor]) -> NetworkLayer:
     tensors = [layer.get_input(index) for index in range(layer.num_inputs)]
-    # Reading what a tensor replaces would give a stale value, and a warning in TensorRT's log.
+    # Not read, because a replaced attribute is stale and TensorRT logs a warning.
     stale = {name for name, index in known.replaced.items() if index < len(tensors) and tensors[index] is not None}
     return NetworkLayer(
         kind=kind,
@@ -249,7 +248,7 @@ def _read(layer: Any, kind: str, known: LayerKind, constants: Mapping[str, torch
 def check_attributes(
     layer: NetworkLayer, attributes: Mapping[str, Any], honours: Iterable[str], expects: Mapping[str, Any]
 ) -> None:
-    """Refuse attributes that nobody looks at, and settings that nobody models."""
+    """Refuse attributes that `prepare` does not read, and settings that are not modeled."""
     for name, value in attributes.items():
         if name in expects:
             if value != expects[name]:
@@ -259,9 +258,9 @@ def check_attributes(
 
 
 def attribute_names(cls: type, without: Iterable[str] = ()) -> list[str]:
-    """Public properties of a TensorRT class."""
+    """Return the public properties of a TensorRT class."""
     hidden = set(without)
-    # `IActivationLayer.type` is an attribute of its own.
+    # `IActivationLayer.type` is a separate attribute.
     if "type" in vars(cls):
         hidden.discard("type")
     return [
@@ -272,7 +271,7 @@ def attribute_names(cls: type, without: Iterable[str] = ()) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """An attribute without TensorRT types: enum members as names, dims as tuples, unset dims as None."""
+    """Convert an attribute from TensorRT types: enum members to names, dims to tuples, unset dims to None."""
     if hasattr(type(value), "__members__"):
         return value.name
     if type(value).__name__ in ("Dims", "Dims2", "Dims3", "Dims4", "DimsHW", "Permutation"):

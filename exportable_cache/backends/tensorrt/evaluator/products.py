@@ -1,5 +1,7 @@
-"""Evaluate layers that sum over dimensions: MATRIX_MULTIPLY, REDUCE, TOPK, SOFTMAX, CUMULATIVE, NORMALIZATION,
-CONVOLUTION, ATTENTION_INPUT and ATTENTION_OUTPUT; and KV_CACHE_UPDATE.
+"""Evaluate layers that sum over dimensions, among them attention, and KV_CACHE_UPDATE.
+
+They are MATRIX_MULTIPLY, EINSUM, REDUCE, TOPK, SOFTMAX, CUMULATIVE, NORMALIZATION, CONVOLUTION, ATTENTION_INPUT and
+ATTENTION_OUTPUT.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ _OPERANDS = ("NONE", "TRANSPOSE", "VECTOR")
 
 @layer_kind("MATRIX_MULTIPLY", "IMatrixMultiplyLayer", honours=("op0", "op1"), inputs=(2, 2), same_dtype=(0, 1))
 def matrix_multiply(layer: NetworkLayer) -> Compute:
-    """The last two dimensions are a matrix, the last one alone a vector; those before them broadcast at equal rank."""
+    """Evaluate MATRIX_MULTIPLY.
+
+    The last two dimensions are a matrix, or the last one a vector; dimensions before them broadcast at equal rank.
+    """
     left, right = (layer.choose(name, {operand: operand for operand in _OPERANDS}) for name in ("op0", "op1"))
 
     def compute(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -42,6 +47,7 @@ def matrix_multiply(layer: NetworkLayer) -> Compute:
 
 @layer_kind("EINSUM", "IEinsumLayer", honours=("equation",), inputs=(1, 2**31))
 def einsum(layer: NetworkLayer) -> Compute:
+    """Evaluate EINSUM."""
     equation = layer["equation"]
     if len(layer.input_dtypes()) > 1:
         raise layer.wrong("multiplies tensors of different dtypes")
@@ -49,7 +55,7 @@ def einsum(layer: NetworkLayer) -> Compute:
 
 
 def _dims(layer: NetworkLayer) -> list[int]:
-    """Dimensions of the bitmask `axes`."""
+    """Return the dimensions in the bitmask `axes`."""
     return [dim for dim in range(len(layer.required(0).shape)) if layer["axes"] >> dim & 1]
 
 
@@ -83,6 +89,7 @@ _REDUCTIONS = {
 
 @layer_kind("REDUCE", "IReduceLayer", honours=("op", "axes", "keep_dims"))
 def reduce(layer: NetworkLayer) -> Compute:
+    """Evaluate REDUCE."""
     operation, dims, keep = layer.choose("op", _REDUCTIONS), _dims(layer), layer["keep_dims"]
     if not dims:
         raise layer.unsupported("reduces no dimension")
@@ -97,9 +104,9 @@ def reduce(layer: NetworkLayer) -> Compute:
 
 @layer_kind("TOPK", "ITopKLayer", honours=("op", "k", "axes", "indices_type"), replaced={"k": 1}, inputs=(1, 2))
 def topk(layer: NetworkLayer) -> Compute:
-    """Values, sorted, and their indices.
+    """Evaluate TOPK: sorted values and their indices.
 
-    Which of two equal values comes first is torch's choice, as in the eager model.
+    The order of equal values is torch's, as in the eager model.
     """
     largest, dim = layer.choose("op", {"MAX": True, "MIN": False}), _one_dim(layer)
     dtype = torch_dtype(layer["indices_type"])
@@ -113,13 +120,14 @@ def topk(layer: NetworkLayer) -> Compute:
 
 @layer_kind("SOFTMAX", "ISoftMaxLayer", honours=("axes",))
 def softmax(layer: NetworkLayer) -> Compute:
+    """Evaluate SOFTMAX."""
     dim = _one_dim(layer)
     return lambda x: widened(x).softmax(dim).to(x.dtype)
 
 
 @layer_kind("CUMULATIVE", "ICumulativeLayer", honours=("op", "exclusive", "reverse"), inputs=(2, 2))
 def cumulative(layer: NetworkLayer) -> Compute:
-    """Running sums along the dimension that the second input names."""
+    """Evaluate CUMULATIVE: sums along the dimension in the second input."""
     layer.choose("op", {"SUM": None})
     exclusive, reverse = layer["exclusive"], layer["reverse"]
 
@@ -141,7 +149,7 @@ def cumulative(layer: NetworkLayer) -> Compute:
     inputs=(3, 3),
 )
 def normalization(layer: NetworkLayer) -> Compute:
-    """(x - mean) / sqrt(variance + epsilon) * scale + bias over `axes`, the variance being the biased one."""
+    """Evaluate NORMALIZATION: (x - mean) / sqrt(biased variance + epsilon) * scale + bias over `axes`."""
     dims, epsilon = _dims(layer), layer["epsilon"]
 
     def compute(x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -166,8 +174,9 @@ _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
     expects={"padding_mode": "EXPLICIT_ROUND_DOWN"},
 )  # fmt: skip
 def convolution(layer: NetworkLayer) -> Compute:
-    """Of [batch, channels, sizes ...] with the layer's own kernel [maps, channels / groups, sizes ...], accumulated in
-    float32.
+    """Evaluate CONVOLUTION of [batch, channels, sizes ...], accumulated in float32.
+
+    The kernel is [maps, channels / groups, sizes ...].
     """
     groups, maps, size = layer["num_groups"], layer["num_output_maps"], layer["kernel_size_nd"]
     if layer["pre_padding"] != layer["post_padding"] or layer["pre_padding"] != layer["padding_nd"]:
@@ -182,7 +191,7 @@ def convolution(layer: NetworkLayer) -> Compute:
 
 
 def _weights(layer: NetworkLayer, which: str) -> torch.Tensor:
-    """Kernel or bias: the network's own, or the caller's where TensorRT cannot show them (bfloat16)."""
+    """Return kernel or bias of the network, or the caller's if TensorRT cannot show them (bfloat16)."""
     weights: Any = layer[which]
     dtype = layer.required(0).dtype
     if isinstance(weights, np.ndarray):
@@ -228,9 +237,10 @@ _UNREADABLE = ("normalization_quantize_to_type",)
 
 @layer_kind("ATTENTION_INPUT", "IAttentionInputLayer", honours=("attention",), inputs=(3, 8), same_dtype=(0, 1, 2))
 def attention_input(layer: NetworkLayer) -> Compute:
-    """The whole attention over query [batch, heads, q, dim], key and value [batch, kv_heads, kv, dim] and mask.
+    """Evaluate ATTENTION_INPUT: all of attention over query [batch, heads, q, dim], key, value and mask.
 
-    In float32, rounded once: fused kernels keep scores and weights there, others may round them in between.
+    Key and value are [batch, kv_heads, kv, dim]. It computes in float32 and rounds once, as fused kernels do; other
+    kernels may round scores and weights.
     """
     settings = _settings(layer, layer["attention"])
     causal = settings.get("causal_kind", "UPPER_LEFT" if settings["causal"] else "NONE")
@@ -271,7 +281,7 @@ def attention_input(layer: NetworkLayer) -> Compute:
 
 
 def _settings(layer: NetworkLayer, attention: Any) -> dict[str, Any]:
-    """Attributes of the IAttention, after a look at each."""
+    """Return the attributes of the IAttention, after checking each."""
     names = attribute_names(type(attention), _UNREADABLE)
     settings = {name: getattr(attention, name) for name in names}
     settings = {name: value.name if hasattr(type(value), "__members__") else value for name, value in settings.items()}
@@ -281,6 +291,7 @@ def _settings(layer: NetworkLayer, attention: Any) -> dict[str, Any]:
 
 @layer_kind("ATTENTION_OUTPUT", "IAttentionOutputLayer", honours=("attention",))
 def attention_output(layer: NetworkLayer) -> Compute:
+    """Evaluate ATTENTION_OUTPUT, the identity, because ATTENTION_INPUT computes the result."""
     return lambda x: x
 
 
@@ -292,8 +303,10 @@ def attention_output(layer: NetworkLayer) -> Compute:
     same_dtype=(0, 1),
 )
 def kv_cache_update(layer: NetworkLayer) -> Compute:
-    """`cache[i, :, start[i] + s] = update[i, :, s]`: cache [batch, heads, capacity, dim], update [batch, heads, q,
-    dim], start [batch]. TensorRT checks no bound at run time; here a write past the end is an error.
+    """Evaluate KV_CACHE_UPDATE: `cache[i, :, start[i] + s] = update[i, :, s]`.
+
+    Shapes are cache [batch, heads, capacity, dim], update [batch, heads, q, dim], start [batch]. A write past the end
+    is an error here, although TensorRT checks no bound at run time.
     """
 
     def compute(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
@@ -311,11 +324,11 @@ def kv_cache_update(layer: NetworkLayer) -> Compute:
 
 
 def check_aliases(layers: Sequence[NetworkLayer], inputs: Collection[str], outputs: Collection[str]) -> dict[str, str]:
-    """Output name -> input name of every cache that is updated in place.
+    """Return the input name by output name of every cache that is updated in place.
 
     Raises:
-        VerificationError: If a cache is no network input, its update no network output, or anything else reads the
-            cache: it shares its memory with the update, and which of the two states a reader would see is undefined.
+        VerificationError: If a cache is not a network input, its update not a network output, or another layer reads
+            the cache: it shares memory with the update, so which state a reader sees is undefined.
     """
     aliases: dict[str, str] = {}
     for layer in layers:

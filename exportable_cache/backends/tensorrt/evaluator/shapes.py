@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _checked(layer: NetworkLayer, index: torch.Tensor, length: int, static: bool) -> torch.Tensor:
-    """`index` as int64 within 0 to length - 1."""
+    """Return `index` as int64 from 0 to length - 1."""
     index = index.to(torch.int64)
     least = -length if static else 0
     outside = (index < least) | (index >= length)
@@ -25,7 +25,7 @@ def _checked(layer: NetworkLayer, index: torch.Tensor, length: int, static: bool
 
 @layer_kind("GATHER", "IGatherLayer", honours=("axis", "mode", "num_elementwise_dims"), inputs=(2, 2))
 def gather(layer: NetworkLayer) -> Compute:
-    """DEFAULT selects rows along `axis`, ELEMENT follows an index per element, ND one tuple per result."""
+    """Evaluate GATHER: DEFAULT selects rows along `axis`, ELEMENT has an index per element, ND a tuple per result."""
     mode, axis, leading = layer["mode"], layer["axis"], layer["num_elementwise_dims"]
     static = layer.required(0).shape
 
@@ -53,12 +53,12 @@ def gather(layer: NetworkLayer) -> Compute:
     if leading > (mode == "DEFAULT") and mode != "ND":
         raise layer.unsupported(f"has num_elementwise_dims {leading} in mode {mode}")
     if leading and mode == "DEFAULT" and axis == 0:
-        raise layer.wrong("gathers along the dimension that it handles elementwise")
+        raise layer.wrong("gathers along a dimension that is elementwise")
     return layer.choose("mode", {"DEFAULT": rows, "ELEMENT": elements, "ND": tuples})
 
 
 def _columns(layer: NetworkLayer, x: torch.Tensor, index: torch.Tensor, first: int) -> list[torch.Tensor]:
-    """The indices of each dimension from `first` on, out of tuples in the last dimension of `index`."""
+    """Return the indices of each dimension from `first` on, from tuples in the last dimension of `index`."""
     static = layer.required(0).shape
     return [
         _checked(layer, index[..., column], x.shape[first + column], static[first + column] >= 0)
@@ -68,9 +68,9 @@ def _columns(layer: NetworkLayer, x: torch.Tensor, index: torch.Tensor, first: i
 
 @layer_kind("SCATTER", "IScatterLayer", honours=("axis", "mode"), inputs=(3, 3), same_dtype=(0, 2))
 def scatter(layer: NetworkLayer) -> Compute:
-    """A copy of the data with updates at the indices.
+    """Evaluate SCATTER: a copy of the data with updates at the indices.
 
-    Different values for one place are an error: their order is undefined.
+    Different values at one index are an error, because their order is undefined.
     """
     axis = layer["axis"]
 
@@ -80,13 +80,13 @@ def scatter(layer: NetworkLayer) -> Compute:
         return written(result, result.gather(axis, index), updates)
 
     def tuples(x: torch.Tensor, index: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
-        places = tuple(_columns(layer, x, index, 0))
-        result = x.index_put(places, updates)
-        return written(result, result[places], updates)
+        columns = tuple(_columns(layer, x, index, 0))
+        result = x.index_put(columns, updates)
+        return written(result, result[columns], updates)
 
     def written(result: torch.Tensor, found: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
         if not torch.equal(found.nan_to_num(), updates.nan_to_num()):
-            raise layer.wrong("writes different values to one place")
+            raise layer.wrong("writes different values to one index")
         return result
 
     return layer.choose("mode", {"ELEMENT": elements, "ND": tuples})
@@ -94,7 +94,7 @@ def scatter(layer: NetworkLayer) -> Compute:
 
 @layer_kind("ONE_HOT", "IOneHotLayer", honours=("axis",), inputs=(3, 3))
 def one_hot(layer: NetworkLayer) -> Compute:
-    """`values` is [off, on]; the new dimension of size `depth` stands at `axis` of the result."""
+    """Evaluate ONE_HOT: `values` is [off, on]; a dimension of size `depth` is inserted at `axis`."""
     axis = layer["axis"]
 
     def compute(index: torch.Tensor, values: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
@@ -109,13 +109,14 @@ def one_hot(layer: NetworkLayer) -> Compute:
 
 @layer_kind("NON_ZERO", "INonZeroLayer", honours=("indices_type",))
 def non_zero(layer: NetworkLayer) -> Compute:
-    """[rank of the input, number of non-zero elements], row-major."""
+    """Evaluate NON_ZERO: [rank of the input, number of nonzero elements], row-major."""
     dtype = torch_dtype(layer["indices_type"])
     return lambda x: torch.nonzero(x).T.to(dtype)
 
 
 @layer_kind("SHAPE", "IShapeLayer")
 def shape(layer: NetworkLayer) -> Compute:
+    """Evaluate SHAPE."""
     return lambda x: torch.tensor(x.shape, dtype=torch.int64)
 
 
@@ -127,9 +128,9 @@ def shape(layer: NetworkLayer) -> Compute:
     inputs=(1, 2),
 )
 def shuffle(layer: NetworkLayer) -> Compute:
-    """A transpose, a reshape, a transpose.
+    """Evaluate SHUFFLE: a transpose, a reshape, a transpose.
 
-    Permutations always name eight dimensions, of which those that exist count.
+    Permutations always have eight entries, of which as many as the rank count.
     """
     static, placeholder = layer["reshape_dims"], layer["zero_is_placeholder"]
     first, second = layer["first_transpose"], layer["second_transpose"]
@@ -155,6 +156,8 @@ def _permuted(layer: NetworkLayer, x: torch.Tensor, permutation: Sequence[int]) 
 
 @layer_kind("SQUEEZE", "ISqueezeLayer", inputs=(2, 2))
 def squeeze(layer: NetworkLayer) -> Compute:
+    """Evaluate SQUEEZE."""
+
     def compute(x: torch.Tensor, axes: torch.Tensor) -> torch.Tensor:
         dims = [axis % x.dim() for axis in axes.flatten().tolist()]
         if any(x.shape[dim] != 1 for dim in dims):
@@ -166,7 +169,7 @@ def squeeze(layer: NetworkLayer) -> Compute:
 
 @layer_kind("UNSQUEEZE", "IUnsqueezeLayer", inputs=(2, 2))
 def unsqueeze(layer: NetworkLayer) -> Compute:
-    """Axes count in the result."""
+    """Evaluate UNSQUEEZE; axes refer to the result."""
 
     def compute(x: torch.Tensor, axes: torch.Tensor) -> torch.Tensor:
         rank = x.dim() + axes.numel()
@@ -179,10 +182,11 @@ def unsqueeze(layer: NetworkLayer) -> Compute:
 
 @layer_kind("CONCATENATION", "IConcatenationLayer", honours=("axis",), inputs=(1, 2**31))
 def concatenation(layer: NetworkLayer) -> Compute:
+    """Evaluate CONCATENATION."""
     if len(layer.input_dtypes()) > 1:
         raise layer.wrong("joins tensors of different dtypes")
     axis = layer["axis"]
-    # torch skips empty 1-D tensors whatever the rank of the others; TensorRT never inferred a shape for those.
+    # torch skips empty 1-D tensors at any rank of the others; TensorRT infers no shape for those.
     return lambda *tensors: torch.cat(tensors, axis)
 
 
@@ -197,7 +201,7 @@ _MODES = ("STRICT_BOUNDS", "WRAP", "CLAMP", "FILL", "REFLECT")
     inputs=(1, 6),
 )
 def slice_(layer: NetworkLayer) -> Compute:
-    """Each of start, size, stride and axes is a tensor or dims; without axes they name every dimension."""
+    """Evaluate SLICE: start, size, stride and axes are tensors or dims; by default axes are all dimensions."""
     mode = layer.choose("mode", {mode: mode for mode in _MODES})
     if layer.has_input(4) != (mode == "FILL"):
         raise layer.wrong(f"has mode {mode} and {'a' if layer.has_input(4) else 'no'} fill value")
@@ -227,7 +231,7 @@ def slice_(layer: NetworkLayer) -> Compute:
 def _along(
     layer: NetworkLayer, x: torch.Tensor, axis: int, index: torch.Tensor, mode: str, fill: torch.Tensor | None
 ) -> torch.Tensor:
-    """The elements at `index` along one dimension."""
+    """Return the elements at `index` along one dimension."""
     length = x.shape[axis]
     inside = (index >= 0) & (index < length)
     if bool(inside.all()):

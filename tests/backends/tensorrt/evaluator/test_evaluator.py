@@ -41,8 +41,8 @@ def test_two_evaluators_of_one_network_read_the_same():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"b": None}, "inputs b are missing or unknown; the network has a, b"),
-        ({"c": torch.zeros(1)}, "inputs c are missing or unknown"),
+        ({"b": None}, "inputs must be a, b; missing or unknown: b"),
+        ({"c": torch.zeros(1)}, "missing or unknown: c"),
         (
             {"b": torch.zeros(2, 3, dtype=torch.int64)},
             "input 'b' has dtype torch.int64, TensorRT inferred torch.float32",

@@ -98,7 +98,7 @@ def test_scatter_tuples():
 
 def test_scatter_of_two_values_to_one_place_is_an_error():
     index = torch.tensor([1, 1])
-    with pytest.raises(VerificationError, match="writes different values to one place"):
+    with pytest.raises(VerificationError, match="writes different values to one index"):
         evaluate(scatter(S.ELEMENT), random(3), index, torch.tensor([1.0, 2.0]))
     assert evaluate(scatter(S.ELEMENT), torch.zeros(3), index, torch.tensor([2.0, 2.0])).tolist() == [0, 2, 0]
 
