@@ -7,7 +7,7 @@ from torch.nn import functional as F
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
 from exportable_cache.backends.executorch.attention.forms import forms_of, least_single
-from exportable_cache.backends.executorch.attention.fused_kernels import fold_of
+from exportable_cache.backends.executorch.attention.fused_layouts import fold_of
 
 SLOTS, DIM, SCALING = 12, 8, 0.3
 # Heads and key heads: each its own, shared by two, by three, all with one, and more to share than are folded.

@@ -14,8 +14,8 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from exportable_cache import ExportableCache
 from exportable_cache.backends.executorch.attention.fused import fusable_layers, fuse_layers, native_layouts
-from exportable_cache.backends.executorch.attention.fused_kernels import NativeLatentLayout, NativeLayout
-from exportable_cache.backends.executorch.attention.rows_kernel import RowsLayout
+from exportable_cache.backends.executorch.attention.fused_layouts import NativeLatentLayout, NativeLayout
+from exportable_cache.backends.executorch.attention.rows_layout import RowsLayout
 from exportable_cache.backends.executorch.native.operators import check_native_kernels
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cache.attention.functions import matmul_attention

@@ -13,7 +13,7 @@ from ...errors import BundleError
 from ...program.spec import Form
 from ..base import LoweredFile, StandIn
 from ..registry import backend_for
-from .attention import fused_kernels, rows_kernel  # noqa: F401  layouts of layers, by which bundles describe them
+from .attention import fused_layouts, rows_layout  # noqa: F401  layouts of layers, by which bundles describe them
 from .options import DEVICE_ONLY, ExecutorchOptions
 from .runner import ExecutorchRunner
 

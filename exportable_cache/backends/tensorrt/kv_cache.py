@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from ...cache.component import check_count
-from ...cache.layout import PORTABLE, Layout
 from ...cache.layers import CacheLayer, ItemsLayer, rounding_storage
+from ...cache.layout import PORTABLE, Layout
 from ...cache.policies.ring import CircularPolicy, is_one
 from ...common.compat.torch import check
 from ...errors import UnsupportedModelError

@@ -25,7 +25,7 @@ from ....models.layers.layout import layer_types_and_windows
 from ....models.quantized_rows import has_quantized_weights
 from ...probe_attention import is_causal, probe_attention
 from ..native import operators  # noqa: F401  registers torch.ops.exportable_cache.attention and write
-from .fused_kernels import (
+from .fused_layouts import (
     FusedFullLayout,
     FusedLayout,
     FusedRingLayout,
@@ -34,7 +34,7 @@ from .fused_kernels import (
     step_of_keys,
     takes_latents,
 )
-from .rows_kernel import RowsLayout, takes_rows
+from .rows_layout import RowsLayout, takes_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,4 +1,4 @@
-"""Layouts of layers over ExecuTorch's and native fused operators, whose cost follows the filled length, not the capacity.
+"""Layouts over ExecuTorch's and native fused operators, whose cost follows the filled length, not the capacity.
 
 `llama::update_cache`, `llama::update_cache_with_indices` and `llama::custom_sdpa` (extension/llm/custom_ops of
 ExecuTorch 1.4) take a cache as [batch, slots, heads, dim]. A program of one row passes its heads as the batch,
