@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -51,21 +51,6 @@ class StandIn:
 
     runner: Runner
     remark: str
-
-
-@dataclass(frozen=True, eq=False)
-class BegunStep:
-    """A decode step of some rows that is under way.
-
-    Attributes:
-        rows: Of the batch.
-        logits: [len(rows), vocab] where this process has them already, None elsewhere.
-        sends: Messages of it that may not have left yet.
-    """
-
-    rows: range
-    logits: torch.Tensor | None
-    sends: Sequence[Any]
 
 
 class Runner(Protocol):
@@ -122,30 +107,6 @@ class ChoosesInGraph(Protocol):
             *inputs: Of the first step, see `Runner.run`.
             steps: How many.
         """
-        ...
-
-
-@runtime_checkable
-class OverlapsSteps(Protocol):
-    """A runner that works on decode steps of several groups of rows at a time: a pipeline that is kept full."""
-
-    @property
-    def row_groups(self) -> Sequence[range]:
-        """Rows that begin a step together; a step of another group may be begun before theirs is finished."""
-        ...
-
-    def begin(self, method: str, rows: range, *inputs: torch.Tensor) -> BegunStep:
-        """A step of a group.
-
-        Args:
-            method: See `Runner.run`.
-            rows: One of `row_groups`, of which no other step is under way.
-            *inputs: As of `Runner.run`, of these rows alone.
-        """
-        ...
-
-    def finish(self, begun: BegunStep) -> torch.Tensor:
-        """Its logits [len(rows), vocab]; steps are finished in the order in which they were begun."""
         ...
 
 

@@ -15,7 +15,7 @@ from ..common.compat.transformers import attention_implementation
 from ..common.fs.tensor_files import damaged_if_malformed, read_tensors, write_tensors
 from ..common.tensors import dtype_name
 from ..errors import BundleError, InputError
-from .attention import ATTENTION, ATTENTION_NAMES, RANKS_ATTENTION
+from .attention import ATTENTION_NAMES
 from .checks import check_rollback, check_room, check_rows_agree, check_some, is_traced
 from .layers import CacheLayer, LinearLayer, layer_from
 from .layout import PORTABLE
@@ -83,11 +83,6 @@ class LayeredCache(Cache):
         cache._config = None
         cache.residence = None
         return cache
-
-    @property
-    def attention(self) -> str:
-        """Name of the attention implementation that steps over it need."""
-        return RANKS_ATTENTION if any(layer.over is not None for layer in self.layers) else ATTENTION
 
     @property
     def is_initialized(self) -> bool:
@@ -329,13 +324,8 @@ class LayeredCache(Cache):
         """Write all state to a safetensors file, atomically, with a checksum.
 
         Raises:
-            InputError: If there is something else than a file at `path`, or the slots are split over ranks.
+            InputError: If `path` exists and is not a file.
         """
-        if any(layer.over is not None for layer in self.layers):
-            raise InputError(
-                "the cache must be whole to be saved, and the slots of its full layers are split over ranks; call "
-                "save_state() of its session"
-            )
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.named_state()}
         layers = [{"config": layer.config(), "high_water": layer._max_len_ever} for layer in self.layers]
         metadata = {

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
-from .context_ranks import SPLIT, ContextRanks
 from .layers import (
     CacheLayer,
     CrossLayer,
@@ -27,7 +26,6 @@ from .policies import (
     RecurrentPolicy,
     RingPolicy,
     SinkPolicy,
-    SplitPolicy,
 )
 from .storage import storage_of
 
@@ -84,17 +82,13 @@ class LayerSpec:
     encoder_slots: int | None = None
     item_slots: int | None = None
 
-    def build(
-        self, spec: CacheSpec, dtype: torch.dtype, device: torch.device | str, over: ContextRanks | None = None
-    ) -> CacheLayer:
+    def build(self, spec: CacheSpec, dtype: torch.dtype, device: torch.device | str) -> CacheLayer:
         """Allocate this layer.
 
         Args:
             spec: Of the cache.
             dtype: Of keys and values.
             device: Where to allocate.
-            over: Processes that the slots of full layers are split over; layers that keep more than keys and values are
-                whole on each.
 
         Raises:
             InputError: If it cannot be kept in the spec's `kv_dtype`.
@@ -125,11 +119,6 @@ class LayerSpec:
             )
         if self.layer_type == PROMPT_TYPE:
             return PromptLayer(policy, storage, sizes, device=device)
-        if over is not None and isinstance(policy, FullPolicy):
-            part = SplitPolicy(policy.capacity, over.rank, over.size)
-            layer = CacheLayer(part, storage, sizes, layout=SPLIT, device=device)
-            layer.over = over
-            return layer
         made = {CrossPolicy: CrossLayer, ItemsPolicy: ItemsLayer}.get(type(policy), CacheLayer)
         return made(policy, storage, sizes, device=device)
 

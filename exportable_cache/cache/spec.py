@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..common.settings import REQUIRED, check_count, check_flag, check_settings, setting
+from ..common.settings import REQUIRED, check_count, check_settings, setting
 from ..errors import InputError
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ class CacheSpec:
             of a text decoder with layers of cross-attention; None for the default, two pictures there.
         offload: Keep layers in host memory ("host") or in files in this folder, and two of them on the device, see
             `Residence`; None for all on the device.
-        split_context: Split the slots of full layers over the processes of the default group.
         sinks: Both numbers of attention sinks, None where there are none.
 
     Raises:
@@ -148,7 +147,6 @@ class CacheSpec:
         shown_default="512 tokens, 30 s of samples, or what the encoder has positions for; two pictures",
     )
     offload: str | Path | None = None
-    split_context: bool = False
     sinks: Sinks | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -158,13 +156,6 @@ class CacheSpec:
             _check_device(self.device)
         if self.offload is not None:
             _check_offload(self.offload)
-        check_flag("split_context", self.split_context)
-        if self.split_context:
-            others = {"offload": self.offload, "attention_sinks": self.attention_sinks}
-            for name in (name for name, given in others.items() if given is not None):
-                raise InputError(
-                    f"split_context is given with {name}, which it does not go together with; leave one out"
-                )
         if self.dtype is not None:
             from ..common.tensors import parse_dtype
 

@@ -100,4 +100,4 @@ def _print_stages(terminal: Terminal, made: Plan) -> None:
         f"{bytes_text(stages.logits_bytes)} from the last to all"
     )
     if made.tensor_parallel is not None:
-        terminal.print("sessions cannot combine ranks and stages yet, so this is only a plan")
+        terminal.print("sessions run ranks but no stages, so this is only a plan")

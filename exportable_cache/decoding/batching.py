@@ -15,7 +15,6 @@ from ..generation.sampling import Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..backends.base import BegunStep
     from ..generation.sampling import Sampler
     from ..session.session import Session
 
@@ -46,9 +45,6 @@ class ContinuousBatch:
     Prompts are prefilled one by one into a cache of batch size 1, whose state is then copied into the free row; all
     rows are decoded together, each at its own position. Shapes never change, so nothing recompiles.
 
-    Of a model whose layers are split over stages, groups of rows take their steps in turn, and each begins its next one
-    while others' are under way in later stages. Prompts are prefilled between, and wait for them.
-
     Args:
         prefill: A session at batch size 1.
         decode: A session of the same model with one row per concurrent request; both hold as many tokens.
@@ -65,7 +61,6 @@ class ContinuousBatch:
     def __init__(self, prefill: Session, decode: Session) -> None:
         from ..session.checks import check_rows_may_differ
         from ..session.persistence import runner_state
-        from ..session.stepper import RowGroups
 
         if prefill.batch_size != 1:
             raise InputError(
@@ -99,9 +94,6 @@ class ContinuousBatch:
         self.decode = decode
         self._waiting: deque[Request] = deque()
         self._rows: list[Request | None] = [None] * decode.batch_size
-        self._row_groups = RowGroups(decode.stepper)
-        #: Groups in the order of their steps, each with its step that is running.
-        self._groups: deque[tuple[range, BegunStep | None]] = deque((rows, None) for rows in self._row_groups)
 
     @classmethod
     def from_model(
@@ -169,56 +161,39 @@ class ContinuousBatch:
         return request
 
     def step(self) -> list[tuple[Request, int]]:
-        """Decode all rows once, then give waiting requests the free ones; over stages, those of the group whose turn it
-        is.
+        """Decode all rows once, then give waiting requests the free ones.
 
         Returns:
             One token per request that was served: the first of those admitted, the next of the others.
         """
-        return self._step_of_group() if self._groups else self._step_of_all()
-
-    def _step_of_all(self) -> list[tuple[Request, int]]:
-        rows = range(len(self._rows))
         given: list[tuple[Request, int]] = []
         if self.active:
-            given += self._give_all(rows, self.decode.decode(self._newest(rows)))
-        return given + self._admit_all(rows)
+            given += self._give_all(self.decode.decode(self._newest()))
+        return given + self._admit_all()
 
-    def _step_of_group(self) -> list[tuple[Request, int]]:
-        rows, begun = self._groups.popleft()
-        given: list[tuple[Request, int]] = []
-        if begun is not None:
-            given += self._give_all(rows, self._row_groups.finish(begun))
-        given += self._admit_all(rows)
-        is_used = any(self._rows[row] is not None for row in rows)
-        self._groups.append((rows, self._row_groups.begin(self._newest(rows), rows) if is_used else None))
-        return given
+    def _newest(self) -> torch.Tensor:
+        """Return the tokens to feed next, int64 [batch_size]; rows without a request are fed, too."""
+        return torch.tensor([one.tokens[-1] if one else 0 for one in self._rows], device=self.decode.device)
 
-    def _newest(self, rows: range) -> torch.Tensor:
-        """What is fed next, int64 [len(rows)]; rows without a request are fed, too."""
-        requests = [self._rows[row] for row in rows]
-        return torch.tensor([one.tokens[-1] if one else 0 for one in requests], device=self.decode.device)
-
-    def _give_all(self, rows: range, logits: torch.Tensor) -> list[tuple[Request, int]]:
+    def _give_all(self, logits: torch.Tensor) -> list[tuple[Request, int]]:
         given = []
-        for index, row in enumerate(rows):
-            request = self._rows[row]
+        for row, request in enumerate(self._rows):
             if request is not None:
-                mine = logits[index : index + 1]
+                mine = logits[row : row + 1]
                 if self.decode.stepper.crossed(row):
                     # As transformers' `generate`: the whole sequence, at the length where RoPE's factors change.
                     tokens = request.input_ids.new_tensor([request.tokens])
                     mine = self._prefill(row, torch.cat([request.input_ids, tokens], dim=1))
                 given.append((request, self._give(row, request, mine)))
-        for row in rows:
-            if self._rows[row] is None:
+        for row, request in enumerate(self._rows):
+            if request is None:
                 self.decode.stepper.set_length(row, 0)
         return given
 
-    def _admit_all(self, rows: range) -> list[tuple[Request, int]]:
+    def _admit_all(self) -> list[tuple[Request, int]]:
         given = []
-        for row in rows:
-            if self._rows[row] is None and self._waiting:
+        for row, request in enumerate(self._rows):
+            if request is None and self._waiting:
                 admitted = self._waiting.popleft()
                 given.append((admitted, self._admit(row, admitted)))
         return given

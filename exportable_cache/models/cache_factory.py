@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedConfig
 
-from ..cache.attention import RANKS_ATTENTION
 from ..cache.attention.functions import ATTENTION, register_attention
 from ..cache.attention.implementation import set_attention
-from ..cache.attention.over_ranks import register_over_ranks
 from ..cache.cache import LayeredCache
-from ..cache.context_ranks import UNSEEN, ContextRanks
 from ..cache.encoder_decoder import EncoderDecoderLayeredCache
 from ..cache.offload import Residence
 from ..cache.spec import CacheSpec
-from ..common.compat.transformers import attention_implementation, set_attention_implementation
+from ..common.compat.transformers import pipeline_stage, set_attention_implementation
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
 from ..pytree import register_node
 from .layers.encoder import encoder_decoder_layers, encoder_of
@@ -33,10 +30,8 @@ from .layers.layout import (
     layer_specs_from_config,
     layer_specs_from_model,
 )
-from .parallel.context import check_split, ranks_of_context
 from .parallel.heads import check_heads, parts_of_heads, repeat_heads
 from .parallel.ranks import ranks_of
-from .parallel.stages import Stage, stage_of
 from .patches.registry import config_types, model_types, patch_imported, patch_model, patch_types
 from .quantized_rows import QuantizedRows, has_quantized_weights
 
@@ -48,7 +43,6 @@ if TYPE_CHECKING:
     from .parallel.ranks import Ranks
 
 register_attention()
-register_over_ranks()
 
 
 class ExportableCache(LayeredCache):
@@ -74,12 +68,10 @@ class ExportableCache(LayeredCache):
     Attributes:
         ranks: The processes that its model is split over; None of a model in one process.
         parts_of_heads: Of each layer, into how many parts its heads are cut over ranks, see `rank_heads`.
-        stage: What this process has of a model's layers, None of a model that has all of them.
     """
 
     ranks: Ranks | None = None
     parts_of_heads: tuple[int, ...] = ()
-    stage: Stage | None = None
 
     @classmethod
     def from_config(
@@ -172,7 +164,6 @@ class ExportableCache(LayeredCache):
         max_encoder_len: int | None = None,
         kv_dtype: str | None = None,
         offload: str | Path | None = None,
-        split_context: bool = False,
         attn_implementation: str | None = ATTENTION,
     ) -> ExportableCache:
         """Allocate the cache of a model; shapes, dtype and device are read from one token run through it.
@@ -188,9 +179,6 @@ class ExportableCache(LayeredCache):
                 `encoder_of` for the default. Slots for pictures, see `ItemsPolicy.within`.
             offload: "host" to keep the layers in host memory (pinned, where steps run on a GPU), or a folder, to keep
                 them in mapped files there; each comes to the device before its turn, so that two are on it.
-            split_context: Keep on each process of the default group the slots of every `size`-th token of full layers
-                only, so that a row may be as long as all of them hold; the model is whole on each, and what they attend
-                to is merged. All processes have to call this. Sessions agree as those of a split model do.
 
         Raises:
             InputError: If a value is out of range, see `CacheSpec`, or there is no process group to split over.
@@ -208,7 +196,6 @@ class ExportableCache(LayeredCache):
             kv_dtype=kv_dtype,
             max_encoder_len=max_encoder_len,
             offload=offload,
-            split_context=split_context,
         )
         return cls.from_model_spec(model, spec, attn_implementation)
 
@@ -223,7 +210,12 @@ class ExportableCache(LayeredCache):
             )
         check_model_type(model.config)
         patch_model(model)
-        encoder, ranks, stage = None, ranks_of(model), None
+        if pipeline_stage(model) is not None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} must have all of its layers in each process, but it was loaded with pp_size; "
+                "load it with tp_size, or in one process"
+            )
+        encoder, ranks = None, ranks_of(model)
         if ranks is not None:
             repeat_heads(model, ranks)
             check_heads(model, ranks)
@@ -239,34 +231,21 @@ class ExportableCache(LayeredCache):
             )
         else:
             with _model_errors_as_unsupported(model):
-                stage = stage_of(model, model.device)
-                layer_specs, dtype, device = _layer_specs(model, stage)
+                layer_specs, dtype, device = _layer_specs(model)
         check_longest(model.config, spec.max_cache_len)
-        check_cross_layers(model.config, ranks, stage, spec.offload, spec.split_context)
+        check_cross_layers(model.config, ranks, spec.offload)
         if spec.sinks is not None:
             check_sinks(model.config, layer_specs)
-        over = None
-        if spec.split_context:
-            ranks = ranks_of_context(model, ranks, spec.device or device)
-            over = ContextRanks(ranks.group, ranks.rank, ranks.size)
         spec = replace(spec, dtype=spec.dtype or dtype, device=spec.device or device)
-        cache = cls(_built(model, layer_specs, spec, over))
+        cache = cls(_built(model, layer_specs, spec))
         if encoder is not None:
             assert isinstance(cache, ExportableEncoderDecoderCache)
             cache.encoder = encoder
-        if over is not None and attn_implementation == ATTENTION:
-            attn_implementation = RANKS_ATTENTION
         if attn_implementation is not None:
             set_attention(model, attn_implementation)
         cache._config = model.config.get_text_config(decoder=True)
         cache.model_types = tuple(sorted(model_types(model)))
-        if over is not None:
-            cache.ranks, cache.parts_of_heads = ranks, (1,) * len(layer_specs)
-            if attn_implementation is not None:
-                check_split(model, cache)
-        elif stage is not None:
-            cache.ranks, cache.parts_of_heads, cache.stage = stage.ranks, (1,) * len(layer_specs), stage
-        elif ranks is not None:
+        if ranks is not None:
             cache.ranks, cache.parts_of_heads = ranks, parts_of_heads(model, layer_specs, ranks)
         return cache
 
@@ -308,10 +287,6 @@ class ExportableCache(LayeredCache):
     ) -> tuple[int, int | torch.Tensor]:
         """Return the mask's key length and offset, see `LayeredCache.get_mask_sizes`."""
         self._check_patches()
-        # A session's step has no config, and has switched its model's attention.
-        if self._config is not None and self.layers[layer_idx].over is not None:
-            if attention_implementation(self._config) != RANKS_ATTENTION:
-                raise UnsupportedModelError(UNSEEN)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _check_patches(self) -> None:
@@ -335,13 +310,13 @@ def _dtype_of(spec: CacheSpec) -> torch.dtype | None:
     return spec.dtype
 
 
-def _layer_specs(model: PreTrainedModel, stage: Stage | None) -> tuple[list[LayerSpec], torch.dtype, torch.device]:
+def _layer_specs(model: PreTrainedModel) -> tuple[list[LayerSpec], torch.dtype, torch.device]:
     """Return `layer_specs_from_model`; for quantised weights read the config where it says enough.
 
     A token through a quantised model of billions of weights takes a minute.
     """
     if not has_quantized_weights(model):
-        return layer_specs_from_model(model, None if stage is None else stage.layers)
+        return layer_specs_from_model(model)
     try:
         return layer_specs_from_config(model.config), model.dtype, model.device
     except UnsupportedModelError:
@@ -353,7 +328,6 @@ def _built(
     model: PreTrainedModel,
     layer_specs: list[LayerSpec],
     spec: CacheSpec,
-    over: ContextRanks | None,
 ) -> list[CacheLayer]:
     """The layers, on the device, or where the spec has them live.
 
@@ -361,7 +335,6 @@ def _built(
         model: Whose they are.
         layer_specs: Of each.
         spec: With dtype and device.
-        over: See `LayerSpec.build`.
 
     Raises:
         UnsupportedModelError: If they are to live elsewhere and others than they themselves look at their tensors.
@@ -370,12 +343,7 @@ def _built(
     assert dtype is not None
     assert device is not None
     if spec.offload is None:
-        layers = [layer_spec.build(spec, dtype, device, over) for layer_spec in layer_specs]
-        if over is not None:
-            # Elsewhere it stays 0: guards of a graph on disk are made of layers that were pickled, which have no place.
-            for place, layer in enumerate(layers):
-                layer.place = place
-        return layers
+        return [layer_spec.build(spec, dtype, device) for layer_spec in layer_specs]
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(

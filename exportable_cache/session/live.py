@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..backends.live.compile import CompileOptions
 from ..backends.live.runner import ModuleRunner
-from ..backends.live.staged import StagedRunner
 from ..errors import InputError
 from ..models.cache_factory import ExportableCache
 from ..models.layers.layout import check_layers, vocab_size_of
@@ -60,8 +59,7 @@ def live_session(
             "graph_cache"
         )
     modalities = modalities_of(model, options.modalities, options.image_size)
-    kind_of_runner = ModuleRunner if cache.stage is None else StagedRunner
-    runner = kind_of_runner(
+    runner = ModuleRunner(
         model,
         cache,
         ProgramSpec(

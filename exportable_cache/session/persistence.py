@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..backends.base import state_of
-from ..cache.layout import PORTABLE
-from ..cache.policies import FullPolicy
 from ..common.fs.tensor_files import damaged_if_malformed, read_tensors, write_tensors
 from ..errors import ExportableCacheError, InputError
 from .inputs.image import PlacedImages
@@ -50,16 +48,11 @@ def save_state(session: Session, path: Path) -> None:
     Slots that no row has reached are left out, so the file is as large as what it holds. Of a parallel session rank 0
     writes one file, of the heads of all ranks: the same as one process writes.
     """
-    _check_no_stages(session)
     sequence, ranks = session.stepper.state, session.stepper.ranks
     most = int(sequence.max_len_ever.max())
     tensors = {}
     for name, tensor in runner_state(session).items():
-        filled = tensor.detach()
-        if ranks is not None and _is_split(session, name):
-            filled = _slots_of_all(filled, session, name, most)
-        else:
-            filled = _filled(filled, session, name, most)
+        filled = _filled(tensor.detach(), session, name, most)
         if ranks is not None:
             filled = ranks.whole(filled, *_cut(session, name))
             if ranks.rank != 0:
@@ -103,7 +96,6 @@ def load_state(session: Session, path: Path) -> None:
         BundleError: If the file is missing, damaged or not a saved state.
         InputError: If it is of another model, of other layers or another batch size, or longer than this cache.
     """
-    _check_no_stages(session)
     ranks = session.stepper.ranks
     if ranks is None:
         tensors, sequence = _read(session, path)
@@ -231,8 +223,6 @@ def _fitting(
     if session.stepper.ranks is not None:
         _check_parts(session, name, saved, tensor, path)
         saved = session.stepper.ranks.part(saved, *_cut(session, name))
-        if _is_split(session, name):
-            saved = _own_slots(saved, session, name)
     expected = list(tensor.shape)
     if dim is not None and saved.dim() == tensor.dim():
         # More tokens once than this cache has slots: the slots after its length are no longer wanted.
@@ -277,16 +267,6 @@ def _count_encoded(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(name.startswith(_ENCODED) for name in tensors)
 
 
-def _check_no_stages(session: Session) -> None:
-    """Refuse layers that are split over stages, of which no file is written."""
-    # By its name, as the class brings the models' code, which running a bundle does without.
-    if getattr(session.runner, "stage", None) is not None:
-        raise InputError(
-            "the layers of this session are split over stages (pp_size), and such states are neither saved nor loaded; "
-            "feed the sequence again"
-        )
-
-
 def _check_parts(session: Session, name: str, whole: torch.Tensor, part: torch.Tensor, path: Path) -> None:
     """Refuse a tensor of which ranks have no equal parts."""
     dim, parts = _cut(session, name)
@@ -325,9 +305,6 @@ def _check_rows(session: Session, length: torch.Tensor, ever: torch.Tensor, unfe
 def _describe(layer: CacheLayer) -> dict:
     """What must agree. How many tokens a full layer can hold need not: its slots are positions."""
     config = layer.config()
-    if layer.over is not None:
-        # Of all ranks together it is a full one.
-        return {**config, "policy": {"kind": FullPolicy.kind}, "kernel": PORTABLE.to_config()}
     if layer.max_length is None:
         return config
     policy = {name: value for name, value in config["policy"].items() if name != "capacity"}
@@ -344,27 +321,6 @@ def _capacity_dim(session: Session, name: str) -> int | None:
     layer = _layer_of(session, name)
     dims = layer.state[name.split(".")[-1]].dims
     return dims.index("capacity") if "capacity" in dims and layer.follows_decoder else None
-
-
-def _is_split(session: Session, name: str) -> bool:
-    """Whether a state tensor has the slots of one rank of several."""
-    return _layer_of(session, name).over is not None and _capacity_dim(session, name) is not None
-
-
-def _slots_of_all(part: torch.Tensor, session: Session, name: str, most: int) -> torch.Tensor:
-    """The first `most` slots of a row, of which ranks have every `size`-th one."""
-    ranks, dim = session.stepper.ranks, _capacity_dim(session, name)
-    assert ranks is not None and dim is not None
-    each = -(-most // ranks.size)
-    found = ranks.whole(part.narrow(dim, 0, each), dim, ranks.size)
-    return found.unflatten(dim, (ranks.size, each)).transpose(dim, dim + 1).flatten(dim, dim + 1).narrow(dim, 0, most)
-
-
-def _own_slots(whole: torch.Tensor, session: Session, name: str) -> torch.Tensor:
-    """Of a row's slots those of this rank."""
-    ranks, dim = session.stepper.ranks, _capacity_dim(session, name)
-    assert ranks is not None and dim is not None
-    return whole.index_select(dim, torch.arange(ranks.rank, whole.shape[dim], ranks.size))
 
 
 def _filled(tensor: torch.Tensor, session: Session, name: str, most: int) -> torch.Tensor:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
-from ..backends.base import ChoosesInGraph, OverlapsSteps, state_of
+from ..backends.base import ChoosesInGraph, state_of
 from ..cache.step import starting_at
 from ..errors import BundleError, InputError
 from ..models.positions import ANY
@@ -24,7 +24,7 @@ from .rows import TokenRows, rows_to_save, saved_rows
 from .state import RopeState, SequenceState
 
 if TYPE_CHECKING:
-    from ..backends.base import BegunStep, Runner
+    from ..backends.base import Runner
     from ..cache.layers import CacheLayer
     from ..generation.sampling import Sampler
     from ..models.parallel.ranks import Ranks
@@ -382,27 +382,6 @@ class ProgramStepper:
         self._finish(steps, None, torch.cat([fed, chosen[:, :-1]], dim=1), lengths)
         return chosen
 
-    def begin(self, tokens: torch.Tensor, rows: range) -> BegunStep:
-        """Begin a decode step of some rows, and advance the state at once; `runner.finish` gives the logits.
-
-        Args:
-            tokens: int64 [len(rows)].
-            rows: One of the runner's `row_groups`.
-        """
-        check_no_autocast(self.device)
-        self.guard.check_whole()
-        runner, in_group = self.runner, torch.zeros(self.batch_size, dtype=torch.bool)
-        assert isinstance(runner, OverlapsSteps)
-        in_group[rows.start : rows.stop] = True
-        lengths = None if self.rope is None else self._rope_lengths(self._ends_after(1))
-        # The inputs are those of all rows, except for the tokens, which are those of the group.
-        method, inputs = self._call(tokens[:, None], 1, lengths=lengths)
-        self._begin(1, in_group)
-        begun = runner.begin(method, rows, inputs[0], *(one[rows.start : rows.stop] for one in inputs[1:]))
-        # The tokens are not recorded, because the loop knows what its rows hold.
-        self._finish(1, in_group, None, lengths)
-        return begun
-
     def _call(
         self,
         fed: torch.Tensor,
@@ -523,44 +502,3 @@ class ProgramStepper:
             state = replace(state, rope=RopeState.of(state.length))
         self.state = state
         self.moves += 1
-
-
-class RowGroups:
-    """Groups of rows whose decode steps overlap: a group's next step begins while those of other groups run.
-
-    It iterates over ranges of rows; there are none if all rows take a step together.
-
-    Args:
-        stepper: The stepper of a session.
-    """
-
-    def __init__(self, stepper: ProgramStepper) -> None:
-        self._stepper = stepper
-
-    def __iter__(self) -> Iterator[range]:
-        runner = self._stepper.runner
-        return iter(runner.row_groups if isinstance(runner, OverlapsSteps) else ())
-
-    def begin(self, tokens: torch.Tensor, rows: range) -> BegunStep:
-        """Begin a decode step of one group, as far as this process's part of it goes.
-
-        Ranks compare nothing here, because each would have to wait for all. The tokens follow from logits that all got.
-
-        Args:
-            tokens: int64 [len(rows)], not checked.
-            rows: A group that has no other step running.
-
-        Raises:
-            CacheFullError: If a row has no slot left.
-        """
-        stepper = self._stepper
-        with stepper.guard:
-            check_room(int(stepper.state.length[rows.start : rows.stop].max()), stepper.max_length, 1)
-            return stepper.begin(tokens, rows)
-
-    def finish(self, begun: BegunStep) -> torch.Tensor:
-        """Return the logits [len(rows), vocab] of the step that was begun first."""
-        runner = self._stepper.runner
-        assert isinstance(runner, OverlapsSteps)
-        with self._stepper.guard:
-            return runner.finish(begun)

@@ -33,8 +33,8 @@ from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
 from . import split_checks
 from .checks import CAPACITY, FAMILY, LENGTH, PROMPT, REPEATED
-from .pipeline_checks import files_read
 from .processes import run_ranks
+from .split_checks import files_read
 from .test_families import FAMILIES, family
 
 

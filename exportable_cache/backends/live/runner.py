@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ...cache.attention import ATTENTION
 from ...cache.attention.implementation import borrow_attention
 from ...common.compat import torch as private
 from ...common.process.tuning import threads_of_torch, warn_if_threads_spin
@@ -58,7 +59,7 @@ class ModuleRunner:
         options: CompileOptions | None = None,
     ) -> None:
         options = CompileOptions() if options is None else options
-        self._give_back = weakref.finalize(self, borrow_attention(model, cache.attention))
+        self._give_back = weakref.finalize(self, borrow_attention(model, ATTENTION))
         self._give_back.atexit = False
         spec = ProgramSpec() if spec is None else spec
         self.methods: dict[str, ProgramMethod] = program_methods(model, cache, spec)

@@ -2,6 +2,4 @@
 
 ATTENTION = "exportable_cache"
 MATMUL_ATTENTION = "exportable_cache_matmul"
-#: Over a cache whose slots are split over processes.
-RANKS_ATTENTION = "exportable_cache_ranks"
-ATTENTION_NAMES = (ATTENTION, MATMUL_ATTENTION, RANKS_ATTENTION)
+ATTENTION_NAMES = (ATTENTION, MATMUL_ATTENTION)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ..component import Component
-    from ..context_ranks import ContextRanks
     from ..offload import Residence
     from ..step import StepContext
 
@@ -107,8 +106,6 @@ class CacheLayer(CacheLayerMixin):
     residence: Residence | None = None
     place: int = 0
     twin: Self | None
-    #: Who has the other slots, where these are a part; `place` is its number among such then.
-    over: ContextRanks | None = None
 
     def __init__(
         self,
@@ -251,7 +248,7 @@ class CacheLayer(CacheLayerMixin):
         for name in self.composed_of:
             setattr(layer, name, getattr(self, name))
         layer.state, layer._config = self.state, self._config
-        layer.residence, layer.place, layer.over = self.residence, self.place, self.over
+        layer.residence, layer.place = self.residence, self.place
         layer._hold(tensors, context)
         return layer
 

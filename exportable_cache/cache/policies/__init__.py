@@ -7,7 +7,6 @@ from .policy import SlotPolicy
 from .prompt import PromptPolicy
 from .ring import RingPolicy
 from .sinks import SinkPolicy
-from .split import SplitPolicy
 
 __all__ = [
     "CrossPolicy",
@@ -19,5 +18,4 @@ __all__ = [
     "RingPolicy",
     "SinkPolicy",
     "SlotPolicy",
-    "SplitPolicy",
 ]

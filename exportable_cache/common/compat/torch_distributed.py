@@ -3,7 +3,6 @@
 | name | without it |
 |---|---|
 | `torch.distributed._functional_collectives.broadcast` | several steps in one graph cannot agree on tokens |
-| `all_reduce`, `wait_tensor` of the same | no context over ranks |
 | `torch.ops._c10d_functional.all_reduce`, `wait_tensor` | programs of ranks cannot sum over them |
 | `_register_process_group`, `_unregister_process_group` of `distributed_c10d` | programs of ranks cannot be run |
 | `ProcessGroup._get_backend`, `options._timeout` of a backend | a lost rank is detected after torch's default timeout |
@@ -48,13 +47,6 @@ def sum_in_graph(tensor: torch.Tensor, group: str = GROUP) -> torch.Tensor:
     # Viewed as another shape, because Python must not hold the tensor that the sum writes. Gloo's thread would need the
     # interpreter to release it, while machine code holds the interpreter and waits for that thread.
     return functional.wait_tensor(functional.all_reduce(tensor.flatten(), "sum", group)).view(tensor.shape)
-
-
-def reduced(tensor: torch.Tensor, operation: str, group: ProcessGroup) -> torch.Tensor:
-    """Return the sum (`sum`) or maximum (`max`) over a group's tensors, by an operator that a graph can contain."""
-    from torch.distributed import _functional_collectives as functional
-
-    return functional.wait_tensor(functional.all_reduce(tensor, operation, group))
 
 
 def is_sum(operator: object) -> bool:

@@ -181,8 +181,6 @@ def check_layers(model: PreTrainedModel, cache: LayeredCache) -> None:
             "ExportableCache.from_model"
         )
     for index, ((layer_type, window), layer) in enumerate(zip(kinds, cache.layers, strict=True)):
-        if layer.is_dummy and getattr(cache, "stage", None) is not None:
-            continue
         found = (layer.policy.keeps_keys, isinstance(layer, LinearLayer))
         expected = (
             layer_type in (*KEY_TYPES, *HYBRID_TYPES, CROSS_ATTENTION),
@@ -225,16 +223,13 @@ def probe_tokens(model: PreTrainedModel, length: int = 1) -> torch.Tensor:
     return tokens if codebooks is None else codebooks.taken(tokens[..., None].expand(-1, -1, codebooks.count))
 
 
-def layer_specs_from_model(
-    model: PreTrainedModel, owned: range | None = None
-) -> tuple[list[LayerSpec], torch.dtype, torch.device]:
+def layer_specs_from_model(model: PreTrainedModel) -> tuple[list[LayerSpec], torch.dtype, torch.device]:
     """Run one token through a model and return the spec of each layer, and the dtype and device of keys and values.
 
     The model is the only reliable source, because configs state heads and sizes in many ways, some of them per layer.
 
     Args:
         model: A model in training or eval mode.
-        owned: Layers that this process has, of a model that is split by layers; it keeps nothing of the others.
 
     Raises:
         UnsupportedModelError: If the model does not keep its keys, values and states in a transformers cache.
@@ -255,7 +250,7 @@ def layer_specs_from_model(
             f"{len(kinds)}; models with a cache class of another kind are not supported"
         )
     layer_specs = [
-        _layer_spec_of(index, model, layer, *kind) if owned is None or index in owned else LayerSpec("dummy")
+        _layer_spec_of(index, model, layer, *kind)
         for index, (kind, layer) in enumerate(zip(kinds, cache.layers, strict=True))
     ]
     found = (getattr(layer, "keys", None) for layer in cache.layers)
@@ -317,7 +312,6 @@ def vocab_size_of(model: PreTrainedModel) -> int:
         return codebooks.vocab_size
     try:
         weight = getattr(model.get_input_embeddings(), "weight", None)
-        # A later pipeline stage has no embeddings.
         if isinstance(weight, torch.Tensor):
             return whole_shape(weight)[0]
     except NotImplementedError:  # transformers does not find the embeddings of PP-FormulaNet
@@ -432,7 +426,7 @@ def check_cross_layers(config: PreTrainedConfig, *elsewhere: Any) -> None:
     if cross_layers_of(config) and any(elsewhere):
         raise UnsupportedModelError(
             f"{config.model_type!r} reads the keys of its cross-attention layers directly, so they must be in one "
-            "process and on its device; leave out offload, split_context and the split of the model"
+            "process and on its device; leave out offload and the split of the model"
         )
 
 
