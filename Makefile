@@ -30,7 +30,7 @@ VERSION_TESTS ?= tests/compat tests/layers tests/patches/test_registry.py tests/
 	tests/test_cache.py tests/test_attention.py tests/test_masks.py tests/test_session.py tests/test_program.py \
 	tests/test_equality.py tests/test_exporter.py tests/test_seq2seq.py tests/test_quantize.py tests/decoding \
 	tests/backends/test_pt2.py tests/backends/test_executorch.py tests/backends/test_executorch_fused.py \
-	tests/backends/test_executorch_quantized.py tests/backends/test_executorch_stamping.py
+	tests/backends/test_executorch_quantized.py tests/backends/test_executorch_clones.py
 
 # Tests of documents, benchmarks and sources. Named, so that the others are not collected.
 PROJECT_TESTS = $(shell grep -rlE '^(pytestmark = |    )pytest\.mark\.project' tests --include=*.py)

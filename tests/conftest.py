@@ -64,7 +64,7 @@ _COMPILING = {"cpp_build", "kernels_build"}
 
 # Files that take longest, the longest first: a worker that is given one late works on when the others are done.
 _LONG_FIRST = (
-    "test_native_operators test_kinds test_cpp_bundle test_executorch_stamping test_few_rows test_equality "
+    "test_native_operators test_kinds test_cpp_bundle test_executorch_clones test_few_rows test_equality "
     "test_exporter test_seq2seq test_cpp test_program test_multimodal test_methods test_graph_cache "
     "test_executorch test_aoti test_rounding test_layered test_equal_layers test_cpp_batch test_networks "
     "test_bundle_commands test_generate_files test_encoder_inputs test_seq2seq_bundle test_executorch_fused "

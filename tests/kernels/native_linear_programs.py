@@ -14,7 +14,7 @@ from exportable_cache.backends.executorch.lowering.lower import lower_programs
 from exportable_cache.backends.executorch.native.linears import NAMES, pack, pack_float
 from exportable_cache.common.compat.executorch import load_program
 
-from ..backends.test_executorch_stamping import LAYERS, model_of, programs_of
+from ..backends.test_executorch_clones import LAYERS, model_of, programs_of
 from ..support.models import tiny_model, tokens
 
 #: Of weights, and the types of those that are no whole numbers.

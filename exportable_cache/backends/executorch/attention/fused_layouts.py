@@ -205,7 +205,6 @@ class FusedRingLayout(FusedLayout, kind="executorch_ring"):
 
     def mask_positions(self, layer: CacheLayer, query_length: int) -> torch.Tensor:
         """Return positions of the ring before the step, then of the new tokens, because `attend` joins the two."""
-        # Of the ring before this step and the new tokens after it, for any number of them: `attend` joins the two.
         assert isinstance(layer.policy, RingPolicy)
         return layer.policy.positions_beside_new(layer.cumulative_length, query_length)
 

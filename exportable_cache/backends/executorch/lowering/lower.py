@@ -220,7 +220,7 @@ def _lowered(program: Program, delegate: str, for_llm_runner: bool, native: bool
             lowered = lower_programs(exported, metadata, delegate, native)
         except ExportableCacheError:
             raise
-        except Exception as error:  # passes and compilers of ExecuTorch, each with errors of its own
+        except Exception as error:  # passes and compilers raise arbitrary errors
             raise UnsupportedModelError(
                 f"{type(program.model).__name__} cannot be lowered for ExecuTorch ({describe_trace_error(error)}); "
                 "export it for target 'pt2' instead"

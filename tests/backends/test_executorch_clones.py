@@ -104,7 +104,7 @@ def check_same_program(cloned: object, quantized: bool, path: Path, monkeypatch:
     assert torch.equal(*results)
 
 
-def test_a_stamped_program_is_the_model(cloned, tmp_path: Path) -> None:
+def test_a_cloned_program_is_the_model(cloned, tmp_path: Path) -> None:
     edge, sizes = cloned
     assert len(sizes) == 2 and sizes[0] < sizes[1]
     # Where an activation lies between two integers, the two may round it to one and the other: not after these.
@@ -122,13 +122,13 @@ def test_a_stamped_program_is_the_model(cloned, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_stamped_program_is_the_same_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cloned_program_is_the_same_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Not the shared one, of which a program was made: that can be done once.
     check_same_program(lower.to_edge(programs_of(model_of(LAYERS))), True, tmp_path, monkeypatch)
 
 
 @pytest.mark.full
-def test_a_stamped_program_of_floats_is_the_same_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cloned_program_of_floats_is_the_same_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_same_program(lower.to_edge(programs_of(model_of(LAYERS, False))), False, tmp_path, monkeypatch)
 
 
