@@ -124,7 +124,7 @@ def test_sizes_are_refused_rather_than_guessed(monkeypatch):
     def failing(model):
         raise RuntimeError("the meta device cannot")
 
-    monkeypatch.setattr("exportable_cache.models.layers.layout.layer_specs_from_model", failing)
+    monkeypatch.setattr("exportable_cache.models.layers.specs.layer_specs_from_model", failing)
     config = AutoConfig.for_model("deepseek_v3", **_LATENT)
     made = plan(config, LENGTH)
     assert made.cache_bytes is None and "kv_lora_rank" in made.refusal and "from_model" in made.refusal

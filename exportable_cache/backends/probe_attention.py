@@ -13,7 +13,7 @@ from ..cache.attention.implementation import attention_of
 from ..cache.attention.masks import register_masks
 from ..cache.policies import FullPolicy
 from ..models.cache_factory import ExportableCache
-from ..models.layers.layout import cache_argument, probe_tokens
+from ..models.layers.specs import cache_argument, probe_tokens
 from ..models.patches.mechanisms.fused_attention import expanded_latents
 from ..models.quantized_rows import QuantizedZeros
 

@@ -23,7 +23,7 @@ from ..common.tensors import dtype_name
 from ..errors import BundleError
 from ..generation.chat_turns import chat_turns
 from ..generation.checkpoint_settings import end_tokens
-from ..models.layers.layout import layer_types_and_windows, logits_size_of, vocab_size_of
+from ..models.layers.specs import layer_types_and_windows, logits_size_of, vocab_size_of
 from ..models.positions import rope_rule
 from ..models.tokenizers.text import reads_alike
 from ..models.weights import fingerprint

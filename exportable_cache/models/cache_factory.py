@@ -21,7 +21,7 @@ from ..common.compat.transformers import pipeline_stage, set_attention_implement
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
 from ..pytree import register_node
 from .layers.encoder import encoder_decoder_layers, encoder_of
-from .layers.layout import (
+from .layers.specs import (
     check_cross_layers,
     check_longest,
     check_model_type,

@@ -245,7 +245,7 @@ def _position_tables(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
     """Yield name and rows of possible position tables: embeddings, and 2-D tensors that are not parameters."""
     try:
         tokens = model.get_input_embeddings()
-    except NotImplementedError:  # see `layout.vocab_size_of`
+    except NotImplementedError:  # see `specs.vocab_size_of`
         tokens = None
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) and module is not tokens:

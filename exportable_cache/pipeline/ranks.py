@@ -10,7 +10,7 @@ from ..bundle.builder import weights_bytes
 from ..bundle.entries import RankedProgram, rank_folder
 from ..common.compat.torch_distributed import group_to_come
 from ..errors import UnsupportedModelError
-from ..models.layers.layout import layer_specs_from_config, layer_specs_from_model
+from ..models.layers.specs import layer_specs_from_config, layer_specs_from_model
 from ..models.loading.without_weights import model_without_weights
 from ..models.parallel.heads import parts_of_heads
 from ..models.parallel.plan import check_tensor_parallel

@@ -31,7 +31,7 @@ from ..errors import BundleError, InputError, UnsupportedModelError, Verificatio
 from ..generation.checkpoint_settings import CheckpointSettings
 from ..models.cache_factory import ExportableCache
 from ..models.layers.codebooks import codebooks_of
-from ..models.layers.layout import layer_types_and_windows, vocab_size_of
+from ..models.layers.specs import layer_types_and_windows, vocab_size_of
 from ..models.loading.loading import (
     check_checkpoint,
     live_model,

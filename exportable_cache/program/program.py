@@ -20,7 +20,7 @@ from ..common.method_io import name_forward
 from ..errors import InputError, UnsupportedModelError, describe_trace_error
 from ..models.cache_factory import ExportableEncoderDecoderCache
 from ..models.layers.codebooks import codebooks_of
-from ..models.layers.layout import cache_argument
+from ..models.layers.specs import cache_argument
 from ..models.patches.mechanisms.rope import check_follows, rope_by
 from ..models.patches.mechanisms.speech import short_masks
 from ..models.patches.registry import patch_model

@@ -11,7 +11,7 @@ from ..backends.live.compile import CompileOptions
 from ..backends.live.runner import ModuleRunner
 from ..errors import InputError
 from ..models.cache_factory import ExportableCache
-from ..models.layers.layout import check_layers, vocab_size_of
+from ..models.layers.specs import check_layers, vocab_size_of
 from ..models.positions import check_positions, rope_rule
 from ..models.weights import fingerprint, is_split
 from ..program.decoders import length_buckets

@@ -18,7 +18,7 @@ from ..cache.attention.implementation import attention_of
 from ..common.progress import silent
 from ..errors import UnsupportedModelError
 from ..models.cache_factory import ExportableCache
-from ..models.layers.layout import cache_argument, vocab_size_of
+from ..models.layers.specs import cache_argument, vocab_size_of
 from ..models.loading.support import RIGHT_BY_TOKEN, WITHOUT_DYNAMIC_CACHE
 from ..models.positions import lengths_forgotten, rope_rule
 from ..models.quantized_rows import QuantizedRows

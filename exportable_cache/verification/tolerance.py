@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..cache.attention.implementation import attention_of
-from ..models.layers.layout import vocab_size_of
+from ..models.layers.specs import vocab_size_of
 from ..models.quantization.quantize import DRAWS, rounding_noise
 from .references import encoder_lengths, random_inputs
 

@@ -171,7 +171,7 @@ def test_a_cache_made_of_layers_meets_its_model_at_its_first_step(saved: tuple) 
 def test_a_cache_from_the_config_patches_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = kind_model("mamba")
     changed(monkeypatch, "mamba")
-    monkeypatch.setattr("exportable_cache.models.layers.layout.model_without_weights", lambda config: model)
+    monkeypatch.setattr("exportable_cache.models.layers.specs.model_without_weights", lambda config: model)
     seen = []
     monkeypatch.setattr(registry, "PATCHES", {"mamba": tuple(_Recorded(patch, seen) for patch in PATCHES["mamba"])})
     ExportableCache.from_config(model.config, 16)

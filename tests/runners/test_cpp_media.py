@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from exportable_cache import export, load
-from exportable_cache.models.layers.layout import vocab_size_of
+from exportable_cache.models.layers.specs import vocab_size_of
 from exportable_cache.program.inputs.modalities import modalities_of
 
 from ..support.store import stored

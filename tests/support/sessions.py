@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from exportable_cache import ExportableCache, Session, export
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.base import ProgramDescription
-from exportable_cache.models.layers.layout import vocab_size_of
+from exportable_cache.models.layers.specs import vocab_size_of
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 

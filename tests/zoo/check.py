@@ -22,7 +22,7 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
 from exportable_cache.cache.attention.implementation import Implementations
 from exportable_cache.errors import ExportableCacheError, VerificationError
-from exportable_cache.models.layers.layout import vocab_size_of
+from exportable_cache.models.layers.specs import vocab_size_of
 from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec

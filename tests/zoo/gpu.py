@@ -21,7 +21,7 @@ import torch
 from exportable_cache import ExportableCache, Session
 from exportable_cache.cache.step import known_length, starting_at
 from exportable_cache.errors import ExportableCacheError
-from exportable_cache.models.layers.layout import check_model_type
+from exportable_cache.models.layers.specs import check_model_type
 
 from ..support.fake_gpu import FakeGpu, nodes_elsewhere, waiting_nodes
 from .architectures import Architecture, architectures

@@ -32,7 +32,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
-from exportable_cache.models.layers.layout import vocab_size_of
+from exportable_cache.models.layers.specs import vocab_size_of
 from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.inputs.modality import Modality, joined_items
 from exportable_cache.program.inputs.probe import prompt_with

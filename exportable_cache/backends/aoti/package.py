@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from ...common.compat.torch import METADATA_ASSERTION, load_machine_code
 from ...common.compat.torch_aoti import compile_ahead_of_time, write_package
-from ...models.layers.layout import vocab_size_of
+from ...models.layers.specs import vocab_size_of
 from ..live.ops.linear import linears_by_onednn
 from ..live.regions import Region, regions_of, value_of
 from .runner import VERSION, Call, Method, Table, region_name

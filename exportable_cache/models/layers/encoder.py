@@ -18,7 +18,7 @@ from ...common.method_io import TensorSpec
 from ...errors import InputError, UnsupportedModelError
 from ..loading.support import WRONG_PADDED_IN_FLOAT16
 from ..patches.mechanisms.speech import shortened_lengths
-from .layout import layer_types_and_windows, probe_tokens
+from .specs import layer_types_and_windows, probe_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...common.compat.transformers import is_split_by_transformers
 from ...errors import InputError, UnsupportedModelError
-from ..layers.layout import layer_specs_from_config
+from ..layers.specs import layer_specs_from_config
 from ..weights import PartOf, is_split, part_of, split_tensor, whole_shape
 
 if TYPE_CHECKING:

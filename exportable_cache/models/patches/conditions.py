@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def over_our_cache(replacement: Callable) -> Callable[[Callable], Callable]:
-    """Create a patch of a method that applies to calls with our caches, and with a `layout.ProbeCache`.
+    """Create a patch of a method that applies to calls with our caches, and with a `specs.ProbeCache`.
 
     Args:
         replacement: Function with the method's arguments, and the method itself as `original`.

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...common.process.tuning import one_thread
 from ...errors import InputError, UnsupportedModelError
-from ..layers.layout import vocab_size_of
+from ..layers.specs import vocab_size_of
 from ..patches.registry import prepare_model
 from ..quantized_rows import QuantizedRows, is_quantized, rounds_activations
 from .group_scales import round_groups

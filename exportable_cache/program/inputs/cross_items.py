@@ -18,7 +18,7 @@ from ...cache.layers import CacheLayer, ItemsLayer
 from ...cache.policies import ItemsPolicy, NoPolicy
 from ...common.method_io import TensorSpec, name_forward
 from ...errors import InputError, UnsupportedModelError
-from ...models.layers.layout import item_slots_of, tiles_of
+from ...models.layers.specs import item_slots_of, tiles_of
 from ...models.patches.registry import patch_model
 from ..items import CROSS_MASK, ITEM_STATES, ITEMS_SEEN, ItemFacts
 from ..methods import ProgramMethod

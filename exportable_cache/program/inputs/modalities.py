@@ -10,7 +10,7 @@ import torch
 
 from ...cache.attention.implementation import attention_of
 from ...errors import InputError, UnsupportedModelError
-from ...models.layers.layout import item_slots_of
+from ...models.layers.specs import item_slots_of
 from .cross_items import cross_modality
 from .examples import IMAGE, KINDS, example_of
 from .modality import Modality, modality_of

@@ -21,7 +21,7 @@ from ....cache.storage import FloatStorage, HalfStorage, Int4Storage, Int8Storag
 from ....common.compat.executorch import register_fused_operators, register_quantized_operators
 from ....errors import UnsupportedModelError
 from ....models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
-from ....models.layers.layout import layer_types_and_windows
+from ....models.layers.specs import layer_types_and_windows
 from ....models.quantized_rows import has_quantized_weights
 from ...probe_attention import is_causal, probe_attention
 from ..native import operators  # noqa: F401  registers torch.ops.exportable_cache.attention and write
