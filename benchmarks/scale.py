@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from transformers import AutoConfig
 
-from exportable_cache.models.parallel.plan import RankPlan
-from exportable_cache.models.parallel.stage_plan import StagePlan
+from exportable_cache.parallel.plan import RankPlan
+from exportable_cache.parallel.stage_plan import StagePlan
 from exportable_cache.pipeline.plan import Plan, plan
 
 #: Assumptions, in bytes, bytes per second and seconds: memory and its bandwidth; devices of one machine, the bandwidth

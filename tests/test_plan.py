@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from exportable_cache import ExportableCache
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.models.parallel.heads import check_type
+from exportable_cache.parallel.heads import check_type
 from exportable_cache.pipeline.plan import MOST_TOKENS, plan
 
 from .support.models import FAMILIES, WINDOW, tiny_model, tokens

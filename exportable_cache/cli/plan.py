@@ -15,7 +15,7 @@ from .output.tables import LayerRow, layer_table
 from .output.terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
-    from ..models.parallel.plan import RankPlan
+    from ..parallel.plan import RankPlan
     from ..pipeline.plan import Plan
 
 

@@ -19,6 +19,8 @@ from ..cache.offload import Residence
 from ..cache.spec import CacheSpec
 from ..common.compat.transformers import pipeline_stage, set_attention_implementation
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
+from ..parallel.heads import check_heads, parts_of_heads, repeat_heads
+from ..parallel.ranks import ranks_of
 from ..pytree import register_node
 from .layers.encoder import encoder_decoder_layers, encoder_of
 from .layers.specs import (
@@ -30,8 +32,6 @@ from .layers.specs import (
     layer_specs_from_config,
     layer_specs_from_model,
 )
-from .parallel.heads import check_heads, parts_of_heads, repeat_heads
-from .parallel.ranks import ranks_of
 from .patches.registry import config_types, model_types, patch_imported, patch_model, patch_types
 from .quantized_rows import QuantizedRows, has_quantized_weights
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from ..cache.layer_spec import LayerSpec
     from ..cache.layers import CacheLayer
-    from .parallel.ranks import Ranks
+    from ..parallel.ranks import Ranks
 
 register_attention()
 
@@ -246,7 +246,10 @@ class ExportableCache(LayeredCache):
         cache._config = model.config.get_text_config(decoder=True)
         cache.model_types = tuple(sorted(model_types(model)))
         if ranks is not None:
-            cache.ranks, cache.parts_of_heads = ranks, parts_of_heads(model, layer_specs, ranks)
+            cache.ranks, cache.parts_of_heads = (
+                ranks,
+                parts_of_heads(model, layer_specs, ranks, layer_specs_from_config),
+            )
         return cache
 
     def save(self, path: str | Path) -> None:

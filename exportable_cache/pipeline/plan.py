@@ -18,10 +18,10 @@ from ..models.layers.specs import check_longest, check_model_type, check_sinks, 
 from ..models.loading.loading import live_model, load_config, stored_dtype
 from ..models.loading.support import check_sizes
 from ..models.loading.without_weights import ask_without_weights, model_without_weights
-from ..models.parallel.plan import RankPlan, check_tensor_parallel, messages_of_token, split_layers, weights_of_rank
-from ..models.parallel.stage_plan import StagePlan, plan_stages
 from ..models.patches.registry import patch_model
 from ..models.positions import beyond_positions
+from ..parallel.plan import RankPlan, check_tensor_parallel, messages_of_token, split_layers, weights_of_rank
+from ..parallel.stage_plan import StagePlan, plan_stages
 from .dtypes import DtypeChoice, check_dtype, choose_dtype
 from .spec import Split, dtype_of
 

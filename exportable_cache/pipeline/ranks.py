@@ -12,9 +12,9 @@ from ..common.compat.torch_distributed import group_to_come
 from ..errors import UnsupportedModelError
 from ..models.layers.specs import layer_specs_from_config, layer_specs_from_model
 from ..models.loading.without_weights import model_without_weights
-from ..models.parallel.heads import parts_of_heads
-from ..models.parallel.plan import check_tensor_parallel
-from ..models.parallel.rank_model import RankOf, part_of_model
+from ..parallel.heads import parts_of_heads
+from ..parallel.plan import check_tensor_parallel
+from ..parallel.rank_model import RankOf, part_of_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +68,7 @@ def lower_ranks(
         one = RankOf(rank, size)
         part = part_of_model(model, one)
         if rank == 0:
-            parts = parts_of_heads(part, layer_specs_from_model(part)[0], one)
+            parts = parts_of_heads(part, layer_specs_from_model(part)[0], one, layer_specs_from_config)
         made = make(part)
         (folder / rank_folder(rank)).mkdir()
         with group_to_come(rank, size):

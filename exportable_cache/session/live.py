@@ -13,7 +13,8 @@ from ..errors import InputError
 from ..models.cache_factory import ExportableCache
 from ..models.layers.specs import check_layers, vocab_size_of
 from ..models.positions import check_positions, rope_rule
-from ..models.weights import fingerprint, is_split
+from ..models.weights import fingerprint
+from ..parallel.split import is_split
 from ..program.decoders import length_buckets
 from ..program.inputs.modalities import modalities_of
 from ..program.spec import ProgramSpec

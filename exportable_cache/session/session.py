@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ..common.progress import Progress
     from ..generation.speculative import Draft
     from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
-    from ..models.parallel.ranks import Ranks
+    from ..parallel.ranks import Ranks
     from ..program.methods import ProgramMethod
     from .inputs.stages import Prompt
 

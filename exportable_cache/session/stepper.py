@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ..backends.base import Runner
     from ..cache.layers import CacheLayer
     from ..generation.sampling import Sampler
-    from ..models.parallel.ranks import Ranks
     from ..models.positions import RopeRule
+    from ..parallel.ranks import Ranks
     from .checks import ProgramLimits
     from .inputs.image import PlacedImages
 

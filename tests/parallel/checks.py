@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live.compile import StepCompiler
 from exportable_cache.decoding import ContinuousBatch, PromptLookup, Sampling
-from exportable_cache.models.parallel import ranks
+from exportable_cache.parallel import ranks
 
 from ..support.models import tokens
 from .processes import Rank

@@ -24,8 +24,8 @@ from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cli.app import app
 from exportable_cache.decoding import Completer
 from exportable_cache.errors import BundleError, InputError, RankLostError, UnsupportedModelError
-from exportable_cache.models.parallel.ranks import Ranks
 from exportable_cache.models.weights import fingerprint
+from exportable_cache.parallel.ranks import Ranks
 from exportable_cache.verification.verify import verify
 
 from ..decoding.byte_tokenizer import SIZE, byte_tokenizer

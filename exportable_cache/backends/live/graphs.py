@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ...models.cache_factory import ExportableCache
-    from ...models.parallel.ranks import Ranks
+    from ...parallel.ranks import Ranks
     from ...program.methods import ProgramMethod
 
 

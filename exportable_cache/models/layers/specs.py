@@ -23,6 +23,7 @@ from ...cache.layers import LinearLayer, StateShape
 from ...cache.policies import CrossPolicy, ItemsPolicy, RingPolicy
 from ...common.compat.transformers import type_of_layer
 from ...errors import InputError, UnsupportedModelError
+from ...parallel.split import whole_shape
 from ..loading.support import (
     BIASED_BY_SLOT,
     COMPRESSED_TYPES,
@@ -34,7 +35,6 @@ from ..loading.support import (
     check_sizes,
 )
 from ..loading.without_weights import ask_without_weights, model_without_weights
-from ..weights import whole_shape
 from .codebooks import codebooks_of
 
 if TYPE_CHECKING:

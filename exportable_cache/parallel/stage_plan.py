@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...errors import InputError
+from ..errors import InputError
 
 if TYPE_CHECKING:
     import torch

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...common.compat.torch_distributed import sum_in_graph
-from ...errors import UnsupportedModelError
-from ..weights import PartOf
+from ..common.compat.torch_distributed import sum_in_graph
+from ..errors import UnsupportedModelError
+from .split import PartOf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ...common.compat.transformers import is_split_by_transformers
-from ...errors import InputError, UnsupportedModelError
-from ..layers.specs import layer_specs_from_config
-from ..weights import PartOf, is_split, part_of, split_tensor, whole_shape
+from ..common.compat.transformers import is_split_by_transformers
+from ..errors import InputError, UnsupportedModelError
+from .split import PartOf, is_split, part_of, split_tensor, whole_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ...cache.layer_spec import LayerSpec
+    from ..cache.layer_spec import LayerSpec
     from .rank_model import RankOf
     from .ranks import Ranks
 
@@ -104,18 +103,26 @@ def _divisors(heads: int, queries: int | None) -> str:
     return str(found[0]) if len(found) == 1 else f"{', '.join(map(str, found[:-1]))} or {found[-1]}"
 
 
-def parts_of_heads(model: PreTrainedModel, local: Sequence[LayerSpec], ranks: Ranks | RankOf) -> tuple[int, ...]:
+def parts_of_heads(
+    model: PreTrainedModel,
+    local: Sequence[LayerSpec],
+    ranks: Ranks | RankOf,
+    specs_of: Callable[[PreTrainedConfig], Sequence[LayerSpec]],
+) -> tuple[int, ...]:
     """Of each layer, into how many parts its heads are cut: as many as ranks; fewer, where several ranks keep the same
     head; 1 where all ranks keep all of the layer.
 
     Args:
-        local: What this rank keeps.
+        model: The model, split over ranks.
+        local: Specs of the layers on this rank.
+        ranks: The ranks.
+        specs_of: Function that returns the layers' specs of a whole model from its config.
 
     Raises:
         UnsupportedModelError: If a rank keeps neither all of a layer nor its share of the heads.
     """
     try:
-        whole = layer_specs_from_config(model.config)
+        whole = specs_of(model.config)
     except (InputError, UnsupportedModelError) as error:
         raise UnsupportedModelError(
             f"what the layers of {model.config.model_type!r} keep as a whole cannot be told from its config, so "

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...errors import InputError, UnsupportedModelError
+from ..errors import InputError, UnsupportedModelError
 from .heads import check_type, heads_of
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from ...cache.layer_spec import LayerSpec
+    from ..cache.layer_spec import LayerSpec
 
 #: Styles of transformers' plans (5.23): by columns, by rows, and of tables that tokens are looked up in.
 _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")

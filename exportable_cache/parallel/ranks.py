@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from ... import __version__
-from ...common.compat.torch_distributed import broadcast_in_graph
-from ...errors import ExportableCacheError, InputError, RankLostError, UnsupportedModelError, first_line
-from ..weights import split_tensor
+from .. import __version__
+from ..common.compat.torch_distributed import broadcast_in_graph
+from ..errors import ExportableCacheError, InputError, RankLostError, UnsupportedModelError, first_line
+from .split import split_tensor
 
 if TYPE_CHECKING:
     from torch import nn

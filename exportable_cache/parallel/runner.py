@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from ..common.compat.torch_distributed import group_apart, name_group
 from ..errors import BundleError
-from ..models.parallel.ranks import is_of_communication
+from .ranks import is_of_communication
 
 if TYPE_CHECKING:
     import torch
 
-    from ..models.parallel.ranks import Ranks
+    from ..backends.base import Runner
     from ..program.methods import ProgramMethod
-    from .base import Runner
+    from .ranks import Ranks
 
 
 class RankedRunner:
