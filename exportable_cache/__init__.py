@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .common.process.quiet import known_chatter_dropped
+    from .common.process.quiet import known_messages_hidden
 
     # Hide messages of torchao, which some of these modules import.
-    with known_chatter_dropped():
+    with known_messages_hidden():
         return getattr(import_module(_EXPORTS[name]), name)
 
 

@@ -15,7 +15,7 @@ from exportable_cache.common.process.tuning import (
     RARELY,
     ProcessSetting,
     few_collections,
-    put_off_full_collection,
+    postpone_full_collection,
     warn_if_threads_spin,
 )
 
@@ -79,14 +79,14 @@ def test_a_full_collection_that_is_put_off_finds_what_is_garbage_by_then() -> No
         gc.disable()
         kept = [[] for _ in range(2000)]
         older = weakref.ref(Circle())
-        put_off_full_collection()
+        postpone_full_collection()
         assert gc.get_count() < (100, 1, 1) and not gc.get_freeze_count()
         assert older() is not None
         gc.collect()
         assert older() is None and kept
         # An application's own stay as they are.
         gc.freeze()
-        put_off_full_collection()
+        postpone_full_collection()
         assert gc.get_freeze_count()
     finally:
         gc.unfreeze()

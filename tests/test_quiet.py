@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from exportable_cache.common.process.quiet import everything_shown, known_chatter_dropped, quietly
+from exportable_cache.common.process.quiet import all_messages_shown, known_messages_hidden, quietly
 
 from .support.readme import bare, example, run_example
 
@@ -83,8 +83,8 @@ def test_known_messages_are_dropped_and_no_others(
 
 
 def test_who_looks_for_a_fault_sees_everything(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture) -> None:
-    with everything_shown():
+    with all_messages_shown():
         assert len(said(caplog, capsys, quietly(chatter))) == 4
-    with pytest.raises(ValueError), known_chatter_dropped():
+    with pytest.raises(ValueError), known_messages_hidden():
         raise ValueError
     assert len(said(caplog, capsys, chatter)) == 4

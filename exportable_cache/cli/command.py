@@ -10,9 +10,9 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from ..common.process.quiet import everything_shown, forget
+from ..common.process.quiet import all_messages_shown, forget
 from ..errors import ExportableCacheError, VerificationError
-from .output.streams import EXIT_INPUT, exit_code_of, is_of_a_stream, quiet_third_parties, unwritable
+from .output.streams import EXIT_INPUT, exit_code_of, is_stream_error, quiet_third_parties, stream_error_message
 from .output.terminal import Terminal
 
 EXIT_MISMATCH = 1
@@ -31,7 +31,7 @@ class Command(TyperCommand):
         debug = bool((ctx.obj or {}).get("debug"))
         terminal = ctx.obj = Terminal(sys.stdout)
         with ExitStack() as stack:
-            stack.enter_context(everything_shown() if debug else quiet_third_parties())
+            stack.enter_context(all_messages_shown() if debug else quiet_third_parties())
             stack.enter_context(redirect_stdout(sys.stderr))
             try:
                 return super().invoke(ctx)
@@ -44,10 +44,10 @@ class Command(TyperCommand):
                 terminal.error(f"error: {error}")
                 raise typer.Exit(EXIT_MISMATCH if isinstance(error, VerificationError) else EXIT_INPUT) from error
             except Exception as error:
-                if _is_typers(error):
+                if _is_typer_error(error):
                     raise
-                if isinstance(error, OSError) and is_of_a_stream(error):
-                    if message := unwritable(error):
+                if isinstance(error, OSError) and is_stream_error(error):
+                    if message := stream_error_message(error):
                         terminal.error(message)
                     forget(sys.__stdout__)
                     raise typer.Exit(exit_code_of(error)) from error
@@ -61,7 +61,7 @@ class Command(TyperCommand):
                 raise typer.Exit(EXIT_UNEXPECTED) from error
 
 
-def _is_typers(error: Exception) -> bool:
+def _is_typer_error(error: Exception) -> bool:
     """Return True for exceptions that typer handles: exits and usage errors."""
     from typer.exceptions import TyperException
 

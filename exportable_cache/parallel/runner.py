@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..common.compat.torch_distributed import group_apart, name_group
+from ..common.compat.torch_distributed import name_group, separate_group
 from ..errors import BundleError
 from .ranks import is_of_communication
 
@@ -29,7 +29,7 @@ class RankedRunner:
         self._runner, self.ranks = runner, ranks
         # What Python sends goes over the other one: its thread needs the interpreter to drop a tensor that Python has,
         # and machine code holds the interpreter until the group of its sums has answered (torch 2.13).
-        self._group = group_apart(ranks.group)
+        self._group = separate_group(ranks.group)
 
     @property
     def methods(self) -> Mapping[str, ProgramMethod]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..bundle.builder import weights_bytes
 from ..bundle.entries import RankedProgram, rank_folder
-from ..common.compat.torch_distributed import group_to_come
+from ..common.compat.torch_distributed import placeholder_group
 from ..errors import UnsupportedModelError
 from ..models.layers.specs import layer_specs_from_config, layer_specs_from_model
 from ..models.loading.without_weights import model_without_weights
@@ -71,7 +71,7 @@ def lower_ranks(
             parts = parts_of_heads(part, layer_specs_from_model(part)[0], one, layer_specs_from_config)
         made = make(part)
         (folder / rank_folder(rank)).mkdir()
-        with group_to_come(rank, size):
+        with placeholder_group(rank, size):
             lowered = lower(made, folder / rank_folder(rank))
         files += [replace(file, name=f"{rank_folder(rank)}/{file.name}") for file in lowered]
         most = max(most, weights_bytes(part))

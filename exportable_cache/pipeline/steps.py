@@ -114,7 +114,7 @@ def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
     cache = allocate(resolved, source.model)
     made = program(resolved, source.model, cache)
     output = output_of(spec)
-    with new_folder(output, spec.overwrite) as folder, room_for(source, output, folder):
+    with new_folder(output, spec.overwrite) as folder, disk_space_for(source, output, folder):
         lowered = lower(resolved, source, made, folder, progress)
         verified, fed = verify(resolved, source, made, lowered, progress)
         # Release the program before `measure` loads the stored weights, so that only one copy is in memory.
@@ -123,7 +123,7 @@ def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
 
 
 @contextmanager
-def room_for(source: Source, path: Path, folder: Path) -> Iterator[None]:
+def disk_space_for(source: Source, path: Path, folder: Path) -> Iterator[None]:
     """Check that the disk has room for the weights, and convert errors of a full disk within the block.
 
     Libraries in C++ end the process on a full disk, so this is checked before they write.

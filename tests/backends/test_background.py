@@ -21,7 +21,7 @@ from exportable_cache.backends.live.graph_cache import GRAPH
 from exportable_cache.backends.live.graphs import OutdatedGraph
 from exportable_cache.backends.live.model_snapshot import from_skeleton, skeleton
 from exportable_cache.common.compat.torch import inductor_config
-from exportable_cache.common.process.tuning import threads_of_torch
+from exportable_cache.common.process.tuning import torch_threads
 from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.errors import InputError
 
@@ -146,7 +146,7 @@ def test_graphs_are_loaded_with_the_threads_that_they_were_compiled_for(tmp_path
         stepping.set()
         assert noted.wait(60)
 
-    with threads_of_torch(2):
+    with torch_threads(2):
         session = session_of(model, graph_cache=tmp_path)
         monkeypatch.setattr(session.runner.compiler, "load", note)
         model.model.norm.register_forward_hook(wait)

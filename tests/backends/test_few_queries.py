@@ -15,7 +15,7 @@ from torch.nn import functional
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live import background
 from exportable_cache.backends.live.ops import attention as few_queries
-from exportable_cache.common.process.tuning import threads_of_torch
+from exportable_cache.common.process.tuning import torch_threads
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
@@ -90,7 +90,7 @@ def test_numbers(loaded, shape: tuple[int, ...], kind: str, dtype: torch.dtype) 
     for mask in masks:
         expected = oracle(query, key, value, mask, scale)
         for threads in (1, 2, 3):
-            with threads_of_torch(threads):
+            with torch_threads(threads):
                 compare(few_queries.attention(query, key, value, mask, scale), expected, dtype)
 
 
@@ -107,7 +107,7 @@ def test_soft_caps_and_sinks(loaded, sizes: tuple[int, int] | None, softcap: flo
     mask = torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)
     expected = oracle(query, key, value, mask, None, softcap, sinks)
     for threads in (1, 2, 5):
-        with threads_of_torch(threads):
+        with torch_threads(threads):
             got = few_queries.attention(query, key, value, mask, None, softcap, sinks)
         assert (got.double() - expected).abs().max() <= (
             1e-5 if dtype == torch.float32 else 4e-3
@@ -125,7 +125,7 @@ def test_slots_that_nobody_sees_are_not_read(loaded, threads: int) -> None:
     key, value = torch.randn(2, 2, 512, 32), torch.randn(2, 2, 512, 32)
     expected = oracle(query, key, value, mask)
     hidden = (mask < 0.0)[:, 0, 0, :, None].unsqueeze(1)
-    with threads_of_torch(threads):
+    with torch_threads(threads):
         got = few_queries.attention(query, *(one.masked_fill(hidden, torch.nan) for one in (key, value)), mask)
     compare(got, expected, torch.float32)
 

@@ -18,7 +18,7 @@ from exportable_cache.backends.live.ops import linear as few_rows
 from exportable_cache.common.fs.user_files import HOME_VARIABLE
 from exportable_cache.common.native import machine_code
 from exportable_cache.common.native.machine_code import MachineCode
-from exportable_cache.common.process.tuning import threads_of_torch
+from exportable_cache.common.process.tuning import torch_threads
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
@@ -55,7 +55,7 @@ def test_weights_in_float(loaded, size: int, out: int, dtype: torch.dtype) -> No
         x = torch.randn(rows, size).to(dtype)
         expected = x.double() @ weight.double().T
         for threads in (1, 2):
-            with threads_of_torch(threads):
+            with torch_threads(threads):
                 compare(few_rows.plain_linear(x, weight, None), expected, dtype)
                 compare(few_rows.plain_linear(x, weight, bias), expected + bias.double(), dtype)
 
@@ -69,7 +69,7 @@ def test_several_layers_of_the_same_rows(loaded, outs: tuple[int, ...], dtype: t
     for rows in (1, 3, 8, 13):
         x = torch.randn(rows, 200).to(dtype)
         for threads in (1, 2, 3):
-            with threads_of_torch(threads):
+            with torch_threads(threads):
                 plain, biased = (few_rows.plain_linears(x, weights, added) for added in ([], biases))
             for weight, bias, one, other in zip(weights, biases, plain, biased, strict=True):
                 expected = x.double() @ weight.double().T

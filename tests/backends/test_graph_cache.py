@@ -20,7 +20,7 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live import graph_cache
 from exportable_cache.common.compat import torch_compile as private
 from exportable_cache.common.patch import ORIGINAL
-from exportable_cache.common.process.tuning import threads_of_torch
+from exportable_cache.common.process.tuning import torch_threads
 from exportable_cache.errors import InputError
 
 from ..support.compiling import compiling_with
@@ -70,7 +70,7 @@ def generated_code() -> Iterator[None]:
     with (
         compiling_with("inductor"),
         inductor.patch({"cpp.vec_isa_ok": None}),
-        private._PROBE.during(private._taken_for_granted),
+        private._PROBE.during(private._assume_supported),
     ):
         yield
 
@@ -176,9 +176,9 @@ def test_what_cannot_be_compiled_without_a_trial_of_the_processor_is_compiled_wi
             raise RuntimeError("unrecognized command-line option")
         return found[-1]
 
-    assert private.shortly(compile_region) is False and found == [True, False]
+    assert private.with_short_cuts(compile_region) is False and found == [True, False]
     assert not private.takes_short_cuts()
-    assert private.shortly(compile_region) is False and found == [True, False, False]
+    assert private.with_short_cuts(compile_region) is False and found == [True, False, False]
     private.forget_processor()
 
 
@@ -222,7 +222,7 @@ def test_graphs_of_something_else_are_compiled_again(change: str, model, folder,
     else:
         options = {"buckets": [4]}
     try:
-        with threads_of_torch(3) if change == "threads" else nullcontext():
+        with torch_threads(3) if change == "threads" else nullcontext():
             session = session_of(model, folder, **options)
         ids = tokens(3)
         torch.testing.assert_close(session.prefill(ids), reference_logits(model, ids, 3)[:, -1], atol=1e-4, rtol=0)
@@ -298,7 +298,7 @@ def test_graphs_run_on_as_many_threads_as_when_the_session_was_made(how: str, mo
     with session_of(model, folder, buckets=False, compile=how) as session:
         if how == "background":
             session.warm_up()
-        with threads_of_torch(3):
+        with torch_threads(3):
             ids = tokens(6)
             torch.testing.assert_close(session.prefill(ids), reference_logits(model, ids, 6)[:, -1], atol=1e-4, rtol=0)
             assert torch.get_num_threads() == 3

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from exportable_cache.common.process.quiet import without_chatter
+from exportable_cache.common.process.quiet import known_lines_hidden
 
 CHATTER = "[cpuinfo_utils.cpp:71] Reading file /sys/devices/soc0/image_version\n"
 
@@ -13,7 +13,7 @@ CHATTER = "[cpuinfo_utils.cpp:71] Reading file /sys/devices/soc0/image_version\n
 def passed(monkeypatch, *pieces):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    with without_chatter():
+    with known_lines_hidden():
         for piece in pieces:
             assert sys.stderr.write(piece) == len(piece)
         sys.stderr.flush()
@@ -55,7 +55,7 @@ def test_everything_else_passes(monkeypatch, text):
 def test_text_is_not_delayed(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    with without_chatter():
+    with known_lines_hidden():
         sys.stderr.write("working ")
         assert stream.getvalue() == "working "
 
@@ -63,7 +63,7 @@ def test_text_is_not_delayed(monkeypatch):
 def test_stderr_comes_back_after_an_exception(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    with pytest.raises(ValueError), without_chatter():
+    with pytest.raises(ValueError), known_lines_hidden():
         sys.stderr.write("[cpu")
         raise ValueError
     assert sys.stderr is stream and stream.getvalue() == "[cpu"

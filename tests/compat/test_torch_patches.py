@@ -184,7 +184,7 @@ def test_guards_on_methods_without_a_name_cannot_be_written() -> None:
 
     with pytest.raises(AttributeError, match="__name__"):
         write()
-    with torch_compile.nameless_methods_left_out():
+    with torch_compile.nameless_methods_omitted():
         assert b"a method without a name" in write()
 
 
@@ -203,7 +203,7 @@ def test_each_kernel_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     scope = {f"kernel_{index}": compiler.cpp_pybinding(["float*"], source) for index in range(2)}
     compiler.wait(scope)
     assert len(started) == 2
-    with torch_compile.kernels_together():
+    with torch_compile.kernels_in_few_files():
         scope = {f"kernel_{index}": compiler.cpp_pybinding(["float*"], source) for index in range(2)}
         compiler.wait(scope)
     assert len(started) == 2
@@ -220,7 +220,7 @@ def test_the_processor_is_tried_and_headers_are_compiled(monkeypatch: pytest.Mon
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch_compile.forget_processor()
     try:
-        with torch_compile._CHECK.during(torch_compile._taken_for_granted):
+        with torch_compile._CHECK.during(torch_compile._assume_supported):
             assert valid_vec_isa_list() and not list(tmp_path.rglob("*.so"))
         torch_compile.forget_processor()
         tried = []

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...common.compat.executorch import load_program, operator_names
-from ...common.native.kernels import how_to_get_them
+from ...common.native.kernels import kernels_remedy
 from ...errors import BundleError
 from .pte.instructions import called_operators, check_instructions
 
@@ -82,7 +82,7 @@ def _missing(path: Path, operators: frozenset[str]) -> BundleError:
     if any(name.startswith(_NATIVE_OPERATORS) for name in operators):
         remedy = (
             "it was exported with kernels='native' or linears='native' and needs the compiled kernels of this package: "
-            f"{how_to_get_them()}; or export the model again without that option"
+            f"{kernels_remedy()}; or export the model again without that option"
         )
     else:
         _check_runs_here(path)

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from ...common.compat.torch import inductor_config
-from ...common.process.tuning import ProcessSetting, few_collections, put_off_full_collection, threads_of_torch
+from ...common.process.tuning import ProcessSetting, few_collections, postpone_full_collection, torch_threads
 from ...errors import InputError
 from .compile import CompileOptions, StepCompiler, check_background
 from .graph_cache import GRAPH, import_loader
@@ -236,7 +236,7 @@ class GraphWorker:
     def _loaded(self, graph: Graph) -> Callable[..., Any] | None:
         with self._sparing(), torch.no_grad():
             call = self._compiler.load(graph.module, graph.method, graph.name, graph.arguments)
-            put_off_full_collection()
+            postpone_full_collection()
             return call
 
     @contextlib.contextmanager
@@ -318,7 +318,7 @@ class BackgroundCompiler:
     def meanwhile(self) -> Iterator[None]:
         """Run a step that has no graph yet with this package's operators once they are compiled, or with oneDNN's."""
         rows, queries = (operators.load(compiles=False) for operators in OWN_OPERATORS)
-        with threads_of_torch(self._worker.torch_threads), eager_operators(rows, queries, self._by_onednn):
+        with torch_threads(self._worker.torch_threads), eager_operators(rows, queries, self._by_onednn):
             yield
 
     def take(self, graph: Graph, inputs: Sequence[torch.Tensor], ahead: bool = False) -> Callable[..., Any] | None:

@@ -125,8 +125,8 @@ class GraphCache:
         try:
             with (
                 private.sources_once(),
-                private.nameless_methods_left_out(),
-                private.libraries_noted(self._libraries),
+                private.nameless_methods_omitted(),
+                private.libraries_recorded(self._libraries),
                 owners_of_tensors(*self._owners),
                 few_collections(),
             ):
@@ -217,14 +217,14 @@ class GraphCache:
                     return None
                 written = unsealed(file.read(), self._key, path.name)
             # Here, as it imports the compiler, which takes long.
-            from ...common.compat.torch_compile import code_folder, compiled_here, libraries_noted
+            from ...common.compat.torch_compile import code_folder, compiled_here, libraries_recorded
 
             graph, plainly = unpacked(written, user_folder(code_folder()))
             for operators in OWN_OPERATORS:
                 if operators.are_called_in(graph):
                     operators.load()
             owners = owners_of_tensors(*self._owners)
-            with compiled_here(plainly), libraries_noted(self._libraries), owners:
+            with compiled_here(plainly), libraries_recorded(self._libraries), owners:
                 call: Any = torch.compiler.load_compiled_function(
                     io.BytesIO(graph), f_globals=step.__globals__, external_data=external
                 )

@@ -131,7 +131,7 @@ class Recording:
         try:
             for library in libraries:
                 library.exportable_cache_note(self._calls)
-            with private.calls_noted(self._on_kernel, self._on_operator):
+            with private.calls_recorded(self._on_kernel, self._on_operator):
                 results = run(self._inputs)
         finally:
             for library in libraries:

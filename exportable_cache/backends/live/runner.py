@@ -14,7 +14,7 @@ import torch
 from ...cache.attention import ATTENTION
 from ...cache.attention.implementation import borrow_attention
 from ...common.compat import torch as private
-from ...common.process.tuning import threads_of_torch, warn_if_threads_spin
+from ...common.process.tuning import torch_threads, warn_if_threads_spin
 from ...errors import InputError, UnsupportedModelError, describe_trace_error
 from ...generation.choosing_steps import Choice, of_step
 from ...program.lengths import shared_methods, slots_to_read
@@ -246,12 +246,12 @@ class ModuleRunner:
     def _compile(self, graph: Graph) -> Step:
         assert self.compiler is not None
         # As it will run: a thread of the caller's may have another number of threads.
-        with threads_of_torch(self._threads):
+        with torch_threads(self._threads):
             return self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
 
     def _run_graph(self, call: Step, arguments: Sequence[torch.Tensor]) -> Any:
         # A graph is compiled for a number of threads.
-        with threads_of_torch(self._threads):
+        with torch_threads(self._threads):
             return call(*arguments)
 
     def _lose(self, graph: Graph, outdated: OutdatedGraph) -> None:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...common.process.quiet import forget, known_chatter_dropped
+from ...common.process.quiet import forget, known_messages_hidden
 from ...errors import InputError
 
 EXIT_INPUT = 2
@@ -21,7 +21,7 @@ _ERRORS = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EPIPE)
 _LOGGERS = ("torchao", "torch.utils._pytree", "torch.export", "executorch", "coremltools", "transformers")
 
 
-def is_of_a_stream(error: BaseException | None) -> bool:
+def is_stream_error(error: BaseException | None) -> bool:
     """Return True if an error comes from writing to a stream, not to a file."""
     return isinstance(error, OSError) and error.errno in _ERRORS and error.filename is None
 
@@ -31,7 +31,7 @@ def exit_code_of(error: OSError) -> int:
     return EXIT_PIPE if error.errno == errno.EPIPE else EXIT_INPUT
 
 
-def unwritable(error: OSError) -> str:
+def stream_error_message(error: OSError) -> str:
     """Return the message for a failed stream; empty if its reader has gone on purpose."""
     if error.errno == errno.EPIPE:
         return ""
@@ -47,12 +47,12 @@ def output_checked() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not is_of_a_stream(error):
+        if not is_stream_error(error):
             raise
         _stop(error)
     except SystemExit as ended:
         # For a pipe whose reader has gone, typer uses exit code 1.
-        if ended.code == 1 and isinstance(ended.__context__, OSError) and is_of_a_stream(ended.__context__):
+        if ended.code == 1 and isinstance(ended.__context__, OSError) and is_stream_error(ended.__context__):
             _stop(ended.__context__)
         raise
 
@@ -60,7 +60,7 @@ def output_checked() -> Iterator[None]:
 def _stop(error: OSError) -> None:
     forget(sys.__stdout__)
     try:
-        if message := unwritable(error):
+        if message := stream_error_message(error):
             sys.stderr.write(message + "\n")
         sys.stderr.flush()
     except OSError:
@@ -95,7 +95,7 @@ def quiet_third_parties() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), known_chatter_dropped():
+        with warnings.catch_warnings(), known_messages_hidden():
             warnings.simplefilter("ignore")
             yield
     finally:

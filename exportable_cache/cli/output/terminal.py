@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ...common.process.quiet import forget, without_chatter
+from ...common.process.quiet import forget, known_lines_hidden
 from ...common.process.tuning import no_collections
 from ...errors import shown, shown_generated
 
@@ -147,7 +147,7 @@ class _Count(ProgressColumn):
 def _bars(console: Console) -> Iterator[Callback]:
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), _Bar(24), _Count(), TimeElapsedColumn())
     # One bar for the current stage, removed at the end. Filter again, because rich replaces sys.stderr meanwhile.
-    with Progress(*columns, console=console, transient=True) as bars, without_chatter():
+    with Progress(*columns, console=console, transient=True) as bars, known_lines_hidden():
         shown: dict[str, Any] = {}
 
         def callback(stage: str, done: int, total: int | None) -> None:

@@ -25,7 +25,7 @@ from ...generation.token_text import TokenTexts
 from .engine import Busy, Engine
 from .origins import AllowedOrigins, OriginGuard
 from .responses import Response, error_of
-from .schema import ChatRequest, CompletionRequest, sentence_of
+from .schema import ChatRequest, CompletionRequest, message_of
 
 Result = TypeVar("Result")
 
@@ -274,7 +274,7 @@ def _handle_errors(app: FastAPI, completer: Completer, options: ServerOptions) -
             return refuse(400, f"the body must be valid JSON: {wrong.get('ctx', {}).get('error', '')}"[:200])
         if "json" not in request.headers.get("content-type", ""):
             return refuse(400, "Content-Type must be application/json; send this header")
-        sentence, field = sentence_of(wrong)
+        sentence, field = message_of(wrong)
         return refuse(400, sentence, param=field)
 
     @app.exception_handler(UnicodeEncodeError)

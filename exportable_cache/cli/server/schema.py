@@ -76,7 +76,7 @@ def refuse(must: str, value: Any, fix: str, at: str = "") -> NoReturn:
     raise PydanticCustomError(_REFUSED, "{must}", {"must": must, "got": shown(value), "fix": fix, "at": at})
 
 
-def sentence_of(error: Mapping[str, Any]) -> tuple[str, str | None]:
+def message_of(error: Mapping[str, Any]) -> tuple[str, str | None]:
     """Return the message for one of pydantic's errors, and the name of its field.
 
     Args:

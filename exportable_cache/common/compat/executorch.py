@@ -235,7 +235,7 @@ def call_delegate_operator() -> Any:
     return executorch_call_delegate
 
 
-def forget_program(program: ExecutorchProgramManager) -> None:
+def release_program(program: ExecutorchProgramManager) -> None:
     """Release a written program's weights and the graphs of earlier exports.
 
     Several caches keep them alive: modules keep the data that delegates packed, ExecuTorch keeps every pair of nodes it

@@ -28,7 +28,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import GraphModule
 
 from ..patch import Patch, torch_patch
-from .torch_compile import shortly
+from .torch_compile import with_short_cuts
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +71,10 @@ def compile_ahead_of_time(module: GraphModule, inputs: Sequence[Any]) -> list[st
     """
 
     def compiled() -> list[str]:
-        with _interface_once():
+        with _interface_compiled_once():
             return aot_compile(module, *inputs, options=dict(_OPTIONS))  # type: ignore[return-value]
 
-    return shortly(compiled)
+    return with_short_cuts(compiled)
 
 
 def write_package(path: Path, files: Mapping[str, list[str]]) -> None:
@@ -83,7 +83,7 @@ def write_package(path: Path, files: Mapping[str, list[str]]) -> None:
 
 
 @contextmanager
-def _interface_once() -> Iterator[None]:
+def _interface_compiled_once() -> Iterator[None]:
     """Reuse the compiled interface in Inductor's cache folder within a block."""
     if sys.platform != "linux":
         yield

@@ -64,7 +64,7 @@ __all__ = ["FakeTensor", "SerializableCallable"]
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-#: True while `shortly` may skip probes and batch kernels.
+#: True while `with_short_cuts` may skip probes and batch kernels.
 _takes_short_cuts = True
 
 _ADD_CODE = torch_patch(
@@ -156,7 +156,7 @@ def sources_once() -> Iterator[None]:
 
 
 @contextmanager
-def nameless_methods_left_out() -> Iterator[None]:
+def nameless_methods_omitted() -> Iterator[None]:
     """Leave methods without a name out of guards within a block, because they cannot be pickled.
 
     torchao sets such methods on its layers, for their representation.
@@ -175,7 +175,7 @@ def nameless_methods_left_out() -> Iterator[None]:
 
 
 @contextmanager
-def libraries_noted(found: set[Path]) -> Iterator[None]:
+def libraries_recorded(found: set[Path]) -> Iterator[None]:
     """Record the files of machine code that Inductor loads within a block, and those that probe the processor."""
 
     def loads(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,7 +200,7 @@ def libraries_noted(found: set[Path]) -> Iterator[None]:
 def forget_processor() -> None:
     """Clear Inductor's cached probes of the processor, so that it probes again, from its files if they exist.
 
-    A cached probe would hide its file from `libraries_noted`.
+    A cached probe would hide its file from `libraries_recorded`.
     """
     valid_vec_isa_list.cache_clear()
     VecISA._VecISA__bool__impl.cache_clear()  # type: ignore[attr-defined]
@@ -215,11 +215,11 @@ def forget_processor() -> None:
 
 
 def takes_short_cuts() -> bool:
-    """Return True if everything compiled so far was compiled with the short cuts of `shortly`."""
+    """Return True if everything compiled so far was compiled with the short cuts of `with_short_cuts`."""
     return _takes_short_cuts
 
 
-def shortly(compiled: Callable[[], Result]) -> Result:
+def with_short_cuts(compiled: Callable[[], Result]) -> Result:
     """Compile without probing the processor, and with several kernels per file.
 
     Inductor compiles and loads a small kernel for each vector instruction set first, because the compiler may not
@@ -229,7 +229,7 @@ def shortly(compiled: Callable[[], Result]) -> Result:
     global _takes_short_cuts
     if _takes_short_cuts:
         try:
-            with _CHECK.during(_taken_for_granted), kernels_together():
+            with _CHECK.during(_assume_supported), kernels_in_few_files():
                 return compiled()
         except Exception as error:  # if the short cuts are not the cause, the error occurs again below
             log.info("compiled again without short cuts: %s", error)
@@ -249,14 +249,14 @@ def compiled_here(plainly: bool) -> Iterator[None]:
         stack.enter_context(without_compiler())
         stack.enter_context(_HEADER.during(lambda compile_header: lambda *arguments, **options: ""))
         if plainly:
-            stack.enter_context(_PROBE.during(_taken_for_granted))
+            stack.enter_context(_PROBE.during(_assume_supported))
         else:
-            stack.enter_context(_CHECK.during(_taken_for_granted))
-            stack.enter_context(kernels_together())
+            stack.enter_context(_CHECK.during(_assume_supported))
+            stack.enter_context(kernels_in_few_files())
         yield
 
 
-def _taken_for_granted(trial: Callable[..., bool]) -> Callable[..., bool]:
+def _assume_supported(trial: Callable[..., bool]) -> Callable[..., bool]:
     return lambda self, what: True
 
 
@@ -268,7 +268,7 @@ def code_folder() -> Path:
 def compile_whole(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a graph captured by TorchDynamo, as torch.compile's default backend does."""
     with _ranges_in_keys(_values_of_inputs(module)), _without_size_checks():
-        return shortly(lambda: torch._inductor.compile(module, list(inputs)))
+        return with_short_cuts(lambda: torch._inductor.compile(module, list(inputs)))
 
 
 class InductorByRanges(torch._TorchCompileInductorWrapper):
@@ -297,7 +297,7 @@ def _values_of_inputs(module: torch.fx.GraphModule) -> list[Any]:
 def compile_region(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """Compile part of a graph that TorchDynamo is compiling, over its fake tensors, in a form that can be written."""
     with _ranges_in_keys(inputs), _without_size_checks():
-        return shortly(
+        return with_short_cuts(
             lambda: standalone_compile(
                 module, list(inputs), dynamic_shapes="from_tracing_context", options={}, aot=True
             )
@@ -391,7 +391,7 @@ class _Files:
 
 
 @contextmanager
-def kernels_together() -> Iterator[None]:
+def kernels_in_few_files() -> Iterator[None]:
     """Compile the kernels of each graph as one file or a few within a block."""
     known: WeakKeyDictionary[AsyncCompile, _Files] = WeakKeyDictionary()
 

@@ -62,7 +62,7 @@ def name_group(group: ProcessGroup, name: str = GROUP) -> None:
     private._register_process_group(name, group)  # type: ignore[arg-type]
 
 
-def group_apart(group: ProcessGroup) -> ProcessGroup:
+def separate_group(group: ProcessGroup) -> ProcessGroup:
     """Return a new group of the same processes with separate threads and the same timeout.
 
     All processes have to call it.
@@ -77,7 +77,7 @@ def group_apart(group: ProcessGroup) -> ProcessGroup:
 
 
 @contextmanager
-def group_to_come(rank: int, size: int, name: str = GROUP) -> Iterator[None]:
+def placeholder_group(rank: int, size: int, name: str = GROUP) -> Iterator[None]:
     """Register a placeholder group within a block, because the compiler needs the number of processes."""
     from torch import distributed
 

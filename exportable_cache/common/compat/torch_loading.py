@@ -182,7 +182,7 @@ OnOperator = Callable[[OpOverload, tuple[Any, ...], Any], None]
 
 
 @contextmanager
-def calls_noted(on_kernel: OnKernel, on_operator: OnOperator) -> Iterator[None]:
+def calls_recorded(on_kernel: OnKernel, on_operator: OnOperator) -> Iterator[None]:
     """Report this thread's calls of generated kernels and torch operators within a block, in order."""
     thread = threading.get_ident()
     with _NOTING:

@@ -24,7 +24,7 @@ VARIABLE = "EXPORTABLE_CACHE_KERNELS"
 #: Variable that limits the instruction set, by Highway's name: `SSE4`, `AVX2`, `AVX3` for AVX-512, `NEON`.
 TARGET_VARIABLE = "EXPORTABLE_CACHE_KERNELS_TARGET"
 FILE = "libexportable_cache_kernels.so"
-_NONE_OF_OURS = "executorch"
+_WHEEL_KERNELS = "executorch"
 _BUILD = "exportable-cache kernels build"
 
 
@@ -84,14 +84,14 @@ def chosen_path() -> Path | None:
         MissingDependencyError: If the variable names a missing file.
     """
     choice = os.environ.get(VARIABLE, "")
-    if choice == _NONE_OF_OURS:
+    if choice == _WHEEL_KERNELS:
         return None
     if choice:
         path = Path(choice)
         if not path.is_file():
             raise MissingDependencyError(
                 f"{VARIABLE} is {choice!r}, but there is no such file; build it with `{_BUILD}`, or set "
-                f"{_NONE_OF_OURS!r} for the kernels of executorch's wheel"
+                f"{_WHEEL_KERNELS!r} for the kernels of executorch's wheel"
             )
         return path
     path = installed_path()
@@ -123,10 +123,10 @@ def load_native_kernels() -> NativeKernels | None:
     return kernels
 
 
-def how_to_get_them() -> str:
+def kernels_remedy() -> str:
     """Return what to do where the kernels are needed and not loaded."""
-    if os.environ.get(VARIABLE) == _NONE_OF_OURS:
-        return f"unset {VARIABLE}, which is {_NONE_OF_OURS!r}"
+    if os.environ.get(VARIABLE) == _WHEEL_KERNELS:
+        return f"unset {VARIABLE}, which is {_WHEEL_KERNELS!r}"
     return _BUILD
 
 

@@ -70,19 +70,19 @@ def main() -> None:
     os.dup2(nowhere, 1)
     handler: Handler = import_module(settings["module"]).handle
     _limit_this_process(settings["memory"])
-    while _waits(requests, settings["parent"]):
+    while _wait_for_request(requests, settings["parent"]):
         try:
             request, data = receive(requests, sys.maxsize)
         except (EOFError, ValueError):
             return
-        _end_after(request[SECONDS])
+        _set_time_limit(request[SECONDS])
         try:
             reply, out = handler(request, data)
         except MemoryError:
             reply, out = {ERROR: "it ran out of memory", NO_MEMORY: True}, b""
         except BaseException as error:  # a panic of a Rust library is not an Exception
             reply, out = {ERROR: _first_line(error)}, b""
-        _end_after(0)
+        _set_time_limit(0)
         send(replies, reply, out)
 
 
@@ -109,13 +109,13 @@ def _limit_this_process(memory: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
 
 
-def _end_after(seconds: float) -> None:
+def _set_time_limit(seconds: float) -> None:
     """Set a timer of the system that ends this process after some seconds, even without its parent; 0 cancels it."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def _waits(requests: IO[bytes], parent: int) -> bool:
+def _wait_for_request(requests: IO[bytes], parent: int) -> bool:
     """Wait for a request. Return False if the parent has ended; its fork may hold the stream open."""
     if os.name == "nt":
         return True

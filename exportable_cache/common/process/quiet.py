@@ -34,8 +34,8 @@ _WARNINGS = (r"Mutation on a buffer in the model is detected",)
 
 # ExecuTorch's thread pool writes this whenever a program is opened on an x86 machine. It writes to sys.stderr in
 # several parts, and no logging level applies.
-_CHATTER_START = "[cpuinfo_utils.cpp:"
-_CHATTER = re.compile(
+_HIDDEN_START = "[cpuinfo_utils.cpp:"
+_HIDDEN_LINE = re.compile(
     r"\[cpuinfo_utils\.cpp:\d+\] (Reading file|Failed to open midr file|CPU info and manual query) .*\n"
 )
 
@@ -44,7 +44,7 @@ _SHOWN: ContextVar[bool] = ContextVar("shown", default=False)
 
 
 @contextmanager
-def everything_shown() -> Iterator[None]:
+def all_messages_shown() -> Iterator[None]:
     """Show all messages of other libraries, and this package's log, within a block."""
     token = _SHOWN.set(True)
     logger, handler = logging.getLogger("exportable_cache"), logging.StreamHandler()
@@ -61,7 +61,7 @@ def everything_shown() -> Iterator[None]:
 
 
 @contextmanager
-def known_chatter_dropped() -> Iterator[None]:
+def known_messages_hidden() -> Iterator[None]:
     """Hide the messages of the table above within a block."""
     if _SHOWN.get():
         yield
@@ -72,25 +72,25 @@ def known_chatter_dropped() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         for message in _WARNINGS:
             warnings.filterwarnings("ignore", message=message)
-        stack.enter_context(without_chatter())
+        stack.enter_context(known_lines_hidden())
         yield
 
 
 def quietly(call: _Call) -> _Call:
-    """Return a function that runs under `known_chatter_dropped`."""
+    """Return a function that runs under `known_messages_hidden`."""
 
     @wraps(call)
     def quiet_call(*args: Any, **kwargs: Any) -> Any:
-        with known_chatter_dropped():
+        with known_messages_hidden():
             return call(*args, **kwargs)
 
     return quiet_call  # type: ignore[return-value]
 
 
 @contextmanager
-def without_chatter() -> Iterator[None]:
+def known_lines_hidden() -> Iterator[None]:
     """Drop known lines that are written to `sys.stderr`."""
-    stream = _ChatterFilter(sys.stderr)
+    stream = _LineFilter(sys.stderr)
     try:
         with redirect_stderr(stream):
             yield
@@ -119,7 +119,7 @@ def _filtered(logger: logging.Logger, pattern: re.Pattern[str]) -> Iterator[None
         logger.removeFilter(passes)
 
 
-class _ChatterFilter(io.TextIOBase):
+class _LineFilter(io.TextIOBase):
     """A stream that passes text on, except known lines. Text that begins like one is held until the line is complete.
 
     Errors of the underlying stream are ignored.
@@ -138,9 +138,9 @@ class _ChatterFilter(io.TextIOBase):
     def _write_piece(self, piece: str) -> None:
         if self._held or self._at_line_start:
             piece, self._held = self._held + piece, ""
-            if _CHATTER.fullmatch(piece):
+            if _HIDDEN_LINE.fullmatch(piece):
                 return
-            if not piece.endswith("\n") and (piece.startswith(_CHATTER_START) or _CHATTER_START.startswith(piece)):
+            if not piece.endswith("\n") and (piece.startswith(_HIDDEN_START) or _HIDDEN_START.startswith(piece)):
                 self._held = piece
                 return
         self._pass(piece)

@@ -95,7 +95,7 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def put_off_full_collection() -> None:
+def postpone_full_collection() -> None:
     """Reset the count towards the next full collection, and treat all current objects as old.
 
     After `few_collections`, a full collection would otherwise be due at once.
@@ -107,7 +107,7 @@ def put_off_full_collection() -> None:
 
 
 @contextmanager
-def threads_of_torch(number: int) -> Iterator[None]:
+def torch_threads(number: int) -> Iterator[None]:
     """Run a block whose operators use `number` threads, including the calling one.
 
     A thread that runs its first operator during the block keeps the number.
@@ -149,4 +149,4 @@ def warn_if_threads_spin() -> None:
 
 def one_thread() -> AbstractContextManager[None]:
     """Run a block on the calling thread only, because small operators wait longer for threads than they run."""
-    return threads_of_torch(1)
+    return torch_threads(1)

@@ -16,7 +16,7 @@ from executorch.exir import ExecutorchBackendConfig
 from executorch.exir.passes import MemoryPlanningPass
 from torch.export import ExportedProgram
 
-from ....common.compat.executorch import edge_config, forget_program
+from ....common.compat.executorch import edge_config, release_program
 from ....errors import ExportableCacheError, InputError, UnsupportedModelError, describe_trace_error
 from ..dedup.segment_calls import ClonedSegments
 from ..graph_edits import drop_provenance
@@ -202,7 +202,7 @@ def write_program(
         holds += f"; calls of {BACKEND_IDS[delegate]}: {calls}"
     write_pte(lowered, path)
     make_largest_first(path)
-    forget_program(lowered)
+    release_program(lowered)
     del lowered
     # Graphs and their nodes are reference cycles.
     gc.collect()
