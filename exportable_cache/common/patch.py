@@ -264,6 +264,6 @@ def _is_known(patch: Patch) -> bool:
     try:
         patch._check_digest()
     except UnsupportedModelError as error:
-        log.info("%s; it is not patched (%s)", error, patch.reason)
+        log.info("%s", error)
         return False
     return True

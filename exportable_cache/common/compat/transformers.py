@@ -14,7 +14,7 @@
 | `_is_hooked` of modules | fewer key and value heads than ranks are refused, not repeated |
 | `cached_file(_raise_exceptions_for_missing_entries=..., _raise_exceptions_for_connection_errors=...)` | see below |
 
-Without these arguments of `cached_file`, a missing file of a repository is an error.
+Without these arguments, which `cached_file` passes to `cached_files`, a missing file of a repository is an error.
 """
 
 from __future__ import annotations
