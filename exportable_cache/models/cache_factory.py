@@ -66,8 +66,8 @@ class ExportableCache(LayeredCache):
         >>> model(input_ids, past_key_values=cache).logits
 
     Attributes:
-        ranks: The processes that its model is split over; None of a model in one process.
-        parts_of_heads: Of each layer, into how many parts its heads are cut over ranks, see `rank_heads`.
+        ranks: Processes that the model is split over; None for one process.
+        parts_of_heads: Number of parts that the heads of each layer are split into, see `rank_heads`.
     """
 
     ranks: Ranks | None = None
@@ -166,24 +166,31 @@ class ExportableCache(LayeredCache):
         offload: str | Path | None = None,
         attn_implementation: str | None = ATTENTION,
     ) -> ExportableCache:
-        """Allocate the cache of a model; shapes, dtype and device are read from one token run through it.
+        """Allocate the cache of a model, with shapes, dtype and device read from one token run through it.
 
-        See `from_config` for the arguments; `dtype` and `device` default to what the model writes. An encoder-decoder
-        gets an `ExportableEncoderDecoderCache`.
-
-        Of a model that is split over processes (tensor parallelism) every rank allocates its own heads; all of them
-        have to call this.
+        An encoder-decoder gets an `ExportableEncoderDecoderCache`. For a tensor-parallel model every rank allocates its
+        own heads, and all ranks must call this.
 
         Args:
+            model: The model.
+            max_cache_len: See `from_config`.
+            batch_size: See `from_config`.
+            dtype: Dtype of keys and values; that of the model's keys by default.
+            device: Device of the cache; that of the model's keys by default.
+            rollback_slots: See `from_config`.
+            attention_sinks: See `from_config`.
+            attention_window: See `from_config`.
             max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; see
-                `encoder_of` for the default. Slots for pictures, see `ItemsPolicy.within`.
-            offload: "host" to keep the layers in host memory (pinned, where steps run on a GPU), or a folder, to keep
-                them in mapped files there; each comes to the device before its turn, so that two are on it.
+                `encoder_of` for the default. For models with images the slots of images, see `ItemsPolicy.within`.
+            kv_dtype: See `from_config`.
+            offload: "host" to keep layers in host memory (pinned if steps run on a GPU), or a folder to keep them in
+                mapped files. Each layer is copied to the device before it runs, so at most two are on it.
+            attn_implementation: See `from_config`.
 
         Raises:
-            InputError: If a value is out of range, see `CacheSpec`, or there is no process group to split over.
-            UnsupportedModelError: If a layer has no storage policy here, or the model cannot run a token by itself, or
-                ranks cannot have equal parts of its heads.
+            InputError: If a value is out of range, see `CacheSpec`.
+            UnsupportedModelError: If a layer's type is not supported, the model cannot run a token alone, or its heads
+                cannot be split equally over ranks.
         """
         spec = CacheSpec(
             max_cache_len,
@@ -332,15 +339,10 @@ def _built(
     layer_specs: list[LayerSpec],
     spec: CacheSpec,
 ) -> list[CacheLayer]:
-    """The layers, on the device, or where the spec has them live.
-
-    Args:
-        model: Whose they are.
-        layer_specs: Of each.
-        spec: With dtype and device.
+    """Build the layers on the device, or offloaded if the spec says so.
 
     Raises:
-        UnsupportedModelError: If they are to live elsewhere and others than they themselves look at their tensors.
+        UnsupportedModelError: If the layers cannot be offloaded.
     """
     dtype, device = _dtype_of(spec), spec.device
     assert dtype is not None
