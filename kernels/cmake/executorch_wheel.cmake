@@ -1,5 +1,5 @@
 # ec_kernels_executorch: headers of the executorch wheel, and its libraries of the runtime, which export the registry of kernels
-# and the thread pool. They refer to libtorch and libpython, which whoever loads ours has loaded.
+# and the thread pool. They refer to libtorch and libpython, which the loading process has loaded.
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 set(_query [=[
 import importlib.metadata, importlib.util, pathlib, sysconfig
@@ -28,12 +28,12 @@ add_library(ec_kernels_executorch INTERFACE)
 target_include_directories(ec_kernels_executorch SYSTEM INTERFACE
   "${_executorch}/include"
   "${_executorch}/include/executorch/runtime/core/portable_type/c10"
-  "${CMAKE_CURRENT_LIST_DIR}/wheel"  # headers that a wheel lacks: last, so that its own are taken where it has them
+  "${CMAKE_CURRENT_LIST_DIR}/wheel"  # headers that a wheel lacks; last, so that the wheel's take precedence
 )
 target_compile_definitions(ec_kernels_executorch INTERFACE C10_USING_CUSTOM_GENERATED_MACROS)
 target_link_libraries(ec_kernels_executorch INTERFACE ${_runtime})
 target_link_options(ec_kernels_executorch INTERFACE "LINKER:--allow-shlib-undefined")
-# A package finds them from where it is installed.
+# An installed package finds them relative to itself.
 if(NOT SKBUILD)
   foreach(_library IN LISTS _runtime)
     cmake_path(GET _library PARENT_PATH _folder)

@@ -21,7 +21,7 @@ class Reader {
     std::ifstream file(path_, std::ios::binary);
     if (!file) {
       throw std::invalid_argument(
-          "cannot open " + path_ + ": an earlier release wrote the bundle, which compiled each method whole; export the model "
+          "cannot open " + path_ + ": the bundle was written by an earlier release, which compiled each method as a whole; export the model "
           "again");
     }
     const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
@@ -50,7 +50,7 @@ class Reader {
     for (const auto& name : array(fields["tensors"], where + ".tensors")) {
       method.tensors.push_back(tensor(name, where + ".tensors"));
     }
-    // A place may be read from the call on that fills it, until the one behind which it is emptied.
+    // A value may be read from the call that writes it until the call after which it is released.
     std::vector<bool> filled(method.inputs + method.tensors.size(), true);
     const auto places = [&](const Json& value, const std::string& which) {
       std::vector<size_t> found;
@@ -72,12 +72,12 @@ class Reader {
       method.calls.push_back(std::move(read));
     }
     method.outputs = places(fields["outputs"], where + ".outputs");
-    if (method.outputs.empty()) damaged(where + ".outputs: there are none");
+    if (method.outputs.empty()) damaged(where + ".outputs must not be empty");
     return method;
   }
 
   std::string tensor(const Json& name, const std::string& where) const {
-    if (name.string() == nullptr) damaged(where + ": has a name that is no text");
+    if (name.string() == nullptr) damaged(where + ": has a name that is not a string");
     if (!has_tensor_(*name.string())) damaged("no tensor of constants.pt is named '" + *name.string() + "'");
     return *name.string();
   }

@@ -1,4 +1,4 @@
-// Which machine code a method calls, with what, in which order: regions.json, as the Python package wrote it.
+// The calls of each method and their arguments: regions.json, as the Python package wrote it.
 #pragma once
 
 #include <cstddef>
@@ -9,15 +9,15 @@
 
 namespace exportable_cache {
 
-// One region's turn over numbered places.
+// A call of one compiled region over indexed values.
 struct Call {
-  size_t region;                // whose code
-  std::vector<size_t> sources;  // places of what it is given
-  size_t results;               // how many values it gives: they take the next places
-  std::vector<size_t> done;     // places that nothing reads afterwards
+  size_t region;                // index of the region
+  std::vector<size_t> sources;  // indices of its inputs
+  size_t results;               // number of results, which get the next indices
+  std::vector<size_t> done;     // values that are not read afterwards
 };
 
-// The calls of one method. The first places are its inputs, the next ones `tensors`, and those behind what calls give.
+// The calls of one method. The first values are its inputs, then `tensors`, then results of calls.
 struct MethodCalls {
   size_t inputs = 0;
   std::vector<std::string> tensors;  // names in constants.pt
@@ -26,12 +26,12 @@ struct MethodCalls {
 };
 
 struct RegionTable {
-  // Of each region, the tensors that it is given when it is loaded: its own name -> name in constants.pt.
+  // Of each region, the constants it is loaded with: its own name -> name in constants.pt.
   std::vector<std::map<std::string, std::string>> regions;
   std::map<std::string, MethodCalls> methods;
 };
 
-// Reads a table. Throws std::invalid_argument if there is none, or if a name or place in it is wrong.
+// Read a table. Throws std::invalid_argument if there is none, or if a name or index in it is wrong.
 RegionTable read_region_table(const std::string& path, const std::function<bool(const std::string&)>& has_tensor);
 
 }  // namespace exportable_cache

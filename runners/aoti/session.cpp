@@ -46,13 +46,13 @@ Session::Session(const std::string& folder) {
   auto table = read_region_table(
       folder + "/regions.json", [this](const std::string& name) { return tensors_.count(name) > 0; });
   for (size_t number = 0; number < table.regions.size(); ++number) {
-    // Calls wait for each other.
+    // Calls depend on each other, so one thread runs them.
     regions_.push_back(std::make_unique<torch::inductor::AOTIModelPackageLoader>(
         folder + "/program.pt2", "region_" + std::to_string(number), /*run_single_threaded=*/true));
     if (!table.regions[number].empty()) {
       std::unordered_map<std::string, at::Tensor> constants;
       for (const auto& [own, name] : table.regions[number]) constants[own] = tensors_.at(name);
-      // It keeps bare pointers, so that all methods write one cache; tensors_ keeps what they point to.
+      // It keeps raw pointers, so that all methods write one cache; tensors_ owns the tensors.
       regions_.back()->load_constants(constants, /*use_inactive=*/false, /*check_full_update=*/true, /*user_managed=*/true);
     }
   }
@@ -87,7 +87,7 @@ at::Tensor Session::prefill(const at::Tensor& input_ids) {
   at::Tensor logits;
   for (int64_t position = 0; position < input_ids.size(1);) {
     const int64_t left = input_ids.size(1) - position;
-    // No step of one token at the end, which some models take for the end of the prompt (`SlotPolicy.keeps_prompt`).
+    // The last step has more than one token, because some models take one token for the end of the prompt (`SlotPolicy.keeps_prompt`).
     const int64_t size = left == longest + 1 && longest > 2 ? longest - 1 : std::min(longest, left);
     logits = step(input_ids.slice(1, position, position + size).contiguous());
     position += size;

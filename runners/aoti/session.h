@@ -18,34 +18,34 @@ class AOTIModelPackageLoader;
 
 namespace exportable_cache {
 
-// One entry point, as in the Python package: takes min_length to max_length new tokens per row, and serves steps that leave
-// no row longer than kv_read_len, if it has one.
+// One method, as in the Python package: takes min_length to max_length new tokens per row, for steps after which no row is longer
+// than kv_read_len, if it has one.
 struct Method {
   std::string name;
   int64_t min_length;
   int64_t max_length;
   std::optional<int64_t> kv_read_len;
   MethodCalls table;
-  // Of `table.tensors`, in their order.
+  // Tensors in the order of `table.tensors`.
   std::vector<at::Tensor> tensors;
 };
 
-// Every call checks its arguments and the room in the cache before anything runs and throws std::invalid_argument, with the
-// numbers, on what it refuses: a refused call changes nothing. Not for use from several threads at once.
+// Every call checks its arguments and the free slots before anything runs, and throws std::invalid_argument with the numbers if it
+// refuses: a refused call changes nothing. Not thread-safe.
 class Session {
  public:
-  // Opens program.pt2, regions.json and constants.pt in `folder`, as `exportable-cache export --target aoti` wrote them.
+  // Open program.pt2, regions.json and constants.pt in `folder`, as `exportable-cache export --target aoti` wrote them.
   explicit Session(const std::string& folder);
   ~Session();
 
-  // Feeds `input_ids`, int64 [batch, length], after whatever was fed before; long prompts go through in chunks.
+  // Feed `input_ids`, int64 [batch, length], after the cached tokens; long prompts are fed in chunks.
   // Returns the logits of each row's last token, [batch, vocab].
   at::Tensor prefill(const at::Tensor& input_ids);
 
-  // Feeds one token per row, int64 [batch]. Returns logits [batch, vocab].
+  // Feed one token per row, int64 [batch]. Returns logits [batch, vocab].
   at::Tensor decode(const at::Tensor& tokens);
 
-  // Starts anew at position 0.
+  // Start again at position 0.
   void reset();
 
   int64_t length() const { return length_; }
@@ -59,9 +59,9 @@ class Session {
   const Method& method_for(int64_t size, int64_t end) const;
 
   std::vector<Method> methods_;
-  // Machine code, each for all layers and methods that are alike.
+  // Compiled regions, each for all equal layers and methods.
   std::vector<std::unique_ptr<torch::inductor::AOTIModelPackageLoader>> regions_;
-  // What the code is given, and may point to: weights by name, then the cache.
+  // Tensors that the code reads: weights by name, then the cache.
   std::unordered_map<std::string, at::Tensor> tensors_;
   std::vector<std::string> state_names_;
   int64_t batch_size_ = 0;

@@ -1,11 +1,11 @@
-/* What exportablecache.Session calls: the C interface, for Java's native calls. */
+/* The native methods of exportablecache.Session, over the C interface. */
 #include <jni.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include <exportable_cache.h>
 
-/* Throw Session.Failure with the library's sentence; a failure of Java's own that is on its way stays. */
+/* Throw Session.Failure with the library's message; a pending exception of Java stays. */
 static void throw_failure(JNIEnv* env, ec_status status) {
   if ((*env)->ExceptionCheck(env)) return;
   const char* message = ec_error();
@@ -21,7 +21,7 @@ static void throw_failure(JNIEnv* env, ec_status status) {
 
 static ec_session* session_of(jlong handle) { return (ec_session*)(intptr_t)handle; }
 
-/* A copy of an array's elements, to be freed; null with an exception where there is no memory or no array. */
+/* A copy of an array's elements, to be freed; null with an exception if there is no memory or no array. */
 static void* copy_of(JNIEnv* env, jarray array, size_t element) {
   if (array == NULL) {
     jclass kind = (*env)->FindClass(env, "java/lang/NullPointerException");
@@ -180,7 +180,7 @@ typedef struct Arguments {
   Callback allowed;
   int64_t* tokens;
   char* text;
-  char* system; /* of a chat; NULL of a text to go on from */
+  char* system; /* for a chat; NULL for a text to continue */
   int64_t* stop_tokens;
   char** stops;
   size_t stop_count;
@@ -195,7 +195,7 @@ static void free_arguments(Arguments* arguments) {
   free(arguments->system);
 }
 
-/* Whether all is there; otherwise an exception is on its way. */
+/* True if everything was allocated; otherwise an exception is pending. */
 static int read_arguments(JNIEnv* env, Arguments* arguments, jlongArray tokens, jbyteArray text, jobject options, jobjectArray stops) {
   ec_options* known = &arguments->options;
   ec_options_init(known, sizeof *known);

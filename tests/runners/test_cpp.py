@@ -316,7 +316,7 @@ def test_program_refuses_with_code_2(demo_bundle, program: Program, arguments: l
 
 def test_text_that_is_no_utf8_is_refused_and_not_left_out(demo_bundle, probe: Probe) -> None:
     _, wrong, right = probe(("open", demo_bundle), ("text", b"am\xffber?".hex()), ("text", b"amber?".hex()))
-    refused(wrong, "input", "the text is no UTF-8 at byte 2 of 7; pass UTF-8")
+    refused(wrong, "input", "the text is not valid UTF-8 at byte 2 of 7; pass UTF-8")
     assert right.ok
 
 

@@ -87,4 +87,4 @@ def test_the_program_answers_each_line(demo_bundle: Path, program: Program) -> N
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == answers_in_python(demo_bundle, turns)
     wrong = subprocess.run([*command[:2], "--system", "x", "--prompt", "y"], capture_output=True, text=True)
-    assert wrong.returncode == 2 and "--system is of a chat" in wrong.stderr
+    assert wrong.returncode == 2 and "--system needs --chat" in wrong.stderr

@@ -136,7 +136,7 @@ def test_a_refused_prompt_changes_nothing_and_leaves_what_was_added(probe: Probe
     good = ("prefill", ids(row))
     refused: list[tuple[tuple[object, ...], str]] = [
         (good, "has 8 tokens of id 127, encode_image gives 0 embeddings"),
-        (add("pixels", one), "takes pixel_values beside token ids, got pixels"),
+        (add("pixels", one), "takes pixel_values in addition to token ids, got pixels"),
         (add("pixel_values", one[..., :12]), "has shape [1, 3, 16, 12]; it must be [items, 3, 16, 16]"),
         (add("pixel_values", one.long()), "is int64; it must be float32"),
         (("add", "pixel_values", "float32", "1 3 16 16", "1 2"), "and 2 values"),
@@ -213,7 +213,7 @@ def test_places_of_images_that_cannot_be_are_refused(probe: Probe, tmp_path: Pat
     *refused, loaded = probe(("open", bundle), *loads, ("load", again))[1:]
     assert loaded.ok
     for reply in refused:
-        assert not reply.ok and "its lengths are none" in reply.values[1], reply
+        assert not reply.ok and "its lengths are invalid" in reply.values[1], reply
 
 
 def _item(**fields: Any) -> Callable[[dict[str, Any]], None]:
@@ -237,7 +237,7 @@ def _without(name: str) -> Callable[[dict[str, Any]], None]:
         (_item(sees="item"), "sees is 'item', and steps take no image_ids"),
         (_item(sees="all"), "sees is 'all', this library knows"),
         (_method("encode_image", item=None), "does not say what its items are"),
-        (_method("encode_image", inputs=[]), "inputs is no list of at least one"),
+        (_method("encode_image", inputs=[]), "inputs must be a list of at least one element"),
         (_method("encode_image", outputs=[{"name": "image_embeds", "shape": [6]}]), "is not [tokens, hidden_size]"),
         (
             _method(

@@ -75,9 +75,9 @@ def _segment_that_there_is_not(program: bytes) -> bytes:
         (_operator_that_there_is_not, "names number 1073741824 of"),
         (_delegate_that_there_is_not, "names number -1 of"),
         (_value_that_there_is_not, "names number 1000000 of"),
-        (_named(rb"aten::\w+"), "a name is no UTF-8"),
-        (_named(rb"[0-9a-f]{64}"), "a name is no UTF-8"),
-        (_named(rb"XnnpackBackend"), "a name is no UTF-8"),
+        (_named(rb"aten::\w+"), "a name is not valid UTF-8"),
+        (_named(rb"[0-9a-f]{64}"), "a name is not valid UTF-8"),
+        (_named(rb"XnnpackBackend"), "a name is not valid UTF-8"),
         (_segment_that_there_is_not, "a payload is in segment 1000000"),
     ],
 )

@@ -61,16 +61,16 @@ def test_the_newest_token_and_the_limits_are_kept(demo_bundle, probe: Probe, tmp
 EDITS: list[tuple[Callable[[bytes], bytes], str]] = [
     (lambda state: state[:100], "it ends early"),
     (lambda state: state[:-3], "it ends early"),
-    (lambda state: state + b"x", "its checksum is another"),
+    (lambda state: state + b"x", "its checksum does not match"),
     (lambda state: state + bytes(2**22), "it is larger than the cache"),
-    (lambda state: b"PK" + state[2:], "it begins as no state of this version does"),
-    (lambda state: state[:4000] + bytes([state[4000] ^ 1]) + state[4001:], "its checksum is another"),
+    (lambda state: b"PK" + state[2:], "it is not a state of this version"),
+    (lambda state: state[:4000] + bytes([state[4000] ^ 1]) + state[4001:], "its checksum does not match"),
     (lambda state: state[:104] + struct.pack("<Q", 2**60) + state[112:], "it ends early"),
     (lambda state: state[:112] + struct.pack("<Q", 2**60) + state[120:], "it ends early"),
-    (lambda state: state[:120] + struct.pack("<Q", 2**63) + state[128:], "a piece lies outside"),
-    (lambda state: sealed(state[:72] + struct.pack("<q", 600) + state[80:]), "its lengths are none"),
-    (lambda state: sealed(state[:80] + struct.pack("<q", 2**40) + state[88:]), "its lengths are none"),
-    (lambda state: sealed(state[:88] + struct.pack("<q", VOCAB) + state[96:]), "its lengths are none"),
+    (lambda state: state[:120] + struct.pack("<Q", 2**63) + state[128:], "a run lies outside the cache"),
+    (lambda state: sealed(state[:72] + struct.pack("<q", 600) + state[80:]), "its lengths are invalid"),
+    (lambda state: sealed(state[:80] + struct.pack("<q", 2**40) + state[88:]), "its lengths are invalid"),
+    (lambda state: sealed(state[:88] + struct.pack("<q", VOCAB) + state[96:]), "its lengths are invalid"),
     (lambda state: sealed(state[:8] + b"0" * 64 + state[72:]), "is the state of another program"),
 ]
 
@@ -118,13 +118,13 @@ def test_files_that_cannot_be_are_refused(demo_bundle, probe: Probe, tmp_path: P
         ("open", demo_bundle), ("load", tmp_path / "none"), ("load", tmp_path), ("save", tmp_path / "no" / "where"),
     )  # fmt: skip
     assert not read.ok and "cannot read" in read.values[1]
-    assert not folder.ok and "it is no file" in folder.values[1]
+    assert not folder.ok and "it is not a regular file" in folder.values[1]
     assert not written.ok and "cannot write" in written.values[1]
     # What is no file is not replaced by one.
     queue = tmp_path / "queue"
     os.mkfifo(queue)
     _, queued = probe(("open", demo_bundle), ("save", queue))
-    assert not queued.ok and "it is no file, and would be replaced" in queued.values[1] and queue.is_fifo()
+    assert not queued.ok and "it is not a regular file, and would be replaced" in queued.values[1] and queue.is_fifo()
 
 
 def test_a_generation_is_cancelled_between_steps(demo_bundle, probe: Probe) -> None:

@@ -168,8 +168,8 @@ def test_kernels_that_are_registered_by_a_list_give_the_same_tokens(tmp_path: Pa
     ("text", "message"),
     [
         ("aten::add.out add_out 1 const Tensor&; exec(1)\n", "for this line in it: 'aten::add.out add_out 1 const"),
-        ("aten::add.out add_out 9 Tensor&\n", "is no list of operators"),
-        ("aten::add.out add_out 1 Tensor&, $ENV{HOME}\n", "is no list of operators"),
+        ("aten::add.out add_out 9 Tensor&\n", "is not a list of operators"),
+        ("aten::add.out add_out 1 Tensor&, $ENV{HOME}\n", "is not a list of operators"),
         ("aten::a.out a_out 1 Tensor&\naten::add.out add_out 1 Tensor&\naten::b.out b_out 1 Tensor&\n",
          "no kernel for aten::a.out, aten::b.out, which"),
         (None, "there is no such file; write it with: exportable-cache operators BUNDLE -o FILE"),

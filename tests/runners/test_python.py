@@ -112,7 +112,7 @@ def test_what_is_refused_has_a_kind_and_a_sentence(called) -> None:
         "threads": ("INPUT", "threads is 3, but sessions of this process are open that compute in 1;"),
         "many threads": ("INPUT", "threads is 513; it must be from 1 to 512"),
         "no threads": ("INPUT", "threads is -1; it must be from 1 to 512"),
-        "more than 64 bits": ("INPUT", f"threads is {2**64 + 1}; it must be of at most 64 bits"),
+        "more than 64 bits": ("INPUT", f"threads must be an integer of 64 bits, got {2**64 + 1}"),
         "an id": ("INPUT", "outside the vocabulary"),
         "a large id": ("INPUT", "tokens[1] is 9223372036854775808"),
         "no tokens": ("INPUT", "empty"),
@@ -140,7 +140,7 @@ def test_what_is_refused_has_a_kind_and_a_sentence(called) -> None:
     assert called["after refusals"] == called["prefill"]
     assert called["closed"][0] == "INPUT" and "closed" in called["closed"][1]
     kind, said = called["another interface"]
-    assert kind == "RUNTIME" and "version 1 of the C interface, and this module knows 2" in said
+    assert kind == "RUNTIME" and "version 1 of the C interface, and this module needs 2" in said
     assert called["beside the bindings"][0] == "RUNTIME" and "another process" in called["beside the bindings"][1]
 
 

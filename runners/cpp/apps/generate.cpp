@@ -23,23 +23,22 @@ using namespace exportable_cache;
 constexpr const char* kUsage =
     "usage: exportable_cache_generate BUNDLE (--prompt TEXT | --chat | --tokens \"1 2 3\") [options]\n"
     "\n"
-    "  --prompt TEXT           text to go on from; once for each row of a bundle with a batch_size, and each answer is a line\n"
-    "  --chat                  answer each line of the input, in the model's chat template\n"
-    "  --system TEXT           what the model is told before the first question of a chat\n"
-    "  --tokens \"1 2 3\"        token ids instead; token ids come out; once for each row, too. Of an encoder-decoder the\n"
-    "                          decoder's\n"
+    "  --prompt TEXT           text to continue; once per row of a bundle with a batch_size, and each response is a line\n"
+    "  --chat                  respond to each line of the input, with the model's chat template\n"
+    "  --system TEXT           system message of a chat\n"
+    "  --tokens \"1 2 3\"        token ids in and out; once per row, too; the decoder's for an encoder-decoder\n"
     "  --encode \"1 2 3\"        token ids for its encoder, with --tokens\n"
-    "  --encode-file FILE      float32 numbers for its encoder, as a speech model's processor makes them, with --tokens\n"
-    "  --input NAME=FILE       what the model's processor gives for images or sound, such as pixel_values: raw float32 (or int64)\n"
+    "  --encode-file FILE      float32 values for its encoder, as a speech model's processor makes them, with --tokens\n"
+    "  --input NAME=FILE       tensor of the model's processor for images, video or audio, such as pixel_values: raw float32 (or int64)\n"
     "                          values, item after item, with --tokens that have their placeholders; may be given several times\n"
-    "  --max-new-tokens N      at most N; by default the checkpoint's own limit, or as many as fit\n"
-    "  --temperature T         draw, after dividing logits by T; greedy by default\n"
-    "  --top-k K, --top-p P    draw from the K most probable, from the fewest that reach P\n"
+    "  --max-new-tokens N      at most N; by default the checkpoint's limit, or as many as fit\n"
+    "  --temperature T         sample, after dividing logits by T; greedy by default\n"
+    "  --top-k K, --top-p P    sample from the K most probable, from the fewest that reach P\n"
     "  --seed N                the same draws every time\n"
     "  --stop TEXT             end before this text; may be given several times\n"
     "  --stop-token N          end with this token; may be given several times\n"
-    "  --prompt-lookup N       propose up to N tokens a step from the text itself; needs an export with score_length\n"
-    "  --threads N             compute in N threads; in as many as there are cores by default\n";
+    "  --prompt-lookup N       propose up to N tokens per step from the text itself; needs an export with score_length\n"
+    "  --threads N             compute threads; the number of cores by default\n";
 
 struct Arguments {
   std::string bundle;
@@ -75,7 +74,7 @@ bool parse_list(const char* text, std::vector<int64_t>& values) {
   return true;
 }
 
-// The numbers of a file, float or int64_t.
+// The values of a file, float or int64_t.
 template <class T>
 Result<std::vector<T>> numbers_of(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -102,7 +101,7 @@ Status add(Session& session, const std::string& name, const std::string& path, s
   return session.add_input({name, std::move(shape), std::move(*values)});
 }
 
-// `NAME=FILE`, its shape that of the manifest and as many items as the file has.
+// Parse `NAME=FILE`; the shape is the manifest's, and the number of items follows from the file's size.
 Status add(Session& session, const std::string& given) {
   const size_t cut = given.find('=');
   if (cut == std::string::npos) return fail(ErrorCode::kInput, "--input got '", given, "'; pass NAME=FILE");
@@ -117,11 +116,11 @@ Status add(Session& session, const std::string& given) {
       if (fixed.name == name) return add<int64_t>(session, name, path, fixed.shape);
     }
   }
-  // Refused, with the names there are.
+  // The error for an unknown name, with the known names.
   return session.add_input({name, {1}, std::vector<int64_t>{0}});
 }
 
-// Fills `arguments`, or returns what is wrong with them.
+// Fill `arguments`, or return what is wrong with them.
 std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arguments) {
   enum { kPrompt = 1, kChat, kSystem, kTokens, kEncode, kEncodeFile, kInput, kMaxNewTokens, kTemperature, kTopK, kTopP, kSeed, kStop, kStopToken, kPromptLookup, kThreads, kHelp };
   static const option kOptions[] = {
@@ -168,15 +167,15 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
       case kHelp: std::cout << kUsage; std::exit(0);
       default: return "see --help";
     }
-    if (!good) return std::string("--") + kOptions[index].name + " got '" + optarg + "', which is no number it takes";
+    if (!good) return std::string("--") + kOptions[index].name + " got '" + optarg + "', which is not a valid number for it";
   }
   if (argc - optind != 1) return "pass one bundle: a folder that export wrote";
   if (!arguments.prompts.empty() + !arguments.tokens.empty() + arguments.chat != 1) return "pass one of --prompt, --chat and --tokens";
   const bool are_several = arguments.prompts.size() + arguments.tokens.size() > 1;
   if (are_several && (arguments.encoded_tokens || arguments.encoded_file || !arguments.inputs.empty())) {
-    return "several prompts are token ids or text alone; pass one with --encode, --encode-file or --input";
+    return "several prompts support token ids or text only; pass one prompt with --encode, --encode-file or --input";
   }
-  if (!arguments.system.empty() && !arguments.chat) return "--system is of a chat; pass --chat, too";
+  if (!arguments.system.empty() && !arguments.chat) return "--system needs --chat";
   arguments.bundle = argv[optind];
   return std::nullopt;
 }
@@ -187,11 +186,11 @@ bool print(std::string_view piece) {
 }
 
 int cannot_write() {
-  std::cerr << "error: cannot write all of the output; it goes where there is no room, or nothing takes it\n";
+  std::cerr << "error: cannot write all of the output; the disk is full, or the pipe is closed\n";
   return 2;
 }
 
-// A line of the input is a question, until it ends.
+// Each input line is a question, until the input ends.
 int converse(Session& session, const Arguments& arguments) {
   std::string system = arguments.system;
   for (std::string question; std::getline(std::cin, question);) {
@@ -204,14 +203,14 @@ int converse(Session& session, const Arguments& arguments) {
   return 0;
 }
 
-// Names what the checkpoint asks for and this runner does not follow.
+// Name the checkpoint's settings that this runner does not follow.
 void note_unheeded(const Manifest& manifest) {
   for (const std::string& name : manifest.settings.unheeded) {
-    std::cerr << "generation_config asks for " << name << ", which is not followed: tokens may differ from those of transformers\n";
+    std::cerr << "generation_config asks for " << name << ", which is not supported: tokens may differ from those of transformers\n";
   }
 }
 
-// The answers of a batch, a line each: rows end at different times.
+// Print the responses of a batch, one line each, because rows end at different times.
 int answer_rows(const Arguments& arguments) {
   Result<BatchSession> session = BatchSession::open(arguments.bundle);
   if (!session.ok()) return report(session.error());

@@ -1,7 +1,7 @@
-# ec_executorch from ExecuTorch as its own `cmake --install` leaves it: static libraries, found as the package `executorch`.
+# ec_executorch from an ExecuTorch that `cmake --install` installed: static libraries, found as the package `executorch`.
 #
-# Its preset `llm` builds what is asked for here. executorch::kernels is not: at 1.4.1 it names a library that is only built for
-# Python.
+# Its preset `llm` builds everything that is needed here. executorch::kernels is not used, because at 1.4.1 it names a library that
+# is only built for Python.
 option(EC_NATIVE_KERNELS "Link the attention of kernels/, which needs Google Highway" ON)
 set(EC_OPERATORS "" CACHE FILEPATH
   "List of `exportable-cache operators`: link the kernels of these operators only; empty for all kernels")
@@ -60,7 +60,7 @@ add_library(ec_executorch INTERFACE)
 target_link_libraries(ec_executorch INTERFACE executorch extension_tensor extension_threadpool tokenizers::tokenizers ${_whole})
 target_include_directories(ec_executorch SYSTEM INTERFACE ${EXECUTORCH_INCLUDE_DIRS}
   "${CMAKE_CURRENT_LIST_DIR}/../../../kernels/cmake/wheel")
-# Its headers are all there, which those of the wheel are not.
+# All headers are installed, unlike in the wheel.
 target_compile_definitions(ec_executorch INTERFACE C10_USING_CUSTOM_GENERATED_MACROS EC_HF_TOKENIZER)
 if(ANDROID)
   target_link_libraries(ec_executorch INTERFACE log)
@@ -78,8 +78,8 @@ if(EC_NATIVE_KERNELS)
   list(APPEND _whole exportable_cache_kernels)
 endif()
 
-# Kernels and delegates register themselves: no symbol of theirs is asked for, so they are linked whole. Those of ExecuTorch's
-# targets that say so by themselves would be linked twice.
+# Kernels and delegates register themselves without any referenced symbol, so they are linked as whole archives. ExecuTorch's targets
+# that already do so would be linked twice.
 foreach(_target IN LISTS _whole)
   get_target_property(_options ${_target} INTERFACE_LINK_OPTIONS)
   if(_options MATCHES "whole-archive|force_load|WHOLEARCHIVE")

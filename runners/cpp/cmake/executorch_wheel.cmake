@@ -2,7 +2,7 @@
 #
 # The wheel is made for Python: runtime, kernels and delegates are in the extension module _portable_lib, or from release 1.5 on
 # in _C and libraries of their own; operators for language models refer to libtorch and libpython. Both are on the machine that
-# exports, so this is for there, not for a device.
+# exports, so this is for desktops, not for devices.
 if(EC_OPERATORS)
   message(FATAL_ERROR "EC_OPERATORS is ${EC_OPERATORS}, but the wheel's library has all kernels in it; it is for an installed "
     "ExecuTorch: -DEC_EXECUTORCH=installed")
@@ -40,7 +40,7 @@ if(NOT _python)
 endif()
 
 set(_libraries
-  ${_runtime}                                                                # runtime, portable and optimised kernels, XNNPACK
+  ${_runtime}                                                                # runtime, portable and optimized kernels, XNNPACK
   "${_executorch}/extension/llm/custom_ops/libcustom_ops_aot_lib.so"         # llama::update_cache, llama::custom_sdpa
   "${_executorch}/kernels/quantized/libquantized_ops_aot_lib.so"             # quantized_decomposed::*
   "${_executorch}/extension/llm/runner/_llm_runner${_suffix}"                # the reader of tokenizer.json
@@ -61,7 +61,7 @@ target_include_directories(ec_executorch SYSTEM INTERFACE
   "${CMAKE_CURRENT_LIST_DIR}/../../../kernels/cmake/wheel"  # headers that a wheel lacks
 )
 target_compile_definitions(ec_executorch INTERFACE C10_USING_CUSTOM_GENERATED_MACROS EC_OVER_WHEEL)
-# Kernels and delegates register themselves as the libraries are loaded: no symbol of theirs is asked for.
+# Kernels and delegates register themselves when the libraries are loaded, without any referenced symbol.
 target_link_options(ec_executorch INTERFACE "LINKER:--no-as-needed" "LINKER:--allow-shlib-undefined")
 target_link_libraries(ec_executorch INTERFACE ${_libraries} "${_python}")
 cmake_path(GET _python PARENT_PATH _python_folder)

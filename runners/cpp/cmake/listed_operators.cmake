@@ -2,8 +2,8 @@
 #
 #   ec_list_operators(FILE FOLDER LIBRARIES NAMESPACES)
 #
-# writes FOLDER/listed_operators.inc, and sets NAMESPACES to those whose libraries are linked whole, such as llama. Where the
-# LIBRARIES, a list of archives, have an optimised kernel for an operator, that is the one.
+# writes FOLDER/listed_operators.inc, and sets NAMESPACES to those whose libraries are linked as whole archives, such as llama. If the
+# LIBRARIES, a list of archives, have an optimized kernel for an operator, that one is used.
 function(ec_list_operators file folder libraries namespaces)
   if(NOT EXISTS "${file}")
     message(FATAL_ERROR "EC_OPERATORS is ${file}, but there is no such file; write it with: exportable-cache operators BUNDLE -o FILE")
@@ -21,7 +21,7 @@ function(ec_list_operators file folder libraries namespaces)
       list(APPEND _whole "${CMAKE_MATCH_1}")
       continue()
     elseif(NOT _line MATCHES "^([a-z_0-9]+::[A-Za-z_.0-9]+) ([A-Za-z_0-9]+) ([0-4]) ([A-Za-z_0-9<>&, ]+)$")
-      message(FATAL_ERROR "${file} is no list of operators, for this line in it: '${_line}'; write it with: "
+      message(FATAL_ERROR "${file} is not a list of operators, because of this line: '${_line}'; write it with: "
         "exportable-cache operators BUNDLE -o FILE")
     endif()
     set(_operator "${CMAKE_MATCH_1}")

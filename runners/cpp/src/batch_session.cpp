@@ -20,7 +20,7 @@ std::vector<int64_t> sizes_of(std::span<const std::vector<int64_t>> prompts) {
   return sizes;
 }
 
-// Columns of prompts that end together, [start, end), of which the same rows have tokens.
+// Columns of prompts that end together, [start, end), in which the same rows have tokens.
 struct Segment {
   int64_t start;
   int64_t end;
@@ -50,7 +50,7 @@ Result<BatchSession> BatchSession::open(const std::string& folder) {
   Result<Manifest> manifest = Manifest::read(folder);
   if (!manifest.ok()) return manifest.error();
   if (manifest->encoder || !manifest->items.empty()) {
-    return fail(ErrorCode::kBundle, folder, manifest->encoder ? " has an encoder" : " takes images or sound", ", and rows of a batch take "
+    return fail(ErrorCode::kBundle, folder, manifest->encoder ? " has an encoder" : " takes images, video or audio", ", and batches take "
                 "token ids alone; export it with batch_size=1 and open it as a Session");
   }
   Result<CacheLimits> limits = CacheLimits::make(manifest->layers);
@@ -79,7 +79,7 @@ Status BatchSession::rewind(int64_t tokens) {
     return fail(ErrorCode::kInput, "cannot rewind ", tokens, " tokens, rows hold ", joined(lengths_), "; rewind at most ", least);
   }
   for (size_t row = 0; row < rows(); ++row) {
-    if (tokens == lengths_[row]) continue;  // it starts anew, whatever its layers keep
+    if (tokens == lengths_[row]) continue;  // it restarts, so its layers need not keep anything
     const auto [allowed, reason] = limits_.max_rollback(lengths_[row], max_lens_ever_[row]);
     if (tokens > allowed) {
       return fail(ErrorCode::kInput, "cannot rewind ", tokens, " tokens at a length of ", lengths_[row], " in row ", row, ": ", reason,
@@ -117,7 +117,7 @@ Result<std::span<const float>> BatchSession::feed(std::span<const std::vector<in
       if (may_stop && is_cancelled()) return std::span<const float>(logits_);
       std::vector<int64_t> tokens;
       for (size_t row = 0; row < rows(); ++row) {
-        // A row that waits is fed its own first token, which its later steps overwrite.
+        // A waiting row is fed its own first token, which its later steps overwrite.
         const auto from = counted[row] ? prompts[row].begin() + (start - longest + sizes[row]) : prompts[row].begin();
         if (counted[row]) tokens.insert(tokens.end(), from, from + size);
         if (!counted[row]) tokens.insert(tokens.end(), static_cast<size_t>(size), *from);
@@ -136,7 +136,7 @@ Result<std::span<const float>> BatchSession::step(std::span<const int64_t> token
     return fail(ErrorCode::kBundle, "no method of the program takes ", size, " tokens at position ", end - size, "; export the model again");
   }
   for (size_t row = 0; row < rows(); ++row) {
-    // A row that waits at position 0 starts there: what is written meanwhile leaves nothing behind. Before the run, as it may fail.
+    // A row that waits at position 0 restarts there. Its length is set before the run, because the run may fail.
     if (counted[row] || lengths_[row] > 0) max_lens_ever_[row] = std::max(max_lens_ever_[row], lengths_[row] + size);
   }
   const Status status = program_.run(*method, {.tokens = tokens, .length = size, .positions = lengths_}, 1, logits_);
@@ -162,7 +162,7 @@ std::vector<int64_t> BatchSession::chunk_sizes(int64_t length) const {
 
 Status BatchSession::check_count(size_t given, const char* what) const {
   if (given == rows()) return {};
-  return fail(ErrorCode::kInput, "got ", given, " ", what, ", this program runs ", rows(), " rows; pass one a row, or export with batch_size=",
+  return fail(ErrorCode::kInput, "got ", given, " ", what, ", this program runs ", rows(), " rows; pass one per row, or export with batch_size=",
               std::max<size_t>(given, 1));
 }
 
@@ -196,13 +196,13 @@ Status BatchSession::check_waiting(std::span<const std::vector<int64_t>> prompts
       if (longest_prompt - sizes[row] <= segment.start) continue;
       for (const int64_t size : chunk_sizes(segment.end - segment.start)) longest = std::max(longest, size);
     }
-    // A row at position 0 starts there, whatever was written.
+    // A row at position 0 restarts there.
     if (lengths_[row] == 0 || longest == 0) continue;
     const int64_t end = lengths_[row] + longest;
     const bool has_room = !max_length() || end <= *max_length();
     if (has_room && limits_.max_rollback(end, std::max(end, max_lens_ever_[row])).tokens >= longest) continue;
     return fail(ErrorCode::kInput, "row ", row, " holds ", lengths_[row], " tokens and waits while a longer row is fed ", longest,
-                " at once, and ", has_room ? "would lose some of them" : "there is no room for these behind them",
+                " at once, and ", has_room ? "would lose some of them" : "these do not fit after them",
                 "; feed every row as many tokens, or reset() and prefill whole sequences");
   }
   return {};

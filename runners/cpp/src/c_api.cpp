@@ -29,11 +29,11 @@ ec_status failed(const Error& error) {
 
 ec_status result_of(const Status& status) { return status.ok() ? EC_OK : failed(status.error()); }
 
-Error null(const char* what) { return fail(ErrorCode::kInput, what, " is null; it is needed"); }
+Error null(const char* what) { return fail(ErrorCode::kInput, what, " is null; pass a value"); }
 
 ec_status missing(const char* what) { return failed(null(what)); }
 
-// The options of a caller that may know fewer of them, or more.
+// Options of a caller that was compiled with fewer or more of them.
 Result<GenerateOptions> options_of(const ec_options* given) {
   ec_options known;
   ec_options_init(&known, sizeof known);
@@ -90,7 +90,7 @@ ec_status done(const Result<Generation>& generation, ec_statistics* statistics) 
 
 Session::OnText giver(ec_on_text on_text, void* user) {
   return [on_text, user](std::string_view piece) {
-    const std::string text(piece);  // with a zero byte behind it
+    const std::string text(piece);  // adds a zero byte at the end
     return on_text == nullptr || on_text(text.c_str(), text.size(), user) != 0;
   };
 }
@@ -109,7 +109,7 @@ ec_status ec_open(const char* folder, ec_session** session) {
   Result<Session> opened = Session::open(folder);
   if (!opened.ok()) return failed(opened.error());
   *session = new (std::nothrow) ec_session{std::move(*opened)};
-  return *session == nullptr ? failed(fail(ErrorCode::kRuntime, "there is no memory for a session; close another")) : EC_OK;
+  return *session == nullptr ? failed(fail(ErrorCode::kRuntime, "not enough memory for a session; close another")) : EC_OK;
 }
 
 void ec_close(ec_session* session) { delete session; }
@@ -138,7 +138,7 @@ ec_status ec_add_input(ec_session* session, const char* name, const void* data, 
   if (data == nullptr || shape == nullptr) return missing(data == nullptr ? "data" : "shape");
   int64_t count = 1;
   for (size_t index = 0; index < dims; ++index) {
-    // Read are as many values as the sizes multiply to: no more than an address can name.
+    // As many values are read as the sizes multiply to, which must not exceed the address space.
     if (shape[index] < 1 || count > PTRDIFF_MAX / 8 / shape[index]) {
       return failed(fail(ErrorCode::kInput, "shape[", index, "] is ", shape[index], "; each size is at least 1, and all together an array's"));
     }
@@ -152,7 +152,7 @@ ec_status ec_add_input(ec_session* session, const char* name, const void* data, 
     const auto* values = static_cast<const int64_t*>(data);
     input.values = std::vector<int64_t>(values, values + count);
   } else {
-    return failed(fail(ErrorCode::kInput, "dtype is ", dtype, "; it is EC_FLOAT32 or EC_INT64"));
+    return failed(fail(ErrorCode::kInput, "dtype must be EC_FLOAT32 or EC_INT64, got ", dtype));
   }
   return result_of(session->session.add_input(input));
 }

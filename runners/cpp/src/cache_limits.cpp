@@ -9,11 +9,11 @@ namespace {
 
 struct Rules {
   const char* policy;
-  bool keeps_all;     // `capacity` tokens and no more
-  bool keeps_newest;  // those of a window
+  bool keeps_all;     // stores `capacity` tokens
+  bool keeps_newest;  // stores those of a window
 };
 
-// A policy that is not here may have other rules, so it is refused.
+// Unknown policies may have other rules, so they are refused.
 constexpr Rules kRules[] = {
     {"full", true, false}, {"ring", false, true}, {"sinks", false, true}, {"recurrent", false, false}, {"none", false, false},
     {"cross", false, false},  // of the encoder's tokens, which stay
@@ -48,12 +48,12 @@ Result<CacheLimits> CacheLimits::make(const std::vector<LayerSpec>& layers) {
 }
 
 Rollback CacheLimits::max_rollback(int64_t length, int64_t max_len_ever) const {
-  // What it was before the newest token is gone.
+  // The state before the newest token is lost.
   if (keeps_states_) return {0, "a layer's state sums up all that was seen"};
   int64_t allowed = length;
   for (const Ring& ring : rings_) {
     if (max_len_ever <= ring.capacity) continue;
-    // Past the first tokens, positions up to max_len_ever - 1 - slots are overwritten; the next query needs those from its own
+    // After the first tokens, positions up to max_len_ever - 1 - slots are overwritten; the next query needs those from
     // position - window + 1 on.
     allowed = std::min(allowed, std::max<int64_t>(0, length - (max_len_ever - 1 - ring.slots + ring.window)));
   }

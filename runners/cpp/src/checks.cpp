@@ -33,7 +33,7 @@ Status check_room(std::optional<int64_t> limit, int64_t held, int64_t tokens, st
     return fail(ErrorCode::kCacheFull, "the cache holds ", held, " of at most ", *limit, " tokens, ", tokens,
                 " more do not fit; reset() the session, rewind() it, or export with a larger max_cache_len");
   }
-  // The last new token is not fed back, so it needs no slot.
+  // The last new token is not fed, so it needs no slot.
   if (max_new_tokens && *max_new_tokens > room - tokens + 1) {
     return fail(ErrorCode::kCacheFull, "the cache holds ", held, " of at most ", *limit, " tokens: after a prompt of ", tokens,
                 " tokens max_new_tokens may be at most ", room - tokens + 1, ", got ", *max_new_tokens,

@@ -1,4 +1,4 @@
-// What sessions of one row and of several refuse before anything runs.
+// Argument checks of sessions with one row and with several.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +10,16 @@
 
 namespace exportable_cache {
 
-/// A prompt has a token, and every one is of the vocabulary. `name` is what errors call it, and `name`[3] its fourth token.
+/// Check that a prompt has a token, and that all are in the vocabulary. Errors call it `name`, and its fourth token `name`[3].
 Status check_tokens(std::span<const int64_t> tokens, const Manifest& manifest, const std::string& name);
 
-/// A prompt fits behind `held` tokens of at most `limit`, and so does what is to be generated after it, if that was asked for.
+/// Check that a prompt fits after `held` cached tokens of at most `limit`, and so do the requested new tokens.
 Status check_room(std::optional<int64_t> limit, int64_t held, int64_t tokens, std::optional<int64_t> max_new_tokens);
 
-/// What every generation checks of its options: the limit and the stops.
+/// Check the limit and the stops of a generation.
 Status check_options(const GenerateOptions& options, const Manifest& manifest);
 
-/// Whether a token ends an answer.
+/// True if a token ends a response.
 bool is_end(int64_t token, const Manifest& manifest, const GenerateOptions& options);
 
 }  // namespace exportable_cache

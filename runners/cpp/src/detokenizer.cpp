@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kMaxTokens = int64_t{1} << 24;
 
-// How the pieces of a vocabulary become bytes.
+// Conversion of a vocabulary's pieces to bytes.
 struct Decoder {
   bool byte_level = false;
   bool byte_fallback = false;
@@ -32,7 +32,7 @@ const std::string& text_of(const Json& value) {
   return value.string() == nullptr ? kNone : *value.string();
 }
 
-// Adds what one decoder of tokenizer.json does; false if it is of another kind.
+// Add the effect of one decoder of tokenizer.json; return false if it is not supported.
 bool add_decoder(const Json& fields, Decoder& decoder) {
   const std::string& type = text_of(fields["type"]);
   if (type == "Sequence") {
@@ -66,8 +66,8 @@ bool add_decoder(const Json& fields, Decoder& decoder) {
   return false;
 }
 
-// The byte that each character of a byte-level vocabulary stands for, or -1: printable Latin-1 stands for itself, every other
-// byte for U+0100 and on, in order (GPT 2, Radford et al. 2019).
+// The byte of each character of a byte-level vocabulary, or -1: printable Latin-1 is itself, and every other byte is U+0100 and on,
+// in order (GPT 2, Radford et al. 2019).
 const std::array<int16_t, 0x200>& byte_level_table() {
   static const std::array<int16_t, 0x200> table = [] {
     std::array<int16_t, 0x200> bytes;
@@ -86,14 +86,14 @@ std::string byte_level_bytes(std::string_view piece) {
   const auto& table = byte_level_table();
   std::string bytes;
   for (size_t index = 0; index < piece.size(); ++index) {
-    // Below U+0200 characters are one or two bytes of UTF-8.
+    // Characters below U+0200 are one or two bytes of UTF-8.
     size_t code = static_cast<unsigned char>(piece[index]);
     if (code >= 0xC0 && index + 1 < piece.size()) {
       code = ((code & 0x3F) << 6) | (static_cast<unsigned char>(piece[++index]) & 0x3F);
     } else if (code >= 0x80) {
       return std::string(piece);
     }
-    // Pieces with other characters, as added tokens have, stand for themselves.
+    // Pieces with other characters, as in added tokens, are their own text.
     if (code >= table.size() || table[code] < 0) return std::string(piece);
     bytes += static_cast<char>(table[code]);
   }
@@ -129,7 +129,7 @@ Result<Detokenizer> Detokenizer::open(const std::string& path) {
   std::ifstream stream(path, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
   if (!stream) return fail(ErrorCode::kBundle, "cannot read ", path, "; copy the bundle again, or pass token ids");
-  // Merges are most of the file, and tell how text becomes tokens.
+  // Merges are most of the file, and only needed to encode text.
   Result<Json> parsed = Json::parse(text, "merges");
   if (!parsed.ok()) return fail(ErrorCode::kBundle, path, " is ", parsed.error().message, "; copy the bundle again");
   const Json& fields = *parsed;
@@ -196,7 +196,7 @@ std::string_view Detokenizer::special(int64_t token) const {
 std::string TextStream::push(int64_t token) {
   ahead_.clear();
   const std::string_view bytes = detokenizer_->bytes(token);
-  // Special tokens, which are no end of a run either.
+  // Special tokens do not end a run either.
   if (bytes.empty()) return {};
   if (detokenizer_->is_byte(token)) return push_byte(bytes.front());
   std::string text = end_run();
@@ -215,7 +215,7 @@ std::string TextStream::push_byte(char byte) {
     const Utf8Prefix prefix = utf8_prefix(std::string_view(run_).substr(whole_));
     if (prefix.kind == Utf8Prefix::kIncomplete) break;
     if (prefix.kind == Utf8Prefix::kInvalid) {
-      // No byte mends it: what there is can be given out, and each further byte at once.
+      // Further bytes cannot repair it: output what is held, and each further byte at once.
       std::string text = end_run();
       is_broken_ = true;
       return text;

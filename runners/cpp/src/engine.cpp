@@ -32,7 +32,7 @@ namespace {
 
 namespace et = executorch::runtime;
 
-// A mapped file that lets go of what was packed. ExecuTorch has a loader of mapped files, of which the wheel ships no header.
+// A mapped file that releases packed weights. ExecuTorch has a loader of mapped files, but the wheel does not ship its header.
 class MappedFile final : public et::DataLoader {
  public:
   explicit MappedFile(const std::string& path) {
@@ -71,7 +71,7 @@ class MappedFile final : public et::DataLoader {
   et::Result<size_t> size() const override { return size_; }
 
  private:
-  // Weights that a delegate has packed are not read again: their pages need not stay beside the packed ones.
+  // Weights that a delegate has packed are not read again, so their pages are released.
   static void give_back(void*, void* data, size_t size) {
     const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE)), begin = reinterpret_cast<uintptr_t>(data);
     const uintptr_t first = (begin + page - 1) / page * page, end = (begin + size) / page * page;
@@ -84,7 +84,7 @@ class MappedFile final : public et::DataLoader {
   size_t size_ = 0;
 };
 
-// Zeros, which take memory once they are written to: what of a cache is not filled takes none.
+// Zeroed memory that is only allocated when written to, so the unfilled part of a cache takes none.
 class Arena {
  public:
   explicit Arena(size_t size) : size_(std::max<size_t>(size, 1)) {
@@ -97,7 +97,7 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // Zeros again, without writing them.
+  // Zero the memory again, without writing to it.
   void clear() const { (void)::madvise(data_, size_, MADV_DONTNEED); }
 
   uint8_t* data() const { return data_; }
@@ -108,7 +108,7 @@ class Arena {
   size_t size_;
 };
 
-// Allocates as much as is asked for, and frees it all at once.
+// Allocates as much as is requested, and frees everything at once.
 class HeapAllocator final : public et::MemoryAllocator {
  public:
   HeapAllocator() : MemoryAllocator(0, nullptr) {}
@@ -137,7 +137,7 @@ class MethodEngine final : public Engine {
   Status load(const std::vector<std::string>& names) {
     et::runtime_init();
     if (!file_.is_open()) return fail(ErrorCode::kBundle, "cannot read ", path_, "; copy the bundle again");
-    // Where this ExecuTorch was built to verify; its tables are whole then.
+    // If this ExecuTorch was built with verification, its tables are valid afterwards.
     et::Result<et::Program> program = et::Program::load(&file_, et::Program::Verification::InternalConsistency);
     if (!program.ok()) return cannot_load(path_, program.error());
     if (const std::string problem = program_problem(file_.bytes()); !problem.empty()) {
@@ -146,7 +146,7 @@ class MethodEngine final : public Engine {
     program_ = std::make_unique<et::Program>(std::move(program.get()));
 
     if (const Status status = plan_arenas(names); !status.ok()) return status;
-    // Without it each method packs its own copy of the weights: XNNPACK then keeps one for all.
+    // With it, XNNPACK keeps one packed copy of the weights for all methods.
     et::BackendOptions<1> share_weights;
     et::LoadBackendOptionsMap options;
     if (share_weights.set_option("weight_cache_enabled", true) != et::Error::Ok ||
@@ -185,10 +185,10 @@ class MethodEngine final : public Engine {
   }
 
  private:
-  // Memory planning with `share_mutable_buffers`, as the exporter asks for it, puts what is kept between calls here.
+  // Memory planning with `share_mutable_buffers`, which the exporter requests, puts persistent buffers here.
   static constexpr size_t kCacheArena = 1;
 
-  // One set of arenas for all methods, each as large as the largest asks for: that is how they share the cache.
+  // One set of arenas for all methods, each of the largest requested size, so that they share the cache.
   Status plan_arenas(const std::vector<std::string>& names) {
     std::vector<std::string> found;
     for (size_t index = 0; index < program_->num_methods(); ++index) {
@@ -219,7 +219,7 @@ class MethodEngine final : public Engine {
     return {};
   }
 
-  // Before ExecuTorch looks, because it logs a page for each operator that it lacks.
+  // Checked before ExecuTorch does, because it logs a page for each missing operator.
   Status check_operators(const std::string& name) const {
     std::set<std::string> registered;
     for (const et::Kernel& kernel : et::get_registered_kernels()) registered.insert(kernel.name_);
@@ -246,7 +246,7 @@ class MethodEngine final : public Engine {
 #endif
   }
 
-  // With the names of what this program was built without.
+  // Lists the operators that this program was built without.
   Error cannot_load_method(const std::string& name, et::Error error) const {
     const std::string what = "method '" + name + "' of " + path_;
     if (error == et::Error::NotFound) {
@@ -269,7 +269,7 @@ class MethodEngine final : public Engine {
     return missing;
   }
 
-  // In the order in which each needs those before it, so that destruction goes the other way round.
+  // In order of dependencies, so that destruction runs in reverse.
   OpenProgram open_;
   std::string path_;
   MappedFile file_;

@@ -1,4 +1,4 @@
-// Generation: prefill, choose, feed back, until something ends it.
+// Generation: prefill, choose a token, feed it, until a stop.
 #include <algorithm>
 #include <set>
 
@@ -15,7 +15,7 @@ namespace {
 
 double rate(int64_t count, double duration) { return duration > 0 ? static_cast<double>(count) / duration : 0; }
 
-// Without white space at both ends, of ASCII: what chat templates cut away.
+// Without ASCII white space at both ends, which chat templates remove.
 std::string trimmed(const std::string& text) {
   constexpr const char* kSpace = " \t\n\r\f\v";
   const size_t first = text.find_first_not_of(kSpace);
@@ -61,7 +61,7 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
   const Clock::time_point start = Clock::now();
   Clock::time_point first = start;
   cancelled_->store(false, std::memory_order_relaxed);
-  // Asked before the step that the choice is of: a failure then leaves the session as any end does.
+  // Called before the step of the choice, because a failure must leave the session as any stop does.
   TokenMask mask(options.allowed_tokens, static_cast<size_t>(manifest_.logits_size));
   Result<bool> goes_on = mask.ask({});
   if (!goes_on.ok()) return goes_on.error();
@@ -69,26 +69,26 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
   Result<std::span<const float>> logits = feed(prompt, true);
   if (!logits.ok()) return logits.error();
   Generation generation;
-  // The newest token takes no slot.
+  // The newest token needs no slot.
   std::optional<int64_t> most = *limit;
   if (room()) most = std::min(most.value_or(*room() + 1), *room() + 1);
   TokenRules rules(manifest_, {held, prompt_size, most, manifest_.encoder ? encoded_tokens_ : prompt});
   std::vector<int64_t> context = std::move(prompt);
   int64_t proposed = 0, accepted = 0;
-  std::vector<int64_t> judged;  // the tokens that `logits` are of: the newest one, and what was proposed to follow it
+  std::vector<int64_t> judged;  // tokens of `logits`: the newest one, and its proposed successors
   std::optional<StopReason> reason;
   if (!*goes_on) reason = StopReason::kWhole;
-  // A prompt that was not fed to its end has no logits to go on from.
+  // A cancelled prompt has no logits to continue from.
   if (cancelled_->load(std::memory_order_relaxed)) reason = StopReason::kCancelled;
   while (!reason) {
-    // Of a prompt there are the last token's logits alone.
+    // A prompt has only the logits of its last token.
     const size_t rows = std::max<size_t>(1, judged.size());
     const size_t vocabulary = logits->size() / rows;
     size_t used = 0;
     while (!reason && used < rows) {
       const Result<std::span<const float>> ruled = rules.apply(logits->subspan(used * vocabulary, vocabulary), context, mask.words());
       if (!ruled.ok()) {
-        // What was proposed behind the newest token is taken back.
+        // Roll back the proposals after the newest token.
         length_ -= static_cast<int64_t>(rows - used) - 1;
         return ruled.error();
       }
@@ -103,11 +103,11 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
       if (!reason) goes_on = mask.ask(generation.tokens);
       if (!goes_on.ok()) break;
       if (!reason && !*goes_on) reason = StopReason::kWhole;
-      // A token that is not the one proposed makes those behind it worthless.
+      // A token that differs from the proposed one invalidates the proposals after it.
       if (used < rows && token != judged[used]) break;
     }
     accepted += static_cast<int64_t>(used) - 1;
-    // What nobody gave out is taken back; the newest token was not fed.
+    // Roll back tokens that were not returned; the newest token was not fed.
     length_ -= static_cast<int64_t>(rows - used);
     const int64_t token = context.back();
     pending_ = is_end(token, manifest_, options) ? std::nullopt : std::optional(token);
@@ -135,7 +135,7 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
 }
 
 Result<Generation> Session::generate(std::span<const int64_t> prompt, const GenerateOptions& options, const OnToken& on_token) {
-  // The vocabulary is opened for stop strings alone: tokens need none.
+  // Only stop strings need the vocabulary.
   std::optional<AnswerText> text;
   if (!options.stop_strings.empty()) {
     Result<const Detokenizer*> vocabulary = detokenizer();
@@ -154,7 +154,7 @@ Result<Generation> Session::generate_text(const std::string& prompt, const Gener
   Result<std::vector<int64_t>> ids = encode(prompt, manifest_.encoder || length_ == 0);
   if (!ids.ok()) return ids.error();
   if (manifest_.encoder) {
-    if (!manifest_.start_token) return fail(ErrorCode::kBundle, "the model says no decoder_start_token_id; generate from token ids");
+    if (!manifest_.start_token) return fail(ErrorCode::kBundle, "the generation config has no decoder_start_token_id; generate from token ids");
     if (const Status status = encode_input(*ids); !status.ok()) return status.error();
     ids->assign(1, *manifest_.start_token);
   }
@@ -188,8 +188,8 @@ Result<Generation> Session::chat(const std::string& question, const std::string&
 Result<std::vector<int64_t>> Session::encode_parts(std::span<const Part> parts) {
   Result<const Detokenizer*> vocabulary = detokenizer();
   if (!vocabulary.ok()) return vocabulary.error();
-  // The reader takes each special token for what it spells. It is cut after its first character where a user spells it, so
-  // that nobody forges another turn.
+  // The reader encodes every spelled special token as one. In messages it is split after its first character, so that no user forges
+  // another turn.
   std::string text;
   std::set<size_t> cuts;
   for (const auto& [part, is_said] : parts) {

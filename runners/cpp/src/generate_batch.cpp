@@ -1,4 +1,4 @@
-// Generation of several rows: each ends by itself, and steps go on until all have.
+// Generation of several rows: each ends separately, and steps continue until all have ended.
 #include <algorithm>
 
 #include <exportable_cache/batch_session.h>
@@ -10,7 +10,7 @@
 namespace exportable_cache {
 namespace {
 
-// One for each row, with a seed of its own.
+// One per row, with its own seed.
 Result<std::vector<Sampler>> samplers_of(const Sampling& sampling, size_t rows) {
   std::vector<Sampler> samplers;
   for (size_t row = 0; row < rows; ++row) {
@@ -43,14 +43,14 @@ Result<std::vector<Generation>> BatchSession::run(std::span<const std::vector<in
   const Clock::time_point start = Clock::now();
   Clock::time_point first = start;
   cancelled_->store(false, std::memory_order_relaxed);
-  // Rows that have ended stay where they are, where every layer can take back what is written behind them.
+  // Ended rows keep their length, if every layer can roll back the tokens written after them.
   constexpr int64_t kFar = int64_t{1} << 40;
   const bool rows_stay = limits_.max_rollback(kFar, kFar).tokens > 0 && !manifest_.equal_rows;
   const std::vector<int64_t> held = lengths_;
   Result<std::span<const float>> logits = feed(prompts, true);
   if (!logits.ok()) return logits.error();
 
-  // The newest token takes no slot.
+  // The newest token needs no slot.
   std::optional<int64_t> most = *limit;
   if (room()) most = std::min(most.value_or(*room() + 1), *room() + 1);
   std::vector<TokenRules> rules;
@@ -66,7 +66,7 @@ Result<std::vector<Generation>> BatchSession::run(std::span<const std::vector<in
   const auto end_all = [&](StopReason reason) {
     for (auto& one : reasons) one = one.value_or(reason);
   };
-  // Prompts that were not fed to their end have no logits to go on from.
+  // Cancelled prompts have no logits to continue from.
   if (is_cancelled()) end_all(StopReason::kCancelled);
   while (!std::all_of(reasons.begin(), reasons.end(), has_ended)) {
     const size_t vocabulary = logits->size() / rows();
@@ -90,7 +90,7 @@ Result<std::vector<Generation>> BatchSession::run(std::span<const std::vector<in
     if (room() == 0) end_all(StopReason::kCacheFull);
     if (is_cancelled()) end_all(StopReason::kCancelled);
     if (std::all_of(reasons.begin(), reasons.end(), has_ended)) break;
-    // A row that has ended is fed its newest token again and again; where it stays, behind what it holds.
+    // An ended row is fed its newest token repeatedly, after its cached tokens if it keeps its length.
     std::vector<bool> counted(rows());
     for (size_t row = 0; row < rows(); ++row) {
       counted[row] = !rows_stay || !reasons[row];
@@ -112,7 +112,7 @@ Result<std::vector<Generation>> BatchSession::run(std::span<const std::vector<in
 
 Result<std::vector<Generation>> BatchSession::generate(std::span<const std::vector<int64_t>> prompts, const GenerateOptions& options,
                                                        const OnToken& on_token) {
-  // The vocabulary is opened for stop strings alone: tokens need none.
+  // Only stop strings need the vocabulary.
   std::vector<AnswerText> texts;
   if (!options.stop_strings.empty()) {
     Result<const Detokenizer*> vocabulary = text_.detokenizer();

@@ -5,7 +5,7 @@
 namespace exportable_cache {
 namespace {
 
-// Which kind of item each token is of, -1 on text.
+// The kind of item of each token, -1 for text.
 std::vector<int64_t> kinds_of(const std::vector<ItemSpec>& kinds, std::span<const int64_t> tokens, bool seen_only) {
   std::vector<int64_t> found(tokens.size(), -1);
   for (size_t index = 0; index < tokens.size(); ++index) {
@@ -21,7 +21,7 @@ struct Stretch {
   size_t end;
 };
 
-// The stretches whose values are not negative; with `by_value` each of one value.
+// Runs of non-negative values; with `by_value`, of equal values.
 std::vector<Stretch> stretches_of(const std::vector<int64_t>& values, bool by_value) {
   std::vector<Stretch> found;
   for (size_t index = 0; index < values.size(); ++index) {
@@ -52,7 +52,7 @@ std::vector<int64_t> image_ids_of(const std::vector<ItemSpec>& kinds, std::span<
   return ids;
 }
 
-// Sizes of the chunks of a prompt, none of them ending inside an item.
+// Sizes of a prompt's chunks, none of which ends inside an item.
 Result<std::vector<int64_t>> whole_chunks(const std::vector<int64_t>& ids, int64_t longest) {
   const auto length = static_cast<int64_t>(ids.size());
   const auto is_inside = [&ids](int64_t index) {
@@ -145,7 +145,7 @@ bool can_be(const std::vector<ItemSpec>& kinds, const EmbedsSpec& embeds, std::s
   int64_t end = 0, delta = 0;
   for (const Placed& item : placed) {
     if (item.start < end || item.start >= length || item.end <= item.start) return false;
-    // Of steps without axes nothing is moved; with them, each by as much as one of its kind.
+    // Steps without axes have no offsets; with axes, all items of a kind have the same.
     const int64_t tokens = item.end - item.start;
     const bool is_known = embeds.axes == 0 ? item.delta == 0 : std::any_of(kinds.begin(), kinds.end(), [&](const ItemSpec& kind) {
       return kind.tokens == tokens && item.delta == delta + (kind.positions.empty() ? 0 : kind.advance - kind.tokens);

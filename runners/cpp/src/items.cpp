@@ -9,9 +9,9 @@
 namespace exportable_cache {
 namespace {
 
-// What some processors give beside pixels that a program does not take: nothing is padded in items of one size.
+// Outputs of some processors that a program does not take, because items of one size have no padding.
 constexpr const char* kMask = "pixel_attention_mask";
-// Frames, rows and columns of a video; a program whose frames are items of their own has a row for each.
+// Frames, rows and columns of a video; a program whose frames are separate items has a row for each.
 constexpr const char* kVideoGrid = "video_grid_thw";
 
 std::string text_of(std::span<const int64_t> shape) {
@@ -48,10 +48,10 @@ std::vector<uint8_t> bytes_of(const Input& input, const std::string& dtype) {
   return as<int64_t>(integers);
 }
 
-// How many items a tensor is of, along which of its dimensions they are joined, and what lies in front of that.
+// Number of items of a tensor, the dimension along which they are joined, and the size before it.
 struct Layout {
   int64_t items = 0;
-  int64_t outer = 1;  // how often pieces of all items follow each other
+  int64_t outer = 1;  // product of the sizes before the item dimension
 };
 
 Layout layout_of(std::vector<int64_t> given, const std::vector<int64_t>& shape) {
@@ -78,7 +78,7 @@ Status Items::add(const Input& input) {
   const auto count = static_cast<int64_t>(count_of(input));
   int64_t product = 1;
   for (const int64_t size : input.shape) {
-    // Divided, not multiplied: sizes of any kind are given.
+    // Divided instead of multiplied, because any sizes may be given.
     if (size < 1 || product > count / size) {
       product = -1;
       break;
@@ -111,7 +111,7 @@ Status Items::add(const Input& input) {
     return fail(ErrorCode::kInput, "this program takes token ids only, got ", input.name, "; export with modalities, such as ",
                 "--modalities image");
   }
-  return fail(ErrorCode::kInput, "the program takes ", known, " beside token ids, got ", input.name, "; leave it out");
+  return fail(ErrorCode::kInput, "the program takes ", known, " in addition to token ids, got ", input.name, "; leave it out");
 }
 
 Status Items::add_main(size_t kind, size_t index, const Input& input) {
@@ -198,13 +198,13 @@ Status Items::check(std::span<const int64_t> tokens) const {
     for (size_t index = 1; index < held.inputs.size(); ++index) {
       if (held.inputs[index].size() != items) {
         return fail(ErrorCode::kInput, "there are ", items, " items of ", spec.inputs.front().name, " and ", held.inputs[index].size(),
-                    " of ", spec.inputs[index].name, "; add what the processor gives, as many of each");
+                    " of ", spec.inputs[index].name, "; add the processor's tensors for the same items");
       }
     }
     for (const auto& [name, count] : held.fixed) {
       if (count != items) {
         return fail(ErrorCode::kInput, name, " is of ", count, " items, ", spec.inputs.front().name, " of ", items,
-                    "; add what the processor gives, as many of each");
+                    "; add the processor's tensors for the same items");
       }
     }
     const auto places = std::count(tokens.begin(), tokens.end(), spec.token_id);

@@ -131,7 +131,7 @@ class Parser {
     return true;
   }
 
-  // From the bracket that opens an array past the one that closes it.
+  // Skip from the bracket that opens an array past the one that closes it.
   bool pass_array() {
     int depth = 0;
     do {

@@ -1,4 +1,4 @@
-// A reader for JSON documents, as manifests are. The wheel ships no JSON headers, and exceptions are not an option here.
+// A reader for JSON documents such as manifests, because the wheel ships no JSON headers and exceptions are not available.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace exportable_cache {
 
-/// One JSON value. Looking for what is not there gives a null value or a null pointer, never an error.
+/// One JSON value. Looking up a missing value returns null or a null pointer, never an error.
 class Json {
  public:
   using Array = std::vector<Json>;
@@ -23,14 +23,14 @@ class Json {
   Json() = default;
   explicit Json(Value value) : value_(std::move(value)) {}
 
-  /// Parse a whole document. Objects that name a key twice, other text after the value, or more than 64 levels are refused.
+  /// Parse a whole document. Duplicate keys, text after the value, and more than 64 levels are refused.
   ///
-  /// Arrays under a key `without`, wherever it is, are passed over as far as brackets and quotes go, and become null.
+  /// Arrays under a key `without`, at any level, are skipped by brackets and quotes, and become null.
   static Result<Json> parse(std::string_view text, std::string_view without = {});
 
   bool is_null() const { return std::holds_alternative<std::monostate>(value_); }
   const bool* boolean() const { return std::get_if<bool>(&value_); }
-  /// Only of numbers written without fraction or exponent that fit 64 bits.
+  /// Only for numbers without fraction or exponent that fit 64 bits.
   const int64_t* integer() const { return std::get_if<int64_t>(&value_); }
   const double* number() const { return std::get_if<double>(&value_); }
   const std::string* string() const { return std::get_if<std::string>(&value_); }

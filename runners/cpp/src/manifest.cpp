@@ -18,25 +18,25 @@ Result<std::string> read_file(const std::string& path) {
   return content;
 }
 
-// Collects the first thing that is not as it should be, so that fields can be read one after the other.
+// Collects the first problem, so that fields can be read one after the other.
 class Reader {
  public:
   explicit Reader(std::string path) : path_(std::move(path)) {}
 
   int64_t integer(const Json& value, const std::string& where, int64_t least) {
     const int64_t* number = value.integer();
-    if (number == nullptr || *number < least) complain(where + " is no integer of at least " + std::to_string(least));
+    if (number == nullptr || *number < least) complain(where + " must be an integer of at least " + std::to_string(least));
     return number == nullptr ? least : *number;
   }
 
   std::string text(const Json& value, const std::string& where) {
-    if (value.string() == nullptr) complain(where + " is no text");
+    if (value.string() == nullptr) complain(where + " must be a string");
     return value.string() == nullptr ? std::string() : *value.string();
   }
 
   void must_be(const Json& value, const std::string& where, const std::string& expected) {
     const std::string found = text(value, where);
-    if (found != expected) complain(where + " is '" + found + "', this library runs '" + expected + "'");
+    if (found != expected) complain(where + " is '" + found + "', this library supports '" + expected + "'");
   }
 
   void complain(std::string problem) {
@@ -64,7 +64,7 @@ std::vector<int64_t> listed(const Json& ids, const std::string& name, Reader& re
 
 double positive(const Json& value, const std::string& name, Reader& reader) {
   const double number = value.integer() != nullptr ? static_cast<double>(*value.integer()) : value.number() != nullptr ? *value.number() : 0;
-  if (!(number > 0)) reader.complain("generation_config." + name + " is no number above 0");
+  if (!(number > 0)) reader.complain("generation_config." + name + " must be a number above 0");
   return number;
 }
 
@@ -74,14 +74,14 @@ std::vector<std::vector<int64_t>> sequences(const Json& value, const std::string
   for (const Json& ids : value.array() == nullptr ? none : *value.array()) {
     std::vector<int64_t> tokens = listed(ids, name, reader);
     if (tokens.empty() || *std::max_element(tokens.begin(), tokens.end()) >= vocab_size) {
-      reader.complain("generation_config." + name + " is no list of lists of token ids below " + std::to_string(vocab_size));
+      reader.complain("generation_config." + name + " must be a list of lists of token ids below " + std::to_string(vocab_size));
     }
     if (!tokens.empty()) found.push_back(std::move(tokens));
   }
   return found;
 }
 
-// Whether a setting asks for something, which false, 0, 1 and nothing do not: the values that change nothing.
+// True if a setting has an effect; false, 0, 1 and null are the values without one.
 bool asks(const Json& value, int64_t neutral) {
   if (value.is_null() || (value.boolean() != nullptr && !*value.boolean())) return false;
   if (value.integer() != nullptr) return *value.integer() != neutral;
@@ -103,7 +103,7 @@ GenerationSettings settings_of(const Json& fields, int64_t vocab_size, Reader& r
   settings.no_repeat_ngram_size = count("no_repeat_ngram_size", 0).value_or(0);
   settings.encoder_no_repeat_ngram_size = count("encoder_no_repeat_ngram_size", 0).value_or(0);
   settings.min_new_tokens = count("min_new_tokens", 0).value_or(0);
-  // The number of new tokens comes before that of all.
+  // The limit of new tokens takes precedence over that of all tokens.
   if (fields["min_new_tokens"].is_null()) settings.min_length = count("min_length", 0).value_or(0);
   settings.bad_words = sequences(fields["bad_words_ids"], "bad_words_ids", vocab_size, reader);
   const Json::Array none;
@@ -114,7 +114,7 @@ GenerationSettings settings_of(const Json& fields, int64_t vocab_size, Reader& r
     const int64_t* whole = is_pair ? (*both)[1].integer() : nullptr;
     std::vector<int64_t> tokens = is_pair ? listed((*both)[0], "sequence_bias", reader) : std::vector<int64_t>();
     if (tokens.empty() || (number == nullptr && whole == nullptr)) {
-      reader.complain("generation_config.sequence_bias is no list of pairs of token ids and a number");
+      reader.complain("generation_config.sequence_bias must be a list of pairs of token ids and a number");
       break;
     }
     settings.sequence_bias.emplace_back(std::move(tokens), number != nullptr ? *number : static_cast<double>(*whole));
@@ -124,10 +124,10 @@ GenerationSettings settings_of(const Json& fields, int64_t vocab_size, Reader& r
   settings.remove_invalid_values = asks(fields["remove_invalid_values"], 0);
   if (const Json::Array* decay = fields["exponential_decay_length_penalty"].array()) {
     const bool is_pair = decay->size() == 2 && (*decay)[0].integer() != nullptr;
-    if (!is_pair) reader.complain("generation_config.exponential_decay_length_penalty is no pair of an integer and a number");
+    if (!is_pair) reader.complain("generation_config.exponential_decay_length_penalty must be a pair of an integer and a number");
     if (is_pair) settings.decay = {*(*decay)[0].integer(), positive((*decay)[1], "exponential_decay_length_penalty", reader)};
   }
-  // Tokens that the model does not have never come.
+  // Tokens that the model does not have never occur.
   const auto suppressed = [&](const char* name) {
     std::vector<int64_t> tokens = listed(fields[name], name, reader);
     std::erase_if(tokens, [&](int64_t token) { return token >= vocab_size; });
@@ -145,7 +145,7 @@ GenerationSettings settings_of(const Json& fields, int64_t vocab_size, Reader& r
   return settings;
 }
 
-// Whether a method is a step. Others, such as an encoder, are not needed.
+// True if a method is a step. Others, such as an encoder, are not needed.
 bool gives_logits(const Json& method) {
   const Json::Array* outputs = method["outputs"].array();
   if (outputs == nullptr) return false;
@@ -167,7 +167,7 @@ std::optional<EncoderSpec> encoder_of(const Json& method, Reader& reader) {
   if (method.is_null()) return std::nullopt;
   const Json::Array* inputs = method["inputs"].array();
   if (inputs == nullptr || inputs->empty()) {
-    reader.complain(where + ".inputs is no list of at least one");
+    reader.complain(where + ".inputs must be a list of at least one element");
     return std::nullopt;
   }
   const Json& main = inputs->front();
@@ -184,11 +184,11 @@ std::optional<EncoderSpec> encoder_of(const Json& method, Reader& reader) {
     const Json& size = (*shape)[index];
     encoder.shape.push_back(size.string() != nullptr ? -1 : reader.integer(size, where + ".inputs.0.shape", 1));
   }
-  if (encoder.shape.empty()) reader.complain(where + ".inputs.0.shape is no list of at least two");
+  if (encoder.shape.empty()) reader.complain(where + ".inputs.0.shape must be a list of at least two elements");
   return encoder;
 }
 
-// Of a dimension, a position or a token's number: products and sums of these stay far from the limits of 64 bits.
+// Bounds of a dimension, a position or a token id, so that products and sums do not overflow 64 bits.
 int64_t small(const Json& value, const std::string& where, int64_t least, Reader& reader) {
   constexpr int64_t kMost = int64_t{1} << 30;
   const int64_t found = reader.integer(value, where, least);
@@ -198,7 +198,7 @@ int64_t small(const Json& value, const std::string& where, int64_t least, Reader
 
 std::vector<int64_t> shape_of(const Json& sizes, const std::string& where, Reader& reader) {
   std::vector<int64_t> shape;
-  if (sizes.array() == nullptr || sizes.array()->empty()) reader.complain(where + " is no list of at least one");
+  if (sizes.array() == nullptr || sizes.array()->empty()) reader.complain(where + " must be a list of at least one element");
   if (sizes.array() == nullptr) return shape;
   for (const Json& size : *sizes.array()) shape.push_back(small(size, where, 1, reader));
   return shape;
@@ -214,17 +214,17 @@ FixedSpec fixed_of(const std::string& name, const Json& given, const std::string
     } else if (value.number() != nullptr || value.boolean() != nullptr) {
       fixed.values.push_back(value.number() != nullptr ? *value.number() : *value.boolean());
     } else {
-      reader.complain(where + ".values has something else than numbers");
+      reader.complain(where + ".values must contain numbers only");
     }
   }
-  if (fixed.values.empty()) reader.complain(where + ".values is no list of at least one");
+  if (fixed.values.empty()) reader.complain(where + ".values must be a list of at least one element");
   return fixed;
 }
 
 ItemSpec item_of(const std::string& name, const Json& method, Reader& reader) {
   const std::string where = "program.methods." + name;
   const Json& item = method["item"];
-  if (item.is_null()) reader.complain(where + " does not say what its items are");
+  if (item.is_null()) reader.complain(where + " must describe its items");
   ItemSpec spec{name, reader.integer(item["token_id"], where + ".item.token_id", 0), 1};
   const Json::Array none;
   const Json::Array* outputs = method["outputs"].array();
@@ -243,7 +243,7 @@ ItemSpec item_of(const std::string& name, const Json& method, Reader& reader) {
     }
     spec.inputs.push_back(std::move(one));
   }
-  if (spec.inputs.empty()) reader.complain(where + ".inputs is no list of at least one");
+  if (spec.inputs.empty()) reader.complain(where + ".inputs must be a list of at least one element");
   const Json::Object no_fixed;
   const Json::Object* fixed = item["fixed"].object();
   for (const auto& [key, value] : fixed == nullptr ? no_fixed : *fixed) {
@@ -260,13 +260,13 @@ ItemSpec item_of(const std::string& name, const Json& method, Reader& reader) {
   if (!spec.positions.empty()) spec.advance = small(item["advance"], where + ".item.advance", 0, reader);
   spec.sees = reader.text(item["sees"], where + ".item.sees");
   if (!spec.sees.empty() && spec.sees != "item" && spec.sees != "prompt") {
-    reader.complain(where + ".item.sees is '" + spec.sees + "', this library knows 'item' and 'prompt'");
+    reader.complain(where + ".item.sees is '" + spec.sees + "', this library supports 'item' and 'prompt'");
   }
   spec.apart = item["apart"].boolean() != nullptr && *item["apart"].boolean();
   return spec;
 }
 
-// What steps take beside embeddings, which has to go with what the items say.
+// Inputs of steps other than embeddings, which must match the items.
 void read_items(const Json& methods, Manifest& manifest, Reader& reader) {
   const Json::Object none;
   for (const auto& [name, method] : methods.object() == nullptr ? none : *methods.object()) {
@@ -279,7 +279,7 @@ void read_items(const Json& methods, Manifest& manifest, Reader& reader) {
   }
   const Json& embed = methods["embed"];
   if (step == manifest.methods.end() || embed.is_null()) {
-    reader.complain("program.methods has encoders, and no embed or no prefill_embeds beside them");
+    reader.complain("program.methods has encoders without embed or prefill_embeds");
     return;
   }
   EmbedsSpec embeds{small(embed["max_length"], "program.methods.embed.max_length", 1, reader), 1};
@@ -337,7 +337,7 @@ Result<Manifest> Manifest::read(const std::string& folder) {
   const Json& fields = *parsed;
 
   Reader reader(path);
-  // Before anything else: other versions have other fields.
+  // Checked first, because other versions have other fields.
   const int64_t version = reader.integer(fields["schema_version"], "schema_version", 1);
   if (version != kSchemaVersion) {
     reader.complain("schema_version is " + std::to_string(version) + ", this library reads " + std::to_string(kSchemaVersion));
@@ -388,7 +388,7 @@ Result<Manifest> Manifest::read(const std::string& folder) {
 
   const Json::Array no_layers;
   const Json::Array* layers = fields["layers"].array();
-  if (layers == nullptr || layers->empty()) reader.complain("layers is no list of at least one");
+  if (layers == nullptr || layers->empty()) reader.complain("layers must be a list of at least one element");
   for (const Json& layer : layers == nullptr ? no_layers : *layers) {
     const std::string where = "layers." + std::to_string(manifest.layers.size());
     const Json& policy = layer["policy"];

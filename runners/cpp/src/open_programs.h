@@ -1,4 +1,4 @@
-// Whether programs are open in this process: they hold ExecuTorch's thread pool.
+// Number of open programs in this process, which use ExecuTorch's thread pool.
 #pragma once
 
 #include <atomic>

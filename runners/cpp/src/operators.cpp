@@ -1,7 +1,7 @@
 // Registers the kernels of the operators that are listed in EC_OPERATORS, and no others: the linker leaves those out.
 //
-// ExecuTorch generates such a file too, by a generator that is in its sources alone. Here templates do it, over
-// declarations that CMake takes from the list.
+// ExecuTorch generates such a file too, but its generator is only in its sources. Here templates do it, over declarations that
+// CMake makes from the list.
 #include <executorch/runtime/core/evalue.h>
 #include <executorch/runtime/core/exec_aten/exec_aten.h>
 #include <executorch/runtime/kernel/kernel_runtime_context.h>
@@ -40,7 +40,7 @@ namespace {
 
 namespace et = ::executorch::runtime;
 
-// What a kernel takes, of a value of a program.
+// Conversion of a program's value to a kernel's argument.
 template <class T>
 struct Argument {
   static T of(et::EValue& value) { return value.to<T>(); }
@@ -68,7 +68,7 @@ struct Boxed<Result(Context&, Types...)> {
   }
   template <Result (*kernel)(Context&, Types...)>
   static void call(Context& context, et::Span<et::EValue*> stack) {
-    // As ExecuTorch does around its kernels: an allocation that fails is an error of that step.
+    // As ExecuTorch does around its kernels: a failed allocation is an error of that step.
     try {
       call<kernel>(context, stack, std::index_sequence_for<Types...>());
     } catch (...) {

@@ -30,7 +30,7 @@ bool is_floating(ScalarType type) {
   return type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16;
 }
 
-// What is not as the manifest says of a tensor, or nothing. Dynamic sizes are given at their upper bound.
+// The difference between a tensor and the manifest, or nothing. Dynamic sizes are given at their upper bound.
 std::string tensor_problem(const et::Result<et::TensorInfo>& found, const char* what, const std::vector<int64_t>& shape, bool floats) {
   if (!found.ok()) return "takes or returns something else than tensors";
   const auto sizes = found->sizes();
@@ -42,12 +42,12 @@ std::string tensor_problem(const et::Result<et::TensorInfo>& found, const char* 
   return "takes " + std::string(what) + " " + shape_text(sizes) + ", not " + (floats ? "floating [" : "int64 [") + text + "]";
 }
 
-// The same of what a step takes besides tokens and their position.
+// The difference between a step's other inputs and the manifest, or nothing.
 std::string further_problem(const et::MethodMeta& meta, const MethodSpec& method, const std::optional<EmbedsSpec>& embeds) {
   for (size_t index = 2; index < method.inputs.size(); ++index) {
     const std::string& name = method.inputs[index];
     std::vector<int64_t> shape;
-    if (method.takes_encoded) continue;  // an encoder's, of any size up to its longest
+    if (method.takes_encoded) continue;  // an encoder's output, of any size up to its longest
     if (name == "rope_deltas") {
       shape = {1};
     } else if (name == "position_ids" && method.takes_embeds) {
@@ -63,7 +63,7 @@ std::string further_problem(const et::MethodMeta& meta, const MethodSpec& method
   return {};
 }
 
-// What is not as `Program::open` says, or nothing.
+// The violated condition of `Program::open`, or nothing.
 std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& method, const Manifest& manifest) {
   const int64_t logits_size = manifest.logits_size;
   const size_t inputs = method.takes_encoded ? 4 : std::max<size_t>(2, method.inputs.size());
@@ -96,7 +96,7 @@ std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& meth
   return {};
 }
 
-// The same of a tensor's number of values, whatever its dimensions, and its dtype.
+// The difference in a tensor's number of values, for any dimensions, and dtype, or nothing.
 bool gives(const et::Result<et::TensorInfo>& found, int64_t count) {
   if (!found.ok() || !is_floating(found->scalar_type())) return false;
   for (const int32_t size : found->sizes()) {
@@ -115,7 +115,7 @@ ScalarType type_of(const std::string& dtype) {
                                : ScalarType::Bool;
 }
 
-// Whether encoders and `embed` take and give what the manifest says.
+// Check the inputs and outputs of encoders and `embed`.
 Status check_items(Engine& engine, const Manifest& manifest) {
   const auto refused = [&manifest](const std::string& method, const std::string& what) {
     return fail(ErrorCode::kBundle, "method '", method, "' of ", manifest.program_path(), " ", what,
@@ -149,7 +149,7 @@ Status check_items(Engine& engine, const Manifest& manifest) {
   return {};
 }
 
-// The last `count` values of each of so many rows.
+// The last `count` values of each row.
 template <class T>
 void copy_floats(const executorch::aten::Tensor& tensor, size_t rows, size_t count, std::vector<float>& values) {
   const size_t size = static_cast<size_t>(tensor.numel()) / rows;
@@ -178,14 +178,14 @@ std::vector<uint8_t> bytes_as(std::span<const float> values) {
   return bytes;
 }
 
-// Numbers in a program's dtype.
+// Values in a program's dtype.
 std::vector<uint8_t> bytes_of(std::span<const float> values, ScalarType type) {
   if (type == ScalarType::Half) return bytes_as<executorch::aten::Half>(values);
   if (type == ScalarType::BFloat16) return bytes_as<executorch::aten::BFloat16>(values);
   return bytes_as<float>(values);
 }
 
-// The runtime's tensors have no const view; a method does not write to its inputs.
+// The runtime's tensors have no const view, but a method does not write to its inputs.
 executorch::extension::TensorPtr view(const void* data, std::vector<int32_t> sizes, ScalarType type = ScalarType::Long) {
   return executorch::extension::from_blob(const_cast<void*>(data), std::move(sizes), type);
 }
@@ -245,7 +245,7 @@ const MethodSpec* Program::method_for(int64_t length, int64_t end, Need need) co
     if (need.scores ? method.scored_tokens < length : method.only_scores()) continue;
     if (method.takes_encoded ? !need.has_encoded : need.encodes) continue;
     if (length < method.min_length || length > method.max_length || end > reads(method)) continue;
-    // Of those that serve, the one that reads and takes least.
+    // Of the suitable methods, the one that reads and takes least.
     if (best == nullptr || std::pair(reads(method), method.max_length) < std::pair(reads(*best), best->max_length)) best = &method;
   }
   return best;
@@ -272,7 +272,7 @@ void Program::clear_cache() const { engine_->clear_cache(); }
 Status Program::run(const MethodSpec& method, const Step& step, size_t scored, std::vector<float>& logits) {
   const auto length = static_cast<int32_t>(step.length), rows = static_cast<int32_t>(step.positions.size());
   std::vector<executorch::extension::TensorPtr> tensors;
-  std::vector<uint8_t> embeds;  // while the method runs
+  std::vector<uint8_t> embeds;  // used while the method runs
   if (method.takes_embeds) {
     const auto meta = engine_->meta(method.name);
     const ScalarType type = meta->input_tensor_meta(0)->scalar_type();

@@ -10,7 +10,7 @@
 namespace exportable_cache {
 namespace {
 
-// Fields of the tables of ExecuTorch's program.fbs and XNNPACK's schema.fbs, by their place in them.
+// Fields of the tables of ExecuTorch's program.fbs and XNNPACK's schema.fbs, by their index.
 constexpr int kPlans = 1, kSegments = 4, kNamedData = 7;
 constexpr int kName = 0, kValues = 2, kInputs = 3, kOutputs = 4, kChains = 5, kOperators = 6, kDelegates = 7;
 constexpr int kInstructions = 2;
@@ -20,12 +20,12 @@ constexpr int kConstants = 8, kConstantName = 2;
 // The unions of values and of instructions.
 enum Value { kTensor = 5, kString = 6, kTensorList = 10, kOptionalTensorList = 11 };
 enum Instruction { kKernelCall = 1, kDelegateCall = 2, kMove = 3, kJump = 4, kFree = 5 };
-// Where the file's own header says that segments begin, and XNNPACK's where its tables do.
+// Offsets of the segments in the file's header, and of the tables in XNNPACK's.
 constexpr uint64_t kSegmentBase = 24, kXnnpackTables = 10;
-// How often a file may be read in all: tables can share lists and names, and many that share a long one take for ever.
+// The limit of total reads, in multiples of the file, because tables can share lists, and many that share a long one take very long.
 constexpr uint64_t kTimes = 16, kAtLeast = 1 << 16;
 
-// The file, and the first thing that is wrong with it: what is read behind its end is 0, so that readers need not stop.
+// The file, and its first problem: a read past its end returns 0, so that readers need not stop.
 class Bytes {
  public:
   explicit Bytes(std::span<const uint8_t> bytes) : bytes_(bytes), left_(kTimes * bytes.size() + kAtLeast) {}
@@ -36,7 +36,7 @@ class Bytes {
   T number(uint64_t at) {
     T value = 0;
     if (!has(at, sizeof(T))) {
-      complain("a place in it is behind its end");
+      complain("an offset in it is past its end");
     } else {
       std::memcpy(&value, bytes_.data() + at, sizeof(T));
     }
@@ -45,14 +45,14 @@ class Bytes {
 
   std::string_view text(uint64_t at, uint64_t size) {
     if (!has(at, size)) {
-      complain("a place in it is behind its end");
+      complain("an offset in it is past its end");
       return {};
     }
     if (!spend(size)) return {};
     return {reinterpret_cast<const char*>(bytes_.data()) + at, static_cast<size_t>(size)};
   }
 
-  // Whether so many bytes of a list or a name, which are in the file, may still be read.
+  // True if that many more bytes of lists and names in the file may be read.
   bool spend(uint64_t size) {
     if (size > left_) {
       left_ = 0;
@@ -106,18 +106,18 @@ class Table {
     return found;
   }
 
-  // A text, "" for one that is not stored.
+  // A string, "" if it is not stored.
   std::string text(int field) const {
     const uint64_t at = place(field);
     if (at == 0) return {};
     const uint64_t start = indirect(at);
     const std::string_view found = file_->text(start + 4, file_->number<uint32_t>(start));
-    if (valid_utf8(found) != found.size()) file_->complain("a name is no UTF-8");
+    if (valid_utf8(found) != found.size()) file_->complain("a name is not valid UTF-8");
     return std::string(found);
   }
 
  private:
-  // Where a field is, 0 for one that is not stored.
+  // The offset of a field, 0 if it is not stored.
   uint64_t place(int field) const {
     if (at_ == 0) return 0;
     const auto fields = static_cast<uint64_t>(static_cast<int64_t>(at_) - file_->number<int32_t>(at_));
@@ -129,7 +129,7 @@ class Table {
 
   uint64_t indirect(uint64_t at) const { return at + file_->number<uint32_t>(at); }
 
-  // Where a list of four bytes each begins, and how many there are.
+  // The offset and the size of a list of four-byte elements.
   std::pair<uint64_t, uint64_t> vector(int field) const {
     const uint64_t at = place(field);
     if (at == 0) return {0, 0};
@@ -153,7 +153,7 @@ void within(Bytes& file, const std::vector<int32_t>& indices, size_t size, const
   }
 }
 
-// Names of the weights that XNNPACK looks for, of a payload in a segment.
+// Names of the weights that XNNPACK looks up, for a payload in a segment.
 void check_payload(Bytes& file, const std::vector<Table>& segments, const Table& processed) {
   if (processed.is_null() || processed.number<uint8_t>(0) == 0) return;
   const auto index = processed.number<uint32_t>(1);
@@ -197,14 +197,14 @@ void check_instruction(Bytes& file, const Table& instruction, const Sizes& sizes
     case kMove: return within(file, {call.number(0), call.number(1)}, sizes.values, what);
     case kJump:
       within(file, {call.number(0)}, sizes.values, what);
-      // One past the last ends the method.
+      // An index one past the last instruction ends the method.
       return within(file, {call.number(1)}, sizes.instructions + 1, what);
     case kFree: return within(file, {call.number(0)}, sizes.values, what);
     default: file.complain(what + " is of kind " + std::to_string(kind) + ", which there is not");
   }
 }
 
-// Of a method of a file that was checked, what `read` gives of its plan.
+// The result of `read` for the plan of a method, in a checked file.
 template <class Read>
 std::set<std::string> of_plan(std::span<const uint8_t> bytes, const std::string& method, Read read) {
   Bytes file(bytes);

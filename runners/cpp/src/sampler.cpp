@@ -38,7 +38,7 @@ int64_t Sampler::choose(std::span<const float> logits, std::span<const uint32_t>
   candidates_.clear();
   for (size_t token = 0; token < logits.size(); ++token) {
     if (!may_come(token)) continue;
-    // In double, with the largest at zero: no temperature above 0 overflows, and the largest keeps a weight of 1.
+    // In double, with the largest logit at zero, so that no temperature above 0 overflows and the largest keeps a weight of 1.
     const double difference = static_cast<double>(logits[token]) - static_cast<double>(logits[largest]);
     candidates_.emplace_back(difference == 0 ? 1.0 : std::exp(difference / sampling_.temperature), static_cast<int64_t>(token));
   }
@@ -54,16 +54,16 @@ int64_t Sampler::choose(std::span<const float> logits, std::span<const uint32_t>
   double total = 0;
   for (const auto& [weight, token] : candidates_) total += weight;
   if (sampling_.top_p) {
-    // A token stays while those before it have not reached top_p, so the first always does.
+    // A token stays while those before it have not reached top_p, so the first always stays.
     double before = 0;
     size_t kept = 0;
     while (kept < candidates_.size() && before < *sampling_.top_p * total) before += candidates_[kept++].first;
     candidates_.resize(kept);
     total = before;
   }
-  // 53 random bits as a number in [0, 1): std::uniform_real_distribution differs between standard libraries.
+  // 53 random bits as a number in [0, 1), because std::uniform_real_distribution differs between standard libraries.
   double left = static_cast<double>(generator_() >> 11) * 0x1p-53 * total;
-  auto chosen = static_cast<int64_t>(largest);  // where rounding leaves something over past the last weight
+  auto chosen = static_cast<int64_t>(largest);  // used if rounding leaves a remainder past the last weight
   for (const auto& [weight, token] : candidates_) {
     if (weight == 0) continue;
     chosen = token;

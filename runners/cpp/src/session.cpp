@@ -78,7 +78,7 @@ Result<std::span<const float>> Session::prefill(std::span<const int64_t> tokens,
                 " tokens, so the next position is at most ", length_, "; feed the tokens between first");
   }
   if (start < 0) return fail(ErrorCode::kInput, "position is ", start, "; it must be from 0 to ", length_);
-  // Position 0 is a new sequence: nothing of what was there is needed.
+  // Position 0 is a new sequence, which needs no earlier token.
   if (start > 0) {
     if (const Status status = check_rewind(length_ - start); !status.ok()) return status.error();
   }
@@ -140,13 +140,13 @@ Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens, bo
       step.tokens = tokens.subspan(first, count);
       step.rope_delta = rope_delta(placed_, length_);
     }
-    // Before the run: should it fail halfway, slots may have been written.
+    // Set before the run, because a run that fails halfway may have written slots.
     max_len_ever_ = std::max(max_len_ever_, length_ + size);
     if (const Status status = program_.run(*method, step, 1, logits_); !status.ok()) return status.error();
     length_ += size;
     done += size;
     if (places.placed.empty()) continue;
-    // Those whose tokens were fed, and no others: a step may fail.
+    // Only those whose tokens were fed, because a step may fail.
     placed_ = before;
     for (const Placed& item : places.placed) {
       if (item.start < done) placed_.push_back({item.start + start, item.end + start, item.delta + delta});
@@ -244,7 +244,7 @@ Status Session::encode_input(std::span<const float> values) {
     std::string shape;
     for (const int64_t size : encoder.shape) shape += (shape.empty() ? "" : ", ") + (size > 0 ? std::to_string(size) : "length");
     return fail(ErrorCode::kInput, "the encoder takes ", encoder.input, " [1, ", shape, "] with a length of ", encoder.min_length, " to ",
-                encoder.max_length, " in whole frames of ", encoder.multiple, ", got ", count, " numbers; cut or pad the sound");
+                encoder.max_length, " in whole frames of ", encoder.multiple, ", got ", count, " numbers; cut or pad the audio");
   }
   std::vector<int32_t> sizes{1};
   for (const int64_t size : encoder.shape) sizes.push_back(static_cast<int32_t>(size > 0 ? size : length));
@@ -271,7 +271,7 @@ std::span<const int64_t> Session::propose(std::span<const int64_t> context, cons
 Status Session::save_state(const std::string& path) const {
   const auto cache = program_.cache();
   if (cache.empty()) {
-    return fail(ErrorCode::kBundle, manifest_.program_path(), " does not keep its cache apart from what it computes; export it again");
+    return fail(ErrorCode::kBundle, manifest_.program_path(), " does not store its cache separately; export it again");
   }
   return write_state(path, manifest_.program_sha256, {length_, max_len_ever_, pending_, placed_}, cache);
 }
@@ -306,7 +306,7 @@ Status Session::check_rewind(int64_t tokens) const {
   if (tokens > length_) {
     return fail(ErrorCode::kInput, "cannot rewind ", tokens, " tokens, the cache holds ", length_, "; rewind at most ", length_);
   }
-  // A row that is left with no token starts anew, whatever its layers keep.
+  // A row without tokens restarts, so its layers need not keep anything.
   if (tokens == length_) return {};
   const auto [allowed, reason] = limits_.max_rollback(length_, max_len_ever_);
   if (tokens > allowed) {

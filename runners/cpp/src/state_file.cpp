@@ -14,12 +14,12 @@
 namespace exportable_cache {
 namespace {
 
-// Everything is in the byte order of the processors there are; the last byte is the format's version.
+// Values are in the processor's byte order; the last byte is the format's version.
 static_assert(std::endian::native == std::endian::little);
 constexpr char kMagic[8] = {'E', 'C', 'S', 'T', 'A', 'T', 'E', 2};
 constexpr size_t kBlock = 4096;
 constexpr size_t kMostPlaced = 1 << 16;
-constexpr size_t kDigest = 64;  // sha256 in hexadecimal
+constexpr size_t kDigest = 64;  // SHA-256 in hexadecimal
 
 struct Header {
   char magic[8];
@@ -28,8 +28,8 @@ struct Header {
   int64_t max_len_ever;
   int64_t pending;      // -1 for none
   uint64_t memory;      // bytes of the cache
-  uint64_t runs;        // pieces of it, each with its place in front, behind
-  uint64_t placed;      // so many images
+  uint64_t runs;        // runs of non-zero memory, each with its offset before it
+  uint64_t placed;      // number of images
 };
 
 static_assert(sizeof(Placed) == 3 * sizeof(int64_t));
@@ -39,7 +39,7 @@ struct Run {
   uint64_t size;
 };
 
-// FNV-1a over words of eight bytes: finds damage, and is no seal.
+// FNV-1a over words of eight bytes: detects damage, not manipulation.
 class Checksum {
  public:
   void add(const void* data, size_t size) {
@@ -81,17 +81,17 @@ std::vector<Run> filled(std::span<const uint8_t> memory) {
 }
 
 Error damaged(const std::string& path, const char* what) {
-  return fail(ErrorCode::kInput, path, " holds no state that can be read: ", what, "; save it again");
+  return fail(ErrorCode::kInput, path, " is not a readable state: ", what, "; save it again");
 }
 
-// A file's bytes, if they are no more than the state of so much memory can be.
+// The bytes of a file, if they are not more than the state of that much memory.
 Result<std::vector<uint8_t>> bytes_of(const std::string& path, size_t memory) {
   const File file(std::fopen(path.c_str(), "rb"));
   struct stat status;
   if (!file || ::fstat(::fileno(file.get()), &status) != 0) {
     return fail(ErrorCode::kInput, "cannot read ", path, ": ", std::strerror(errno));
   }
-  if (!S_ISREG(status.st_mode)) return damaged(path, "it is no file");
+  if (!S_ISREG(status.st_mode)) return damaged(path, "it is not a regular file");
   const size_t most = sizeof(Header) + memory + (memory / kBlock + 1) * sizeof(Run) + kMostPlaced * sizeof(Placed) + sizeof(uint64_t);
   const auto size = static_cast<uint64_t>(status.st_size);
   if (size > most) return damaged(path, "it is larger than the cache");
@@ -108,7 +108,7 @@ Status write_state(const std::string& path, const std::string& program, const Pl
   }
   struct stat status;
   if (::stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode)) {
-    return fail(ErrorCode::kInput, "cannot write ", path, ": it is no file, and would be replaced; choose another path");
+    return fail(ErrorCode::kInput, "cannot write ", path, ": it is not a regular file, and would be replaced; choose another path");
   }
   const std::vector<Run> runs = filled(memory);
   Header header{};
@@ -128,7 +128,7 @@ Status write_state(const std::string& path, const std::string& program, const Pl
     File file(std::fopen(beside.c_str(), "wb"));
     const auto put = [&](const void* data, size_t size) {
       checksum.add(data, size);
-      // A list without members has no address, which fwrite wants.
+      // An empty list has no address, which fwrite requires.
       return size == 0 || std::fwrite(data, 1, size, file.get()) == size;
     };
     good = file != nullptr && put(&header, sizeof header) && put(place.placed.data(), place.placed.size() * sizeof(Placed));
@@ -153,11 +153,11 @@ Result<Place> read_state(const std::string& path, const std::string& program, st
   uint64_t sum;
   if (bytes->size() < sizeof header + sizeof sum) return damaged(path, "it ends early");
   std::memcpy(&header, bytes->data(), sizeof header);
-  if (std::memcmp(header.magic, kMagic, sizeof kMagic) != 0) return damaged(path, "it begins as no state of this version does");
+  if (std::memcmp(header.magic, kMagic, sizeof kMagic) != 0) return damaged(path, "it is not a state of this version");
   const size_t end = bytes->size() - sizeof sum;
   std::memcpy(&sum, bytes->data() + end, sizeof sum);
   Checksum checksum;
-  // In the pieces in which it was written.
+  // Read in the runs in which it was written.
   size_t at = sizeof header;
   checksum.add(&header, sizeof header);
   if (header.placed > (end - at) / sizeof(Placed)) return damaged(path, "it ends early");
@@ -167,7 +167,7 @@ Result<Place> read_state(const std::string& path, const std::string& program, st
   checksum.add(bytes->data() + at, listed);
   at += listed;
   std::vector<std::pair<Run, size_t>> runs;
-  uint64_t behind = 0;  // of the run before
+  uint64_t behind = 0;  // end of the previous run
   for (uint64_t index = 0; index < header.runs; ++index) {
     Run run;
     if (end - at < sizeof run) return damaged(path, "it ends early");
@@ -175,7 +175,7 @@ Result<Place> read_state(const std::string& path, const std::string& program, st
     checksum.add(&run, sizeof run);
     at += sizeof run;
     if (run.offset < behind || run.offset > header.memory || run.size > header.memory - run.offset) {
-      return damaged(path, "a piece lies outside");
+      return damaged(path, "a run lies outside the cache");
     }
     if (end - at < run.size) return damaged(path, "it ends early");
     checksum.add(bytes->data() + at, run.size);
@@ -183,14 +183,14 @@ Result<Place> read_state(const std::string& path, const std::string& program, st
     at += run.size;
     behind = run.offset + run.size;
   }
-  if (at != end || checksum.value() != sum) return damaged(path, "its checksum is another");
+  if (at != end || checksum.value() != sum) return damaged(path, "its checksum does not match");
   const std::string saved(header.program, strnlen(header.program, kDigest));
   if (saved != program || header.memory != memory.size()) {
     return fail(ErrorCode::kInput, path, " is the state of another program (", saved.substr(0, 12), "..., this is ", program.substr(0, 12),
                 "...); load it with the bundle that it was saved with");
   }
   Place place{header.length, header.max_len_ever, header.pending < 0 ? std::nullopt : std::optional(header.pending), std::move(placed)};
-  if (place.length < 0 || place.max_len_ever < place.length || !accepts(place)) return damaged(path, "its lengths are none");
+  if (place.length < 0 || place.max_len_ever < place.length || !accepts(place)) return damaged(path, "its lengths are invalid");
   clear();
   for (const auto& [run, from] : runs) std::memcpy(memory.data() + run.offset, bytes->data() + from, run.size);
   return place;

@@ -1,4 +1,4 @@
-// A session's state as a file: what its cache holds, without the pages that nothing was written to.
+// A session's state as a file: the contents of its cache, without pages that were never written.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace exportable_cache {
 
-/// Where a session is.
+/// Position of a session.
 struct Place {
   int64_t length = 0;
   int64_t max_len_ever = 0;
@@ -21,14 +21,14 @@ struct Place {
   std::vector<Placed> placed{};
 };
 
-/// Write a state, whole or not at all: beside `path` first, then put in its place.
+/// Write a state atomically: to a file next to `path`, which is then renamed.
 ///
 /// `program` is the checksum of the program that `memory` belongs to. Error kInput if the file cannot be written.
 Status write_state(const std::string& path, const std::string& program, const Place& place, std::span<const uint8_t> memory);
 
-/// Read a state into `memory`, which `clear` fills with zeros, if the session `accepts` its place.
+/// Read a state into `memory`, which `clear` fills with zeros, if the session `accepts` its position.
 ///
-/// Error kInput if the file cannot be read, is damaged, or is of another program; `memory` is as it was then.
+/// Error kInput if the file cannot be read, is damaged, or is of another program; `memory` is unchanged then.
 Result<Place> read_state(const std::string& path, const std::string& program, std::span<uint8_t> memory,
                          const std::function<bool(const Place&)>& accepts, const std::function<void()>& clear);
 

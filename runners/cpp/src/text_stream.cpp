@@ -8,7 +8,7 @@
 namespace exportable_cache {
 namespace {
 
-// Length of the longest end of `text` that begins `string` without completing it.
+// Length of the longest suffix of `text` that is a proper prefix of `string`.
 size_t overlap(std::string_view text, std::string_view string) {
   for (size_t size = std::min(text.size(), string.size() - 1); size > 0; --size) {
     if (text.ends_with(string.substr(0, size))) return size;
@@ -72,7 +72,7 @@ std::string StopStrings::look_ahead(std::string_view text) {
 }
 
 std::string StopStrings::stop_ahead(size_t added) {
-  // A string that ends in what was added begins at most its length before that.
+  // A string that ends in the added text begins at most its length before that.
   const auto find = [&](const std::string& whole) {
     const size_t end = whole.size() - std::min(whole.size(), added + longest_);
     size_t found = std::string::npos;

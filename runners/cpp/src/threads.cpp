@@ -7,7 +7,7 @@
 namespace exportable_cache {
 namespace {
 
-// A number of digits too many would start threads until there is no memory.
+// A mistyped number would start threads until memory is exhausted.
 constexpr int64_t kMostThreads = 512;
 
 }  // namespace
@@ -29,7 +29,7 @@ Status set_threads(int64_t count) {
   auto* const pool = executorch::extension::threadpool::get_threadpool();
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-  // Nothing of this library holds the pool now, which is what makes it unsafe.
+  // Unsafe while the pool is in use, but this library does not use it now.
   const bool done = pool != nullptr && pool->_unsafe_reset_threadpool(static_cast<uint32_t>(count));
 #pragma GCC diagnostic pop
   if (!done) return fail(ErrorCode::kRuntime, "ExecuTorch could not make a pool of ", count, " threads; it has ", threads());

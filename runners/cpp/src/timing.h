@@ -1,4 +1,4 @@
-// How long a generation takes.
+// Time measurement of a generation.
 #pragma once
 
 #include <chrono>

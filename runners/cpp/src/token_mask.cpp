@@ -12,11 +12,11 @@ Result<bool> TokenMask::ask(std::span<const int64_t> tokens) {
   std::fill(words_.begin(), words_.end(), 0);
   const Result<bool> goes_on = allow_(tokens, words_);
   if (!goes_on.ok() || !*goes_on) return goes_on;
-  // What there are no tokens for allows none.
+  // Bits past the vocabulary are cleared.
   if (vocabulary_ % 32 != 0) words_.back() &= (uint32_t{1} << vocabulary_ % 32) - 1;
   if (std::any_of(words_.begin(), words_.end(), [](uint32_t word) { return word != 0; })) return true;
   return fail(ErrorCode::kInput, "allowed_tokens allows none of ", vocabulary_, " tokens after ", tokens.size(),
-              " new ones; allow an end token, or say that the answer is whole");
+              " new ones; allow an end token, or return false to end the response");
 }
 
 }  // namespace exportable_cache

@@ -1,4 +1,4 @@
-// The tokens that may come next.
+// The mask of allowed tokens.
 #pragma once
 
 #include <vector>
@@ -9,10 +9,10 @@ namespace exportable_cache {
 
 class TokenMask {
  public:
-  /// `allow` is empty where every token may come, and outlives this.
+  /// `allow` is empty if every token is allowed, and must outlive this.
   TokenMask(const AllowTokens& allow, size_t vocabulary);
 
-  /// Whether the answer goes on, after the tokens chosen so far. Error kInput if none may come; otherwise what `allow` says.
+  /// True if the response continues after the tokens chosen so far. Error kInput if no token is allowed, or the error of `allow`.
   Result<bool> ask(std::span<const int64_t> tokens);
 
   /// For `Sampler::choose`.

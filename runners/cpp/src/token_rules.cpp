@@ -113,7 +113,7 @@ Result<std::span<const float>> TokenRules::apply(std::span<const float> logits, 
     if (scores_[token] != kNever && (mask.empty() || (mask[token / 32] >> (token % 32) & 1) != 0)) return std::span<const float>(scores_);
   }
   if (!mask.empty()) return logits;
-  return fail(ErrorCode::kInput, "the generation config of the checkpoint leaves no token that may come next; ",
+  return fail(ErrorCode::kInput, "the generation config of the checkpoint allows no next token; ",
               "correct generation_config.json, and export the model again");
 }
 

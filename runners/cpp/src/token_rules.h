@@ -1,4 +1,4 @@
-// A checkpoint's settings at work on the logits of one row.
+// Applies a checkpoint's generation settings to the logits of one row.
 #pragma once
 
 #include <optional>
@@ -9,25 +9,25 @@
 
 namespace exportable_cache {
 
-/// Where the generation of a row begins.
+/// Start of a row's generation.
 struct RowStart {
   int64_t held = 0;                 // tokens in the cache before the prompt
   int64_t prompt = 0;               // tokens of the prompt
-  std::optional<int64_t> limit{};   // most new tokens
-  std::vector<int64_t> encoded{};   // what the encoder was given, of a text decoder the prompt; nothing where that is no text
+  std::optional<int64_t> limit{};   // the limit of new tokens
+  std::vector<int64_t> encoded{};   // input of the encoder, or the prompt of a decoder-only model; empty if that is not text
 };
 
-/// The limit of new tokens: what was asked for, or else the checkpoint's. Error kInput if its limit of all tokens is reached.
+/// The limit of new tokens: the requested one, otherwise the checkpoint's. Error kInput if its limit of all tokens is reached.
 Result<std::optional<int64_t>> limit_of(const Manifest& manifest, std::optional<int64_t> asked, int64_t tokens);
 
 class TokenRules {
  public:
-  /// `manifest` outlives this.
+  /// `manifest` must outlive this.
   TokenRules(const Manifest& manifest, RowStart start) : manifest_(manifest), start_(std::move(start)) {}
 
-  /// Logits as the settings leave them, valid until the next call: in the order of `GenerationMixin._get_logits_processor` of
-  /// transformers. `tokens` are the prompt's, and those chosen so far; `mask` is that of `Sampler::choose`, whose tokens come
-  /// before the settings: where these leave none of them, they do not count.
+  /// Logits after the settings, valid until the next call, in the order of `GenerationMixin._get_logits_processor` of transformers.
+  /// `tokens` are the prompt's and those chosen so far; `mask` is that of `Sampler::choose`. The mask takes precedence: settings that
+  /// would leave none of its tokens are ignored.
   ///
   /// Error kInput if no token is left.
   Result<std::span<const float>> apply(std::span<const float> logits, std::span<const int64_t> tokens, std::span<const uint32_t> mask);

@@ -1,4 +1,4 @@
-// The one file that is compiled with exceptions where there are any: ExecuTorch's reader may throw, and it stops here.
+// The only file that is compiled with exceptions, if there are any: ExecuTorch's reader may throw, which is caught here.
 #include <exportable_cache/tokenizer.h>
 
 #include <pytorch/tokenizers/tokenizer.h>
@@ -28,18 +28,18 @@ std::unique_ptr<tokenizers::Tokenizer> load_tokenizer(
 namespace exportable_cache {
 namespace {
 
-// The reader of a tokenizer.json, or nothing if it is none that ExecuTorch reads.
+// The reader of a tokenizer.json, or nothing if ExecuTorch does not support it.
 std::unique_ptr<tokenizers::Tokenizer> read(const std::string& path) {
 #if defined(EC_HF_TOKENIZER)
   auto reader = std::make_unique<tokenizers::HFTokenizer>();
   return reader->load(path) == tokenizers::Error::Ok ? std::move(reader) : nullptr;
 #else
-  // It tries other formats, too. Of the wheel, which lacks headers that the reader of this one includes, no more can be called.
+  // It tries other formats, too. The wheel lacks headers that this format's reader includes, so no other function can be called.
   return executorch::extension::llm::load_tokenizer(path);
 #endif
 }
 
-// Runs `call`, with an exception as an error.
+// Run `call`, with an exception as an error.
 template <class T, class Call>
 Result<T> guarded(const char* what, const Call& call) {
 #if defined(__cpp_exceptions)
@@ -74,12 +74,12 @@ Result<Tokenizer> Tokenizer::open(const std::string& path) {
 }
 
 Result<std::vector<int64_t>> Tokenizer::encode(const std::string& text, bool starts) const {
-  // Readers drop what they cannot read.
+  // Readers drop characters that they cannot encode.
   if (const size_t valid = valid_utf8(text); valid != text.size()) {
-    return fail(ErrorCode::kInput, "the text is no UTF-8 at byte ", valid, " of ", text.size(), "; pass UTF-8");
+    return fail(ErrorCode::kInput, "the text is not valid UTF-8 at byte ", valid, " of ", text.size(), "; pass UTF-8");
   }
   return guarded<std::vector<int64_t>>("encode", [&]() -> Result<std::vector<int64_t>> {
-    // An empty text is refused by some readers and gives special tokens from others; here it is no token.
+    // Some readers refuse an empty text and others return special tokens; here it has no tokens.
     if (text.empty()) return std::vector<int64_t>();
     const auto ids = reader_->encode(text, starts ? 1 : 0, 0);
     if (!ids.ok()) {

@@ -1,4 +1,4 @@
-// What tests/runners/test_cpp.py drives: one command per line on stdin, one reply per line on stdout.
+// Driver of tests/runners/test_cpp.py: one command per line on stdin, one reply per line on stdout.
 //
 // Fields are separated by tabs, text is in hexadecimal. A reply is "ok" with values, or "error", the kind and the message.
 #include <cstdlib>
@@ -110,7 +110,7 @@ std::optional<int64_t> position_of(const Fields& fields) {
   return fields.size() > 2 ? std::optional(integer(fields[2])) : std::nullopt;
 }
 
-// Prompts "1 2 3,4 5", a row each.
+// Prompts "1 2 3,4 5", one per row.
 std::vector<std::vector<int64_t>> rows_of(const std::string& text) {
   std::vector<std::vector<int64_t>> rows;
   std::istringstream parts(text);
@@ -118,7 +118,7 @@ std::vector<std::vector<int64_t>> rows_of(const std::string& text) {
   return rows;
 }
 
-// Of each row: tokens, what ended it, what the callback was given, and tokens of the prompt.
+// Per row: tokens, stop reason, the callback's arguments, and the number of prompt tokens.
 void reply(const Result<std::vector<Generation>>& answers, const std::vector<std::string>& given) {
   if (!answers.ok()) return reply(answers.error());
   Fields fields;
@@ -300,7 +300,7 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
      }},
     {"sample", [](const Fields& fields) {
        std::vector<float> logits;
-       // By strtof, which reads infinities too.
+       // Parsed by strtof, which reads infinities too.
        std::istringstream words(fields[1]);
        for (std::string word; words >> word;) logits.push_back(std::strtof(word.c_str(), nullptr));
        Result<Sampler> sampler = Sampler::make(options_of(fields, 3).sampling);

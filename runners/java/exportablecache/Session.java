@@ -9,41 +9,41 @@ import java.util.function.LongPredicate;
 import java.util.function.Predicate;
 
 /**
- * A program and its position, on the C interface (exportable_cache.h): from Java and Kotlin, on a desktop or on Android.
+ * A program and its position, over the C interface (exportable_cache.h), for Java and Kotlin on a desktop or on Android.
  *
- * <p>Used by one thread at a time, but for {@link #cancel}. Close it: its cache is not the garbage collector's.
+ * <p>Use it in one thread at a time, except for {@link #cancel}. Close it, because the garbage collector does not free its cache.
  */
 public final class Session implements AutoCloseable {
   static {
     System.loadLibrary("exportable_cache_jni");
   }
 
-  /** Which tokens may come next, called once before each choice. */
+  /** The allowed next tokens, called once before each choice. */
   public interface AllowedTokens {
     /**
-     * Set bit {@code token % 32} of {@code mask[token / 32]}, which was 0, for each token that may come after {@code tokens}: those
-     * chosen so far, the prompt not among them. False where the answer is whole, which ends it.
+     * Set bit {@code token % 32} of {@code mask[token / 32]}, initially 0, for each token that is allowed after {@code tokens}, the
+     * tokens chosen so far without the prompt. Return false if the response is complete, which ends it.
      */
     boolean allow(long[] tokens, int[] mask);
   }
 
-  /** How tokens are generated: greedy, and all that fits, unless told otherwise. */
+  /** Options of a generation; the default is greedy, with as many tokens as fit. */
   public static final class Options {
     public long maxNewTokens = 0; // 0: as many as fit
-    public double temperature = 0; // 0: always the likeliest token
-    public long topK = 0; // 0: all
-    public double topP = 1; // 1: all
-    public Long seed = null; // the same draws every time
+    public double temperature = 0; // 0: always the most probable token
+    public long topK = 0; // 0: no limit
+    public double topP = 1; // 1: no limit
+    public Long seed = null; // seed of the draws
     public long[] stopTokens = {};
     public String[] stopStrings = {};
-    public long promptLookup = 0; // most tokens proposed a step from the text itself; 0: none
-    public AllowedTokens allowedTokens = null; // null: all may come
+    public long promptLookup = 0; // most tokens proposed per step from the text itself; 0: none
+    public AllowedTokens allowedTokens = null; // null: all are allowed
   }
 
-  /** Why a generation ended, in the order of ec_stop. */
+  /** The reason why a generation ended, in the order of ec_stop. */
   public enum Stop { END_TOKEN, STOP_STRING, MAX_NEW_TOKENS, CACHE_FULL, CALLBACK, CANCELLED, WHOLE }
 
-  /** What came of a generation; seconds. */
+  /** Result of a generation; times in seconds. */
   public static final class Statistics {
     public final long promptTokens, generatedTokens, proposedTokens, acceptedTokens;
     public final double timeToFirstToken, decodeSeconds;
@@ -64,7 +64,7 @@ public final class Session implements AutoCloseable {
   public static final class Failure extends RuntimeException {
     private static final long serialVersionUID = 1;
 
-    /** An ec_status: 1 a wrong argument, 2 a full cache, 3 the bundle, 4 the runtime. */
+    /** An ec_status: 1 an invalid argument, 2 a full cache, 3 the bundle, 4 the runtime. */
     public final int status;
 
     Failure(int status, byte[] message) {
@@ -78,8 +78,8 @@ public final class Session implements AutoCloseable {
   private long handle;
 
   /**
-   * Threads that compute, in all sessions of this process, from 1 to 512; as many as there are cores until then. Before the first
-   * session is opened: another number is refused while one is open. No other call may run meanwhile.
+   * Set the compute threads of all sessions in this process, 1 to 512; the default is the number of cores. Call it before the first
+   * session is opened: another number is refused while one is open. No other call may run at the same time.
    */
   public static void setThreads(long threads) {
     threads(threads);
@@ -96,42 +96,42 @@ public final class Session implements AutoCloseable {
     handle = 0;
   }
 
-  /** Feed tokens after those that are held: logits of the last one. */
+  /** Feed tokens after the cached ones; returns the logits of the last one. */
   public float[] prefill(long[] tokens) {
     return prefill(open(), given("tokens", tokens));
   }
 
-  /** Give an encoder-decoder its input; the decoder begins anew. */
+  /** Encode an encoder-decoder's input; the decoder starts again. */
   public void encodeInput(long[] tokens) {
     encodeTokens(open(), given("tokens", tokens));
   }
 
-  /** Give a speech model's encoder the numbers that its processor makes; the decoder begins anew. */
+  /** Encode the values that a speech model's processor makes; the decoder starts again. */
   public void encodeInput(float[] values) {
     encodeValues(open(), given("values", values));
   }
 
-  /** Take back the newest tokens. */
+  /** Roll back the newest tokens. */
   public void rewind(long tokens) {
     rewind(open(), tokens);
   }
 
-  /** Start anew at position 0. */
+  /** Start again at position 0. */
   public void reset() {
     rewind(open(), length());
   }
 
-  /** Tokens that are held. */
+  /** The number of cached tokens. */
   public long length() {
     return lengths(open())[0];
   }
 
-  /** Tokens that can be held in all; -1 for any number. */
+  /** The limit of cached tokens; -1 for none. */
   public long maxLength() {
     return lengths(open())[1];
   }
 
-  /** Tokens that follow a prompt; the callback returns false to end it. */
+  /** Generate tokens after a prompt; the callback returns false to end it. */
   public Statistics generate(long[] prompt, Options options, LongPredicate onToken) {
     double[] seconds = new double[2];
     byte[][] stops = stops(options);
@@ -139,12 +139,12 @@ public final class Session implements AutoCloseable {
     return new Statistics(generate(open(), given("prompt", prompt), null, null, options, stops, onToken, seconds), seconds);
   }
 
-  /** Text that follows a text; the callback returns false to end it. */
+  /** Generate text after a text; the callback returns false to end it. */
   public Statistics generateText(String prompt, Options options, Predicate<String> onText) {
     return answer(bytes("prompt", prompt), null, options, onText);
   }
 
-  /** The answer to a question, in the turns of the model's chat template; {@code system} before the first one, or "". */
+  /** Respond to a question with the model's chat template; {@code system} comes before the first question, or is "". */
   public Statistics chat(String question, String system, Options options, Predicate<String> onText) {
     return answer(bytes("question", question), bytes("system", system), options, onText);
   }
@@ -161,17 +161,17 @@ public final class Session implements AutoCloseable {
     return tokenize(open(), bytes("text", text), starts);
   }
 
-  /** End the generation that is running, from any thread. */
+  /** End the running generation, from any thread. */
   public void cancel() {
     cancel(open());
   }
 
-  /** Write where the session is to a file. */
+  /** Save the session's state to a file. */
   public void saveState(String path) {
     state(open(), bytes("path", path), true);
   }
 
-  /** Go to where a session of this bundle was. */
+  /** Load a saved state of this bundle. */
   public void loadState(String path) {
     state(open(), bytes("path", path), false);
   }
@@ -181,7 +181,7 @@ public final class Session implements AutoCloseable {
     return handle;
   }
 
-  // Java's own encoding of strings for C is another one than UTF-8.
+  // Java's own encoding of strings for C differs from UTF-8.
   private static byte[] bytes(String name, String text) {
     int zero = given(name, text).indexOf('\0');
     if (zero >= 0) throw refused(name + " must have no zero character, where C takes it to end, got one at " + zero + "; leave it out");

@@ -1,4 +1,4 @@
-"""What calls raise."""
+"""Exceptions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Status(enum.IntEnum):
-    """Why a call failed (`ec_status`)."""
+    """The reason why a call failed (`ec_status`)."""
 
     INPUT = 1
     CACHE_FULL = 2
@@ -15,10 +15,10 @@ class Status(enum.IntEnum):
 
 
 class Failure(RuntimeError):
-    """A call that was refused or failed; the message has the value, the limit and the remedy.
+    """A call was refused or failed; the message has the value, the limit and the remedy.
 
     Attributes:
-        status: Why, by kind.
+        status: Kind of failure.
     """
 
     def __init__(self, status: Status, message: str) -> None:

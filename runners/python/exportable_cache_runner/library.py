@@ -24,15 +24,15 @@ from typing import Any
 
 from .failures import Failure, Status
 
-#: Names the library's file, where it is not beside this package.
+#: Environment variable with the path of the library, if it is not next to this package.
 VARIABLE = "EXPORTABLE_CACHE_RUNNER"
 FILE = "libexportable_cache.dylib" if sys.platform == "darwin" else "libexportable_cache.so"
-#: The first half of `EC_ABI_VERSION`; the second grows where something is added.
+#: Upper half of `EC_ABI_VERSION`; the lower half grows with additions.
 ABI = 1
 
 AllowTokens = CFUNCTYPE(c_int, POINTER(c_int64), c_size_t, POINTER(c_uint32), c_size_t, c_void_p)
 OnToken = CFUNCTYPE(c_int, c_int64, c_void_p)
-# A piece ends at its size: as `c_char_p` it would at its first zero byte.
+# A piece has a size; as `c_char_p` it would end at its first zero byte.
 OnText = CFUNCTYPE(c_int, c_void_p, c_size_t, c_void_p)
 
 
@@ -76,7 +76,7 @@ class StatisticsStruct(ctypes.Structure):
 
 _IDS = POINTER(c_int64)
 _HOW = [POINTER(OptionsStruct), OnText, c_void_p, POINTER(StatisticsStruct)]
-#: Arguments of the functions that give an `ec_status`.
+#: Arguments of the functions that return an `ec_status`.
 _ARGUMENTS: dict[str, list[Any]] = {
     "ec_set_threads": [c_int64],
     "ec_open": [c_char_p, POINTER(c_void_p)],
@@ -99,15 +99,15 @@ _ARGUMENTS: dict[str, list[Any]] = {
 
 
 def load_library(path: str | os.PathLike[str] | None = None) -> ctypes.CDLL:
-    """The library, with the types of its functions.
+    """Load the library, and declare the types of its functions.
 
     Args:
-        path: Its file; None for the one that the variable `EXPORTABLE_CACHE_RUNNER` names, the one beside this package,
-            or the one that the system's loader finds.
+        path: Path of the library; None for the variable `EXPORTABLE_CACHE_RUNNER`, otherwise the file next to this
+            package, otherwise the one that the system's loader finds.
 
     Raises:
-        Failure: If it cannot be loaded, is of another interface, or this process has ExecuTorch's Python bindings,
-            whose kernels it would register again.
+        Failure: If it cannot be loaded, has another interface, or this process has ExecuTorch's Python bindings, whose
+            kernels it would register again.
     """
     if "executorch.extension.pybindings._portable_lib" in sys.modules:
         raise Failure(
@@ -130,7 +130,7 @@ def load_library(path: str | os.PathLike[str] | None = None) -> ctypes.CDLL:
     if version() >> 16 != ABI:
         raise Failure(
             Status.RUNTIME,
-            f"{chosen} has version {version() >> 16} of the C interface, and this module knows {ABI}; take both from "
+            f"{chosen} has version {version() >> 16} of the C interface, and this module needs {ABI}; take both from "
             "one release",
         )
     library.ec_error.restype = c_char_p

@@ -1,4 +1,4 @@
-"""How tokens are generated, and what came of it."""
+"""Options and results of a generation."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from .failures import Failure, Status
 from .library import AllowTokens, OptionsStruct, StatisticsStruct
 
-#: Takes the tokens chosen so far, the prompt not among them, and a mask, 32-bit words that are 0: it sets bit
-#: `token % 32` of word `token // 32` for each that may come next, and gives False where the answer is whole.
+#: Callback that takes the tokens chosen so far, without the prompt, and a mask of zeroed 32-bit words. It sets bit
+#: `token % 32` of word `token // 32` for each allowed token, and returns False if the response is complete.
 AllowedTokens = Callable[[list[int], "array[int]"], bool]
 
 
 class Stop(enum.IntEnum):
-    """Why a generation ended (`ec_stop`)."""
+    """The reason why a generation ended (`ec_stop`)."""
 
     END_TOKEN = 0
     STOP_STRING = 1
@@ -31,13 +31,13 @@ class Stop(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Statistics:
-    """What came of a generation.
+    """Statistics of a generation.
 
     Attributes:
-        prompt_tokens, generated_tokens: How many there were.
-        time_to_first_token, decode_seconds: Of the prompt with the first choice, and of the tokens after it.
-        proposed_tokens, accepted_tokens: Of prompt lookup.
-        stop: Why it ended.
+        prompt_tokens, generated_tokens: Numbers of tokens.
+        time_to_first_token, decode_seconds: Seconds of the prompt with the first choice, and of the tokens after it.
+        proposed_tokens, accepted_tokens: Tokens of prompt lookup.
+        stop: The reason why it ended.
     """
 
     prompt_tokens: int
@@ -50,24 +50,24 @@ class Statistics:
 
     @classmethod
     def of(cls, found: StatisticsStruct) -> Statistics:
-        """What the library wrote."""
+        """Return the statistics that the library wrote."""
         values = {name: getattr(found, name) for name in cls.__dataclass_fields__ if name != "stop"}
         return cls(**values, stop=Stop(found.stop))
 
 
 @dataclass(frozen=True)
 class Options:
-    """How tokens are generated: greedily, and all that fit, unless told otherwise.
+    """Options of a generation; the default is greedy, with as many tokens as fit.
 
     Attributes:
-        max_new_tokens: None for as many as fit.
-        temperature: 0 for the likeliest token, always.
-        top_k: None for all.
-        top_p: 1 for all.
-        seed: The same draws every time.
-        stop_tokens, stop_strings: Besides the model's end tokens; strings end the text and are not given out.
-        prompt_lookup: Most tokens proposed in a step from the text itself; 0 for none.
-        allowed_tokens: Called before each choice, as `AllowedTokens` says; None where all may come.
+        max_new_tokens: The limit of new tokens; None for as many as fit.
+        temperature: Divisor of the logits; 0 for greedy decoding.
+        top_k: Sample from the k most probable tokens; None for all.
+        top_p: Sample from the fewest tokens that reach this probability; 1 for all.
+        seed: Seed of the draws.
+        stop_tokens, stop_strings: Stops in addition to the model's end tokens; strings are not returned.
+        prompt_lookup: Most tokens proposed per step from the text itself; 0 for none.
+        allowed_tokens: Called before each choice, see `AllowedTokens`; None if all are allowed.
     """
 
     max_new_tokens: int | None = None
@@ -81,7 +81,7 @@ class Options:
     allowed_tokens: AllowedTokens | None = None
 
     def __post_init__(self) -> None:
-        # To C, 0 means all; what is out of an integer's range would be cut off there.
+        # In C, 0 means no limit, and values out of an integer's range would be truncated.
         for name, value, least in (
             ("max_new_tokens", self.max_new_tokens, 1),
             ("top_k", self.top_k, 1),
@@ -89,12 +89,12 @@ class Options:
             *(("stop_tokens", token, 0) for token in self.stop_tokens),
         ):
             if value is not None and not least <= value < 2**63:
-                raise Failure(Status.INPUT, f"{name} is {value}; it is {least} or more, and below 2**63")
+                raise Failure(Status.INPUT, f"{name} must be from {least} to 2**63 - 1, got {value}")
         if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise Failure(Status.INPUT, f"seed is {self.seed}; it is 0 or more, and below 2**64")
+            raise Failure(Status.INPUT, f"seed must be from 0 to 2**64 - 1, got {self.seed}")
 
     def struct(self, failed: Callable[[BaseException], None]) -> OptionsStruct:
-        """For one call. What `allowed_tokens` raises goes to `failed`, and ends the generation."""
+        """Return the C structure for one call; `failed` is called with an exception of `allowed_tokens`."""
         found = OptionsStruct()
         found.size = ctypes.sizeof(found)
         found.max_new_tokens, found.top_k = self.max_new_tokens or 0, self.top_k or 0
@@ -110,10 +110,10 @@ class Options:
 
 
 def encoded(text: str) -> bytes:
-    """A text for C.
+    """Return a text encoded for C.
 
     Raises:
-        Failure: If it has a zero byte, where C would take it to end, or a half of a character.
+        Failure: If it has a zero byte, which ends a text in C, or half of a character.
     """
     if "\0" in text:
         raise Failure(Status.INPUT, f"the text has a zero byte at {text.index(chr(0))}; leave it out")
@@ -125,7 +125,7 @@ def encoded(text: str) -> bytes:
 
 def _taker(allowed: AllowedTokens, failed: Callable[[BaseException], None]) -> Callable[..., int]:
     def take(tokens: Any, count: int, mask: Any, words: int, user: Any) -> int:
-        # The library's own mask is gone after the call, whatever the callback keeps.
+        # A copy, because the library's mask is invalid after the call and the callback may keep it.
         bits = array("I", bytes(4 * words))
         try:
             goes_on = bool(allowed(tokens[:count], bits))

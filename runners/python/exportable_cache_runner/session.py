@@ -18,19 +18,19 @@ from .library import OnText, OnToken, StatisticsStruct, load_library
 from .options import Options, Statistics, encoded
 
 _FLOAT32 = 0
-#: Tokens that a text may have beyond its bytes before it is asked for a second time.
+#: Tokens that a text may have in addition to its bytes before a second call is needed.
 MORE_TOKENS = 8
-#: Formats of buffers, as `memoryview` has them, and bytes -> `ec_dtype`.
+#: Buffer formats of `memoryview`, and bytes -> `ec_dtype`.
 _DTYPES = {("f", 4): _FLOAT32, ("q", 8): 1, ("l", 8): 1}
 
 
 class Session:
-    """A bundle of the target `executorch`, open, and what its cache holds.
+    """An open bundle of the target `executorch`, and its cache.
 
-    One sequence; used by one thread at a time, but for `cancel`.
+    It has one sequence, and is used by one thread at a time, except for `cancel`.
 
-    Callbacks that return False end the generation; others, and what returns nothing, let it go on. What a callback
-    raises ends it, and is raised by the call. So is `KeyboardInterrupt`, at the next token.
+    A callback that returns False ends the generation; any other value, and None, continues it. An exception of a
+    callback ends it, and the call raises the exception. So does `KeyboardInterrupt`, at the next token.
     """
 
     def __init__(
@@ -42,21 +42,21 @@ class Session:
         """Open a bundle's folder, at position 0.
 
         Args:
-            folder: With `manifest.json` and the program.
-            library: The runner's file; see `load_library`.
-            threads: That compute, in all sessions of this process; None leaves them as they are, as many as there are
-                cores at first.
+            folder: Folder with `manifest.json` and the program.
+            library: Path of the runner's library; see `load_library`.
+            threads: Compute threads of all sessions in this process; None leaves them unchanged, initially the number
+                of cores.
 
         Raises:
-            Failure: If the bundle is missing, damaged, or not one the library runs, or `threads` is not what the open
-                sessions compute in.
+            Failure: If the bundle is missing, damaged or not supported, or `threads` differs from that of open
+                sessions.
         """
         self._library = load_library(library)
         self._busy, self._ending = threading.Lock(), threading.Lock()
         if threads is not None:
-            # What is out of an integer's range would be cut off in C, which knows how many there can be.
+            # Values out of an integer's range would be truncated in C, which checks the limit.
             if not -(2**63) <= threads < 2**63:
-                raise Failure(Status.INPUT, f"threads is {threads}; it must be of at most 64 bits")
+                raise Failure(Status.INPUT, f"threads must be an integer of 64 bits, got {threads}")
             self._check(self._library.ec_set_threads(threads))
         handle = c_void_p()
         self._check(self._library.ec_open(encoded(os.fspath(folder)), byref(handle)))
@@ -70,29 +70,28 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Give its memory back; a second time does nothing."""
+        """Release the session's memory; a second call does nothing."""
         with self._alone(closes=True), self._ending:
             self._handle = None
             self._closed()
 
     def prefill(self, tokens: Sequence[int]) -> array[float]:
-        """Feed tokens after those that are held: logits of the last one, [vocabulary], float32.
+        """Feed tokens after the cached ones, and return the logits of the last one, [vocabulary], float32.
 
         Raises:
-            Failure: If there are none, one is outside the vocabulary, or there is no room.
+            Failure: If there are none, one is outside the vocabulary, or they do not fit.
         """
         logits, vocabulary = ctypes.POINTER(c_float)(), c_size_t()
         with self._alone() as handle:
             self._check(self._library.ec_prefill(handle, _ids(tokens), len(tokens), byref(logits), byref(vocabulary)))
-            # Those of the library are gone at its next call.
+            # A copy, because the library's logits are invalid after its next call.
             return array("f", ctypes.string_at(logits, vocabulary.value * ctypes.sizeof(c_float)))
 
     def encode_input(self, values: Any) -> None:
-        """Give an encoder-decoder its input; the decoder begins anew.
+        """Encode an encoder-decoder's input; the decoder starts again.
 
         Args:
-            values: Token ids, or the array of float32 that a speech model's processor makes, the last dimension
-                innermost.
+            values: Token ids, or the float32 array that a speech model's processor makes, last dimension innermost.
         """
         dtype, data, shape = _values("values", values)
         count = math.prod(shape)
@@ -103,12 +102,12 @@ class Session:
                 self._check(self._library.ec_encode_tokens(handle, (c_int64 * count).from_buffer(data), count))
 
     def add_input(self, name: str, values: Any) -> None:
-        """Hold an image, a video or a piece of sound for the next prompt.
+        """Add an image, video or audio for the next prompt.
 
-        The prompt has the placeholder once for each embedding.
+        The prompt has the placeholder once per embedding.
 
         Args:
-            name: As the model's processor calls the tensor, such as `"pixel_values"`.
+            name: Name of the tensor in the model's processor, such as `"pixel_values"`.
             values: An array of float32 or int64, such as numpy's.
         """
         dtype, data, shape = _values(name, values)
@@ -117,28 +116,28 @@ class Session:
             self._check(self._library.ec_add_input(handle, encoded(name), given, dtype, _ids(shape), len(shape)))
 
     def rewind(self, tokens: int) -> None:
-        """Take back the newest tokens."""
+        """Roll back the newest tokens."""
         with self._alone() as handle:
             self._check(self._library.ec_rewind(handle, tokens))
 
     def reset(self) -> None:
-        """Start anew at position 0."""
+        """Start again at position 0."""
         with self._alone() as handle:
             self._check(self._library.ec_reset(handle))
 
     @property
     def length(self) -> int:
-        """Tokens that are held."""
+        """Number of cached tokens."""
         return self._lengths()[0]
 
     @property
     def max_length(self) -> int | None:
-        """Tokens that can be held in all; None for any number."""
+        """The limit of cached tokens; None for no limit."""
         most = self._lengths()[1]
         return None if most < 0 else most
 
     def tokenize(self, text: str, *, starts: bool = True) -> list[int]:
-        """Token ids of a text, which are not fed; `starts` if it is the first of a sequence."""
+        """Return the token ids of a text, which are not fed; `starts` if it begins a sequence."""
         count, known = c_size_t(), encoded(text)
         with self._alone() as handle:
             capacity = len(known) + MORE_TOKENS
@@ -155,7 +154,7 @@ class Session:
         options: Options | None = None,
         on_token: Callable[[int], object] | None = None,
     ) -> tuple[list[int], Statistics]:
-        """Tokens that follow a prompt.
+        """Generate tokens after a prompt.
 
         Raises:
             Failure: If the prompt or an option is out of range, or the prompt does not fit.
@@ -174,7 +173,7 @@ class Session:
         options: Options | None = None,
         on_text: Callable[[str], object] | None = None,
     ) -> tuple[str, Statistics]:
-        """Text that follows a text, which goes on from what is held; a piece never ends inside a character."""
+        """Generate text after a text, which continues the cached tokens; a piece never ends inside a character."""
         return self._text([encoded(prompt)], self._library.ec_generate_text, options, on_text)
 
     def chat(
@@ -184,22 +183,22 @@ class Session:
         options: Options | None = None,
         on_text: Callable[[str], object] | None = None,
     ) -> tuple[str, Statistics]:
-        """The answer to a question, in the turns of the model's chat template; `system` before the first one."""
+        """Respond to a question with the model's chat template; `system` comes before the first question."""
         return self._text([encoded(question), encoded(system)], self._library.ec_chat, options, on_text)
 
     def cancel(self) -> None:
-        """End the generation that is running, from any thread."""
+        """End the running generation, from any thread."""
         with self._ending:
             if self._handle is not None:
                 self._library.ec_cancel(self._handle)
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
-        """Write where the session is to a file."""
+        """Save the session's state to a file."""
         with self._alone() as handle:
             self._check(self._library.ec_save_state(handle, encoded(os.fspath(path))))
 
     def load_state(self, path: str | os.PathLike[str]) -> None:
-        """Go to where a session of this bundle was."""
+        """Load a saved state of this bundle."""
         with self._alone() as handle:
             self._check(self._library.ec_load_state(handle, encoded(os.fspath(path))))
 
@@ -226,7 +225,7 @@ class Session:
         return "".join(pieces), statistics
 
     def _generated(self, options: Options | None, call: Callable[..., int]) -> Statistics:
-        """Run one of the functions that generate; what a callback raised is raised once it has ended."""
+        """Run one of the generating functions, and raise a callback's exception after it."""
         raised: list[BaseException] = []
 
         def take(value: Any, values: list[Any], callback: Callable[[Any], object] | None) -> int:
@@ -249,14 +248,14 @@ class Session:
 
     @contextmanager
     def _alone(self, closes: bool = False) -> Iterator[c_void_p]:
-        """The handle, while nobody else uses it.
+        """Yield the handle, while no other call uses it.
 
         Raises:
-            Failure: If somebody does, a callback of a generation among them, or the session is closed.
+            Failure: If another thread or the call of this callback uses it, or the session is closed.
         """
         if not self._busy.acquire(blocking=False):
             raise Failure(
-                Status.INPUT, "the session is in use, by another thread or by the call whose callback this is; wait"
+                Status.INPUT, "the session is in use, by another thread or by the call of this callback; wait"
             )
         try:
             if self._handle is None and not closes:
@@ -271,10 +270,10 @@ class Session:
 
 
 def _ids(tokens: Sequence[int]) -> Any:
-    """Of C.
+    """Return token ids as a C array.
 
     Raises:
-        Failure: If one is no integer of 64 bits, of which C would take what fits.
+        Failure: If one is not an integer of 64 bits, because C would truncate it.
     """
     for index, token in enumerate(tokens):
         if not -(2**63) <= token < 2**63:
@@ -283,7 +282,7 @@ def _ids(tokens: Sequence[int]) -> Any:
 
 
 def _values(name: str, values: Any) -> tuple[int, bytearray, tuple[int, ...]]:
-    """The `ec_dtype` of an array or a list of integers, its values, and its sizes."""
+    """Return the `ec_dtype` of an array or a list of integers, its values, and its sizes."""
     if isinstance(values, (list, tuple, range)):
         values = _ids(values)
     try:

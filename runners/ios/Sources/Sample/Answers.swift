@@ -2,7 +2,7 @@ import Dispatch
 import ExportableCache
 import SwiftUI
 
-/// A session on a queue of its own, which opens the bundle first; the screen sees what it publishes.
+/// A session in its own queue, which opens the bundle first; the screen observes its published values.
 final class Answers: ObservableObject {
     @Published private(set) var text = ""
 
@@ -18,7 +18,7 @@ final class Answers: ObservableObject {
         }
     }
 
-    /// Text that follows a text, from an empty cache.
+    /// Generate text after a text, from an empty cache.
     func ask(_ prompt: String) {
         guard let session else { return }
         text = ""
@@ -34,7 +34,7 @@ final class Answers: ObservableObject {
         }
     }
 
-    /// End the answer that is being written.
+    /// End the running generation.
     func stop() { session?.cancel() }
 
     private func write(_ said: String) { DispatchQueue.main.async { self.text += said } }

@@ -1,4 +1,4 @@
-// A program and its position, on the C interface (exportable_cache.h).
+// A program and its position, over the C interface (exportable_cache.h).
 import CExportableCache
 
 /// A call that was refused or failed; the message has the value, the limit and the remedy.
@@ -7,19 +7,19 @@ public struct Failure: Error, CustomStringConvertible {
     public let description: String
 }
 
-/// Which tokens may come next, called once before each choice: sets bit `token % 32` of `mask[token / 32]`, which was 0, for each that
-/// may come after `tokens`, those chosen so far without the prompt. False where the answer is whole, which ends it.
+/// The allowed next tokens, called once before each choice: sets bit `token % 32` of `mask[token / 32]`, initially 0, for each token that
+/// is allowed after `tokens`, the tokens chosen so far without the prompt. Returns false if the response is complete, which ends it.
 public typealias AllowedTokens = (_ tokens: UnsafeBufferPointer<Int64>, _ mask: UnsafeMutableBufferPointer<UInt32>) -> Bool
 
-/// How tokens are generated: greedy, and all that fits, unless told otherwise.
+/// Options of a generation; the default is greedy, with as many tokens as fit.
 public struct Options {
     public var maxNewTokens: Int64 = 0  // 0: as many as fit
-    public var temperature: Double = 0  // 0: always the likeliest token
-    public var topK: Int64 = 0  // 0: all
-    public var topP: Double = 1  // 1: all
+    public var temperature: Double = 0  // 0: always the most probable token
+    public var topK: Int64 = 0  // 0: no limit
+    public var topP: Double = 1  // 1: no limit
     public var seed: UInt64?
-    public var promptLookup: Int64 = 0  // most tokens proposed a step from the text itself; 0: none
-    public var allowedTokens: AllowedTokens?  // nil: all may come
+    public var promptLookup: Int64 = 0  // most tokens proposed per step from the text itself; 0: none
+    public var allowedTokens: AllowedTokens?  // nil: all are allowed
 
     public init() {}
 
@@ -47,7 +47,7 @@ public struct Options {
     }
 }
 
-/// Used by one thread at a time, but for `cancel`.
+/// Use it in one thread at a time, except for `cancel`.
 public final class Session {
     private let handle: OpaquePointer
 
@@ -60,18 +60,18 @@ public final class Session {
 
     deinit { ec_close(handle) }
 
-    /// Threads that compute, in all sessions of this process, from 1 to 512; as many as there are cores until then. Before the first
-    /// session is opened: another number is refused while one is open. No other call may run meanwhile.
+    /// Set the compute threads of all sessions in this process, 1 to 512; the default is the number of cores. Call it before the first
+    /// session is opened: another number is refused while one is open. No other call may run at the same time.
     public static func setThreads(_ threads: Int64) throws { try check(ec_set_threads(threads)) }
 
-    /// Tokens that are held.
+    /// The number of cached tokens.
     public var length: Int64 {
         var held: Int64 = 0
         ec_length(handle, &held, nil)
         return held
     }
 
-    /// Feed tokens after those that are held: logits of the last one.
+    /// Feed tokens after the cached ones; returns the logits of the last one.
     public func prefill(_ tokens: [Int64]) throws -> [Float] {
         var logits: UnsafePointer<Float>?
         var vocab = 0
@@ -79,22 +79,22 @@ public final class Session {
         return Array(UnsafeBufferPointer(start: logits, count: vocab))
     }
 
-    /// Take back the newest tokens.
+    /// Roll back the newest tokens.
     public func rewind(_ tokens: Int64) throws { try check(ec_rewind(handle, tokens)) }
 
-    /// Start anew at position 0.
+    /// Start again at position 0.
     public func reset() throws { try check(ec_reset(handle)) }
 
-    /// End the generation that is running, from any thread.
+    /// End the running generation, from any thread.
     public func cancel() { ec_cancel(handle) }
 
-    /// Write where the session is to a file.
+    /// Save the session's state to a file.
     public func saveState(_ path: String) throws { try check(ec_save_state(handle, try whole(path, "path"))) }
 
-    /// Go to where a session of this bundle was.
+    /// Load a saved state of this bundle.
     public func loadState(_ path: String) throws { try check(ec_load_state(handle, try whole(path, "path"))) }
 
-    /// Tokens that follow a prompt; the callback returns false to end it.
+    /// Generate tokens after a prompt; the callback returns false to end it.
     @discardableResult
     public func generate(_ prompt: [Int64], _ options: Options = Options(), onToken: (Int64) -> Bool) throws -> ec_statistics {
         try withoutActuallyEscaping(onToken) { taker in
@@ -109,7 +109,7 @@ public final class Session {
         }
     }
 
-    /// Text that follows a text; the callback returns false to end it.
+    /// Generate text after a text; the callback returns false to end it.
     @discardableResult
     public func generateText(_ prompt: String, _ options: Options = Options(), onText: (String) -> Bool) throws -> ec_statistics {
         let prompt = try whole(prompt, "prompt")
@@ -119,7 +119,7 @@ public final class Session {
             let status = ec_generate_text(
                 handle, prompt, &how,
                 { piece, size, user in
-                    // By its size, because a model may generate a zero byte.
+                    // Read by its size, because a model may generate a zero byte.
                     let text = String(decoding: UnsafeRawBufferPointer(start: piece, count: size), as: UTF8.self)
                     return Unmanaged<Box<(String) -> Bool>>.fromOpaque(user!).takeUnretainedValue().value(text) ? 1 : 0
                 },
@@ -141,7 +141,7 @@ private func emptyStatistics() -> ec_statistics {
     return statistics
 }
 
-/// A text for C, which takes a zero byte for the end.
+/// A text for C, which ends strings at a zero byte.
 private func whole(_ text: String, _ name: String) throws -> String {
     if text.utf8.contains(0) {
         throw Failure(status: EC_INPUT.rawValue, description: "\(name) must have no zero byte, where C takes it to end; leave it out")

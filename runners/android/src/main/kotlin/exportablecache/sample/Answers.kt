@@ -5,9 +5,9 @@ import java.util.concurrent.Executors
 import java.util.function.Predicate
 
 /**
- * A session on a thread of its own, which opens the bundle first. What is given to callers is called there.
+ * A session in its own thread, which opens the bundle first and calls the callbacks.
  *
- * No class of Android is needed.
+ * It needs no Android class.
  */
 class Answers(folder: String, private val failed: (String) -> Unit) : AutoCloseable {
     private val worker = Executors.newSingleThreadExecutor()
@@ -19,7 +19,7 @@ class Answers(folder: String, private val failed: (String) -> Unit) : AutoClosea
         worker.execute { guarded { session = Session(folder) } }
     }
 
-    /** Text that follows a text, from an empty cache, piece by piece; then how it ended. */
+    /** Generate text after a text, from an empty cache, piece by piece; then report how it ended. */
     fun ask(prompt: String, piece: (String) -> Unit, ended: (Session.Statistics) -> Unit) {
         worker.execute {
             guarded {
@@ -34,7 +34,7 @@ class Answers(folder: String, private val failed: (String) -> Unit) : AutoClosea
         }
     }
 
-    /** End the answer that is being written. */
+    /** End the running generation. */
     fun stop() {
         session?.cancel()
     }

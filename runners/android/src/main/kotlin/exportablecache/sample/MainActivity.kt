@@ -9,7 +9,7 @@ import android.widget.ScrollView
 import android.widget.TextView
 import java.io.File
 
-/** A prompt, what follows it as it is written, and a button that stops it. */
+/** A prompt, its continuation as it is generated, and a button that stops it. */
 class MainActivity : Activity() {
     private lateinit var answers: Answers
 
