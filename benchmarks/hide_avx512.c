@@ -1,12 +1,12 @@
-// Hides AVX-512 and AMX from a process: loaded by LD_AUDIT, so that it sees each library before its first instruction.
-// See benchmarks/without_avx512.py, which compiles it and sets the environment.
+// Hides AVX-512 and AMX from a process. LD_AUDIT loads it, so that it sees each library before its first instruction.
+// benchmarks/without_avx512.py compiles it and sets the environment.
 //
-// CPUID cannot be made to trap on every processor and in every virtual machine. So each CPUID instruction of a library,
-// found once by objdump, becomes UD2, which is as long, and the handler of SIGILL answers in its place.
+// CPUID does not trap on every processor and in every virtual machine. So each CPUID instruction of a library, found once by
+// objdump, is replaced by UD2, which has the same length, and the handler of SIGILL returns the result.
 //
-// HIDE_AVX512_CACHE   folder of the addresses found, one file a library
+// HIDE_AVX512_CACHE   folder of the found addresses, one file per library
 // HIDE_AVX512         0: hide nothing
-// HIDE_AVX512_COUNT   file of two numbers: samples of the process, and of them at an EVEX instruction
+// HIDE_AVX512_COUNT   file of two numbers: samples of the process, and samples at an EVEX instruction
 #define _GNU_SOURCE
 #include <cpuid.h>
 #include <fcntl.h>
@@ -38,7 +38,7 @@ static int is_patched(uintptr_t address) {
 
 static void answer_cpuid(int number, siginfo_t *info, void *context) {
   greg_t *registers = ((ucontext_t *)context)->uc_mcontext.gregs;
-  if (!is_patched(registers[REG_RIP])) {  // one of the program's own: it ends as it would
+  if (!is_patched(registers[REG_RIP])) {  // a UD2 of the program, which crashes as usual
     signal(number, SIG_DFL);
     return;
   }
@@ -72,7 +72,7 @@ static void fail(const char *what, const char *which) {
   _exit(127);
 }
 
-// The addresses of a file's CPUID instructions, one a line. What finds them runs without this library in it.
+// The addresses of a file's CPUID instructions, one per line. objdump runs without this library.
 static FILE *addresses(const char *path) {
   struct stat seen;
   char cached[8192];
@@ -82,7 +82,7 @@ static FILE *addresses(const char *path) {
   snprintf(cached, sizeof cached, "%s/%s-%ld-%ld", folder, name ? name + 1 : path, (long)seen.st_size,
            (long)seen.st_mtime);
   if (access(cached, R_OK)) {
-    // Of what is in the millions of lines only addresses are written; a failure is among them.
+    // Only addresses of the millions of lines are kept; a failure is one of the lines.
     char *find = "{ objdump -d --no-show-raw-insn \"$1\" || echo fails:; } | "
                  "awk -F: '/\\tcpuid/ {print $1} /^fails:/ {failed = 1} END {exit failed}' > \"$2.$$\" && mv \"$2.$$\" \"$2\"";
     char *arguments[] = {"sh", "-c", find, "sh", (char *)path, cached, NULL};

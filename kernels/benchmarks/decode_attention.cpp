@@ -1,10 +1,10 @@
-// Attention of a decode step beside a plain read of the same keys and values.
+// Times the attention of a decode step, and a plain read of the same keys and values.
 //
 //   decode_attention [THREADS] [TOKENS] [ROUNDS] [TARGET]
 //
-// 12 layers of 12 query heads of 64 over 4 key heads with 4096 slots, float32, float16 and int8, each layer's in memory
-// of its own. In each round every form runs once, after 96 MB of other memory have been read, as a step reads weights:
-// what a step needs is in no cache. Fastest and median of the rounds, in ms, and GB/s of the median.
+// 12 layers of 12 query heads of 64 over 4 key heads with 4096 slots, float32, float16 and int8, each layer in separate memory.
+// In each round every form runs once, after reading 96 MB of other memory, as a step reads weights, so that no cache holds what
+// it needs. Prints the fastest and median of the rounds in ms, and GB/s of the median.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -26,8 +26,8 @@ constexpr int64_t kLayers = 12, kHeads = 4, kGroups = 3, kDim = 64, kSlots = 409
 
 struct Cache {
   Dtype dtype;
-  int64_t bytes;  // of a number
-  std::vector<std::vector<char>> parts[4];  // of layers: keys, values and their scales
+  int64_t bytes;  // per element
+  std::vector<std::vector<char>> parts[4];  // per layer: keys, values and their scales
 };
 
 Cache cache_of(Dtype dtype) {
@@ -70,7 +70,7 @@ void attend_all(const Cache& cache, int64_t length, const float* query, float* o
   }
 }
 
-// Four stretches at a time, asked for ahead into the second cache.
+// Four streams at a time, prefetched into L2.
 uint64_t read(const char* from, int64_t bytes) {
   constexpr int kStreams = 4;
   using Words = uint64_t __attribute__((vector_size(64), aligned(1)));

@@ -1,4 +1,4 @@
-// Threads of a benchmark.
+// Thread pool of a benchmark.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@
 
 #include "attention.h"
 
-// As the runtime's: threads wait in a loop for a while, and take the next task when they are done with one.
+// Like the runtime's: threads spin for a while, and take the next task when they are done with one.
 class Pool {
  public:
   explicit Pool(size_t threads) {
@@ -55,7 +55,7 @@ class Pool {
 
 inline Pool* pool = nullptr;
 
-// Of `own`, which they refer to, and of one such pool at a time.
+// The tasks refer to `own`; only one such pool may exist at a time.
 inline exportable_cache::kernels::Threads threads_of(Pool& own, size_t count) {
   pool = &own;
   return {count, [](size_t n, void (*task)(void*, size_t), void* context) { pool->run(n, task, context); }};

@@ -1,11 +1,9 @@
-// Linear layers of a prompt over weights of float32, bfloat16 and float16, beside the most that the processor multiplies
-// and adds.
+// Times linear layers of a prompt over weights of float32, bfloat16 and float16, and the processor's peak of multiply-adds.
 //
 //   prompt_linear [THREADS] [ROWS] [ROUNDS] [TARGET]
 //
-// The layers of a Llama of 110M: each has weights of its own in each of 12 layers, which are passed through in turn, so that
-// weights come from memory as in a prompt. Fastest and median of the rounds: ms of all 12, and GFLOPS of the fastest. The three
-// kinds take turns.
+// The layers of a Llama of 110M: 12 layers with separate weights, run in order, so that weights come from memory as in a prompt.
+// Prints the fastest and median of the rounds in ms for all 12, and GFLOPS of the fastest. The three kinds are interleaved.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -40,7 +38,7 @@ std::vector<float> numbers(int64_t count) {
   return made;
 }
 
-// A shape's layers over weights of one kind.
+// The layers of one shape, over weights of one kind.
 template <class W>
 class Layers {
  public:

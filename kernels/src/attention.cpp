@@ -1,4 +1,4 @@
-// How attention is cut into tasks, and how the parts of one row are merged.
+// Splitting of attention into tasks, and merging of the parts of one row.
 #include "attention.h"
 
 #include <cmath>
@@ -15,16 +15,16 @@
 namespace exportable_cache::kernels {
 namespace {
 
-// Bytes of keys and values that one thread reads faster than others wake up.
+// Bytes of keys and values that one thread reads in the time that others take to wake up.
 constexpr int64_t kSerialBytes = 96 * 1024;
-// Tasks a thread, so that one that starts late is helped by the others.
+// Tasks per thread, so that other threads help one that starts late.
 constexpr int64_t kTasksPerThread = 4;
-// The least number of keys of a task: merging costs as much as a few.
+// Least number of keys per task, because merging takes as long as a few keys.
 constexpr int64_t kLeastKeys = 4 * kBlock;
 
 int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Grows and stays: a thread's scratch memory is asked for at every layer of every step.
+// Scratch memory that only grows, because every layer of every step needs it.
 float* scratch_memory(size_t size) {
   thread_local hwy::AlignedFreeUniquePtr<float[]> memory;
   thread_local size_t held = 0;
@@ -44,14 +44,14 @@ int64_t bits_of(Dtype dtype) {
   }
 }
 
-// Tasks of a call: `row_blocks` times `splits` of every key head.
+// Tasks of a call: `row_blocks` times `splits` for every key head.
 struct Plan {
-  int64_t rows = 0;        // of a key head
-  int64_t block_rows = 0;  // of a task
+  int64_t rows = 0;        // per key head
+  int64_t block_rows = 0;  // per task
   int64_t row_blocks = 1;
-  int64_t keys = 0;  // of the batch row that has the most
+  int64_t keys = 0;  // of the longest batch row
   int64_t splits = 1;
-  int64_t split_keys = 0;  // keys of a split
+  int64_t split_keys = 0;  // keys per split
   bool serial = false;
 };
 
@@ -101,7 +101,7 @@ void run_task(void* context, size_t index) {
   attend_piece(work.attention, work.piece(index), scratch_memory(scratch_size(work.attention)));
 }
 
-// The rows of the pieces [first, first + splits), which are parts of the same.
+// The rows of the pieces [first, first + splits), which are parts of the same rows.
 void merge(const Work& work, size_t first, float* sum) {
   const int64_t dim = work.attention.value_dim, stride = partial_stride(dim);
   const Piece whole = work.piece(first);
@@ -109,7 +109,7 @@ void merge(const Work& work, size_t first, float* sum) {
     float top = -std::numeric_limits<float>::infinity();
     for (int64_t split = 0; split < work.plan.splits; ++split) {
       const float part = work.piece(first + split).partial[row * stride];
-      // Not std::max, which would lose a not-a-number.
+      // Not std::max, because it would lose a NaN.
       if (!(part <= top)) top = part;
     }
     float total = 0.0f;

@@ -1,4 +1,4 @@
-// Our operators for tables, of which exportable_cache/backends/executorch/native/linears.py has the meaning:
+// Embedding operators, whose semantics are in exportable_cache/backends/executorch/native/linears.py:
 //   exportable_cache::embedding_bfloat16.out(Tensor weights, Tensor tokens, int rows, int dim, *, Tensor(a!) out)
 //                   -> Tensor(a!)
 //   exportable_cache::embedding_float16.out, the same

@@ -1,7 +1,7 @@
 // Linear layers over weights of float32, bfloat16 and float16, compiled for every instruction set and chosen at run time.
 //
-// One row reads the weights of a block after the other, in order, as fast as memory gives them. Several rows keep the
-// sums of a tile in registers while its weights and rows pass once.
+// One row reads the weights block by block, in order, at the speed of memory. Several rows keep the sums of a tile in
+// registers while its weights and rows are read once.
 #include "float_linear.h"
 
 #include <algorithm>
@@ -30,9 +30,9 @@ using F = hn::ScalableTag<float>;
 using V = hn::Vec<F>;
 
 constexpr int64_t kLanes = static_cast<int64_t>(hn::MaxLanes(F()));
-// Vectors of a block.
+// Vectors per block.
 constexpr int64_t kVectors = kBlockOutputs / kLanes;
-// A tile's sums fill the registers but for its weights and a row's number.
+// A tile's sums fill the registers, except for its weights and a row's value.
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
 constexpr int64_t kTileRows = 8, kTileBlocks = 3;
 #elif HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_NEON
@@ -40,17 +40,17 @@ constexpr int64_t kTileRows = 6, kTileBlocks = 1;
 #else
 constexpr int64_t kTileRows = 3, kTileBlocks = 1;
 #endif
-// Blocks of one row: one thread reads 24.4 GB/s of a mapped file in one stretch at a time, 26.8 in four and 27.6 in eight
-// (AMD EPYC, family 25). Their sums are to stay in registers.
+// Blocks of one row: one thread reads 24.4 GB/s of a mapped file in one stream, 26.8 in four and 27.6 in eight (AMD EPYC,
+// family 25). Their sums must stay in registers.
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
 constexpr int64_t kStreams = 8;
 #else
 constexpr int64_t kStreams = HWY_TARGET == HWY_SSE4 ? 2 : 4;
 #endif
-// Steps' numbers that are asked for ahead of those that are multiplied: 2 KB.
+// Prefetch distance in steps: 2 KB.
 constexpr int64_t kAhead = 512;
 
-// The weights of one of a step's inputs.
+// The weights of one input of a step.
 HWY_INLINE V weights_of(const float* step, int64_t) { return hn::LoadU(F(), step); }
 HWY_INLINE V weights_of(const hwy::float16_t* step, int64_t) {
   return hn::PromoteTo(F(), hn::LoadU(hn::Rebind<hwy::float16_t, F>(), step));
@@ -106,7 +106,7 @@ HWY_NOINLINE void multiply(const LinearRows& linear, const W* weights, int64_t b
 template <int64_t kBlocks, class W>
 void multiply_rows(const LinearRows& linear, const W* weights, const Tile& tile, int64_t block) {
   int64_t row = tile.first_row;
-  // A tile of few rows waits for its own sums: the last eight are four and four, not six, one and one.
+  // A tile of few rows waits for its sums, so the last eight rows are four and four, not six, one and one.
   for (; row + kTileRows <= tile.last_row && (kTileRows != 6 || tile.last_row - row != 8); row += kTileRows) {
     multiply<kTileRows, kBlocks>(linear, weights, block, row);
   }
@@ -114,8 +114,8 @@ void multiply_rows(const LinearRows& linear, const W* weights, const Tile& tile,
   for (; row < tile.last_row; ++row) multiply<1, kBlocks>(linear, weights, block, row);
 }
 
-// Weights of a block as rows take them. Sums of several rows leave no registers to make floats in where these are 16: a
-// block is made floats once for all rows of a tile then (a prompt of 128, AVX2: 134 ms, and 101 so, as of float32).
+// Weights of a block as rows read them. The sums of several rows leave no registers for the conversion of 16-bit weights, so
+// a block is converted once for all rows of a tile (a prompt of 128, AVX2: 101 ms instead of 134, as in float32).
 template <class W>
 auto as_rows_take(const W* block, int64_t inputs, std::vector<float>& floats) {
   if constexpr (kTileBlocks > 1 || std::is_same_v<W, float>) {
@@ -177,7 +177,7 @@ HWY_EXPORT(blocks_of_tile);
 
 namespace {
 
-// Bytes of a task's rows: they stay in a core's second cache while its blocks pass over them.
+// Bytes of a task's rows, which stay in a core's L2 cache while its blocks are multiplied.
 constexpr int64_t kTaskBytes = 512 * 1024;
 // Blocks of one row that some targets multiply together.
 constexpr int64_t kOneRowTogether = 8;

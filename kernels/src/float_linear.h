@@ -1,5 +1,5 @@
-// Linear layers over weights of float32, or of bfloat16 or float16 where that has them without loss. All give the same
-// numbers.
+// Linear layers over weights of float32, or of bfloat16 or float16 if these represent them exactly. All give the same
+// results.
 #pragma once
 
 #include <hwy/base.h>
@@ -21,14 +21,14 @@ struct LinearRows {
 // A step takes the inputs whose weights are in one W.
 template <class W>
 struct FloatLinearOf : LinearRows {
-  const W* weights = nullptr;  // [blocks, steps, kBlockOutputs], zeros for outputs and inputs that are not there
+  const W* weights = nullptr;  // [blocks, steps, kBlockOutputs], zeros for padding of outputs and inputs
 };
 
 using FloatLinear = FloatLinearOf<float>;
 using Float16Linear = FloatLinearOf<hwy::float16_t>;
 
-// The bits of two bfloat16, of an input in the low half and of the next in the high one: any vector of 32-bit numbers
-// becomes floats by a shift or a mask, whatever its length.
+// The bits of two bfloat16, an input in the low half and the next in the high half: a vector of 32-bit words of any length
+// is converted to floats by a shift or a mask.
 using BFloat16Pair = uint32_t;
 using BFloat16Linear = FloatLinearOf<BFloat16Pair>;
 
@@ -42,12 +42,12 @@ constexpr int64_t steps_of(int64_t inputs) {
   return (inputs + kInputsOfStep<W> - 1) / kInputsOfStep<W>;
 }
 
-// Up to `kMostLayers` layers of the same rows.
+// Computes up to `kMostLayers` layers of the same rows.
 void apply_float_linears(const FloatLinear* layers, size_t count, const Threads& threads);
 void apply_float_linears(const Float16Linear* layers, size_t count, const Threads& threads);
 void apply_float_linears(const BFloat16Linear* layers, size_t count, const Threads& threads);
 
-// A row of a table whose rows are the outputs of such weights: float32 [inputs].
+// Reads a row of a table whose rows are the outputs of such weights: float32 [inputs].
 void row_of_weights(const hwy::float16_t* weights, int64_t inputs, int64_t output, float* row);
 void row_of_weights(const BFloat16Pair* weights, int64_t inputs, int64_t output, float* row);
 

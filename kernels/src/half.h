@@ -1,4 +1,4 @@
-// One number at a time of the 16-bit formats, rounded to the nearest, of two the even one.
+// Conversions of single values of the 16-bit formats, rounding to nearest, ties to even.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ inline uint16_t float16_of_float(float value) {
   if (size > 0x7F800000) return static_cast<uint16_t>(sign | 0x7E00);
   if (size >= 0x477FF000) return static_cast<uint16_t>(sign | 0x7C00);  // 65520 and more round to infinity
   if (size < 0x38800000) {
-    // Below 2^-14: adding a half makes the float unit round it to a multiple of 2^-24.
+    // Below 2^-14: adding 0.5 makes the float unit round to a multiple of 2^-24.
     const uint32_t whole = bits_of_float(float_of_bits(size) + 0.5f) - bits_of_float(0.5f);
     return static_cast<uint16_t>(sign | whole);
   }

@@ -1,4 +1,4 @@
-// Linear layers over weights of 4 bits, compiled once for every instruction set and chosen at run time.
+// Linear layers over 4-bit weights, compiled for every instruction set and chosen at run time.
 #include "linear.h"
 
 #include <algorithm>
@@ -20,15 +20,15 @@
 #define EXPORTABLE_CACHE_LINEAR_TYPES
 namespace exportable_cache::kernels {
 
-// Inputs whose products are added up as whole numbers: a part of a group.
+// Inputs whose products are summed as integers: a part of a group.
 constexpr int64_t kRun = kGroupMultiple;
 
-// Rows of activations as they are multiplied.
+// Quantized rows of activations.
 struct Rounded {
   int8_t* numbers;  // [rows, inputs]
-  int32_t* sums;    // [rows, runs]: what the 8 that is added to weights makes of a run, to be taken off
+  int32_t* sums;    // [rows, runs]: contribution of the weights' offset of 8 to a run, to be subtracted
   float* scale;     // [rows]
-  float* zero;      // [rows]: the number that stands for 0
+  float* zero;      // [rows]: the integer that represents 0
 };
 
 }  // namespace exportable_cache::kernels
@@ -55,13 +55,13 @@ using VU8 = hn::Vec<U8>;
 #define EC_EACH_VECTOR EC_EACH(v, kVectors)
 
 constexpr int64_t kLanes = static_cast<int64_t>(hn::MaxLanes(F()));
-// One row takes a block in one pass, as a second would wait for no memory while the first waits for nothing else.
+// One row multiplies a block in one pass, because a second pass would not overlap with memory reads.
 constexpr int64_t kAllVectors = kBlockOutputs / kLanes;
 
-// Rows that go through a block together: so many sums stay in registers.
+// Rows that multiply a block together, limited by the registers for their sums.
 constexpr int64_t kRowsTogether = 4;
 
-// Sums of two products of neighbours, of weights below 16 and of numbers of 8 bits.
+// Pairwise sums of products of weights below 16 and 8-bit values.
 HWY_INLINE VI16 pairs(VU8 weights, VI8 numbers) {
 #if HWY_TARGET == HWY_SSE4
   return VI16{_mm_maddubs_epi16(weights.raw, numbers.raw)};
@@ -80,7 +80,7 @@ HWY_INLINE VI16 pairs(VU8 weights, VI8 numbers) {
 #endif
 }
 
-// Four sums of products in each lane.
+// Sums of four products in each lane.
 HWY_INLINE VI32 fours(VI16 pairs) {
 #if HWY_TARGET == HWY_SSE4
   return VI32{_mm_madd_epi16(pairs.raw, _mm_set1_epi16(1))};
@@ -106,8 +106,8 @@ HWY_INLINE VF scales_at(const uint8_t* scales) {
   return hn::PromoteTo(F(), hn::LoadU(d, reinterpret_cast<const hwy::bfloat16_t*>(scales)));
 }
 
-// kRows rows of one block, kVectors vectors of its outputs at a time. One row asks for the same place of the next block: a
-// whole number of pages ahead (12 KB) a thread of AVX2 takes 3.4 ms for 57 MB, one block ahead 2.4 (AMD EPYC, family 25).
+// kRows rows of one block, kVectors vectors of its outputs at a time. One row prefetches the same offset of the next block: at
+// a whole number of pages ahead (12 KB) a thread with AVX2 takes 3.4 ms for 57 MB, one block ahead 2.4 (AMD EPYC, family 25).
 template <int64_t kRows, int64_t kVectors>
 HWY_NOINLINE void multiply(const Linear& linear, const Rounded& rounded, int64_t block, int64_t row) {
   const F d;
@@ -131,7 +131,7 @@ HWY_NOINLINE void multiply(const Linear& linear, const Rounded& rounded, int64_t
       VF scale[kVectors];
       EC_EACH_VECTOR scale[v] = scales_at(scales + 2 * kLanes * v);
       for (int64_t run = 0; run < runs_of_group; ++run) {
-        // The sums of 32 products of at most 15 * 128, two in each lane at a time, stay within 16 bits.
+        // The sums of 32 products of at most 15 * 128, two in each lane at a time, fit into 16 bits.
         VI16 of_run[kRows][kVectors];
         EC_EACH_ROW { EC_EACH_VECTOR of_run[r][v] = hn::Zero(halves); }
         for (int64_t eight = 0; eight < kRun / 8; ++eight) {
@@ -185,10 +185,10 @@ HWY_NOINLINE void multiply(const Linear& linear, const Rounded& rounded, int64_t
 #define EC_VNNI __attribute__((target("avx512vnni")))
 #define EC_EACH_BLOCK EC_EACH(b, kBlocks)
 
-// Rows and blocks that go together, and the rows that are left: the more blocks, the less often a row is read.
+// Rows and blocks that are multiplied together, and the remaining rows; with more blocks a row is read less often.
 constexpr int64_t kRowsWithVnni = 6, kBlocksWithVnni = 2;
 
-// The same for kBlocks blocks with the instruction for it, which not all processors with AVX-512 have.
+// The same for kBlocks blocks with VNNI, which not all processors with AVX-512 have.
 template <int64_t kRows, int64_t kBlocks>
 EC_VNNI HWY_NOINLINE void multiply_vnni(const Linear& linear, const Rounded& rounded, int64_t block, int64_t row) {
   const int64_t inputs = linear.inputs, groups = linear.groups, runs = inputs / kRun, runs_of_group = runs / groups;
@@ -215,7 +215,7 @@ EC_VNNI HWY_NOINLINE void multiply_vnni(const Linear& linear, const Rounded& rou
           second[b] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
         }
         EC_EACH_ROW {
-          // Two loads of four bytes: what is loaded as eight is taken apart in other registers first.
+          // Two loads of four bytes, because a load of eight would be split in other registers first.
           int32_t four;
           std::memcpy(&four, numbers + r * inputs, sizeof(four));
           VI32 of_row{_mm512_set1_epi32(four)};
@@ -287,7 +287,7 @@ void multiply_tile(const Linear& linear, const Rounded& rounded, const Tile& til
   }
 }
 
-// One row to 8 bits, as torchao's dynamic activations are: from the least to the greatest, 0 among them.
+// Quantizes one row to 8 bits, like torchao's dynamic activations: from the minimum to the maximum, including 0.
 void round_row(const Linear& linear, const Rounded& rounded, int64_t row) {
   const F d;
   const I32 whole;
@@ -331,7 +331,7 @@ HWY_EXPORT(round_row);
 
 namespace {
 
-// Rows of a task: their activations stay in a core's own memory while its blocks pass over them.
+// Rows of a task, whose activations stay in a core's cache while its blocks are multiplied.
 constexpr int64_t kTaskRows = 128;
 // Blocks that some targets multiply together.
 constexpr int64_t kTogether = 2;

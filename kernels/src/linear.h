@@ -1,4 +1,4 @@
-// Linear layers over weights of 4 bits, with activations rounded to 8 bits, each row by itself.
+// Linear layers over 4-bit weights, with each row of activations quantized to 8 bits separately.
 #pragma once
 
 #include <cstddef>
@@ -8,10 +8,10 @@
 
 namespace exportable_cache::kernels {
 
-// Outputs are stored in blocks of so many, each block by itself:
-//   [kBlockOutputs] float32: the sum of an output's weights as they are multiplied
+// Outputs are stored in blocks of this size, each block contiguous:
+//   [kBlockOutputs] float32: the sum of an output's dequantized weights
 //   [groups, kBlockOutputs] bfloat16: a scale for each group of an output's weights
-//   [inputs / 8, kBlockOutputs, 4] bytes: of 8 inputs the weights of the first 4 in the low halves, plus 8
+//   [inputs / 8, kBlockOutputs, 4] bytes: of 8 inputs, the weights of the first 4 in the low halves, plus 8
 constexpr int64_t kBlockOutputs = 16;
 // Groups hold a multiple of it.
 constexpr int64_t kGroupMultiple = 32;
@@ -33,10 +33,10 @@ constexpr int64_t bytes_of_block(int64_t inputs, int64_t groups) {
   return kBlockOutputs * (4 + 2 * groups + inputs / 2);
 }
 
-// Bytes of scratch memory, to be aligned to 64.
+// Bytes of scratch memory, which must be aligned to 64.
 size_t linear_scratch(const Linear& linear);
 
-// Up to `kMostLayers` layers of the same rows.
+// Computes up to `kMostLayers` layers of the same rows.
 void apply_linears(const Linear* layers, size_t count, const Threads& threads, void* scratch);
 
 }  // namespace exportable_cache::kernels

@@ -1,4 +1,4 @@
-// Our operators for linear layers, of which exportable_cache/backends/executorch/native/linears.py has the meaning:
+// Linear operators, whose semantics are in exportable_cache/backends/executorch/native/linears.py:
 //   exportable_cache::linear_4bit.out(Tensor source, Tensor weights, Tensor? bias, int outputs, *, Tensor(a!) out)
 //                   -> Tensor(a!)
 //   exportable_cache::linears_4bit.out(Tensor source, Tensor[] weights, Tensor[] biases, int[] outputs, *,
@@ -25,14 +25,14 @@ using OptionalTensor = executorch::aten::optional<Tensor>;
 
 constexpr size_t kAlignment = 64;
 
-// Groups of an output's weights in blocks of so many bytes; 0 where the sizes do not fit together.
+// Number of groups of an output's weights, from the block's bytes; 0 if the sizes are inconsistent.
 int64_t groups_of(int64_t bytes, int64_t inputs) {
   const int64_t of_scales = bytes / kBlockOutputs - 4 - inputs / 2, groups = of_scales / 2;
   const bool fits = groups > 0 && inputs % groups == 0 && inputs / groups % kGroupMultiple == 0;
   return fits && bytes == bytes_of_block(inputs, groups) ? groups : 0;
 }
 
-// Memory of a thread, as much as its largest layer took.
+// Scratch memory of a thread, as large as its largest layer needed.
 void* scratch_of(size_t bytes) {
   thread_local std::vector<char> memory;
   if (memory.size() < bytes + kAlignment) memory.resize(bytes + kAlignment);
@@ -42,7 +42,7 @@ void* scratch_of(size_t bytes) {
 
 bool is_float(const Tensor& tensor) { return tensor.scalar_type() == ScalarType::Float && is_contiguous(tensor); }
 
-// Inputs of layers that take a source; 0 where it does not fit.
+// Number of inputs of layers with a source; 0 if it does not fit.
 int64_t inputs_of(KernelRuntimeContext& context, const Tensor& source) {
   const size_t dims = static_cast<size_t>(source.dim());
   ET_KERNEL_CHECK_MSG(context, dims > 0 && dims <= kMostDims && is_float(source), InvalidArgument, 0,
@@ -50,7 +50,7 @@ int64_t inputs_of(KernelRuntimeContext& context, const Tensor& source) {
   return source.size(source.dim() - 1);
 }
 
-// The output as large as it has to be; false where something does not fit.
+// Resizes the output; false if a size does not fit.
 bool is_prepared(KernelRuntimeContext& context, const Tensor& source, const Tensor* bias, int64_t outputs, Tensor& out) {
   ET_KERNEL_CHECK_MSG(context, is_float(out) && out.dim() == source.dim(), InvalidArgument, false,
                       "source and output must be contiguous float32 of as many dimensions");
@@ -61,7 +61,7 @@ bool is_prepared(KernelRuntimeContext& context, const Tensor& source, const Tens
   return true;
 }
 
-// Whether weights of a kind fit, which the layer then has.
+// True if weights of a kind fit; they are then set in the layer.
 bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs, Linear& linear) {
   const bool is_packed = weights.dim() == 2 && weights.scalar_type() == ScalarType::Byte && is_contiguous(weights);
   const int64_t groups = is_packed ? groups_of(weights.size(1), inputs) : 0;
@@ -80,7 +80,7 @@ bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t i
   return true;
 }
 
-// A layer as a kernel takes it; false where something does not fit.
+// Converts a layer for the kernel; false if a tensor does not fit.
 template <class L>
 bool is_made(KernelRuntimeContext& context, const Tensor& source, int64_t inputs, const Tensor& weights,
              const Tensor* bias, int64_t outputs, Tensor& out, L& linear) {
@@ -111,7 +111,7 @@ Tensor& linear_out(KernelRuntimeContext& context, const Tensor& source, const Te
   return out;
 }
 
-// ExecuTorch's wrapper of kernels is for those that give one tensor.
+// ExecuTorch's kernel wrapper supports one output tensor only.
 template <class L>
 void linears_out(KernelRuntimeContext& context, Span<EValue*> stack) {
   const Tensor& source = stack[0]->toTensor();

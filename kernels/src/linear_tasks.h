@@ -1,4 +1,4 @@
-// How the products of a linear layer are cut into tasks.
+// Splitting of a linear layer's products into tasks.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace exportable_cache::kernels {
 
-// What one thread computes in the time that others take to wake.
+// Work of one thread in the time that others take to wake up.
 constexpr int64_t kWorthAThread = 1 << 17;
 constexpr int64_t kTasksOfThread = 4;
 
@@ -19,8 +19,8 @@ struct Tile {
   int64_t first_block, last_block, first_row, last_row;
 };
 
-// Tiles of all outputs and rows of a layer, one of a few that take the same rows at once: `task_rows` rows, and a
-// multiple of `together` of its blocks, of which all layers have `all_blocks`.
+// Tiles of all outputs and rows of a layer, or of a few layers with the same rows: `task_rows` rows, and a multiple of
+// `together` of the layer's blocks. All layers have `all_blocks` together.
 class Tiles {
  public:
   Tiles() = default;
@@ -28,7 +28,7 @@ class Tiles {
       : rows_(rows), task_rows_(task_rows), blocks_(blocks_of(outputs)) {
     row_tasks_ = (rows + task_rows - 1) / task_rows;
     const int64_t wanted = std::max<int64_t>(1, static_cast<int64_t>(threads.count) * kTasksOfThread / row_tasks_);
-    // The nearest number: five tasks of 16 blocks would be three and two, ten of 8 are five and five.
+    // The nearest number, because five tasks of 16 blocks would be three and two, and ten of 8 are five and five.
     blocks_of_task_ = std::max<int64_t>(1, (2 * all_blocks / (wanted * together) + 1) / 2) * together;
   }
 
@@ -43,7 +43,7 @@ class Tiles {
   int64_t rows_ = 0, task_rows_ = 1, blocks_ = 0, row_tasks_ = 1, blocks_of_task_ = 1;
 };
 
-// Of layers that take the same rows, one after the other.
+// Tasks of layers with the same rows, layer by layer.
 template <class L>
 class TilesOfLayers {
  public:

@@ -1,4 +1,4 @@
-// Our operators, of which exportable_cache/backends/executorch/native/operators.py has the meaning:
+// Attention and cache operators, whose semantics are in exportable_cache/backends/executorch/native/operators.py:
 //   exportable_cache::attention.out(Tensor query, Tensor[] stored, Tensor[] fresh, Tensor length, float scaling,
 //                   int kept, int window, int chunk, float softcap, Tensor? sinks, Tensor? bias, *, Tensor(a!) out)
 //                   -> Tensor(a!)
@@ -17,7 +17,7 @@
 namespace exportable_cache::kernels {
 namespace {
 
-// Longer than any sequence: what is added to a length then stays a number.
+// Longer than any sequence, so that adding a length does not overflow.
 constexpr int64_t kMostTokens = int64_t{1} << 40;
 
 using Tensors = executorch::aten::ArrayRef<Tensor>;
@@ -31,7 +31,7 @@ std::optional<Dtype> stored_dtype(ScalarType type) {
   }
 }
 
-// Of [batch * heads, tokens, 1, dim].
+// Strides of [batch * heads, tokens, 1, dim].
 View rows_of(const Tensor& rows, int64_t heads) {
   const int64_t dim = rows.size(3), of_head = rows.size(1) * dim;
   return {rows.const_data_ptr(), heads * of_head, dim, of_head};
@@ -44,8 +44,8 @@ Stored stored_of(Tensors parts, int64_t heads) {
   return stored;
 }
 
-// Whether these are keys, values and, of whole numbers, the scales of both, [rows, tokens, 1, ...]; or keys alone, of
-// floats, which are the values as well.
+// True if these are keys, values and, for integers, the scales of both, [rows, tokens, 1, ...]; or float keys alone, which are
+// the values as well.
 bool are_parts(Tensors parts, int64_t rows, int64_t tokens) {
   if (parts.size() != 1 && parts.size() != 2 && parts.size() != 4) return false;
   for (size_t i = 0; i < parts.size(); ++i) {
@@ -71,7 +71,7 @@ bool are_lengths(const Tensor& length, int64_t batch) {
   return length.dim() == 1 && length.size(0) == batch && length.scalar_type() == ScalarType::Long;
 }
 
-// Of a tensor [batch or 1, heads or 1, queries or 1, positions].
+// Strides of a tensor [batch or 1, heads or 1, queries or 1, positions].
 bool fits(const Tensor& addend, int64_t batch, int64_t heads, int64_t queries) {
   const auto serves = [&](int64_t dim, int64_t size) { return addend.size(dim) == 1 || addend.size(dim) == size; };
   return is_cache_shaped(addend) && addend.scalar_type() == ScalarType::Float && serves(0, batch) &&
@@ -137,7 +137,7 @@ Tensor& attention_out(KernelRuntimeContext& context, const Tensor& query, Tensor
   a.out = {out.mutable_data_ptr(), queries * heads * value_dim, heads * value_dim, value_dim};
   a.slots = slots, a.kept = kept, a.length = lengths;
   a.stored = stored_of(stored, kv_heads);
-  // Where no slot is written again, the new tokens are in theirs already.
+  // If no slot is overwritten, the new tokens are in their slots already.
   if (kept < slots) a.fresh = stored_of(fresh, kv_heads);
   a.window = window, a.chunk = chunk;
   a.scale = static_cast<float>(scaling), a.softcap = static_cast<float>(softcap);
@@ -174,7 +174,7 @@ Tensor& write_out(KernelRuntimeContext& context, const Tensor& rows, Tensor& cac
     for (int64_t token = 0; token < tokens;) {
       const int64_t position = start + token;
       const int64_t slot = position < kept ? position : kept + (position - kept) % ring;
-      // Up to the end of the kept slots or of the ring at once.
+      // Copies up to the end of the kept slots or of the ring at once.
       const int64_t count = std::min(tokens - token, (slot < kept ? kept : slots) - slot);
       std::memcpy(to + (head * slots + slot) * bytes, from + (head * tokens + token) * bytes, count * bytes);
       token += count;

@@ -1,6 +1,6 @@
-// ExecuTorch's operators llama::custom_sdpa, update_cache and update_cache_with_indices over our kernels.
+// ExecuTorch's operators llama::custom_sdpa, update_cache and update_cache_with_indices, with this package's kernels.
 //
-// Their schemas, as executorch/extension/llm/custom_ops has them:
+// Schemas from executorch/extension/llm/custom_ops:
 //   custom_sdpa.out(Tensor query, Tensor key, Tensor value, SymInt start_pos, Tensor? attn_mask, float drpout_p,
 //                   bool is_causal, float? scale, *, Tensor(a!) out) -> Tensor(a!)
 //   update_cache.out(Tensor value, Tensor(a!) cache, SymInt start_pos, *, Tensor(b!) out) -> Tensor(b!)
@@ -65,7 +65,7 @@ Tensor& custom_sdpa_out(KernelRuntimeContext& context, const Tensor& query, cons
   a.out = {out.mutable_data_ptr(), at.batch_stride, at.token_stride, at.head_stride};
   a.scale = static_cast<float>(scale.has_value() ? *scale : 1.0 / std::sqrt(static_cast<double>(a.key_dim)));
   a.slots = a.kept = key.size(1);
-  // Under a mask all slots are read, whatever the queries' positions.
+  // With a mask all slots are read, for any positions of the queries.
   const int64_t length = mask.has_value() ? a.slots - a.queries : start_pos;
   a.length = &length, a.length_stride = 0;
   a.causal = is_causal && !mask.has_value();
@@ -74,7 +74,7 @@ Tensor& custom_sdpa_out(KernelRuntimeContext& context, const Tensor& query, cons
   return out;
 }
 
-// Whether the rows of `value` are rows of `cache`.
+// True if the rows of `value` have the shape of the rows of `cache`.
 bool rows_fit(const Tensor& value, const Tensor& cache) {
   return is_cache_shaped(value) && is_cache_shaped(cache) && value.size(0) == cache.size(0) &&
          value.size(2) == cache.size(2) && value.size(3) == cache.size(3) && value.scalar_type() == cache.scalar_type();
@@ -171,16 +171,16 @@ const bool registered = is_supported() && register_operators();
 }  // namespace
 }  // namespace exportable_cache::kernels
 
-// What Python asks.
+// Functions for Python.
 extern "C" {
 
-// Highway's name of the instruction set in use, or an empty text if the processor is too old for these kernels.
+// Highway's name of the instruction set in use, or "" if the processor is too old for these kernels.
 __attribute__((visibility("default"))) const char* exportable_cache_kernels_target() {
   using namespace exportable_cache::kernels;
   return registered ? target_name() : "";
 }
 
-// Uses nothing better than the named instruction set; 0 if it is none that this processor has.
+// Limits the instruction set to the named one and lower ones; 0 if this processor does not have it.
 __attribute__((visibility("default"))) int exportable_cache_kernels_limit_target(const char* name) {
   return exportable_cache::kernels::limit_target(name);
 }
@@ -189,7 +189,7 @@ __attribute__((visibility("default"))) int exportable_cache_kernels_threads() {
   return static_cast<int>(exportable_cache::kernels::runtime_threads().count);
 }
 
-// Calls of attention since the library was loaded.
+// Number of attention calls since the library was loaded.
 __attribute__((visibility("default"))) long long exportable_cache_kernels_attention_calls() {
   return exportable_cache::kernels::attention_calls();
 }

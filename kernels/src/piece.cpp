@@ -1,10 +1,10 @@
-// One task of attention, compiled once for every instruction set and chosen at run time.
+// One task of attention, compiled for every instruction set and chosen at run time.
 #include "piece.h"
 
 #include <cstring>
 #include <type_traits>
 
-// Vectors whose length is known at run time only cannot be kept in arrays, as tiles of registers are here.
+// Scalable vectors are excluded, because vectors of unknown length cannot be array elements, as register tiles here are.
 #undef HWY_DISABLED_TARGETS
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #undef HWY_TARGET_INCLUDE
@@ -21,28 +21,28 @@ HWY_BEFORE_NAMESPACE();
 namespace exportable_cache::kernels {
 namespace HWY_NAMESPACE {
 
-// Rows of a piece while the keys are passed over; all memory is scratch.
+// State of a piece's rows while the keys are read; all of it is scratch memory.
 struct Running {
   float* query;   // [rows, padded(key_dim)], scaled
   float* scores;  // [rows, kBlock]; weights after `weigh`
   float* sums;    // [rows, padded(value_dim)]
   float* keys;    // [padded(key_dim), kBlock], or [kBlock, padded(key_dim)]
-  float* values;  // [kBlock, padded(value_dim)]; room for keys as well
+  float* values;  // [kBlock, padded(value_dim)]; large enough for keys as well
   float* top;     // [rows]
   float* total;   // [rows]
   const Range* seen;  // [rows]
-  // Of few rows that are multiplied as whole numbers:
+  // For few rows that are multiplied as integers:
   int16_t* whole_query;    // [rows, padded(key_dim)]
   int16_t* whole_weights;  // [rows, kBlock]
   float* query_factors;    // [rows]
   float* weight_factors;   // [rows]
 };
 
-// Keys of a stretch that a piece reads.
+// Keys of a contiguous part that a piece reads.
 struct Part {
   const Stretch& stretch;
-  int64_t base;   // index of the stretch's first key
-  int64_t first;  // indexes
+  int64_t base;   // index of the part's first key
+  int64_t first;  // index of the first key to read
   int64_t end;
   bool kept;
 };
@@ -56,7 +56,7 @@ HWY_INLINE const T* at(const View& view, const Piece& piece, int64_t head, int64
 template <int number>
 using Number = std::integral_constant<int, number>;
 
-// Calls `work(Number<R>, r)` for R rows from r on, four at a time as long as there are so many.
+// Calls `work(Number<R>, r)` for R rows from r on, four at a time while there are that many.
 template <class Work>
 HWY_INLINE void by_fours(int64_t rows, const Work& work) {
   int64_t r = 0;
@@ -69,13 +69,13 @@ HWY_INLINE void by_fours(int64_t rows, const Work& work) {
   }
 }
 
-// Of those that are read next with the first rows alone: once is enough.
+// Prefetch the next rows with the first rows only, because once is enough.
 template <class Next>
 HWY_INLINE Ahead<Next> with_first(int64_t r, const Ahead<Next>& next) {
   return r ? Ahead<Next>() : next;
 }
 
-// Scores of `rows` rows over n keys as they are stored.
+// Scores of `rows` rows over n stored keys.
 template <class T, class Next>
 HWY_INLINE void scores_of_few(const Running& run, int64_t rows, const Rows<T>& keys, int64_t dim, int64_t query_stride,
                               const Ahead<Next>& next) {
@@ -85,7 +85,7 @@ HWY_INLINE void scores_of_few(const Running& run, int64_t rows, const Rows<T>& k
   });
 }
 
-// A short stretch of slots at a time: memory is read nearly in order.
+// A short range of slots at a time, because memory is then read nearly in order.
 template <class T, class Next>
 HWY_INLINE void sums_of_few(const Running& run, int64_t rows, const Rows<T>& values, int64_t dim, int64_t sum_stride,
                             const Ahead<Next>& next) {
@@ -96,7 +96,7 @@ HWY_INLINE void sums_of_few(const Running& run, int64_t rows, const Rows<T>& val
   });
 }
 
-// Of numbers of 8 bits, and of 4 as 8.
+// For 8-bit values, and 4-bit values widened to 8.
 template <class T>
 constexpr bool kWhole = false;
 template <>
@@ -135,7 +135,7 @@ void whole_sums_of_few(const Running& run, int64_t rows, const Rows<int8_t>& val
   });
 }
 
-// Rows of a tile, and the first slots of a block, behind which none of its rows sees any.
+// Rows of a tile, and the first slots of a block, after which none of its rows sees any.
 template <int R>
 HWY_INLINE void scores_of_tile(const Running& run, int64_t row, int64_t seen, int64_t stride, int64_t dim) {
   tile_scores<R>(run.query + row * stride, stride, run.keys, dim, seen, run.scores + row * kBlock);
@@ -147,7 +147,7 @@ HWY_INLINE void sums_of_tile(const Running& run, int64_t row, int64_t seen, cons
   add_weighted<R>(run.scores + row * kBlock, first, dim, kBlock, Ahead<float>(), run.sums + row * dim, dim);
 }
 
-// `seen(r)` slots of the block are seen by row r or one before it.
+// `seen(r)` slots of the block are seen by row r or an earlier one.
 template <class Seen>
 void scores_of_many(const Running& run, int64_t rows, const Seen& seen, int64_t stride, int64_t dim) {
   int64_t r = 0;
@@ -170,7 +170,7 @@ HWY_INLINE void widen_rows(const Rows<T>& rows, int64_t dim, float* to) {
   for (int64_t t = 0; t < rows.count; ++t) widen(rows.first + t * rows.stride, dim, 1.0f, to + t * padded(dim));
 }
 
-// The same, or the rows themselves where they are that already.
+// The same, or the rows themselves if they are float32 and padded.
 template <class T>
 HWY_INLINE Rows<float> float_rows(const Rows<T>& rows, int64_t dim, float* memory) {
   if constexpr (std::is_same_v<T, float>) {
@@ -180,8 +180,8 @@ HWY_INLINE Rows<float> float_rows(const Rows<T>& rows, int64_t dim, float* memor
   return {memory, padded(dim), rows.count};
 }
 
-// Scores of a block to weights. Each step for all rows: what is found across lanes, which the next step of a row waits
-// for, is under way together.
+// Converts the scores of a block to weights. Each step is done for all rows, so that the latencies of reductions across lanes
+// overlap.
 void weigh_rows(const Attention& a, const Piece& piece, const Running& run, const Part& part, int64_t first,
                 int64_t n) {
   const Stored& from = *part.stretch.from;
@@ -274,7 +274,7 @@ void attend_part(const Attention& a, const Piece& piece, const Running& run, con
 
 template <class T>
 void attend_stored(const Attention& a, const Piece& piece, const Sequence& sequence, const Running& run) {
-  // The first row sees from the oldest key on, the last up to the newest.
+  // The first row sees the oldest key, the last row the newest.
   const int64_t oldest = run.seen[0].begin, end = std::min(piece.end_key, run.seen[piece.rows - 1].end);
   int64_t base = 0;
   for (const Stretch& stretch : sequence.stretches) {
@@ -371,7 +371,7 @@ bool is_supported() { return (hwy::SupportedTargets() & HWY_TARGETS) != 0; }
 const char* target_name() { return HWY_DYNAMIC_DISPATCH(name_of_target)(); }
 
 bool limit_target(const char* name) {
-  // Of Highway's bits, the lower of an architecture is the better target.
+  // Among Highway's bits, the lower one of an architecture is the better target.
   for (int64_t bit = 0; bit < 63; ++bit) {
     const int64_t target = int64_t{1} << bit;
     if ((HWY_TARGETS & target) && std::strcmp(hwy::TargetName(target), name) == 0) {

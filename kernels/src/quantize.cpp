@@ -1,4 +1,4 @@
-// Rounding of rows, compiled once for every instruction set and chosen at run time.
+// Quantization of rows, compiled for every instruction set and chosen at run time.
 #include "quantize.h"
 
 #include <algorithm>
@@ -27,7 +27,7 @@ using VI32 = hn::Vec<I32>;
 
 constexpr int64_t kLanes = static_cast<int64_t>(hn::MaxLanes(F()));
 
-// Zeros behind the last number.
+// Zeros after the last value.
 HWY_INLINE V load(const float* numbers, int64_t count) {
   if (count >= kLanes) return hn::LoadU(F(), numbers);
   HWY_ALIGN float padded[kLanes] = {};
@@ -35,7 +35,7 @@ HWY_INLINE V load(const float* numbers, int64_t count) {
   return hn::Load(F(), padded);
 }
 
-// As bytes, as many as there are.
+// Stores as many bytes as there are values.
 template <class T>
 HWY_INLINE void store(VI32 numbers, T* to, int64_t count) {
   const hn::Rebind<T, F> bytes;
@@ -46,7 +46,7 @@ HWY_INLINE void store(VI32 numbers, T* to, int64_t count) {
   std::memcpy(to, padded, count);
 }
 
-// The bits of a number added to this one are those of the nearest whole number.
+// Adding this number leaves the bits of the nearest integer.
 HWY_INLINE VI32 nearest(V numbers) {
   const V shift = hn::Set(F(), 12582912.0f);
   const I32 whole;
@@ -59,11 +59,11 @@ HWY_INLINE float scale_of(const float* row, int64_t dim, float most) {
   for (int64_t i = 0; i < dim; i += kLanes) {
     const V x = load(row + i, dim - i);
     top = hn::Max(top, hn::Abs(x));
-    // Stays zero where all are numbers.
+    // Stays zero if no value is NaN or infinite.
     odd = hn::MulAdd(x, hn::Zero(d), odd);
   }
   const float greatest = hn::GetLane(hn::MaxOfLanes(d, top));
-  // A row of zeros has a scale as well: nothing is divided by zero.
+  // A row of zeros has a scale as well, so that nothing is divided by zero.
   return std::max(greatest, std::numeric_limits<float>::min()) / most + hn::GetLane(hn::SumOfLanes(d, odd));
 }
 

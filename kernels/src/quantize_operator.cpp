@@ -1,4 +1,4 @@
-// Our operator for rounded keys and values, of which exportable_cache/backends/executorch/native/operators.py has the meaning:
+// The operator that quantizes keys and values, whose semantics are in exportable_cache/backends/executorch/native/operators.py:
 //   exportable_cache::quantize.out(Tensor rows, int bits, *, Tensor(a!) numbers, Tensor(b!) scales)
 //                   -> (Tensor(a!), Tensor(b!))
 #include <executorch/runtime/kernel/operator_registry.h>
@@ -18,7 +18,7 @@ bool resized(const Tensor& like, int64_t last, Tensor& tensor) {
   return resize_rows(like, 3, last, tensor) && is_cache_shaped(tensor);
 }
 
-// ExecuTorch's wrapper of kernels is for those with one output.
+// ExecuTorch's kernel wrapper supports one output only.
 void quantize_out(KernelRuntimeContext& context, Span<EValue*> stack) {
   const Tensor& rows = stack[0]->toTensor();
   const int64_t bits = stack[1]->toInt();

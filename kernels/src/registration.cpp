@@ -13,7 +13,7 @@ void register_for(const char* name, std::initializer_list<TensorKind> arguments,
   if (!executorch::runtime::registry_has_op_function(name))
     (void)executorch::runtime::register_kernel(Kernel(name, kernel));
 #else
-  // The registry points at the keys: they stay where they are, and are never freed.
+  // The registry keeps pointers to the keys, so they are never moved or freed.
   static auto* const keys = new std::deque<std::string>();
   std::string key = "v1/";
   for (const TensorKind& argument : arguments) {

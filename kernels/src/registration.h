@@ -1,9 +1,9 @@
-// Kernels under the names of operators that ExecuTorch has kernels for as well.
+// Registration of kernels for operators that ExecuTorch has kernels for as well.
 //
-// ExecuTorch prefers a kernel for given dtypes and orders of dimensions to the one for all, which is how its own
-// library registers these operators. So ours are registered for those dtypes that they are for: whichever library is
-// loaded first, ours serve what is loaded after that, and ExecuTorch's the rest. With EXPORTABLE_CACHE_KERNELS_ALONE,
-// in a build without ExecuTorch's library, they are registered for all.
+// ExecuTorch prefers a kernel for given dtypes and dimension orders to a general one, and its library registers general ones.
+// So ours are registered for the dtypes they support. They are then used for any order of loading, and ExecuTorch's for the
+// other dtypes. With EXPORTABLE_CACHE_KERNELS_ALONE, in a build without ExecuTorch's library, they are registered as general
+// kernels.
 #pragma once
 
 #include <executorch/runtime/core/exec_aten/exec_aten.h>

@@ -1,8 +1,8 @@
-// Rows of stored numbers as float32 vectors, and the two products over them, for the target being compiled.
+// Stored rows as float32 vectors, and the two products over them, for the current target.
 //
-// Two forms. Few rows (a decode step): the scores of four keys at a time are dot products over keys as they are stored,
-// so that each is read once, from memory, in order. Many rows (a prompt): keys are transposed into scratch memory
-// first, and scores come out as vectors, without sums across lanes.
+// There are two forms. With few rows (a decode step), the scores of four keys at a time are dot products over stored keys, so
+// that each is read once, from memory, in order. With many rows (a prompt), keys are transposed into scratch memory first,
+// and scores are vectors, without sums across lanes.
 #if defined(EXPORTABLE_CACHE_ROWS_INL_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef EXPORTABLE_CACHE_ROWS_INL_H
 #undef EXPORTABLE_CACHE_ROWS_INL_H
@@ -31,7 +31,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 using F = hn::ScalableTag<float>;
 using V = hn::Vec<F>;
 
-// Accumulators that fit the registers beside operands.
+// Accumulators that fit into the registers with the operands.
 #if HWY_TARGET == HWY_NEON || (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3)
 constexpr int kAccumulators = 24;
 #else
@@ -52,7 +52,7 @@ HWY_INLINE V load_as(F d, const int8_t* p) {
 HWY_INLINE float number(float x) { return x; }
 template <class T>
 HWY_INLINE uint16_t bits_of(T x) {
-  // On some targets these are types of the compiler, on others structs.
+  // On some targets these are built-in types, on others structs.
   static_assert(sizeof(T) == 2);
   uint16_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -62,7 +62,7 @@ HWY_INLINE float number(hwy::float16_t x) { return float_of_float16(bits_of(x));
 HWY_INLINE float number(hwy::bfloat16_t x) { return float_of_bfloat16(bits_of(x)); }
 HWY_INLINE float number(int8_t x) { return x; }
 
-// Writes `dim` numbers of a row as float32 times `factor`, and zeros behind them, up to `padded(dim)`.
+// Writes `dim` values of a row as float32 times `factor`, and zeros after them, up to `padded(dim)`.
 template <class T>
 HWY_INLINE void widen(const T* from, int64_t dim, float factor, float* to) {
   const F d;
@@ -74,7 +74,7 @@ HWY_INLINE void widen(const T* from, int64_t dim, float factor, float* to) {
   for (; i < padded(dim); ++i) to[i] = 0.0f;
 }
 
-// Two numbers of a row.
+// Two values of a row.
 struct Int4Pair {
   uint8_t bits;
 };
@@ -101,7 +101,7 @@ HWY_INLINE void widen(const Int4Pair* from, int64_t dim, float factor, float* to
   for (i = 2 * half; i < padded(dim); ++i) to[i] = 0.0f;
 }
 
-// Writes the `dim` numbers of a row in 8 bits.
+// Writes the `dim` values of a row in 8 bits.
 HWY_INLINE void unpack(const Int4Pair* from, int64_t dim, int8_t* to) {
   const hn::ScalableTag<uint8_t> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), half = dim / 2;
@@ -120,30 +120,30 @@ HWY_INLINE void unpack(const Int4Pair* from, int64_t dim, int8_t* to) {
   }
 }
 
-// Whether rows can be loaded from their middle on, as vectors.
+// True if rows can be loaded from their middle on, as vectors.
 template <class T>
 constexpr bool kLoads = true;
 template <>
 constexpr bool kLoads<Int4Pair> = false;
 
-// Keeps what was loaded for several products in a register, of which AVX2 and SSE4 have too few: GCC would load it
-// again for each (1.15 times the time of a step's attention in float32, AVX-512).
+// Keeps a loaded vector in a register for several products. AVX2 and SSE4 have too few registers. Without it, GCC would load
+// it again for each product (1.15 times the time of a step's attention in float32, AVX-512).
 HWY_INLINE void keep_one(V& loaded) {
   if constexpr (kAccumulators > 12) keep(loaded);
 }
-// Of stored numbers: those that are widened are in registers anyway.
+// For stored values; widened ones are in registers anyway.
 template <class T>
 HWY_INLINE void keep_stored(V& loaded) {
   if constexpr (sizeof(T) == 4) keep_one(loaded);
 }
 
-// Sums of neighbouring lanes of two vectors, of both in turn.
+// Sums of adjacent lanes of two vectors, interleaved.
 template <class D, class Vector = hn::Vec<D>>
 HWY_INLINE Vector neighbours_sum(D d, Vector a, Vector b) {
   return hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
 }
 
-// Of two such the sums of all lanes, in order.
+// From two of those, the sums of all lanes, in order.
 template <class D, class Vector = hn::Vec<D>>
 HWY_INLINE hn::Vec<hn::FixedTag<hn::TFromD<D>, 4>> pairs_sum(D d, Vector ab, Vector ce) {
   const hn::Repartition<double, D> pairs;
@@ -171,9 +171,8 @@ struct Rows {
   int64_t count;
 };
 
-// Rows that are read next: asked for while others are worked on, as the processor does not foresee the change from keys
-// to values and back. Into the second cache; numbers of one byte, of which the first holds two blocks, into that:
-// arithmetic is what they wait for (1.05 times the time from the second).
+// Prefetches the next rows, because the processor does not foresee the change from keys to values and back. Into L2; one-byte
+// values, of which L1 holds two blocks, into L1, because they are bound by arithmetic (1.05 times the time from L2).
 template <class T>
 struct Ahead {
   const T* rows = nullptr;
@@ -204,7 +203,7 @@ HWY_INLINE void few_scores(const float* query, int64_t query_stride, const Rows<
   const int64_t n = keys.count;
   for (int64_t t = 0; t < n; t += 4) {
     ahead.ask(t, 4);
-    // Behind the last key the last is read again: what comes out is not looked at.
+    // After the last key, the last one is read again, and the result is ignored.
     const T* k0 = keys.first + t * keys.stride;
     const T* k1 = t + 1 < n ? k0 + keys.stride : k0;
     const T* k2 = t + 2 < n ? k1 + keys.stride : k1;
@@ -232,8 +231,8 @@ HWY_INLINE void few_scores(const float* query, int64_t query_stride, const Rows<
   }
 }
 
-// sums[r * sum_stride + i] += weights[r * kBlock + t] * values[t][i], for R rows and `vectors` vectors from i on. Rows
-// that are read next are asked for one by one: many at once wait for one another.
+// sums[r * sum_stride + i] += weights[r * kBlock + t] * values[t][i], for R rows and `vectors` vectors from i on. The next rows
+// are prefetched one by one, because many at once wait for each other.
 template <int R, int vectors, class T, class Next>
 HWY_INLINE void add_columns(const float* weights, const Rows<T>& values, const Ahead<Next>& ahead, int64_t first_ahead,
                             float* sums, int64_t sum_stride) {
@@ -261,7 +260,7 @@ HWY_INLINE void add_columns(const float* weights, const Rows<T>& values, const A
   }
 }
 
-// The same for all columns; `dim` is a multiple of the lanes, and `stretch` the slots that are passed over at a time.
+// The same for all columns; `dim` is a multiple of the lanes, and `stretch` the slots that are read at a time.
 template <int R, class T, class Next>
 HWY_INLINE void add_weighted(const float* weights, const Rows<T>& values, int64_t dim, int64_t stretch,
                              const Ahead<Next>& ahead, float* sums, int64_t sum_stride) {
@@ -283,8 +282,8 @@ HWY_INLINE void add_weighted(const float* weights, const Rows<T>& values, int64_
   }
 }
 
-// transposed[i * kBlock + t] = rows[t * stride + i] for `padded(dim)` numbers of n rows. What is behind the last row
-// stays as it was: its scores are not looked at.
+// transposed[i * kBlock + t] = rows[t * stride + i] for `padded(dim)` values of n rows. Memory after the last row is unchanged,
+// because its scores are ignored.
 HWY_INLINE void transpose(const float* rows, int64_t stride, int64_t n, int64_t dim, float* transposed) {
   const hn::FixedTag<float, 4> d;
   const hn::FixedTag<double, 2> pairs;

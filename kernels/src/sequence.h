@@ -1,7 +1,7 @@
-// The keys of one batch row in the order of their positions, and which of them a query sees.
+// The keys of one batch row in the order of their positions, and the range of them that a query sees.
 //
-// An index counts them: first those in the kept slots, then those of the ring, of which the oldest may lie in its
-// middle, then those that the slots do not hold yet. What a query sees are the kept ones up to itself, and one range.
+// An index counts them: first those in the kept slots, then those of the ring, whose oldest may be in its middle, then those
+// that the slots do not hold yet. A query sees the kept keys up to its own position, and one range.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,11 @@
 
 namespace exportable_cache::kernels {
 
-// Keys that lie one behind the other.
+// Keys that are contiguous in memory.
 struct Stretch {
   const Stored* from = nullptr;
   int64_t first_row = 0;  // in `from`
-  int64_t position = 0;   // of the first
+  int64_t position = 0;   // of the first key
   int64_t count = 0;
 };
 
@@ -27,8 +27,8 @@ struct Range {
 struct Sequence {
   Stretch stretches[5];
   int64_t first_query = 0;  // position
-  int64_t kept = 0;      // keys of positions that stay, or would, in kept slots
-  int64_t position = 0;  // of the first key behind those
+  int64_t kept = 0;      // keys of positions below the number of kept slots
+  int64_t position = 0;  // of the first key after those
   int64_t keys = 0;
 
   int64_t index_of(int64_t at) const { return at < kept ? at : kept + std::max<int64_t>(0, at - position); }
@@ -55,7 +55,7 @@ inline Sequence sequence_of(const Attention& a, int64_t batch) {
   return s;
 }
 
-// Of a query token, by index; it sees the kept keys before the range's end as well.
+// The range of a query token, by index; it also sees the kept keys before the range's end.
 inline Range seen_by(const Attention& a, const Sequence& s, int64_t query) {
   if (!a.causal) return {0, s.keys};
   const int64_t position = s.first_query + query;

@@ -1,4 +1,4 @@
-// ExecuTorch's tensors, as operators look at them.
+// Accessors of ExecuTorch's tensors for operators.
 #pragma once
 
 #include <executorch/runtime/core/exec_aten/exec_aten.h>
@@ -33,12 +33,12 @@ inline bool is_contiguous(const Tensor& tensor) {
   return executorch::runtime::is_contiguous_dim_order(tensor.dim_order().data(), tensor.dim());
 }
 
-// Contiguous, and of four dimensions.
+// True if contiguous, with four dimensions.
 inline bool is_cache_shaped(const Tensor& tensor) { return tensor.dim() == 4 && is_contiguous(tensor); }
 
 constexpr size_t kMostDims = 8;
 
-// Gives a tensor the first `kept` sizes of another, and `last` behind them; false where it cannot have them.
+// Gives a tensor the first `kept` sizes of another, followed by `last`; false if it cannot have them.
 inline bool resize_rows(const Tensor& like, size_t kept, int64_t last, Tensor& tensor) {
   if (kept >= kMostDims) return false;
   std::array<executorch::aten::SizesType, kMostDims> sizes{};
@@ -54,7 +54,7 @@ inline constexpr ScalarType kStoredAs<hwy::float16_t> = ScalarType::Half;
 template <>
 inline constexpr ScalarType kStoredAs<BFloat16Pair> = ScalarType::BFloat16;
 
-// Weights [blocks, steps, kBlockOutputs], or with as many inputs as a step has behind them; null where they are others.
+// Weights [blocks, steps, kBlockOutputs], optionally with the inputs of a step as last dimension; null if they are others.
 template <class W>
 const W* packed_weights(const Tensor& weights, int64_t inputs, int64_t outputs) {
   constexpr int64_t kInputs = kInputsOfStep<W>;

@@ -7,10 +7,10 @@ namespace exportable_cache::kernels {
 
 Threads runtime_threads();
 
-// `attend` on them, counted.
+// `attend` on these threads, counted.
 void attend_in_runtime(const Attention& attention);
 
-// Calls of the above since the library was loaded.
+// Number of those calls since the library was loaded.
 int64_t attention_calls();
 
 }  // namespace exportable_cache::kernels

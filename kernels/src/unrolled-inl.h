@@ -1,4 +1,4 @@
-// What both kinds of linear layers need of the compiler, for the target being compiled.
+// Compiler helpers for both kinds of linear layers, for the current target.
 #if defined(EXPORTABLE_CACHE_UNROLLED_INL_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef EXPORTABLE_CACHE_UNROLLED_INL_H
 #undef EXPORTABLE_CACHE_UNROLLED_INL_H
@@ -24,8 +24,8 @@ HWY_BEFORE_NAMESPACE();
 namespace exportable_cache::kernels {
 namespace HWY_NAMESPACE {
 
-// Keeps a vector in its register. GCC would load again for each use what it has loaded once, or compute all products of
-// a run of weights first and put them in memory, as they are more than there are registers (1.4 times the time, AVX2).
+// Keeps a vector in its register. GCC would otherwise load it again for each use, or compute all products of a run of weights
+// first and spill them (1.4 times the time, AVX2).
 template <class V>
 HWY_INLINE void keep(V& vector) {
 #if HWY_COMPILER_GCC && !HWY_COMPILER_CLANG && HWY_ARCH_X86
@@ -35,8 +35,8 @@ HWY_INLINE void keep(V& vector) {
 #endif
 }
 
-// With one row the memory is what is waited for, and what a processor itself looks ahead is too little. Into the second
-// cache: the first has fewer places for what is under way.
+// One row is bound by memory, and the hardware prefetcher does not look far enough ahead. Into L2, because L1 has fewer
+// buffers for pending loads.
 HWY_INLINE void ask_for(const void* bytes) {
 #if HWY_COMPILER_GCC || HWY_COMPILER_CLANG
   __builtin_prefetch(bytes, 0, 1);

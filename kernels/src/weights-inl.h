@@ -1,4 +1,4 @@
-// Scores of a block to weights, for the target being compiled: an online softmax (https://arxiv.org/abs/1805.02867).
+// Scores of a block to weights, for the current target: an online softmax (https://arxiv.org/abs/1805.02867).
 #if defined(EXPORTABLE_CACHE_WEIGHTS_INL_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef EXPORTABLE_CACHE_WEIGHTS_INL_H
 #undef EXPORTABLE_CACHE_WEIGHTS_INL_H
@@ -22,12 +22,12 @@ namespace HWY_NAMESPACE {
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// exp(x) of numbers up to zero, to 2e-7, and zero far below. Highway's is for all numbers, in more steps (1.06 times the
-// time of a prompt's attention).
+// exp(x) for x <= 0, to 2e-7, and zero far below. Highway's function is for all x, in more steps (1.06 times the time of a
+// prompt's attention).
 HWY_INLINE V exp_of_low(V x) {
   const F d;
   const hn::RebindToSigned<F> whole;
-  // The bits of a number added to this one are those of the nearest whole number.
+  // Adding this number leaves the bits of the nearest integer.
   const V shift = hn::Set(d, 12582912.0f);
   const V two_to = hn::Max(hn::Mul(x, hn::Set(d, 1.44269504f)), hn::Set(d, -127.0f));
   const V shifted = hn::Add(two_to, shift);
@@ -41,11 +41,11 @@ HWY_INLINE V exp_of_low(V x) {
   power = hn::MulAdd(power, rest, hn::Set(d, 1.0f));
   const auto exponent = hn::ShiftLeft<23>(hn::BitCast(whole, shifted));
   const V result = hn::BitCast(d, hn::Add(hn::BitCast(whole, power), exponent));
-  // Of the greater of two, some processors lose a not-a-number.
+  // The maximum, without losing a NaN as some processors do.
   return hn::IfThenElse(hn::IsNaN(x), x, result);
 }
 
-// The greatest of a row's scores and `top`; what a query does not see becomes nothing.
+// The maximum of a row's scores and `top`; scores of unseen keys become minus infinity.
 HWY_INLINE float greatest_of(float* scores, Range seen, float top) {
   const F d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
@@ -56,12 +56,12 @@ HWY_INLINE float greatest_of(float* scores, Range seen, float top) {
   return hn::GetLane(hn::MaxOfLanes(d, most));
 }
 
-// Scores of one row to weights: what is below the greatest score so far. Earlier sums shrink if that has grown.
+// Converts the scores of one row to weights relative to the maximum so far. Earlier sums are scaled if it has grown.
 HWY_INLINE void weigh(float* scores, float greatest, float* top, float* total, float* sums, int64_t dim) {
   const F d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   if (greatest == kNothing) {
-    // On some processors not-a-number is below every number.
+    // On some processors, a comparison with NaN is true.
     V odd = hn::Zero(d);
     for (int64_t t = 0; t < kBlock; t += lanes) {
       const V x = hn::Load(d, scores + t);
@@ -107,14 +107,14 @@ HWY_INLINE void add_bias(float* scores, const float* bias, Range seen) {
   for (int64_t t = seen.begin; t < seen.end; ++t) scores[t] += bias[t];
 }
 
-// Of a whole block: what is behind its last score is not looked at.
+// For a whole block: values after its last score are ignored.
 HWY_INLINE void cap(float* scores, float softcap) {
   const F d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   const V most = hn::Set(d, softcap), by = hn::Set(d, 1.0f / softcap);
   for (int64_t t = 0; t < kBlock; t += lanes) {
     const V x = hn::Load(d, scores + t);
-    // Highway's Tanh may lose a not-a-number.
+    // Highway's Tanh may lose a NaN.
     const V capped = hn::Mul(hn::Tanh(d, hn::Mul(x, by)), most);
     hn::Store(hn::IfThenElse(hn::IsNaN(x), x, capped), d, scores + t);
   }

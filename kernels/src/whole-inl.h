@@ -1,8 +1,8 @@
-// The two products of few rows over keys and values of 8 bits, in whole numbers, for the target being compiled.
+// The two products of few rows over 8-bit keys and values as integers, for the current target.
 //
-// Queries and weights are rounded to 16 bits, each row by itself, and products of two neighbours are added up in 32:
-// twice the numbers a vector has as floats, and none of the stored ones becomes a float. A query's numbers are off by
-// half of 1/32767 of its greatest at most, weights by that of the greatest of their block.
+// Queries and weights are rounded to 16 bits per row, and products of two adjacent values are summed in 32 bits: twice the
+// values per vector compared with floats, and no stored value is converted to a float. The error of a query is at most half
+// of 1/32767 of its largest magnitude, that of a weight the same of its block's.
 #if defined(EXPORTABLE_CACHE_WHOLE_INL_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef EXPORTABLE_CACHE_WHOLE_INL_H
 #undef EXPORTABLE_CACHE_WHOLE_INL_H
@@ -24,14 +24,14 @@ namespace HWY_NAMESPACE {
 
 using I32 = hn::RebindToSigned<F>;
 using I16 = hn::RepartitionToNarrow<I32>;
-using I8 = hn::Rebind<int8_t, I16>;  // as many as of 16 bits
+using I8 = hn::Rebind<int8_t, I16>;  // as many lanes as of 16 bits
 using VI32 = hn::Vec<I32>;
 using VI16 = hn::Vec<I16>;
 
-// Whether rows of so many numbers are multiplied as whole ones.
+// True if rows of this width are multiplied as integers.
 HWY_INLINE bool fits_whole(int64_t dim) { return dim % static_cast<int64_t>(hn::Lanes(I16())) == 0; }
 
-// In each lane the sum of two neighbours' products.
+// The sum of two adjacent products in each lane.
 HWY_INLINE VI32 pair_products(VI16 a, VI16 b) {
 #if HWY_TARGET == HWY_SSE4
   return VI32{_mm_madd_epi16(a.raw, b.raw)};
@@ -49,8 +49,8 @@ HWY_INLINE VI32 pair_products(VI16 a, VI16 b) {
 #endif
 }
 
-// Rounds numbers to whole ones up to `most`, and gives what these are multiplied by: not-a-number if one of them is, or
-// is infinite. `count` is a multiple of the lanes.
+// Rounds values to integers up to `most`, and returns their factor, which is NaN if one of them is NaN or infinite. `count` is a
+// multiple of the lanes.
 HWY_INLINE float round_to_whole(const float* numbers, int64_t count, float most, int16_t* to) {
   const F d;
   const hn::Rebind<int16_t, F> halves;
@@ -66,8 +66,7 @@ HWY_INLINE float round_to_whole(const float* numbers, int64_t count, float most,
     std::memset(to, 0, sizeof(int16_t) * count);
     return lost;
   }
-  // The bits of a number added to this one are those of the nearest whole number: fewer steps than Highway's, which is
-  // for all numbers.
+  // Adding this number leaves the bits of the nearest integer: fewer steps than Highway's function, which is for all values.
   const V by = hn::Set(d, most / greatest), shift = hn::Set(d, 12582912.0f);
   const I32 whole;
   for (int64_t i = 0; i < count; i += lanes) {
@@ -78,12 +77,12 @@ HWY_INLINE float round_to_whole(const float* numbers, int64_t count, float most,
   return greatest / most + lost;
 }
 
-// The greatest whole number of a query of which no sum of products leaves 32 bits.
+// The largest integer of a query for which no sum of products overflows 32 bits.
 HWY_INLINE float most_of_query(int64_t dim) {
   return static_cast<float>(std::min<int64_t>(32767, 2147483647 / (128 * dim)));
 }
 
-// Of R rows and two keys: lanes whose sums are the products of each, in turn.
+// For R rows and two keys: lanes whose sums are the products of each key, interleaved.
 template <int R>
 HWY_INLINE void two_keys(const int16_t* query, int64_t query_stride, const int8_t* first, const int8_t* second,
                          int64_t dim, VI32* both) {
@@ -105,8 +104,8 @@ HWY_INLINE void two_keys(const int16_t* query, int64_t query_stride, const int8_
   EC_UNROLL for (int r = 0; r < R; ++r) both[r] = neighbours_sum(d, sum[r][0], sum[r][1]);
 }
 
-// scores[r * kBlock + t] of R rows and the keys: sums of products times the row's factor. Two keys at a time, whose
-// sums and operands few registers hold.
+// scores[r * kBlock + t] of R rows and the keys: sums of products times the row's factor. Two keys at a time, whose sums and
+// operands need few registers.
 template <int R, class Next>
 HWY_NOINLINE void few_whole_scores(const int16_t* query, int64_t query_stride, const float* factors,
                                    const Rows<int8_t>& keys, int64_t dim, const Ahead<Next>& next, float* scores) {
@@ -117,7 +116,7 @@ HWY_NOINLINE void few_whole_scores(const int16_t* query, int64_t query_stride, c
   const Ahead<Next> ahead = next;
   for (int64_t t = 0; t < n; t += 4) {
     ahead.ask(t, 4);
-    // Behind the last key the last is read again: what comes out is not looked at.
+    // After the last key, the last one is read again, and the result is ignored.
     const int8_t* k0 = keys.first + t * keys.stride;
     const int8_t* k1 = t + 1 < n ? k0 + keys.stride : k0;
     const int8_t* k2 = t + 2 < n ? k1 + keys.stride : k1;
@@ -132,8 +131,8 @@ HWY_NOINLINE void few_whole_scores(const int16_t* query, int64_t query_stride, c
   }
 }
 
-// Of R rows, whose weights of two values are neighbours: lower[r] and upper[r] gain the products with 2 * lanes
-// columns of these.
+// For R rows, whose weights of two values are adjacent: lower[r] and upper[r] gain the products with 2 * lanes columns of
+// these.
 template <int R>
 HWY_INLINE void add_two(const int16_t* weights, const int8_t* first, const int8_t* second, VI32* lower, VI32* upper) {
   const I32 whole;
@@ -151,8 +150,8 @@ HWY_INLINE void add_two(const int16_t* weights, const int8_t* first, const int8_
   }
 }
 
-// sums[r * sum_stride + i] += factors[r] * weights[r * kBlock + t] * values[t][i] of R rows, whose weights behind the
-// last value are zeros.
+// sums[r * sum_stride + i] += factors[r] * weights[r * kBlock + t] * values[t][i] of R rows, whose weights after the last value
+// are zeros.
 template <int R, class Next>
 HWY_NOINLINE void add_whole(const int16_t* weights, const float* factors, const Rows<int8_t>& values, int64_t dim,
                             const Ahead<Next>& next, float* sums, int64_t sum_stride) {
@@ -175,7 +174,7 @@ HWY_NOINLINE void add_whole(const int16_t* weights, const float* factors, const 
       const V factor = hn::Set(d, factors[r]);
       float* to = sums + r * sum_stride + i;
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
-      // Bytes of two rows are interleaved by blocks of 16: the lower half has the first of both blocks.
+      // Bytes of two rows are interleaved in blocks of 16: the lower half has the first of both blocks.
       const VI32 first = hn::ConcatLowerLower(whole, upper[r], lower[r]);
       const VI32 second = hn::ConcatUpperUpper(whole, upper[r], lower[r]);
 #else

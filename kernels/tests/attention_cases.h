@@ -1,4 +1,4 @@
-// What attention is tested with: shapes, dtypes, kinds of slots, lengths.
+// Test cases of attention: shapes, dtypes, kinds of slots, lengths.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 using namespace exportable_cache::kernels;
 
-// Which of the slots are written again, and what a query sees of what comes before it.
+// Which slots are overwritten, and which earlier positions a query sees.
 enum class Kind { kEverything, kFull, kRing, kRingWithSlack, kFirstAndRing, kChunk };
 constexpr int kKinds = 6;
 enum class Added { kNothing, kPerKey, kPerHead, kMask };
@@ -21,11 +21,11 @@ enum class Added { kNothing, kPerKey, kPerHead, kMask };
 struct Case {
   int64_t batch, kv_heads, groups, queries, dim, value_dim;
   int64_t others;  // new tokens before the queries
-  int64_t length;  // of the first row; that of each further one is three less, as far as there are as many
-  int64_t window;  // of rings, and the length of chunks
+  int64_t length;  // of the first row; each further row is three shorter, if it can be
+  int64_t window;  // of rings, and of chunks
   Dtype query_dtype, stored_dtype;
   Kind kind;
-  bool beside;  // the queries' tokens are not in the slots yet
+  bool beside;  // true if the slots do not hold the queries' tokens yet
   Added added;
   bool capped, sinks;
   size_t threads;
@@ -63,7 +63,7 @@ struct Case {
   }
 };
 
-// A case of every kind, stored dtype and way of adding, everything else drawn.
+// A case for every kind, stored dtype and way of adding, with everything else random.
 inline std::vector<Case> cases() {
   std::mt19937 random(11);
   const auto one_of = [&](std::initializer_list<int64_t> choices) { return choices.begin()[random() % choices.size()]; };
@@ -81,13 +81,13 @@ inline std::vector<Case> cases() {
           c.query_dtype = same && random() % 2 ? c.stored_dtype : Dtype::kFloat32;
           c.queries = one_of({1, 1, 2, 7, 50});
           c.length = one_of({0, 2, 5, 62, 63, 64, 198, 400});
-          // One long one of each, whose work is cut by the filled length; it is all in one key head.
+          // One long case of each kind, which is split by the filled length; it has one key head.
           c.batch = again == 3 ? 1 : one_of({1, 1, 2, 3}), c.kv_heads = again == 3 ? 1 : 2;
           if (again == 3) c.length = one_of({1029, 1500}), c.queries = one_of({1, 2, 9});
           c.groups = one_of({1, 2, 3, 4, 5});
           c.window = again == 3 ? 1100 : one_of({7, 16, 64, 70, 130});
           c.beside = c.kind != Kind::kEverything && (c.turns() || random() % 2);
-          // One token may be written over the one that leaves the window before attention.
+          // One token may overwrite the one that leaves the window before attention.
           if (c.turns() && c.queries == 1 && random() % 3 == 0) c.beside = false;
           if (c.turns() ? c.beside : true) c.others = one_of({0, 0, 0, 3, 11});
           c.capped = random() % 3 == 0, c.sinks = random() % 3 == 0;

@@ -1,8 +1,8 @@
-// attend() against double precision, over shapes, dtypes, kinds of slots, what a query sees, what is added to scores,
-// thread counts and every instruction set here.
+// Compares attend() with double precision, for shapes, dtypes, kinds of slots, masks, biases, thread counts and every instruction
+// set of this machine.
 //
-// The oracle knows tokens by their positions: nothing of how the slots turn, or how the work is cut. Slots that hold
-// nothing hold not-a-number, and buffers end with the last slot, so that the address sanitizer sees a read behind it.
+// The oracle knows tokens by their positions, and nothing of ring slots or task splitting. Empty slots hold NaN, and buffers end
+// with the last slot, so that the address sanitizer detects reads after it.
 #include "../src/attention.h"
 #include "../src/half.h"
 
@@ -27,7 +27,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 constexpr size_t kBits[] = {32, 16, 16, 8, 4};
 
-// Numbers as they are stored, and as doubles.
+// Values as stored, and as doubles.
 struct Numbers {
   std::vector<unsigned char> bytes;
   std::vector<double> exact;
@@ -40,7 +40,7 @@ Numbers numbers(size_t rows, size_t dim, Dtype dtype, std::mt19937& random, doub
   for (size_t i = 0; i < count; ++i) {
     const auto x = static_cast<float>(normal(random));
     if (dtype == Dtype::kInt4) {
-      // The first half of a row in the low bits of its bytes, the second in the high ones.
+      // The first half of a row in the low bits of its bytes, the second half in the high bits.
       const auto whole = std::clamp(std::lround(x * 4), -8L, 7L);
       const size_t row = i / dim, at = i % dim, half = dim / 2;
       made.bytes[row * half + at % half] |= static_cast<unsigned char>((whole + 8) << (at < half ? 0 : 4));
@@ -79,7 +79,7 @@ double number_at(const unsigned char* bytes, size_t index, Dtype dtype) {
   return dtype == Dtype::kFloat16 ? float_of_float16(half) : float_of_bfloat16(half);
 }
 
-// One tensor [batch, tokens, heads, dim] of each of the two kinds, in both orders of tokens and heads.
+// One tensor [batch, tokens, heads, dim] of each kind, in both orders of tokens and heads.
 template <class V>
 void lay(V& view, int64_t tokens, int64_t heads, int64_t dim, bool heads_as_batch) {
   view.batch_stride = tokens * heads * dim;
@@ -87,13 +87,13 @@ void lay(V& view, int64_t tokens, int64_t heads, int64_t dim, bool heads_as_batc
   view.head_stride = heads_as_batch ? tokens * dim : dim;
 }
 
-// Rows of all tokens, [batch, positions, heads], cut into those that slots hold and those of the queries.
+// Rows of all tokens, [batch, positions, heads], split into those in slots and those of the queries.
 struct Places {
   std::vector<unsigned char> slots, fresh;
 
   Places(const Case& c, const unsigned char* rows, int64_t positions, size_t bytes, const View& slot_view,
          const View& fresh_view, size_t stride_bytes) {
-    slots.assign(c.batch * c.slots() * c.kv_heads * bytes, 0xFF);  // not-a-number of all floats
+    slots.assign(c.batch * c.slots() * c.kv_heads * bytes, 0xFF);  // NaN in all float formats
     fresh.assign(c.batch * c.tokens() * c.kv_heads * bytes, 0xFF);
     for (int64_t b = 0; b < c.batch; ++b) {
       const int64_t held = c.length_of(b) + (c.beside ? 0 : c.tokens());
@@ -112,13 +112,13 @@ struct Places {
   }
 };
 
-// Few rows over keys and values of 8 or 4 bits: queries are rounded to one of 32767 steps up to their greatest number,
-// and so are weights times their scales, within blocks of keys.
+// With few rows over 8-bit or 4-bit keys and values, queries are rounded to one of 32767 steps up to their largest magnitude, and
+// so are weights times their scales, within blocks of keys.
 constexpr double kHalfStep = 0.5 / 32767;
-// The root mean square of what that does to the outputs of a case, as a share of their sizes; 3.3e-5 was the most.
+// The RMS effect of that on the outputs of a case, relative to their size; the observed maximum was 3.3e-5.
 constexpr double kRoundingError = 5e-5;
 
-// The largest difference from double precision, as a share of what is allowed.
+// The largest difference from double precision, divided by the limit.
 double difference(const Case& c, std::mt19937& random) {
   const int64_t heads = c.kv_heads * c.groups, positions = c.length + c.tokens();
   const size_t tokens = c.batch * positions * c.kv_heads;
@@ -171,7 +171,7 @@ double difference(const Case& c, std::mt19937& random) {
     for (int64_t i = 0; i < c.batch * heads * c.queries * positions; ++i) bias.push_back(normal(random));
     a.bias = {bias.data(), heads * c.queries * positions, c.queries * positions, positions};
   } else if (c.added == Added::kMask) {
-    // Seven keys for each query; the first query sees nothing.
+    // Seven keys per query; the first query sees nothing.
     bias.assign(c.queries * positions, -kInfinity);
     for (int64_t i = 1; i < c.queries; ++i) {
       const int64_t last = i * positions / c.queries;
@@ -232,7 +232,7 @@ double difference(const Case& c, std::mt19937& random) {
           const double size = std::max(total == 0.0 ? 1.0 : sizes[x] / total, 1e-3);
           const size_t where = b * a.out.batch_stride + i * a.out.token_stride + h * a.out.head_stride + x;
           const double off = std::fabs(number_at(out.get(), where, c.query_dtype) - sum);
-          // Scores that are off by so much change a weight, and the sum of weights, by that share of theirs.
+          // An error of a score changes a weight, and the sum of weights, by the same relative error.
           const double rounding = rounded && total > 0.0 ? std::expm1(2 * off_score) * sizes[x] / total +
                                                                kHalfStep * greatest_weight * values[x] / total
                                                          : 0.0;
@@ -242,12 +242,12 @@ double difference(const Case& c, std::mt19937& random) {
         }
       }
   if (!rounded) return worst;
-  // Where everything rounds the same way, the limits above are far from what rounding does.
+  // Systematic rounding would be far from the limits above.
   const double mean = std::sqrt(squares / static_cast<double>(outputs)) / (allowed + kRoundingError);
   return std::isnan(worst) ? worst : std::max(worst, mean);
 }
 
-// A key that is not a number gives an output that is not one, whatever row and block it is in, capped or not.
+// A NaN key gives a NaN output, for any row and block, capped or not.
 bool shows_not_a_number() {
   std::vector<float> query(16, 0.5f), rows(200 * 16, 0.25f), out(16);
   const int64_t length = 199;
@@ -267,8 +267,8 @@ bool shows_not_a_number() {
   return true;
 }
 
-// Numbers of 8 bits with scales: a number of the query or a scale that is none is seen in the output, too, and sums of
-// products of the greatest numbers do not turn around.
+// 8-bit values with scales: a NaN in the query or in a scale gives a NaN output, too, and sums of products of the largest values
+// do not overflow.
 bool whole_numbers_hold() {
   constexpr int64_t kDim = 1024, kSlots = 70;
   std::vector<int8_t> keys(kSlots * kDim, -128), values(kSlots * kDim, 1);
@@ -288,7 +288,7 @@ bool whole_numbers_hold() {
     a.stored.key_scale.data = key_scale.data(), a.stored.value_scale.data = value_scale.data();
     a.query = {query.data(), kDim, kDim, kDim}, a.out = {out.data(), kDim, kDim, kDim};
     attend(a, Threads{});
-    // Where all is right every second value has all the weight.
+    // The correct result gives every second value all the weight.
     if (bad ? out[0] == out[0] : !(std::fabs(out[0] - 0.01f) < 1e-6f)) return false;
   }
   return true;

@@ -1,7 +1,7 @@
-// apply_float_linears() against double precision, over shapes, rows, thread counts and every instruction set here.
+// Compares apply_float_linears() with double precision, for shapes, rows, thread counts and every instruction set of this machine.
 //
-// The oracle multiplies plain numbers. Weights of 16 bits are to give what the same in float32 do, to the bit. Weights
-// end with their last byte, so that the address sanitizer sees a read behind it.
+// The oracle multiplies unpacked values. 16-bit weights must give the same results as in float32, bit for bit. Weights end with
+// their last byte, so that the address sanitizer detects reads after it.
 #include "../src/float_linear.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct Case {
   int64_t rows, inputs, outputs;
   bool bias;
   size_t threads;
-  // The outputs are those of so many layers.
+  // The outputs are distributed over this many layers.
   size_t layers = 1;
 };
 
@@ -38,7 +38,7 @@ Numbers numbers_of(const Case& c, std::mt19937& random) {
   for (auto* numbers : {&made.weights, &made.bias, &made.source}) {
     for (auto& number : *numbers) number = normal(random);
   }
-  // What both formats of 16 bits have, of which some are less than float16's normal numbers.
+  // Values that both 16-bit formats represent, some of them subnormal in float16.
   for (size_t i = 0; i < made.weights.size(); ++i) {
     const float rounded = float_of_bfloat16(bfloat16_of_float(made.weights[i] * (i % 7 ? 1.0f : 1e-5f)));
     made.weights[i] = float_of_float16(float16_of_float(rounded));
@@ -46,7 +46,7 @@ Numbers numbers_of(const Case& c, std::mt19937& random) {
   return made;
 }
 
-// Puts a weight where a kernel reads it.
+// Stores a weight where the kernel reads it.
 void put(float& place, int64_t, float weight) { place = weight; }
 void put(hwy::float16_t& place, int64_t, float weight) {
   const uint16_t bits = float16_of_float(weight);
@@ -71,7 +71,7 @@ std::vector<W> packed_weights(const float* plain, int64_t inputs, int64_t output
   return packed;
 }
 
-// What the layers of a case give, [rows, outputs].
+// The outputs of a case's layers, [rows, outputs].
 template <class W>
 std::vector<float> results(const Case& c, const Numbers& numbers) {
   std::vector<std::vector<W>> packed(c.layers);
@@ -98,7 +98,7 @@ std::vector<float> results(const Case& c, const Numbers& numbers) {
   return all;
 }
 
-// The greatest difference, as a share of what the products sum up to.
+// The largest difference, relative to the sum of the products' magnitudes.
 double difference(const Case& c, std::mt19937& random) {
   const Numbers numbers = numbers_of(c, random);
   const std::vector<float> found = results<float>(c, numbers);
@@ -118,7 +118,7 @@ double difference(const Case& c, std::mt19937& random) {
   return worst;
 }
 
-// Whether rows of packed weights are what was packed.
+// Check that rows of packed weights equal the unpacked rows.
 template <class W>
 bool are_rows(int64_t inputs, int64_t outputs, std::mt19937& random) {
   const Numbers numbers = numbers_of({1, inputs, outputs, false, 1}, random);
@@ -142,7 +142,7 @@ int main() {
     double worst = 0;
     for (int64_t rows : {1, 2, 3, 7, 8, 13, 14, 50}) {
       for (int64_t inputs : {1, 30, 97, 768}) {
-        // Blocks by one, by three, by four, and one that is not full.
+        // One block, three blocks, four blocks, and a partly filled one.
         for (int64_t outputs : {1, 16, 64, 83, 256}) {
           const Case c{rows, inputs, outputs, cases % 2 == 0, size_t(1 + cases % 3), layers_of(outputs, cases)};
           const double found = difference(c, random);
@@ -157,7 +157,7 @@ int main() {
     }
     std::printf("%s: the greatest difference is %.1e of what is summed up\n", target_name(), worst);
   }
-  // More inputs than a task's rows may have: rows by the least number at a time.
+  // More inputs than a task's rows may have, so that the fewest rows are used at a time.
   std::mt19937 random(1);
   for (int64_t rows : {1, 30}) failures += difference({rows, 20000, 40, true, 2}, random) < 1e-6 ? 0 : 1;
   for (int64_t inputs : {1, 97, 768}) {

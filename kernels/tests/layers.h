@@ -1,4 +1,4 @@
-// The outputs of a case, dealt out to layers that are computed together.
+// Distribution of a case's outputs over layers that are computed together.
 #pragma once
 
 #include <algorithm>
@@ -6,19 +6,19 @@
 #include <cstdint>
 #include <vector>
 
-// How many layers: each has an output at least.
+// Number of layers, each with at least one output.
 inline size_t layers_of(int64_t outputs, int cases) {
   return static_cast<size_t>(std::min<int64_t>(outputs, 1 + cases / 2 % 4));
 }
 
-// The first output of a layer: unequal shares, of which one is a few outputs at most.
+// The first output of a layer: unequal shares, one of which has only a few outputs.
 inline int64_t first_output(int64_t outputs, size_t layers, size_t layer) {
   if (layer == 0) return 0;
   if (layer == layers) return outputs;
   return std::min<int64_t>(outputs - static_cast<int64_t>(layers - layer), static_cast<int64_t>(layer) * outputs * 2 / 5 + 1);
 }
 
-// What a layer gave for one of all outputs.
+// The results of a layer, for a layer of all outputs.
 template <class L>
 double result(const std::vector<L>& layers, const std::vector<int64_t>& first_of, int64_t row, int64_t output) {
   size_t layer = layers.size() - 1;

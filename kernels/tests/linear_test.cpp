@@ -1,7 +1,7 @@
-// apply_linears() against double precision, over shapes, groups, rows, thread counts and every instruction set here.
+// Compares apply_linears() with double precision, for shapes, groups, rows, thread counts and every instruction set of this machine.
 //
-// The oracle rounds activations as torchao says and multiplies plain numbers: nothing of how weights are packed. Buffers
-// end with the last byte, so that the address sanitizer sees a read behind it.
+// The oracle rounds activations as torchao does and multiplies unpacked values. Buffers end with the last byte, so that the address
+// sanitizer detects reads after it.
 #include "../src/linear.h"
 
 #include <algorithm>
@@ -22,11 +22,11 @@ struct Case {
   int64_t rows, inputs, outputs, group;
   bool bias, positive;
   size_t threads;
-  // The outputs are those of so many layers.
+  // The outputs are distributed over this many layers.
   size_t layers;
 };
 
-// The nearest bfloat16 below.
+// The next lower bfloat16.
 float cut(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
@@ -35,7 +35,7 @@ float cut(float value) {
   return value;
 }
 
-// The greatest difference, as a share of what the products sum up to.
+// The largest difference, relative to the sum of the products' magnitudes.
 double difference(const Case& c, std::mt19937& random) {
   std::uniform_int_distribution<int> whole(-8, 7);
   std::normal_distribution<float> normal;
@@ -49,7 +49,7 @@ double difference(const Case& c, std::mt19937& random) {
   }
   for (auto& value : bias) value = normal(random);
   for (auto& value : source) value = c.positive ? std::fabs(normal(random)) + 3.0f : normal(random);
-  // One row of zeros: a scale of nothing.
+  // One row of zeros, whose scale is zero.
   if (c.rows > 2) std::fill_n(source.begin() + c.inputs, c.inputs, 0.0f);
 
   const int64_t bytes = bytes_of_block(c.inputs, groups);

@@ -1,4 +1,4 @@
-// quantize_rows() against single numbers, over sizes, thread counts and every instruction set here: the same to the bit.
+// Compares quantize_rows() with scalar code, for sizes, thread counts and every instruction set of this machine, bit for bit.
 #include "../src/quantize.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct Rounded {
 };
 
 Rounded found(const std::vector<float>& source, int64_t rows, int64_t dim, bool packed, size_t threads) {
-  // They end with their last byte, so that the address sanitizer sees a write behind it.
+  // Buffers end with their last byte, so that the address sanitizer detects writes after it.
   Rounded out{std::vector<uint8_t>(rows * dim / (packed ? 2 : 1), 0xAA), std::vector<float>(rows, NAN)};
   quantize_rows({packed ? Dtype::kInt4 : Dtype::kInt8, rows, dim, source.data(), out.numbers.data(), out.scales.data()},
                 threads_of(threads));
@@ -47,7 +47,7 @@ Rounded expected(const std::vector<float>& source, int64_t rows, int64_t dim, bo
   return out;
 }
 
-// Numbers of every size, rows of zeros, and halves, which are as near to one number as to the next.
+// Values of every size, rows of zeros, and ties.
 std::vector<float> rows_of(int64_t rows, int64_t dim, float most, std::mt19937& random) {
   std::normal_distribution<float> normal;
   std::vector<float> numbers(rows * dim);

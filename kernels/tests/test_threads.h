@@ -1,4 +1,4 @@
-// Threads of a test.
+// Thread pool of a test.
 #pragma once
 
 #include <thread>
@@ -20,7 +20,7 @@ inline void run_threads(size_t count, void (*task)(void*, size_t), void* context
   for (auto& thread : threads) thread.join();
 }
 
-// So many; at one time those of one call only.
+// This many threads, for one call at a time.
 inline Threads threads_of(size_t count) {
   thread_count = count;
   return {count, run_threads};

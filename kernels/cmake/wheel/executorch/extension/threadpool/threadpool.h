@@ -1,5 +1,5 @@
-// Of ExecuTorch's thread pool, whose header the wheel of 1.5 does not ship, what kernels/ and runners/cpp call. The functions are
-// those of its library libexecutorch_threadpool.so, the same as in 1.4.1, whose wheel has the header: this one is found after it.
+// The functions of ExecuTorch's thread pool that kernels/ and runners/cpp call, because the wheel of 1.5 does not ship the header. They
+// are exported by libexecutorch_threadpool.so, unchanged since 1.4.1; the wheel of 1.4.1 has the header, which takes precedence.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace executorch::extension::threadpool {
 
-// Only its address is known here: it is made by `get_threadpool` and nowhere else.
+// An incomplete type, which only `get_threadpool` creates.
 class ThreadPool final {
  public:
   ThreadPool() = delete;
