@@ -145,10 +145,10 @@ def main() -> None:
         "ranks",
         "stages",
         "replicas",
-        "GB held",
+        "GB stored",
         "memory",
         "sums",
-        "handed on",
+        "sends",
         "idle",
         "step",
         "tokens/s",
@@ -156,7 +156,7 @@ def main() -> None:
     print(f"| {' | '.join(headers)} |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     print(*rows_of_splits(), sep="\n")
-    print("\n| tokens | devices | GB held | memory | merge | step, ms |")
+    print("\n| tokens | devices | GB stored | memory | merge | step, ms |")
     print("|---|---|---|---|---|---|")
     print(*rows_of_contexts(), sep="\n")
 

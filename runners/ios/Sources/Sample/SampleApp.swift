@@ -1,7 +1,7 @@
 import Foundation
 import SwiftUI
 
-/// A prompt, its continuation as it is generated, and a button that stops it.
+/// A prompt, its streamed continuation, and a button that stops it.
 @main
 struct SampleApp: App {
     // On macOS the first argument; in an app a folder reference among its resources.

@@ -9,7 +9,7 @@ import android.widget.ScrollView
 import android.widget.TextView
 import java.io.File
 
-/** A prompt, its continuation as it is generated, and a button that stops it. */
+/** A prompt, its streamed continuation, and a button that stops it. */
 class MainActivity : Activity() {
     private lateinit var answers: Answers
 
