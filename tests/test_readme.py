@@ -25,9 +25,11 @@ import typer
 from exportable_cache import export, load
 from exportable_cache.backends import TARGETS, backend_for
 from exportable_cache.cli.app import app
+from exportable_cache.demo import demo_path
 from exportable_cache.errors import InputError, MissingDependencyError
 
 from .support.models import tiny_model
+from .support.readme import bare
 
 pytestmark = pytest.mark.project
 
@@ -85,6 +87,17 @@ def shell_commands(path: Path) -> Iterator[list[str]]:
 
 def test_it_is_short() -> None:
     assert len(README.splitlines()) <= 90
+
+
+@pytest.mark.full
+def test_its_example_runs(tmp_path: Path) -> None:
+    """With the demo model, because the model that it names cannot be downloaded here."""
+    pytest.importorskip("executorch")
+    (code,) = blocks(ROOT / "README.md", "python")
+    for old, new in (('"HuggingFaceTB/SmolLM2-135M-Instruct"', repr(str(demo_path()))), ("=2048", "=512")):
+        assert old in code
+        code = code.replace(old, new)
+    assert len(bare("-c", code, cwd=tmp_path).stdout.splitlines()) == 2
 
 
 # -- every document --------------------------------------------------------------------------------------------------
