@@ -138,7 +138,7 @@ def test_a_bundle_of_an_earlier_release_is_told(program: Path, tmp_path: Path) -
     (earlier / TABLE).unlink()
     done = run(program, earlier, 1, 5)
     assert done.returncode == 1
-    assert "an earlier release wrote the bundle" in done.stderr and "export the model again" in done.stderr
+    assert "the bundle was written by an earlier release" in done.stderr and "export the model again" in done.stderr
 
 
 def test_a_missing_bundle_is_named(program: Path, tmp_path: Path) -> None:
