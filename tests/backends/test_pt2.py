@@ -1,8 +1,6 @@
 """The `.pt2` archive: weights once, one cache under both methods, damage refused."""
 
 import json
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from exportable_cache.errors import BundleError, InputError
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
+from ..support.forked import run_python
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 from ..support.sessions import lowered_session
@@ -91,7 +90,7 @@ def test_torch_opens_it_without_this_package(archive) -> None:
             "assert 'exportable_cache' not in sys.modules",
         ]
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=path.parent)
+    found = run_python(script, cwd=path.parent)
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) == reference_logits(model, torch.tensor(ids), 5)[:, -1].argmax().item()
 
@@ -114,7 +113,7 @@ def test_torch_opens_one_whose_cache_is_an_input_without_this_package(tmp_path) 
             "print(logits.tolist())",
         ]
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=bundle.path)
+    found = run_python(script, cwd=bundle.path)
     assert found.returncode == 0, found.stderr
     expected = reference_logits(model, ids, 8)[:, -1]
     assert (torch.tensor(json.loads(found.stdout)) - expected).abs().max() <= 1e-4

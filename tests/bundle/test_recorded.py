@@ -6,8 +6,6 @@ import hashlib
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from exportable_cache.errors import BundleError, InputError
 from exportable_cache.program.methods import ProgramMethod
 
 from ..decoding.byte_tokenizer import SIZE, byte_tokenizer
+from ..support.forked import run_python
 from ..support.models import WINDOW, tokens
 from ..support.oracle import reference_logits
 from .editing import CAPACITY
@@ -192,6 +191,6 @@ def test_a_process_that_only_opens_knows_every_kernel_of_the_target(target: str)
         "from exportable_cache.cache.layout import Layout\n"
         f"backend_for({target!r})\nprint(*Layout.kinds)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = run_python(code)
     assert done.returncode == 0, done.stderr[-2000:]
     assert made and made <= set(done.stdout.split())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cli.inspect import opened_elsewhere
 
+from ..support.forked import run_python
 from ..support.models import tiny_model
 from ..support.sessions import bundle_of_both, exported_bundle, folded_bundle
 
@@ -31,7 +30,7 @@ def run(lines_by_folder: list[tuple[Path, list[str]]], last: str) -> None:
     for folder, lines in lines_by_folder:
         code += [f"os.chdir({str(folder)!r})", *lines, last]
     code.append("assert 'exportable_cache' not in sys.modules")
-    done = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, cwd="/", timeout=120)
+    done = run_python("\n".join(code), cwd="/", timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -17,6 +17,7 @@ from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.bundle.signing import private_key, sign
 from exportable_cache.cli.output.streams import EXIT_INPUT
 
+from ..support.forked import COMMAND_LINE, run_python
 from ..support.models import tiny_model, tokens
 from .bundles import MAX_CACHE_LEN, refused
 
@@ -159,8 +160,8 @@ def test_the_recipe_runs(tiny_folder, tmp_path, monkeypatch, capsys):
     assert load(tmp_path / "x").prefill(tokens(5)).shape == (1, 128)
 
 
-def test_a_process_of_its_own_refuses_on_stderr_alone(shell, exported):
+def test_a_process_of_its_own_refuses_on_stderr_alone(exported):
     """What one prints that succeeds: test_demo.py."""
-    done = shell("inspect", exported.path / "missing")
+    done = run_python(COMMAND_LINE, "inspect", exported.path / "missing")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith("error: ")

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch import multiprocessing as mp
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
+
+from ..support.forked import forkserver
 
 #: Seconds that the processes have together. Loaded machines import slowly.
 LIMIT = 300
@@ -54,9 +55,7 @@ def run_ranks(folder: Path, size: int, checks: Sequence[Check], timeout: float =
         Of each rank, what each check gave by its name: text where it failed.
     """
     store = folder / f"store-{size}-{checks[0].__name__}"
-    # Packages are imported once, by the process that the ranks are copies of.
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([checks[0].__module__, "transformers.models.gemma3"])
+    context = forkserver()
     arguments = [(rank, size, folder, store, list(checks), timeout) for rank in range(size)]
     processes = [context.Process(target=_run, args=one) for one in arguments]
     for process in processes:

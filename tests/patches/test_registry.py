@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +18,7 @@ from exportable_cache.errors import UnsupportedModelError
 from exportable_cache.models.patches import registry
 from exportable_cache.models.patches.registry import COPIED, PATCHES, PREPARATIONS, patch_model, patch_types
 
+from ..support.forked import run_python
 from ..support.kinds import kind_model
 from ..support.models import tiny_model, tokens
 from ..zoo.architectures import architectures
@@ -145,7 +144,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]
 def test_a_saved_cache_of_a_patched_model_goes_on_in_a_fresh_process(saved: tuple, order: str) -> None:
     """Nothing there calls `from_model`: unpatched, its attention takes the newest key to be the last slot."""
     folder, expected = saved
-    subprocess.run([sys.executable, "-c", LATER, str(folder), order], check=True)
+    run_python(LATER, folder, order).check_returncode()
     assert (torch.load(folder / "logits.pt") - expected).abs().max() <= 1e-4
 
 
@@ -164,7 +163,7 @@ with torch.no_grad():
 
 def test_a_cache_made_of_layers_meets_its_model_at_its_first_step(saved: tuple) -> None:
     folder, expected = saved
-    subprocess.run([sys.executable, "-c", BY_HAND, str(folder)], check=True)
+    run_python(BY_HAND, folder).check_returncode()
     assert (torch.load(folder / "logits.pt") - expected).abs().max() <= 1e-4
 
 

@@ -17,6 +17,7 @@ from exportable_cache.cli.app import app
 from exportable_cache.cli.output.streams import prompt_from_stdin
 from exportable_cache.errors import BundleError, CacheFullError, InputError
 
+from ..support.forked import COMMAND_LINE, run_python
 from ..support.models import tiny_model, tokens
 from .conftest import reseal
 
@@ -50,13 +51,12 @@ def test_a_full_device_and_a_closed_stdout(pt2_bundle: Path) -> None:
     import subprocess
     import sys
 
-    command = [sys.executable, "-m", "exportable_cache", "inspect", str(pt2_bundle)]
-    with Path("/dev/full").open("w") as full:
-        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    ran = run_python(COMMAND_LINE, "inspect", pt2_bundle, stdout="/dev/full")
     assert ran.returncode == 2
     assert "cannot write the output: No space left on device" in ran.stderr
     assert "Traceback" not in ran.stderr
-    ran = subprocess.run(f"{' '.join(command)} >&-", shell=True, stderr=subprocess.PIPE, text=True)
+    command = f"{sys.executable} -m exportable_cache inspect {pt2_bundle} >&-"
+    ran = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True)
     assert ran.returncode == 2
     assert "stdout must be open" in ran.stderr
     assert "Traceback" not in ran.stderr
@@ -87,8 +87,11 @@ def test_stderr_that_takes_nothing_is_no_reason_to_stop(pt2_bundle: Path, redire
     import subprocess
     import sys
 
-    command = f"{sys.executable} -m exportable_cache inspect {pt2_bundle}"
-    ran = subprocess.run(f"{command} {redirected}", shell=True, stdout=subprocess.PIPE, text=True)
+    if redirected == "2>/dev/full":
+        ran = run_python(COMMAND_LINE, "inspect", pt2_bundle, stderr="/dev/full")
+    else:
+        command = f"{sys.executable} -m exportable_cache inspect {pt2_bundle} {redirected}"
+        ran = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True)
     assert ran.returncode == 0
     assert "Qwen3ForCausalLM" in ran.stdout
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,8 @@ from typer.testing import CliRunner
 from exportable_cache import load
 from exportable_cache.cli.app import app
 
+from ..support.forked import run_python
+
 
 def _printed(folder: Path) -> list[str]:
     shown = CliRunner().invoke(app, ["inspect", str(folder)]).stdout
@@ -21,7 +21,7 @@ def _printed(folder: Path) -> list[str]:
 
 def _run(folder: Path, *lines: str) -> str:
     script = "\n".join([*lines, "import sys", "assert 'exportable_cache' not in sys.modules"])
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
+    ran = run_python(script, cwd=folder)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.splitlines()[-1]
 
