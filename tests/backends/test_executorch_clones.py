@@ -213,7 +213,7 @@ def described(program: object) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.full), True])
 def test_layers_are_traced_as_what_they_are_folded_into(bias: bool) -> None:
     model = model_of(2, attention_bias=bias)
     (after,) = programs_of(model).values()

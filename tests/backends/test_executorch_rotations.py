@@ -48,6 +48,7 @@ def test_a_rotation_is_one_product_with_the_same_numbers(length: int) -> None:
         lambda x: torch.cat((x[..., HALF:], x[..., :HALF]), dim=-1),  # no sign
         lambda x: torch.cat((-x[..., :HALF], x[..., HALF:]), dim=-1),  # not swapped
         lambda x: torch.cat((-x[..., HALF + 1 :], x[..., : HALF + 1]), dim=-1),  # not halves
+        lambda x: torch.cat((-x[..., :HALF], x[..., :HALF]), dim=-1),  # one half twice
         lambda x: torch.cat((-x[..., HALF:], x[..., :HALF]), dim=-2),  # stacked
         lambda x: torch.cat((-x[..., 1::2], x[..., ::2]), dim=-1),  # interleaved
         lambda x: torch.cat((-(x + 1)[..., HALF:], x[..., :HALF]), dim=-1),  # of two tensors

@@ -48,6 +48,11 @@ def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, expected: list[int])
     assert drawn(2000, top_p=top_p) == set(expected)
 
 
+def test_top_p_that_is_reached_exactly_keeps_no_more() -> None:
+    probabilities, _ = sorted_distribution(torch.zeros(1, 4), Sampling(temperature=1.0, top_p=0.5).settings())
+    assert probabilities.tolist() == [[0.5, 0.5, 0.0, 0.0]]
+
+
 @pytest.mark.parametrize(("min_p", "expected"), [(0.0, [0, 1, 2, 3]), (0.2, [0, 1, 3]), (0.5, [1, 3]), (1.0, [1])])
 def test_min_p_keeps_those_near_the_most_probable(min_p: float, expected: list[int]) -> None:
     assert kept(min_p=min_p) == expected

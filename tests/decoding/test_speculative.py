@@ -216,7 +216,9 @@ def test_compiled_and_exported_programs_judge_too(model: Any, tmp_path: Path) ->
     assert list(session.generate(prompt, 20, draft=draft)) == expected
 
 
-@pytest.mark.parametrize("methods", ["forward", pytest.param("split", marks=pytest.mark.full)])
+# In the fast lane a pt2 program, above: lowering takes longest.
+@pytest.mark.full
+@pytest.mark.parametrize("methods", ["forward", "split"])
 def test_executorch_programs_judge_too(methods: str) -> None:
     """`forward` gives the logits of the last few tokens, and is the only method; split, there is one for it."""
     model = tiny_model("llama")

@@ -175,3 +175,11 @@ def test_a_weight_norm_is_torchs_and_takes_no_sizes_on_trust(dim: int) -> None:
     assert torch.allclose(checked(weight_norm)(direction, length, dim), weight_norm(direction, length, dim))
     with pytest.raises(RuntimeError):
         checked(weight_norm)(direction, torch.rand(2), dim)
+
+
+@pytest.mark.parametrize(("base", "exponent"), [(2**33, 2), (3, 17)])
+def test_powers_that_take_long_to_compute_are_refused(base: int, exponent: int) -> None:
+    power = operator_named("_operator.pow")
+    assert power(3, 16) == 3**16
+    with pytest.raises(ValueError, match=r"\*\*"):
+        power(base, exponent)

@@ -70,7 +70,7 @@ def test_aliased_outputs_are_bound_to_their_inputs_and_the_others_are_copied() -
 
 
 def test_the_session_refuses_a_write_past_the_cache_before_it_runs() -> None:
-    model, program, networks = engine_program("llama")
+    model, program, networks = engine_program("gemma3_text")
     runner = runner_over(program, networks)
     session = session_over(model, program, runner)
     session.prefill(torch.ones(1, CAPACITY, dtype=torch.int64))
@@ -81,7 +81,7 @@ def test_the_session_refuses_a_write_past_the_cache_before_it_runs() -> None:
 
 
 def test_an_engine_without_a_recorded_tensor_is_refused() -> None:
-    _, program, networks = engine_program("llama")
+    _, program, networks = engine_program("gemma3_text")
     records = {name: record_of(name, network, ()) for name, network in networks.items()}
     record = records["decode"]
     records["decode"] = record.model_copy(

@@ -82,7 +82,7 @@ def test_a_loaded_state_leaves_the_null_slot_alone(make, tmp_path: Path) -> None
         state = {
             f"cache.layers.0.{name}": tensor for name, tensor in layer.named_state() if name != "cumulative_length"
         }
-        runner = SimpleNamespace(methods=engine_program("llama")[1].methods, state=state)
+        runner = SimpleNamespace(methods=engine_program("gemma3_text")[1].methods, state=state)
         return Session(runner, [layer], 128, batch_size=1, target="tensorrt")
 
     saved = session(8)

@@ -43,7 +43,7 @@ def test_programs_that_mutate_state_are_refused(buffer: bool, name: str) -> None
 
 
 def test_our_programs_mutate_nothing() -> None:
-    _, program, _ = engine_program("llama")
+    _, program, _ = engine_program("gemma3_text")
     for method in program.methods:
         signature = program.export(method).run_decompositions({}).graph_signature
         assert not signature.buffers_to_mutate and not signature.user_inputs_to_mutate
