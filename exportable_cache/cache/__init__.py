@@ -1,1 +1,1 @@
-"""What is kept between steps: layers, masks and attention over their slots."""
+"""Static KV caches: layers, slot policies, storages, layouts and attention over their slots."""

@@ -52,6 +52,7 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):  # type: ig
 
     @classmethod
     def from_layers(cls, layers: Any) -> Self:
+        """See `LayeredCache.from_layers`."""
         cache = super().from_layers(layers)
         cache.encoder = None
         cache.is_updated = {}
@@ -85,17 +86,21 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):  # type: ig
 
     @property
     def is_sliding(self) -> list[bool]:
+        """See `LayeredCache.is_sliding`."""
         return [layer.is_sliding for layer in self.layers[: len(self)]]
 
     @property
     def is_linear(self) -> list[bool]:
+        """See `LayeredCache.is_linear`."""
         return [False] * len(self)
 
     @property
     def is_dummy(self) -> list[bool]:
+        """See `LayeredCache.is_dummy`."""
         return [False] * len(self)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
+        """See `LayeredCache.get_max_length`."""
         return LayeredCache.get_max_length(self, layer_idx)
 
     def reset(self) -> None:
@@ -124,6 +129,7 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):  # type: ig
             layer.batch_repeat_interleave(repeats)
 
     def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> Self:
+        """See `LayeredCache.with_state`."""
         cache = super().with_state(tensors, context)
         cache.encoder = self.encoder
         cache.is_updated = dict(self.is_updated)
@@ -142,10 +148,12 @@ class _Written:
 
     @property
     def keys(self) -> torch.Tensor:
+        """See `LayeredCache.keys`."""
         return self._layer.keys[:, :, : self._layer.written]
 
     @property
     def values(self) -> torch.Tensor:
+        """See `LayeredCache.values`."""
         return self._layer.values[:, :, : self._layer.written]
 
     def __getattr__(self, name: str) -> Any:

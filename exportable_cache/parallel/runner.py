@@ -33,6 +33,7 @@ class RankedRunner:
 
     @property
     def methods(self) -> Mapping[str, ProgramMethod]:
+        """See `Runner.methods`."""
         return self._runner.methods
 
     @property
@@ -41,6 +42,7 @@ class RankedRunner:
         return self._runner.state  # type: ignore[attr-defined]
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """See `Runner.run`."""
         # The name is one for all programs of a process, and two bundles may be open over two groups.
         name_group(self._group)
         with self.ranks.watched():

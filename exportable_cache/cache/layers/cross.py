@@ -22,6 +22,7 @@ class CrossLayer(CacheLayer):
     encoder_length: torch.Tensor
 
     def begin(self, context: StepContext, max_len_ever: int | None) -> None:
+        """See `CacheLayer.begin`."""
         super().begin(context, max_len_ever)
         #: Slots of the newest output, padding included; all of them where that is unknown. A host value, for eager use.
         self.written = self.policy.capacity
@@ -88,11 +89,13 @@ class ItemsLayer(CacheLayer):
     """
 
     def begin(self, context: StepContext, max_len_ever: int | None) -> None:
+        """See `CacheLayer.begin`."""
         super().begin(context, max_len_ever)
         self.is_initialized = context.sees_items
 
     @property
     def device(self) -> torch.device:
+        """See `CacheLayer.device`."""
         # A step hands it no length: it does not follow the decoder.
         return self.keys.device
 

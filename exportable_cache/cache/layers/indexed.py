@@ -92,6 +92,7 @@ class IndexedLayer(CacheLayer):
         self.allocate({**self.row_sizes(sizes), "index_head_dim": indexer.head_dim}, device)
 
     def declare(self) -> dict[str, StateTensor]:
+        """See `CacheLayer.declare`."""
         dtype = getattr(torch, self.indexer.dtype)
         return {
             **super().declare(),
@@ -99,9 +100,11 @@ class IndexedLayer(CacheLayer):
         }
 
     def known_sizes(self) -> dict[str, int]:
+        """See `CacheLayer.known_sizes`."""
         return {**super().known_sizes(), "index_head_dim": self.indexer.head_dim}
 
     def begin(self, context: StepContext, max_len_ever: int | None) -> None:
+        """See `CacheLayer.begin`."""
         super().begin(context, max_len_ever)
         # Which of the two updates of a step has come first, and so is waited for by the other.
         self._awaiting: str | None = None

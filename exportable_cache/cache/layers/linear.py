@@ -209,21 +209,26 @@ class LinearLayer(CacheLayer):
         self.allocate({"batch_size": batch_size, **self.row_sizes(sizes), **states.sizes()}, device)
 
     def declare(self) -> dict[str, StateTensor]:
+        """See `CacheLayer.declare`."""
         return {**super().declare(), **self.states.declare()}
 
     def known_sizes(self) -> dict[str, int]:
+        """See `CacheLayer.known_sizes`."""
         return {**super().known_sizes(), **self.states.sizes()}
 
     @property
     def forgetting(self) -> str:
+        """See `CacheLayer.forgetting`."""
         return RecurrentPolicy.forgetting
 
     def begin(self, context: StepContext, max_len_ever: int | None) -> None:
+        """See `CacheLayer.begin`."""
         super().begin(context, max_len_ever)
         self._entered: set[str] = set()
         self._counted_one = False
 
     def max_rollback(self, length: int, max_len_ever: int) -> int:
+        """See `CacheLayer.max_rollback`."""
         return RecurrentPolicy().max_rollback(length, max_len_ever)
 
     # -- transformers' protocol -------------------------------------------------------------------------------------

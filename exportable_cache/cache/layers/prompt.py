@@ -25,9 +25,11 @@ class PromptLayer(CacheLayer):
     prompt_length: torch.Tensor
 
     def declare(self) -> dict[str, StateTensor]:
+        """See `CacheLayer.declare`."""
         return {**super().declare(), "prompt_length": StateTensor("batch_size", dtype=torch.int64)}
 
     def length_limits(self) -> dict[str, int | None]:
+        """See `CacheLayer.length_limits`."""
         return {**super().length_limits(), "prompt_length": self.policy.max_length}
 
     def prompt_after(self, query_length: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Slot policies: which slot a new token goes to, which position each slot holds, and what can be taken back."""
+"""Slot policies: the slot of a new token, the position that each slot holds, and the tokens that can be removed."""
 
 from .cross import CrossPolicy, ItemsPolicy
 from .full import FullPolicy

@@ -11,10 +11,10 @@ from .policy import SlotPolicy
 
 @dataclass(frozen=True)
 class CrossPolicy(SlotPolicy, kind="cross"):
-    """Keeps up to `capacity` encoder positions per row, from slot 0 on; how many are real is a length of its own.
+    """Policy that keeps up to `capacity` encoder positions per row, from slot 0 on, and counts them separately.
 
-    Decoder tokens do not move it: rolling the decoder back leaves it alone, and a new encoder output is written over
-    the old one.
+    Decoder tokens do not change it: a rollback of the decoder leaves it alone, and a new encoder output overwrites the
+    old one.
 
     Raises:
         InputError: If `capacity`, the longest encoder output, is not a positive int.
@@ -30,22 +30,24 @@ class CrossPolicy(SlotPolicy, kind="cross"):
 
     @property
     def max_length(self) -> None:
+        """See `SlotPolicy.max_length`."""
         return None
 
     def max_rollback(self, length: int, max_len_ever: int) -> int:
+        """See `SlotPolicy.max_rollback`."""
         return length
 
 
 @dataclass(frozen=True)
 class ItemsPolicy(SlotPolicy, kind="items"):
-    """Keeps `items` pictures of `item_slots` positions each, the first from slot 0 on, and a last slot that stays zero.
+    """Policy that keeps `items` images of `item_slots` positions each, from slot 0 on, and a last slot that stays zero.
 
-    A token that sees no picture attends to the last slot alone, whose value is zero: as if the layer were not there.
-    Which pictures a token sees is an input of its step, so going back leaves this layer alone.
+    A token that sees no image attends to the last slot only, whose value is zero: as if the layer were not there.
+    The images that a token sees are an input of its step, so a rollback leaves this layer alone.
 
     Attributes:
-        item_slots: Positions of one picture.
-        items: Pictures.
+        item_slots: Positions of one image.
+        items: Number of images.
 
     Raises:
         InputError: If one is not a positive int.
@@ -62,30 +64,34 @@ class ItemsPolicy(SlotPolicy, kind="items"):
 
     @classmethod
     def within(cls, item_slots: int, slots: int | None) -> ItemsPolicy:
-        """As many pictures as `slots` have room for, 2 by default.
+        """Return the policy for the images that fit in `slots`, 2 by default.
 
         Raises:
-            InputError: If there is no room for one.
+            InputError: If not one image fits.
         """
         if slots is None:
             return cls(item_slots, 2)
         if slots < item_slots:
             raise InputError(
-                f"max_encoder_len is {slots}, a picture of this model takes {item_slots} slots of its cross-attention "
-                f"layers; pass {item_slots} for each, or leave it out for two"
+                f"max_encoder_len must be at least {item_slots}, the slots of one image of this model, got {slots}; "
+                f"pass {item_slots} for each image, or leave it out for two"
             )
         return cls(item_slots, slots // item_slots)
 
     @property
     def capacity(self) -> int:
+        """See `SlotPolicy.capacity`."""
         return self.items * self.item_slots + 1
 
     @property
     def max_length(self) -> None:
+        """See `SlotPolicy.max_length`."""
         return None
 
     def slots_read(self, kv_read_len: int | None) -> int:
+        """See `SlotPolicy.slots_read`."""
         return self.capacity
 
     def max_rollback(self, length: int, max_len_ever: int) -> int:
+        """See `SlotPolicy.max_rollback`."""
         return length

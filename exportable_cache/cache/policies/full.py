@@ -1,4 +1,4 @@
-"""Full attention: every token is kept, slot `s` holds position `s`."""
+"""Policy of full attention: every token is kept, and slot `s` holds position `s`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .policy import SlotPolicy
 
 @dataclass(frozen=True)
 class FullPolicy(SlotPolicy, kind="full"):
-    """Keeps up to `capacity` tokens per row; the slot is the position.
+    """Policy that keeps up to `capacity` tokens per row; the slot is the position.
 
     Raises:
         InputError: If `capacity` is not a positive int.
@@ -23,7 +23,9 @@ class FullPolicy(SlotPolicy, kind="full"):
 
     @property
     def max_length(self) -> int:
+        """See `SlotPolicy.max_length`."""
         return self.capacity
 
     def max_rollback(self, length: int, max_len_ever: int) -> int:
+        """See `SlotPolicy.max_rollback`."""
         return length

@@ -9,10 +9,10 @@ from .policy import SlotPolicy
 
 @dataclass(frozen=True)
 class NoPolicy(SlotPolicy, kind="none"):
-    """Stands for a decoder layer without state, so that every decoder layer has its index in the cache.
+    """Policy of a decoder layer without state, so that every decoder layer has its index in the cache.
 
-    Gemma 3n and Gemma 4 hand the keys and values of an earlier layer on inside the step, so the layers that reuse them
-    need no storage; layers of nothing but an MLP (Nemotron-H) need none either. Transformers' type for both is "dummy".
+    Gemma 3n and Gemma 4 pass the keys and values of an earlier layer on inside the step, so the layers that reuse them
+    need no storage; layers that are only an MLP (Nemotron-H) need none either. Transformers' type for both is "dummy".
     """
 
     is_dummy = True
@@ -22,28 +22,32 @@ class NoPolicy(SlotPolicy, kind="none"):
 
     @property
     def max_length(self) -> None:
+        """See `SlotPolicy.max_length`."""
         return None
 
     def max_rollback(self, length: int, max_len_ever: int) -> int:
+        """See `SlotPolicy.max_rollback`."""
         return length
 
 
 @dataclass(frozen=True)
 class RecurrentPolicy(SlotPolicy, kind="recurrent"):
-    """No slots: every token is summed up in a state, which cannot be taken back.
+    """Policy without slots: a state of fixed size sums up every token, so no token can be removed.
 
-    A layer that keeps keys and values beside its states has the policy of those; see `layers.linear.LinearLayer`.
+    A layer that also keeps keys and values has their policy instead; see `layers.linear.LinearLayer`.
     """
 
     is_linear = True
     keeps_keys = False
     capacity = None
-    forgetting = "a layer's state sums up all that was seen"
+    forgetting = "a layer's state sums up all tokens"
 
     @property
     def max_length(self) -> None:
+        """See `SlotPolicy.max_length`."""
         return None
 
     def max_rollback(self, length: int, max_len_ever: int) -> int:
+        """See `SlotPolicy.max_rollback`."""
         # What the state was before the newest token is gone.
         return 0

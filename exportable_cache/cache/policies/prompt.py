@@ -1,4 +1,4 @@
-"""Reference sliding windows: the whole prompt, and a window of what follows it (Unlimited OCR)."""
+"""Policy of reference sliding windows: the whole prompt, and a window of later tokens (Unlimited OCR)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .policy import SlotPolicy
 
 @dataclass(frozen=True)
 class PromptPolicy(SlotPolicy, kind="prompt"):
-    """Keeps up to `capacity` tokens per row; the slot is the position, and a mask hides what no window reaches.
+    """Policy that keeps up to `capacity` tokens per row; the slot is the position, and a mask applies the window.
 
-    Where the prompt ended is a tensor of the layer, see `layers.PromptLayer`.
+    The layer keeps the length of the prompt in a tensor, see `layers.PromptLayer`.
 
     Attributes:
-        capacity: Tokens of the prompt and of what follows it.
+        capacity: Maximum number of tokens, prompt included.
         window: Tokens after the prompt that a query attends to, itself included.
 
     Raises:
@@ -27,7 +27,7 @@ class PromptPolicy(SlotPolicy, kind="prompt"):
 
     is_sliding = False
     keeps_prompt = True
-    forgetting = "where the prompt ended is not kept for shorter texts"
+    forgetting = "the prompt's length is not kept for shorter texts"
 
     def __post_init__(self) -> None:
         check_count(self.capacity, "capacity of a prompt policy", 1)
@@ -35,8 +35,10 @@ class PromptPolicy(SlotPolicy, kind="prompt"):
 
     @property
     def max_length(self) -> int:
+        """See `SlotPolicy.max_length`."""
         return self.capacity
 
     def max_rollback(self, length: int, max_len_ever: int) -> int:
-        # The end of the prompt would stand behind what is left of it.
+        """See `SlotPolicy.max_rollback`."""
+        # Not supported, because the end of the prompt could be after the last token.
         return 0

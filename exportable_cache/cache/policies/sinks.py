@@ -1,10 +1,8 @@
-"""Attention sinks: the first tokens and the newest ones, so that a full-attention layer runs on without end.
+"""Policy of attention sinks: the first tokens and the newest ones, for full-attention layers without a limit.
 
-Keeping the first few tokens beside a sliding window is the method of StreamingLLM (Xiao et al., 2023,
-arXiv:2309.17453): models put much of their attention there, and fall apart when a plain window drops them. That paper
-also counts positions anew within the cache. Here every key keeps the position it was rotated with, its own in the text:
-a layer is handed keys after the rotary embedding, whose form is the model's business, and positions stay what every
-other layer, and the model, takes them for.
+StreamingLLM (Xiao et al., 2023, arXiv:2309.17453) keeps the first few tokens in addition to a sliding window, because
+models put much of their attention there and degrade when a plain window drops them. That paper also renumbers positions
+within the cache. Here every key keeps its position in the text, because a layer gets keys after the rotary embedding.
 """
 
 from __future__ import annotations
@@ -19,16 +17,16 @@ from .ring import CircularPolicy, is_one
 
 @dataclass(frozen=True)
 class SinkPolicy(CircularPolicy, kind="sinks"):
-    """Keeps the first `sinks` tokens of each row and a ring of the newest `window + rollback_slots` after them.
+    """Policy that keeps the first `sinks` tokens of each row, and a ring of the newest `window + rollback_slots`.
 
-    A query at position q sees itself, the positions below `sinks`, and those from q - window + 1 on. Position p lives
+    A query at position q sees itself, the positions below `sinks`, and those from q - window + 1 on. Position p is
     in slot p if p < sinks, else in slot `sinks + (p - sinks) % ring`; all of it follows from the length, as in
     `RingPolicy`.
 
     Attributes:
-        sinks: First tokens, always seen.
+        sinks: Number of first tokens, always visible.
         window: Newest tokens that a query attends to, itself included.
-        rollback_slots: Extra slots, so that up to `rollback_slots + 1` tokens can be taken back past the window.
+        rollback_slots: Extra slots, so that up to `rollback_slots + 1` tokens can be removed past the window.
 
     Raises:
         InputError: If `sinks` or `window` is not a positive int or `rollback_slots` a negative one.
@@ -45,33 +43,39 @@ class SinkPolicy(CircularPolicy, kind="sinks"):
 
     @property
     def capacity(self) -> int:
+        """See `SlotPolicy.capacity`."""
         return self.sinks + self.ring
 
     @property
     def ring(self) -> int:
+        """See `SlotPolicy.ring`."""
         return self.window + self.rollback_slots
 
     @property
     def first_round(self) -> int:
-        # Extra slots keep tokens longer than a query sees them.
+        """See `SlotPolicy.first_round`."""
+        # Without the extra slots, because they keep tokens that queries no longer see.
         return self.sinks + self.window
 
     def next_slot(self, length: torch.Tensor) -> torch.Tensor:
+        """See `SlotPolicy.next_slot`."""
         wrapped = self.sinks + torch.remainder(length - self.sinks + self.ring * self.sinks, self.ring)
         return torch.where(length < self.sinks, length, wrapped)
 
     def positions(self, length: torch.Tensor) -> torch.Tensor:
+        """See `SlotPolicy.positions`."""
         slot = torch.arange(self.capacity, device=length.device)
         newest = length - 1
-        # Of the ring, counted from the first token after the sinks. The dividend is kept from being negative for any
-        # length, # as ExecuTorch's integer remainder takes its sign from there.
+        # Counted from the first token after the sinks. The dividend is never negative, because ExecuTorch's integer
+        # remainder has its sign.
         wrapped = newest - torch.remainder(newest - slot + self.ring * (self.sinks + 1), self.ring)
         ring = torch.where(wrapped >= self.sinks, wrapped, -1)
         return torch.where(slot < self.sinks, torch.where(slot < length, slot, -1), ring)
 
     def mask_positions(self, length: torch.Tensor, query_length: int, kv_read_len: int | None) -> torch.Tensor | None:
-        """See `SlotPolicy.mask_positions`: of several new tokens each has a window of its own, and what it does not see
-        is given a position past every query.
+        """See `SlotPolicy.mask_positions`; each of several new tokens has its own window.
+
+        Keys outside a token's window have a position past every query.
         """
         if not self.wraps(kv_read_len):
             return None
@@ -84,5 +88,5 @@ class SinkPolicy(CircularPolicy, kind="sinks"):
         return torch.where(self._seen(positions, query[:, :, None]), positions, (length + query_length)[:, :, None])
 
     def _seen(self, positions: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        # Causality is the model's mask function's part.
+        # The model's mask function applies causality.
         return (positions >= 0) & ((positions < self.sinks) | (positions > query - self.window))

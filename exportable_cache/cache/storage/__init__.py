@@ -1,4 +1,4 @@
-"""Storages: which tensors keep the keys and values of a slot, and how rows go in and come out."""
+"""Storages: the tensors that keep the keys and values of a slot, and how rows are encoded and decoded."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = [
 
 
 def storage_of(dtype: torch.dtype, kv_dtype: str | None = None) -> Storage:
-    """The storage for keys and values of `dtype` that are kept in `kv_dtype`: as they are where the two are one.
+    """Return the storage for keys and values of `dtype` that are kept in `kv_dtype`, or unchanged without one.
 
     Raises:
-        InputError: If `dtype` is no floating one, or there is no such storage.
+        InputError: If `dtype` is not a floating dtype, or `kv_dtype` is unknown.
     """
     if kv_dtype is not None:
         check_choice("kv_dtype", kv_dtype, KV_DTYPES, optional=True)

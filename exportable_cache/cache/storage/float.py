@@ -13,7 +13,7 @@ from .storage import Part, Storage
 
 @dataclass(frozen=True)
 class FloatStorage(Storage, kind="float"):
-    """Keys [..., head_dim] and values [..., value_head_dim] in their own dtype; nothing is computed."""
+    """Storage of keys [..., head_dim] and values [..., value_head_dim] in their own dtype; nothing is computed."""
 
     dtype: str
 
@@ -21,26 +21,31 @@ class FloatStorage(Storage, kind="float"):
 
     @property
     def parts(self) -> dict[str, Part]:
+        """See `Storage.parts`."""
         return {"keys": Part("head_dim", self.rows_dtype), "values": Part("value_head_dim", self.rows_dtype)}
 
     def sizes(self, head_dim: int, value_head_dim: int) -> dict[str, int]:
+        """See `Storage.sizes`."""
         return {"head_dim": head_dim, "value_head_dim": value_head_dim}
 
     def head_dim(self, stored: int) -> int:
+        """See `Storage.head_dim`."""
         return stored
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Storage.encode`."""
         return keys, values
 
     def decode(self, stored: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Storage.decode`."""
         keys, values = stored
         return keys, values
 
 
 class HalfStorage(Storage):
-    """Keys [..., head_dim] and values [..., value_head_dim], rounded to the nearest number of 16 bits.
+    """Storage of keys [..., head_dim] and values [..., value_head_dim], rounded to the nearest 16-bit number.
 
-    Attention is over what is stored, for new tokens too, so that logits do not depend on how a prompt is cut into
+    Attention reads the stored rows, also of new tokens, so that logits do not depend on how a prompt is cut into
     chunks.
     """
 
@@ -50,31 +55,36 @@ class HalfStorage(Storage):
 
     @property
     def parts(self) -> dict[str, Part]:
+        """See `Storage.parts`."""
         return {"keys": Part("head_dim", self.stored_dtype), "values": Part("value_head_dim", self.stored_dtype)}
 
     def sizes(self, head_dim: int, value_head_dim: int) -> dict[str, int]:
+        """See `Storage.sizes`."""
         return {"head_dim": head_dim, "value_head_dim": value_head_dim}
 
     def head_dim(self, stored: int) -> int:
+        """See `Storage.head_dim`."""
         return stored
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Storage.encode`."""
         return self.narrow(keys), self.narrow(values)
 
     def decode(self, stored: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Storage.decode`."""
         keys, values = stored
         return keys.to(self.rows_dtype), values.to(self.rows_dtype)
 
     def narrow(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [..., dim] as they are stored."""
+        """Return rows [..., dim] in the stored dtype."""
         return rows.to(self.stored_dtype)
 
 
 @dataclass(frozen=True)
 class Float16Storage(HalfStorage, kind="float16"):
-    """11 bits of precision, numbers up to 65504 in size: larger ones are kept as that.
+    """Storage with 11 bits of precision and numbers up to 65504; larger ones are clamped.
 
-    An infinite key would make not-a-number of every score in its row.
+    They are clamped because an infinite key would turn every score in its row into NaN.
     """
 
     dtype: str
@@ -82,13 +92,14 @@ class Float16Storage(HalfStorage, kind="float16"):
     stored_dtype = torch.float16
 
     def narrow(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Storage.narrow`."""
         largest = torch.finfo(torch.float16).max
         return super().narrow(rows.clamp(-largest, largest))
 
 
 @dataclass(frozen=True)
 class BFloat16Storage(HalfStorage, kind="bfloat16"):
-    """8 bits of precision, numbers as large as float32's."""
+    """Storage with 8 bits of precision and the range of float32."""
 
     dtype: str
 

@@ -14,15 +14,15 @@ from .storage import Part, Storage
 
 
 class RoundedStorage(Storage):
-    """Keys and values in few bits, scales float32 [..., 1].
+    """Storage of keys and values in 8 or 4 bits, with scales float32 [..., 1].
 
-    Attention is over what is stored, for new tokens too, so that logits do not depend on how a prompt is cut into
+    Attention reads the stored rows, also of new tokens, so that logits do not depend on how a prompt is cut into
     chunks.
     """
 
     rounds = True
     known_sizes = {"scale": 1}
-    #: Of a number that is kept.
+    #: Bits of a stored number.
     bits: ClassVar[int]
     #: Element type of `keys` and `values`.
     stored_dtype: ClassVar[torch.dtype]
@@ -31,11 +31,12 @@ class RoundedStorage(Storage):
 
     @property
     def largest(self) -> int:
-        """Largest number that is kept: a row's largest element, by its scale."""
+        """Largest stored number, which represents the largest element of a row."""
         return 2 ** (self.bits - 1) - 1
 
     @property
     def parts(self) -> dict[str, Part]:
+        """See `Storage.parts`."""
         return {
             "keys": Part(self.stored_dims[0], self.stored_dtype),
             "values": Part(self.stored_dims[1], self.stored_dtype),
@@ -44,54 +45,58 @@ class RoundedStorage(Storage):
         }
 
     def sizes(self, head_dim: int, value_head_dim: int) -> dict[str, int]:
+        """See `Storage.sizes`."""
         if value_head_dim == 0:
             raise InputError(
-                "the layer's values have size 0 (its keys are all there is of a token), which has no scale; keep it "
-                f"in {self.dtype}: leave kv_dtype out"
+                "value_head_dim must be at least 1 for a quantized cache, got 0, because empty values have no scale; "
+                f"leave kv_dtype out, which keeps {self.dtype}"
             )
         return {"head_dim": head_dim, "value_head_dim": value_head_dim, "scale": 1}
 
     def head_dim(self, stored: int) -> int:
+        """See `Storage.head_dim`."""
         return stored
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """See `Storage.encode`."""
         (stored_keys, key_scales), (stored_values, value_scales) = self.quantize(keys), self.quantize(values)
         return stored_keys, stored_values, key_scales, value_scales
 
     def decode(self, stored: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Storage.decode`."""
         keys, values, key_scales, value_scales = stored
         return self.dequantize(keys, key_scales), self.dequantize(values, value_scales)
 
     def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Symmetric rounding, one scale per last dimension.
+        """Round rows symmetrically, with one scale per last dimension.
 
         Args:
             rows: [..., dim], floating.
 
         Returns:
-            The rounded rows [..., dim] as they are stored, and float32 scales [..., 1].
+            The stored rows [..., dim], and float32 scales [..., 1].
         """
         wide = rows.to(torch.float32)
-        # A row of zeros gets a scale as well: nothing is divided by zero.
+        # A row of zeros has a scale as well, because it is a divisor.
         scales = wide.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / self.largest
         return self.pack(torch.round(wide / scales).clamp(-self.largest, self.largest)), scales
 
     def dequantize(self, stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """What `quantize` has kept, in the dtype of the rows."""
+        """Return the rows that `quantize` stored, in their original dtype."""
         return (self.unpack(stored) * scales).to(self.rows_dtype)
 
     @abstractmethod
     def pack(self, rounded: torch.Tensor) -> torch.Tensor:
-        """Whole numbers [..., dim] in float32, from -largest to largest, as they are stored."""
+        """Return whole numbers [..., dim] of float32, from -largest to largest, in the stored form."""
 
     @abstractmethod
     def unpack(self, stored: torch.Tensor) -> torch.Tensor:
-        """The way back, in float32 [..., dim]."""
+        """Return stored numbers as float32 [..., dim]."""
 
 
 @dataclass(frozen=True)
 class Int8Storage(RoundedStorage, kind="int8"):
-    """Numbers from -127 to 127, one a byte."""
+    """Storage of numbers from -127 to 127, one per byte."""
 
     dtype: str
 
@@ -99,16 +104,19 @@ class Int8Storage(RoundedStorage, kind="int8"):
     stored_dtype = torch.int8
 
     def pack(self, rounded: torch.Tensor) -> torch.Tensor:
+        """See `Storage.pack`."""
         return rounded.to(torch.int8)
 
     def unpack(self, stored: torch.Tensor) -> torch.Tensor:
+        """See `Storage.unpack`."""
         return stored.to(torch.float32)
 
 
 @dataclass(frozen=True)
 class Int4Storage(RoundedStorage, kind="int4"):
-    """Numbers from -7 to 7, two a byte: the first half of a row in the low bits, the second in the high ones, each 8
-    more.
+    """Storage of numbers from -7 to 7, two per byte, each plus 8.
+
+    The first half of a row is in the low bits, the second half in the high bits.
     """
 
     dtype: str
@@ -118,23 +126,28 @@ class Int4Storage(RoundedStorage, kind="int4"):
     stored_dims = ("packed_head_dim", "packed_value_head_dim")
 
     def sizes(self, head_dim: int, value_head_dim: int) -> dict[str, int]:
+        """See `Storage.sizes`."""
         sizes = super().sizes(head_dim, value_head_dim)
         for name in ("head_dim", "value_head_dim"):
             if sizes[name] % 2:
                 raise InputError(
-                    f"{name} is {sizes[name]}; 4 bits are kept two a byte, so it must be even: pass kv_dtype='int8'"
+                    f"{name} must be even for kv_dtype 'int4', which stores two numbers per byte, got {sizes[name]}; "
+                    "pass kv_dtype='int8'"
                 )
         return {"packed_head_dim": head_dim // 2, "packed_value_head_dim": value_head_dim // 2, "scale": sizes["scale"]}
 
     def head_dim(self, stored: int) -> int:
+        """See `Storage.head_dim`."""
         return 2 * stored
 
     def pack(self, rounded: torch.Tensor) -> torch.Tensor:
+        """See `Storage.pack`."""
         low, high = (rounded + 8).chunk(2, dim=-1)
         return (low + 16 * high).to(torch.uint8)
 
     def unpack(self, stored: torch.Tensor) -> torch.Tensor:
-        # Whole numbers below 256 are exact in float32, whose arithmetic every target has; shifts of bytes few have.
+        """See `Storage.unpack`."""
+        # In float32, where integers below 256 are exact, because few targets support shifts of bytes.
         both = stored.to(torch.float32)
         high = torch.floor(both / 16)
         return torch.cat([both - 16 * high, high], dim=-1) - 8

@@ -1,4 +1,4 @@
-"""The moves of a static buffer: rows into slots, and rows out of slots; and where gradient goes in them."""
+"""Writing rows into slots of a static buffer and reading them, with and without gradients."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def tracked(buffer: torch.Tensor, *new: torch.Tensor) -> torch.Tensor:
-    """The buffer to write `new` into, in place, and to read back in the same step.
+    """Return the buffer to write `new` into, in place, and to read back in the same step.
 
-    Where gradient is wanted of `new` it is another tensor over the same memory, which carries that gradient and goes
-    with the step. The buffer itself never does: it would keep the graph of every step that wrote it.
+    If `new` requires a gradient, this is another tensor over the same memory, because the buffer itself would keep the
+    graph of every step that wrote it.
     """
     return buffer.detach() if any(tensor.requires_grad for tensor in new) else buffer
 
@@ -32,15 +32,18 @@ def write_slots_(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) 
 
 
 def write_slots(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Like `write_slots_`, returning a new tensor."""
+    """Return a new tensor with the rows that `write_slots_` writes in place."""
     if buffer.shape[0] == 1:
         return buffer.index_copy(2, slots[0], rows)
     return torch.ops.aten.index_put.default(buffer, _row_index(buffer, slots), rows.transpose(1, 2))
 
 
 def read_slots(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Gather rows: [batch_size, num_heads, capacity, dim] at `slots` [batch_size, n] -> [batch_size, num_heads, n,
-    dim].
+    """Return the rows at some slots, [batch_size, num_heads, n, dim].
+
+    Args:
+        buffer: [batch_size, num_heads, capacity, dim].
+        slots: int64 [batch_size, n].
     """
     if buffer.shape[0] == 1:
         return buffer.index_select(2, slots[0])
