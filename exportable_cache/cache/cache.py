@@ -32,8 +32,9 @@ _FORMAT = "exportable_cache.cache.v3"
 
 
 class LayeredCache(Cache):
-    """The ordered layers of a model, as one `past_key_values`. `models.cache_factory.ExportableCache` is made from a
-    model or its config.
+    """A cache of the ordered layers of a model, passed as one `past_key_values`.
+
+    `models.cache_factory.ExportableCache` is made from a model or its config.
 
     No step depends on how many tokens were seen, so a compiled or exported step serves every position.
 
@@ -44,7 +45,7 @@ class LayeredCache(Cache):
         InputError: If there are no layers, one is not a `CacheLayer`, or batch sizes differ.
     """
 
-    #: Ours, where transformers has its own.
+    #: Layers of this package, instead of transformers' own.
     layers: list[CacheLayer]  # type: ignore[assignment]
     #: Every cache class by name, for rebuilding from a file.
     classes: ClassVar[dict[str, type[LayeredCache]]] = {}
@@ -59,22 +60,22 @@ class LayeredCache(Cache):
             raise InputError("a cache needs at least one layer, got none")
         for index, layer in enumerate(layers):
             if not isinstance(layer, CacheLayer):
-                raise InputError(f"layer {index} is a {type(layer).__name__}; it must be a CacheLayer")
+                raise InputError(f"layers must be CacheLayers, got a {type(layer).__name__} at index {index}")
         if all(layer.is_dummy for layer in layers):
-            raise InputError("none of the layers keeps anything; a cache needs at least one that does")
+            raise InputError("layers must keep some state, got layers that keep nothing; add one that does")
         sizes = [layer.cumulative_length.shape[0] for layer in layers if not layer.is_dummy]
         if len(set(sizes)) > 1:
-            raise InputError(f"layers have batch sizes {sizes}; they must be equal")
+            raise InputError(f"layers must have one batch size, got {sizes}")
         Cache.__init__(self, layers=[*layers])
-        #: Types of the configs that its model is made of, None where it was not made for a model that is known.
+        #: Types of its model's configs, or None if the model is unknown.
         self.model_types: tuple[str, ...] | None = None
         self._config: PreTrainedConfig | None = None
-        #: What brings layers to the device in their turn, None where they are on it.
+        #: Copies offloaded layers to the device; None if all layers are on it.
         self.residence = next((layer.residence for layer in layers if layer.residence is not None), None)
 
     @classmethod
     def from_layers(cls, layers: Any) -> Self:
-        """Rebuild a cache around existing layers without looking at them (any pytree leaf may stand in for them)."""
+        """Rebuild a cache around existing layers without checks, because they may be any pytree leaves."""
         cache = cls.__new__(cls)
         cache.layers = layers
         cache.layer_class_to_replicate = None
@@ -86,39 +87,35 @@ class LayeredCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """True: the tensors exist from construction."""
+        """True, because the tensors exist from construction."""
         return True
 
     # -- lengths and limits -----------------------------------------------------------------------------------------
 
     @property
     def batch_size(self) -> int:
-        """Rows."""
+        """Batch size."""
         return self.cumulative_length.shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Where the state lives."""
+        """Device of the state."""
         return self.cumulative_length.device
 
     @property
     def cumulative_length(self) -> torch.Tensor:
-        """Tokens seen per row, int64 [batch_size]: those of the first layer that attends, or of the first that keeps a
-        state.
-        """
+        """Tokens seen per row, int64 [batch_size], by the first layer that attends, or the first that keeps a state."""
         return self.layers[self._counting_layer(0)].cumulative_length
 
     def _counting_layer(self, layer_idx: int) -> int:
-        """`layer_idx`, or where that layer sees no keys, the first that does: masks are asked for at index 0 by
-        default.
-        """
+        """Return `layer_idx`, or the first layer with keys, because models ask for masks at index 0 by default."""
         if not (self.layers[layer_idx].is_linear or self.layers[layer_idx].is_dummy):
-            # Those of pictures count no tokens.
+            # Image cross-attention layers do not track the text length; skip them.
             while layer_idx < len(self.layers) - 1 and not self.layers[layer_idx].follows_decoder:
                 layer_idx += 1
             return layer_idx
         if self.layers[layer_idx].is_dummy:
-            # Of its kind, if there is one: a process that has some of a model's layers keeps nothing of the others.
+            # A full layer if there is one, because a process with some of a model's layers keeps no others.
             for index, layer in enumerate(self.layers):
                 if not (layer.is_linear or layer.is_dummy or layer.is_sliding):
                     return index
@@ -130,31 +127,29 @@ class LayeredCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Per layer, whether it keeps states and no keys. (Transformers' own takes hybrid layers of fixed size for
-        such.)
-        """
+        """True for each layer that keeps states and no keys; transformers' own also counts hybrid layers."""
         return [layer.is_linear for layer in self.layers]
 
     @property
     def is_dummy(self) -> list[bool]:
-        """Per layer, whether it keeps nothing."""
+        """True for each layer that keeps nothing."""
         return [layer.is_dummy for layer in self.layers]
 
     @property
     def max_length(self) -> int | None:
-        """Tokens a row can hold in all, or None where only rings keep state."""
+        """Maximum number of tokens in a row, or None if only rings keep state."""
         limits = [layer.max_length for layer in self.layers if layer.max_length is not None]
-        # Not by `default=`, which TorchDynamo cannot trace where there are none.
+        # Without `default=`, because TorchDynamo cannot trace it for an empty sequence.
         return min(limits) if limits else None
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Transformers' form of `max_length`: -1 where there is no limit."""
+        """Return `max_length`, or -1 if there is no limit, as transformers does."""
         limit = self.max_length if layer_idx is None else self.layers[layer_idx].max_length
         return -1 if limit is None else limit
 
     # The types differ because transformers annotates lengths as int, although its static layers keep a tensor.
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:  # type: ignore[override]
-        """Tokens seen, the one length of all rows: int64 0-D, or a number where the host knows it, see `starting_at`.
+        """Return the length of all rows: int64 0-D, or an int if the host knows it, see `starting_at`.
 
         Raises:
             InputError: In eager mode, if rows differ.
@@ -170,7 +165,7 @@ class LayeredCache(Cache):
         return lengths[0]
 
     def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor | int:  # type: ignore[override]
-        """Position of the first new token: int64 0-D, or [batch_size, 1] where rows may differ, or a number."""
+        """Return the position of the first new token: int64 0-D, or [batch_size, 1] if rows may differ, or an int."""
         layer = self.layers[self._counting_layer(layer_idx)]
         if layer.context.length is None and self._rows_may_differ:
             return layer.cumulative_length[:, None]
@@ -179,18 +174,18 @@ class LayeredCache(Cache):
     def get_mask_sizes(  # type: ignore[override]
         self, query_length: int, layer_idx: int
     ) -> tuple[int, int | torch.Tensor]:
-        """Number of keys that `update` will return, and their offset from `arange`.
+        """Return the number of keys that `update` will return, and their offset from `arange`.
 
         Returns:
-            `(kv_length, 0)` or `(kv_length, offset)`, offset int64 [kv_length], or [batch_size, kv_length] where rows
-            may differ, or [batch_size, query_length, kv_length] where each query sees keys of its own.
+            `(kv_length, 0)` or `(kv_length, offset)`, offset int64 [kv_length], or [batch_size, kv_length] if rows may
+            differ, or [batch_size, query_length, kv_length] if queries see different keys.
 
         Raises:
             CacheFullError: In eager mode, if the new tokens do not fit a layer; no layer has written yet.
-            InputError: If there are none.
+            InputError: If there are no new tokens.
         """
         layer = self.layers[self._counting_layer(layer_idx)]
-        # A session has looked at its lengths, and elsewhere reading them waits for the device.
+        # Skipped in sessions, which check it, and on other devices, because reading lengths waits for the device.
         if layer.context.start is None or layer.device.type == "cpu":
             check_some(layer.cumulative_length, query_length)
             check_room(layer.cumulative_length, query_length, self.max_length)
@@ -201,19 +196,19 @@ class LayeredCache(Cache):
 
     @property
     def _rows_may_differ(self) -> bool:
-        # Transformers' own mask functions take one offset for all rows; ours take one per row.
+        # False for transformers' own mask functions, because they take one offset for all rows.
         if self.batch_size == 1:
             return False
         if self._config is not None:
             return attention_implementation(self._config) in ATTENTION_NAMES
-        # A rebuilt cache does not know its model: one offset serves both kinds, unless rows differ or might.
+        # A rebuilt cache has no model, so one offset must serve both kinds of mask functions, unless rows may differ.
         lengths = self.cumulative_length
         return is_traced(lengths) or bool((lengths != lengths[0]).any())
 
     # -- linear layers ----------------------------------------------------------------------------------------------
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """True: a state of zeros gives what no state gives, so the first step is like every other."""
+        """Return True, because a state of zeros is equal to no state."""
         return True
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
@@ -248,14 +243,14 @@ class LayeredCache(Cache):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every state tensor with its name, as `layers.0.keys`."""
+        """Yield every state tensor with its name, such as `layers.0.keys`."""
         self._bring_home()
         for index, layer in enumerate(self.layers):
             for name, tensor in layer.named_state():
                 yield f"layers.{index}.{name}", tensor
 
     def _bring_home(self) -> None:
-        """In plain use the last layer of a step is still where it had its turn."""
+        """Copy back the last offloaded layer of a step, which in plain use is still on the device."""
         if self.residence is not None:
             self.residence.finish()
 
@@ -270,7 +265,7 @@ class LayeredCache(Cache):
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # no tensor is an instance of LongTensor
 
     def stored_state(self) -> dict[str, torch.Tensor]:
-        """`named_state` without the lengths: what a program keeps whose positions are inputs."""
+        """Return the state without lengths, which a program keeps if its positions are inputs."""
         return {name: tensor for name, tensor in self.named_state() if not name.endswith(".cumulative_length")}
 
     @property
@@ -280,20 +275,20 @@ class LayeredCache(Cache):
 
     @property
     def resident_nbytes(self) -> int:
-        """Bytes of them on the device: of offloaded layers those of two, and the lengths."""
+        """Bytes of state on the device; with offloaded layers, two buffers and the lengths."""
         if self.residence is None:
             return self.nbytes
         lengths = (tensor for layer in self.layers for _, tensor in layer.named_state() if tensor.dim() == 1)
         return self.residence.nbytes + sum(length.nbytes for length in lengths)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest tokens of every row, in every layer or in none.
+        """Remove the newest tokens of every row, in every layer or in none.
 
         Args:
             tokens_to_remove: Zero, or minus the number of tokens (transformers' convention).
 
         Raises:
-            InputError: If a layer cannot, or it is no such number; nothing has changed then.
+            InputError: If a layer cannot, or the number is invalid; nothing has changed then.
         """
         try:
             tokens_to_remove = operator.index(tokens_to_remove)
@@ -306,11 +301,11 @@ class LayeredCache(Cache):
         super().crop(tokens_to_remove)
 
     def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> Self:
-        """The same layers around other tensors, for one step; this cache is left alone.
+        """Return a cache of the layers with other tensors, for one step; this cache is unchanged.
 
         Args:
-            tensors: State by name, as `named_state` gives it; without lengths where the context has a start.
-            context: Of the step.
+            tensors: State by name, see `named_state`; without lengths if the context has a start.
+            context: Context of the step.
         """
         layers = []
         for index, layer in enumerate(self.layers):
@@ -338,13 +333,12 @@ class LayeredCache(Cache):
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> LayeredCache:
-        """Read what `save` wrote; the next step continues where it stopped.
+        """Load a cache that `save` wrote; the next step continues where it stopped.
 
-        Every tensor is compared with the description of its layer, whatever the file's checksum says.
+        Every tensor is compared with the config of its layer, even if the checksum is right.
 
         Raises:
-            BundleError: If the file is missing, damaged or not a saved cache, of another format, or of parts unknown
-                here.
+            BundleError: If the file is missing, damaged, of another format, or of unknown parts.
             InputError: If there is no such device.
         """
         tensors, metadata = read_tensors(path, "a saved cache", _FORMAT, "save()", device)
@@ -358,7 +352,7 @@ class LayeredCache(Cache):
             cache = LayeredCache.classes[metadata["cache"]](layers)
             types = json.loads(metadata["model_types"])
             if types is not None and not (isinstance(types, list) and all(isinstance(one, str) for one in types)):
-                raise ValueError(f"model_types {types!r}, which are no list of names")
+                raise ValueError(f"model_types {types!r}, which must be a list of names")
             cache.model_types = None if types is None else tuple(types)
             return cache
 
@@ -366,10 +360,10 @@ class LayeredCache(Cache):
 def _saved_layer(
     path: str | Path, index: int, described: Mapping[str, Any], tensors: dict[str, torch.Tensor]
 ) -> CacheLayer:
-    """Return a layer of a file, and take its tensors out of `tensors`.
+    """Return a layer of a file, and remove its tensors from `tensors`.
 
     Raises:
-        BundleError: If it is of parts unknown here, or a tensor does not fit its description.
+        BundleError: If its parts are unknown, or a tensor does not fit its config.
     """
     try:
         layer = layer_from(described["config"], {})
@@ -394,7 +388,7 @@ def _saved_layer(
 
 
 def _check_lengths(layer: CacheLayer, index: int) -> None:
-    """Refuse a layer that says it holds what it cannot.
+    """Check the lengths of a loaded layer.
 
     Raises:
         ValueError: If a length or the most tokens ever held is out of range.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class StateTensor:
-    """Declaration of one state tensor: its dimensions by name and its dtype.
+    """A declaration of one state tensor: its dimensions by name and its dtype.
 
     `StateTensor("batch_size", "num_heads", "capacity", "head_dim", dtype=torch.float32)` with sizes 1, 4, 128, 64 is a
     float32 tensor [1, 4, 128, 64].
@@ -36,11 +36,10 @@ class StateTensor:
 
 
 class Layout(Component, ABC):
-    """What a target does with a policy and a storage: in which layout tensors lie, how they are written, what attention
-    gets.
+    """Interface of how a target lays out the tensors of a policy and a storage, writes them, and reads them.
 
-    Members are frozen dataclasses of JSON fields; a target brings its own and puts them into layers before a program is
-    traced.
+    Members are frozen dataclasses of JSON fields. A target defines its own and puts them into layers before a program
+    is traced.
     """
 
     family = "layout"
@@ -50,16 +49,16 @@ class Layout(Component, ABC):
     row_dims: ClassVar[tuple[str, ...]] = ("batch_size", "num_heads", "capacity")
 
     def declare(self, layer: CacheLayer) -> dict[str, StateTensor]:
-        """The state tensors of a layer's keys and values, none where it keeps no such."""
+        """Return the declarations of the tensors of a layer's keys and values, if it keeps any."""
         parts = layer.storage.parts if layer.storage is not None else {}
         return {name: StateTensor(*self.row_dims, part.dim, dtype=part.dtype) for name, part in parts.items()}
 
     def sizes(self, policy: SlotPolicy) -> Mapping[str, int]:
-        """Size of each of `row_dims` that follows from the policy."""
+        """Return the size of each of `row_dims` that follows from the policy."""
         return {"capacity": policy.slot_count}
 
     def mask_positions(self, layer: CacheLayer, query_length: int) -> torch.Tensor | None:
-        """See `SlotPolicy.mask_positions`, of the keys that `update` gives attention."""
+        """Return the positions of the keys that `update` returns, see `SlotPolicy.mask_positions`."""
         return layer.policy.mask_positions(layer.cumulative_length, query_length, layer.context.kv_read_len)
 
     @abstractmethod
@@ -69,28 +68,27 @@ class Layout(Component, ABC):
         """Write the new tokens, advance the length, and return what attention reads.
 
         Args:
-            layer: Whose tensors are written, in the step of `layer.context`.
+            layer: Layer to write, in the step of `layer.context`.
             key_states: [batch_size, num_heads, query_length, head_dim].
             value_states: [batch_size, num_heads, query_length, value_head_dim].
 
         Returns:
-            Keys and values, as the target's attention takes them.
+            Keys and values for the target's attention.
         """
 
 
 @dataclass(frozen=True)
 class PortableLayout(Layout, kind="portable"):
-    """Plain operators on [batch_size, num_heads, capacity, dim], for any policy, storage and runtime."""
+    """Layout with plain operators on [batch_size, num_heads, capacity, dim], for any policy, storage and runtime."""
 
     def update(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Layout.update`.
 
-        Where no slot is written twice in the step, the new tokens are appended, and attention reads as many slots as
-        the step may reach. Else one token is written over the oldest, and attention runs over all slots; several attend
-        over the slots as they were plus themselves, after which the slots take up what is to be kept of those rows: one
-        gather per tensor.
+        If no slot is reused in the step, the new tokens are appended, and attention reads the slots that the step may
+        reach. Otherwise one token overwrites the oldest, and attention reads all slots; several tokens attend to the
+        previous slots and to themselves, and then the slots are updated by one gather per tensor.
 
         Returns:
             Keys and values [batch_size, num_heads, kv_length, dim], kv_length being `policy.slots_read` in the first
@@ -118,9 +116,7 @@ class PortableLayout(Layout, kind="portable"):
     def _gather(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Overwrite the slots whose positions are new, and return all slots as they were, the new tokens behind
-        them.
-        """
+        """Overwrite the slots whose positions are new, and return the previous slots followed by the new tokens."""
         policy, storage, query_length = layer.policy, layer.storage, key_states.shape[2]
         assert storage is not None
         length = layer.cumulative_length[:, None]
@@ -136,5 +132,5 @@ class PortableLayout(Layout, kind="portable"):
         return storage.decode(seen)
 
 
-#: What layers are made with, until a target puts its own in its place.
+#: Layout of new layers; a target may replace it.
 PORTABLE = PortableLayout()

@@ -189,7 +189,7 @@ def test_what_is_refused_names_the_remedy() -> None:
         opened(modalities={"image": {"pixel_values": inputs["pixel_values"][:, :1]}})
     with pytest.raises(InputError, match="takes no video"):
         opened(modalities=["video"])
-    with pytest.raises(InputError, match="takes pictures in a session"):
+    with pytest.raises(InputError, match="takes images only in a session"):
         model()(**inputs, past_key_values=ExportableCache.from_model(model(), 16))
     with pytest.raises(UnsupportedModelError, match="leave out offload"):
         ExportableCache.from_model(model(), 16, offload="host")

@@ -36,10 +36,10 @@ __all__ = [
 
 
 def layer_class(config: Mapping[str, Any]) -> type[CacheLayer]:
-    """The class of a layer that `CacheLayer.config` described: by what it keeps besides keys and values.
+    """Return the class of a layer from what its `CacheLayer.config` has besides keys and values.
 
     Raises:
-        InputError: If the description names no policy.
+        InputError: If the config has no policy.
     """
     if not isinstance(config.get("policy"), Mapping):
         raise InputError(f"a layer has {', '.join(config) or 'nothing'}, it needs a policy")
@@ -53,12 +53,12 @@ def layer_class(config: Mapping[str, Any]) -> type[CacheLayer]:
 
 
 def layer_from(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> CacheLayer:
-    """A layer rebuilt around existing tensors, see `CacheLayer.from_state`."""
+    """Return a layer rebuilt around existing tensors, see `CacheLayer.from_state`."""
     return layer_class(config).from_state(config, tensors)
 
 
 def rounding_storage(layers: Iterable[CacheLayer]) -> Storage | None:
-    """The storage of these layers that keeps fewer bits than the model writes; None if there is none."""
+    """Return the first storage that keeps fewer bits than the model writes, or None."""
     found = (layer.storage for layer in layers if layer.storage is not None and layer.storage.rounds)
     return next(found, None)
 

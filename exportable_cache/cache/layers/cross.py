@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CrossLayer(CacheLayer):
-    """Keys and values of one encoder output, under a `CrossPolicy`."""
+    """Layer of the keys and values of one encoder output, under a `CrossPolicy`."""
 
     policy: CrossPolicy
     encoder_length: torch.Tensor
@@ -24,12 +24,12 @@ class CrossLayer(CacheLayer):
     def begin(self, context: StepContext, max_len_ever: int | None) -> None:
         """See `CacheLayer.begin`."""
         super().begin(context, max_len_ever)
-        #: Slots of the newest output, padding included; all of them where that is unknown. A host value, for eager use.
+        #: Slots of the newest output, padding included; all slots if unknown. A host value, for eager use.
         self.written = self.policy.capacity
         self._announced: torch.Tensor | None = None
 
     def announce_length(self, encoder_length: torch.Tensor) -> None:
-        """Say how many positions of each row are real in the output that comes next: int64 [batch_size]."""
+        """Set the number of real positions of each row in the next encoder output: int64 [batch_size]."""
         self._announced = encoder_length
 
     # The types differ because transformers annotates lengths as int, although its static layers keep a tensor.
@@ -39,24 +39,26 @@ class CrossLayer(CacheLayer):
         return self.encoder_length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing to do: the tokens taken back are the decoder's."""
+        """Do nothing, because the removed tokens are the decoder's."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one encoder output from slot 0 on.
 
-        All of its positions count as real, if `announce_length` has not said otherwise.
+        All of its positions count as real, unless `announce_length` was called.
 
         Args:
             key_states: [batch_size, num_heads, encoder_length, head_dim].
             value_states: [batch_size, num_heads, encoder_length, value_head_dim].
+            *args: Ignored.
+            **kwargs: Ignored.
 
         Returns:
-            The new keys and values themselves.
+            The new keys and values.
 
         Raises:
-            InputError: If they are more than `capacity`, or shape, dtype or device differ from the layer's.
+            InputError: If there are more than `capacity` positions, or shape, dtype or device differ from the layer's.
         """
         length = key_states.shape[2]
         if not is_traced(self.encoder_length):
@@ -71,8 +73,7 @@ class CrossLayer(CacheLayer):
         self.write(slots, key_states, value_states)
         lengths = torch.full_like(self.encoder_length, length) if self._announced is None else self._announced
         self._announced = None
-        # As a change of this layer's own: ExecuTorch takes outputs of equal value for one, and loses all layers but the
-        # last.
+        # As a difference, because ExecuTorch merges outputs of equal value, and loses all layers except the last.
         change = lengths - self.encoder_length
         if self.context.in_place:
             self.encoder_length.add_(change)
@@ -82,10 +83,10 @@ class CrossLayer(CacheLayer):
 
 
 class ItemsLayer(CacheLayer):
-    """Keys and values of pictures, under an `ItemsPolicy`.
+    """Layer of the keys and values of images, under an `ItemsPolicy`.
 
-    Models leave such a layer out of a step where it is not initialised. It is in steps that say which pictures each
-    token sees, see `StepContext.sees_items`.
+    Models skip such a layer in a step if it is not initialized. It is initialized in steps that have the images that
+    each token sees, see `StepContext.sees_items`.
     """
 
     def begin(self, context: StepContext, max_len_ever: int | None) -> None:
@@ -96,30 +97,32 @@ class ItemsLayer(CacheLayer):
     @property
     def device(self) -> torch.device:
         """See `CacheLayer.device`."""
-        # A step hands it no length: it does not follow the decoder.
+        # Not from the length, because a step provides none to layers that do not follow the decoder.
         return self.keys.device
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing to do: the tokens taken back are the decoder's."""
+        """Do nothing, because the removed tokens are the decoder's."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write all pictures anew, from slot 0 on.
+        """Write all images, from slot 0 on.
 
         Args:
             key_states: [batch_size, num_heads, items * item_slots, head_dim].
             value_states: [batch_size, num_heads, items * item_slots, value_head_dim].
+            *args: Ignored.
+            **kwargs: Ignored.
 
         Returns:
             Keys and values of all slots.
 
         Raises:
-            InputError: Outside of a session's step, which alone knows which pictures a token sees.
+            InputError: Outside of a session's step, because only that knows the images that a token sees.
         """
         if not self.context.sees_items:
             raise InputError(
-                "a cache of fixed size takes pictures in a session; use Session.from_model(model, cache, "
+                "a static cache takes images only in a session; use Session.from_model(model, cache, "
                 "modalities=['image']), or DynamicCache"
             )
         length = key_states.shape[2]

@@ -1,6 +1,4 @@
-"""Sparse attention by an indexer (GLM MoE DSA, DeepSeek V3.2): full attention, and the keys that choose what it
-sees.
-"""
+"""Layer of sparse attention: full attention, and an indexer's keys (GLM MoE DSA, DeepSeek V3.2)."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class IndexerKeys(Component):
-    """One more key per token: [batch_size, capacity, head_dim].
+    """A further key per token: [batch_size, capacity, head_dim].
 
     Attributes:
         head_dim: Size of an indexer key.
@@ -47,31 +45,31 @@ class IndexerKeys(Component):
             raise InputError(f"dtype of an indexed layer must be a floating dtype such as float32, got {self.dtype!r}")
 
     def to_config(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the fields as JSON values."""
         return {"head_dim": self.head_dim, "dtype": self.dtype}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> IndexerKeys:
-        """What `to_config` described.
+        """Return the keys that `to_config` described.
 
         Raises:
-            InputError: If it is something else.
+            InputError: If the config is something else.
         """
         try:
             return cls(**config)
         except TypeError as error:
-            raise InputError(f"indexer is no description of its keys ({error})") from error
+            raise InputError(f"indexer must describe its keys, got another config ({error})") from error
 
 
 class IndexedLayer(CacheLayer):
-    """Full attention with one more key per token, the indexer's: [batch_size, capacity, index_head_dim].
+    """Layer of full attention with one more key per token, the indexer's: [batch_size, capacity, index_head_dim].
 
     Args:
-        policy: Of the keys and values, and of the indexer's keys: `FullPolicy`.
-        indexer: What the indexer keeps.
-        storage: Of the keys and values. The indexer's keys, which choose and are not attended to, are kept as they
-        come. sizes: Of the keys and values.
-        device: Where to allocate.
+        policy: `FullPolicy` of all keys and values.
+        indexer: Sizes of the indexer's keys.
+        storage: Storage of the keys and values; the indexer's keys are stored unchanged.
+        sizes: Sizes of the keys and values.
+        device: Device to allocate on.
     """
 
     composed_of = {**CacheLayer.composed_of, "indexer": IndexerKeys}
@@ -106,24 +104,22 @@ class IndexedLayer(CacheLayer):
     def begin(self, context: StepContext, max_len_ever: int | None) -> None:
         """See `CacheLayer.begin`."""
         super().begin(context, max_len_ever)
-        # Which of the two updates of a step has come first, and so is waited for by the other.
+        # The second of a step's two updates, which may come in either order.
         self._awaiting: str | None = None
         self._uncounted = 0
 
     def get_seq_length(self) -> torch.Tensor:  # type: ignore[override]
-        """Tokens seen, int64 0-D, with those that `update` was given in a program, whose length is an input (GLM 5 Next
-        asks).
-        """
+        """Return the number of tokens, int64 0-D, with those of this step's `update` (GLM 5 Next asks for it)."""
         return self.cumulative_length[0] + self._uncounted
 
     @property
     def indexer_position_ids(self) -> None:
-        """Positions of what came before, which Qwen4 Exp would have grow: slots are positions, so none are kept."""
+        """Positions of earlier tokens (Qwen4 Exp); None, because slots are positions."""
         return None
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: torch.Tensor) -> None:
-        """Nothing to do, see above."""
+        """Ignore the positions."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -141,8 +137,7 @@ class IndexedLayer(CacheLayer):
             indexer_key_states: [batch_size, query_length, index_head_dim].
 
         Returns:
-            All slots that are read [batch_size, slots, index_head_dim]; those past the newest token are for the mask to
-            hide.
+            All slots that are read, [batch_size, slots, index_head_dim]; the mask hides those past the newest token.
         """
         if self.residence is not None:
             return self.residence.turn(self).update_indexer(indexer_key_states)
@@ -163,9 +158,7 @@ class IndexedLayer(CacheLayer):
 
 
 def _write_rows_(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write rows [batch_size, query_length, dim] into [batch_size, capacity, dim] in place, as
-    `storage.slots.write_slots_` does.
-    """
+    """Write rows [batch_size, query_length, dim] into [batch_size, capacity, dim] in place, see `write_slots_`."""
     if buffer.shape[0] == 1:
         buffer.index_copy_(1, slots[0], rows)
     else:

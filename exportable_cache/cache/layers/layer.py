@@ -102,7 +102,7 @@ class CacheLayer(CacheLayerMixin):
     values: torch.Tensor
     # The types differ because transformers annotates lengths as int, although its static layers keep a tensor.
     cumulative_length: torch.Tensor  # type: ignore[assignment]
-    #: Where its tensors live elsewhere than on the device; its number there; and itself on the device, in its turn.
+    #: Offloading: the residence of its tensors, its index there, and its copy on the device.
     residence: Residence | None = None
     place: int = 0
     twin: Self | None
@@ -120,7 +120,7 @@ class CacheLayer(CacheLayerMixin):
         self.allocate(self.row_sizes(sizes), device)
 
     def compose(self, **parts: Any) -> None:
-        """Take the parts of `composed_of`, by name, and declare the tensors that they need."""
+        """Set the parts of `composed_of`, by name, and declare their tensors."""
         for name in self.composed_of:
             setattr(self, name, parts.get(name))
         if self.policy.keeps_keys is (self.storage is None):
@@ -131,14 +131,14 @@ class CacheLayer(CacheLayerMixin):
         self._config = {key: part.to_config() for key, part in described.items() if part is not None}
 
     def declare(self) -> dict[str, StateTensor]:
-        """The state tensors of these parts."""
+        """Return the declarations of the state tensors of these parts."""
         declared = self.layout.declare(self)
         if self.policy.length_name is not None:
             declared[self.policy.length_name] = StateTensor("batch_size", dtype=torch.int64)
         return declared
 
     def row_sizes(self, sizes: RowSizes | None) -> dict[str, int]:
-        """Size of each dimension that the tensors of keys and values are declared with."""
+        """Return the size of each dimension that the tensors of keys and values are declared with."""
         if sizes is None or self.storage is None:
             return {}
         assert sizes.value_head_dim is not None
@@ -231,18 +231,18 @@ class CacheLayer(CacheLayerMixin):
 
     @classmethod
     def parts_from(cls, config: Mapping[str, Any]) -> dict[str, Component]:
-        """The parts that `config` describes, by name."""
+        """Return the parts that `config` describes, by name."""
         families = {_config_key(name): (name, family) for name, family in cls.composed_of.items()}
         if any(key not in families for key in config) or not {"policy", _config_key("layout")} <= set(config):
             raise InputError(f"a layer has {', '.join(config) or 'nothing'}, one has {', '.join(families)}")
         return {name: family.from_config(config[key]) for key, (name, family) in families.items() if key in config}
 
     def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> Self:
-        """The same layer around other tensors, for one step; this one is left alone.
+        """Return the layer with other tensors, for one step; this layer is unchanged.
 
         Args:
             tensors: State by name; a missing name becomes None.
-            context: Of the step. Where it has a start, that is the length of layers that follow the decoder.
+            context: Context of the step. Its start, if any, is the length of layers that follow the decoder.
         """
         layer = type(self).__new__(type(self))
         for name in self.composed_of:
@@ -253,7 +253,7 @@ class CacheLayer(CacheLayerMixin):
         return layer
 
     def with_layout(self, layout: Layout, tensors: Mapping[str, Any]) -> Self:
-        """The layer as a target keeps it: of the same policy and storage, around tensors of that layout."""
+        """Return a layer of the same policy and storage in another layout, around tensors of that layout."""
         layer = type(self).__new__(type(self))
         layer.compose(**{name: getattr(self, name) for name in self.composed_of} | {"layout": layout})
         layer._hold(tensors, PLAIN)
@@ -267,35 +267,35 @@ class CacheLayer(CacheLayerMixin):
         self.begin(context, max_len_ever=None)
 
     def begin(self, context: StepContext, max_len_ever: int | None) -> None:
-        """Start anew with what lasts a step.
+        """Reset the attributes that last one step.
 
         Args:
-            context: Of the step.
-            max_len_ever: The most tokens that a row ever held; None where the history of the tensors is unknown.
+            context: Context of the step.
+            max_len_ever: Most tokens that a row ever held; None if the history of the tensors is unknown.
         """
         self.context = context
         self.twin = None
-        # Models ask those of cross-attention for keys (Mllama), where they are.
+        # True for cross-attention too, because models ask an initialized layer for its keys (Mllama).
         self.is_initialized = not self.policy.is_dummy
-        # Host bookkeeping of `crop`, moved by it alone.
+        # Known on the host, and changed by `crop` only.
         self._max_len_ever = 0 if self.policy.is_dummy else max_len_ever
 
     def config(self) -> dict[str, Any]:
-        """What `from_state` needs besides the tensors: JSON, the same before and after any number of steps; not to be
-        changed.
+        """Return the JSON that `from_state` needs in addition to the tensors.
+
+        It is the same before and after any number of steps. Do not change it.
         """
-        # Made when the layer is: strict export flattens layers inside TorchDynamo, which cannot ask a dataclass for its
-        # fields.
+        # Made once, because strict export flattens layers inside TorchDynamo, which cannot read a dataclass's fields.
         return self._config
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The state tensors with their names, in declaration order."""
+        """Yield the state tensors with their names, in declaration order."""
         for name in self.state:
             yield name, getattr(self, name)
 
     @property
     def label(self) -> str:
-        """See `label_of`."""
+        """Short description of the layer, see `label_of`."""
         return label_of(self.config())
 
     @property
@@ -307,7 +307,7 @@ class CacheLayer(CacheLayerMixin):
         return self._with_attributes(vars(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # As it is, with what a description leaves out; known before its residence is copied, which knows its layers.
+        # Stored in `memo` first, because a copied residence refers to its layers.
         layer = memo[id(self)] = self._with_attributes({})
         layer.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         return layer
@@ -325,39 +325,37 @@ class CacheLayer(CacheLayerMixin):
 
     @property
     def is_sliding(self) -> bool:
-        """Whether a window hides older tokens, as transformers' `is_sliding`."""
+        """True if a window hides older tokens, as transformers' `is_sliding`."""
         return self.policy.is_sliding
 
     @property
     def is_linear(self) -> bool:
-        """Whether it keeps states of fixed size and no keys and values per token, as transformers'
-        `Cache.is_linear`.
-        """
+        """True if the layer keeps states of fixed size and no keys, as transformers' `Cache.is_linear`."""
         return self.policy.is_linear
 
     @property
     def is_dummy(self) -> bool:
-        """Whether it keeps nothing, as transformers' `Cache.is_dummy`."""
+        """True if the layer keeps nothing, as transformers' `Cache.is_dummy`."""
         return self.policy.is_dummy
 
     @property
     def follows_decoder(self) -> bool:
-        """Whether the layer's length is the decoder's: a step may say what it is. Not of cross-attention."""
+        """True if the layer's length is the decoder's; False for cross-attention."""
         return self.policy.follows_decoder
 
     @property
     def forgetting(self) -> str:
-        """Why `max_rollback` is less than all, for messages."""
+        """Reason why `max_rollback` is limited, for messages."""
         return self.policy.forgetting
 
     @property
     def capacity(self) -> int | None:
-        """Slots; None where there are no keys."""
+        """Number of slots; None without keys."""
         return self.policy.capacity
 
     @property
     def max_length(self) -> int | None:
-        """Tokens a row can hold in all, or None where any number may be seen."""
+        """Maximum number of tokens in a row, or None if unlimited."""
         return self.policy.max_length
 
     def max_rollback(self, length: int, max_len_ever: int) -> int:
@@ -369,20 +367,20 @@ class CacheLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new tokens of each row at its own length, and return what attention reads; see
-        `Layout.update`.
+        """Write the new tokens of each row at its length, and return what attention reads; see `Layout.update`.
 
         Args:
             key_states: [batch_size, num_heads, query_length, head_dim].
             value_states: [batch_size, num_heads, query_length, value_head_dim].
+            *args: Ignored, as by transformers' layers.
+            **kwargs: Ignored, as by transformers' layers.
 
         Returns:
-            Keys [batch_size, num_heads, kv_length, head_dim] and values [..., value_head_dim], in the dtype of the new
-            ones.
+            Keys [batch_size, num_heads, kv_length, head_dim] and values [..., value_head_dim], in the new ones' dtype.
 
         Raises:
-            CacheFullError: If they do not fit; nothing was written.
-            InputError: If shape, dtype or device differ from the layer's, or it keeps no keys.
+            CacheFullError: If the tokens do not fit; nothing was written.
+            InputError: If shape, dtype or device differ from the layer's, or the layer keeps no keys.
         """
         if self.residence is not None:
             return self.residence.turn(self).update(key_states, value_states, *args, **kwargs)
@@ -390,21 +388,25 @@ class CacheLayer(CacheLayerMixin):
         return self.layout.update(self, key_states, value_states)
 
     def check_update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Refuse keys and values that the layer cannot take, outside of traced paths."""
+        """Check new keys and values, except in traced paths."""
         if self.storage is None:
             raise InputError(
-                "this layer keeps no keys and values (it shares another layer's, or has a state in their place), but "
+                "this layer keeps no keys and values (it shares another layer's, or has a state instead), but "
                 "the model wrote some; allocate the cache with ExportableCache.from_model"
             )
         if not is_traced(self.cumulative_length):
             check_new_states(self, key_states, value_states)
-            # Elsewhere reading a length waits for the device, and the cache has already looked once for all layers.
+            # Only on the CPU, because reading a length waits for other devices, and the cache has checked it already.
             if self.max_length is not None and self.device.type == "cpu":
                 check_room(self.cumulative_length, key_states.shape[2], self.max_length)
 
     def write(self, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> list[torch.Tensor]:
-        """Put new keys and values [batch_size, num_heads, query_length, dim] into `slots` int64 [batch_size,
-        query_length].
+        """Write new keys and values into slots.
+
+        Args:
+            slots: int64 [batch_size, query_length].
+            key_states: [batch_size, num_heads, query_length, head_dim].
+            value_states: [batch_size, num_heads, query_length, value_head_dim].
 
         Returns:
             The written parts, for `read`.
@@ -414,8 +416,7 @@ class CacheLayer(CacheLayerMixin):
         parts = []
         for name, rows in zip(storage.parts, storage.encode(key_states, value_states), strict=True):
             if self.context.in_place:
-                # Not assigned: rebinding the attribute to an alias of itself would make it an output of compiled
-                # graphs.
+                # Not assigned, because an attribute rebound to its own alias becomes an output of compiled graphs.
                 part = tracked(getattr(self, name), rows)
                 write_slots_(part, slots, rows)
             else:
@@ -425,38 +426,37 @@ class CacheLayer(CacheLayerMixin):
         return parts
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
-        """Give a state tensor new contents of the same shape."""
+        """Replace the contents of a state tensor by others of the same shape."""
         if self.context.in_place:
             getattr(self, name).copy_(tensor.detach() if tensor.requires_grad else tensor)
         else:
             setattr(self, name, tensor)
 
     def read(self, slots: int, stored: list[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first `slots` slots, [batch_size, num_heads, slots, dim], of the parts that
-        `write` gave, or of what is stored.
+        """Return keys and values of the first `slots` slots, [batch_size, num_heads, slots, dim].
+
+        Args:
+            slots: Number of slots.
+            stored: Parts that `write` returned; the state tensors by default.
         """
         storage = self.storage
         assert storage is not None
         if stored is None:
             stored = [getattr(self, name) for name in storage.parts]
-        # ExecuTorch copies even a slice of everything; a dynamic number must not be compared.
+        # Sliced only if needed, because ExecuTorch copies even a slice of everything. A dynamic number is not compared.
         if self.reads_so_far or slots < self.policy.slot_count:
             stored = [part[:, :, :slots] for part in stored]
         return storage.decode(stored)
 
     def slot_positions(self, query_length: int) -> torch.Tensor | None:
-        """Absolute position of each key that `update` returns for `query_length` new tokens, see
-        `SlotPolicy.mask_positions`.
-        """
+        """Return the position of each key that `update` returns for new tokens, see `SlotPolicy.mask_positions`."""
         if self.storage is None:
-            raise InputError(
-                f"a layer of policy {self.policy.kind!r} has no keys; masks are sized by a layer that has some"
-            )
+            raise InputError(f"a layer of policy {self.policy.kind!r} has no keys to mask; ask a layer that keeps keys")
         return self.layout.mask_positions(self, query_length)
 
     @property
     def slots_read(self) -> int:
-        """Slots that this step looks at."""
+        """Number of slots that this step reads."""
         kv_slots = self.context.kv_slots
         if kv_slots is not None and self.reads_so_far:
             return kv_slots
@@ -464,9 +464,7 @@ class CacheLayer(CacheLayerMixin):
 
     @property
     def reads_so_far(self) -> bool:
-        """Whether the step says how many slots are read, see `StepContext.kv_slots`; not of a ring that may have
-        wrapped.
-        """
+        """True if `StepContext.kv_slots` limits the slots that are read; False for a ring that may have wrapped."""
         context = self.context
         return context.kv_slots is not None and self.policy.reads_up_to(context.kv_read_len)
 
@@ -474,7 +472,7 @@ class CacheLayer(CacheLayerMixin):
 
     @property
     def device(self) -> torch.device:
-        """Where the state lives."""
+        """Device of the state."""
         return self.cumulative_length.device
 
     def advance(self, query_length: int) -> None:
@@ -487,19 +485,19 @@ class CacheLayer(CacheLayerMixin):
             self.cumulative_length = self.cumulative_length + query_length
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the tensors exist from construction."""
+        """Do nothing, because the tensors exist from construction."""
 
     # The types differ because transformers annotates lengths as int, although its static layers keep a tensor.
     def get_seq_length(self) -> torch.Tensor:  # type: ignore[override]
-        """Tokens seen, int64 0-D: a view of the first row, which stands for all where rows agree."""
+        """Return the length of the first row, int64 0-D, which is every row's length if rows agree."""
         return self.cumulative_length[0]
 
     def get_max_length(self) -> int:
-        """Transformers' form of `max_length`: -1 where there is no limit."""
+        """Return `max_length`, or -1 if there is no limit, as transformers does."""
         return -1 if self.max_length is None else self.max_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int | torch.Tensor]:  # type: ignore[override]
-        """Length of the keys that `update` will return, and their offset from `arange(kv_length)`.
+        """Return the length of the keys that `update` will return, and their offset from `arange(kv_length)`.
 
         Adding the offset to `arange(kv_length)`, as transformers' masks do, gives each key's absolute position.
 
@@ -514,19 +512,19 @@ class CacheLayer(CacheLayerMixin):
         return kv_length, positions - torch.arange(kv_length, device=positions.device)
 
     def reset(self) -> None:
-        """Empty the layer, in place, so that addresses stay."""
+        """Empty the layer in place."""
         for _, tensor in self.named_state():
             tensor.zero_()
         self._max_len_ever = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Give row `i` the state of row `beam_idx[i]`, in place.
+        """Copy the state of row `beam_idx[i]` to row `i`, in place.
 
         Args:
             beam_idx: int64 [batch_size].
 
         Raises:
-            InputError: If it is anything else.
+            InputError: If `beam_idx` is something else.
         """
         if self.is_dummy:
             return
@@ -535,10 +533,10 @@ class CacheLayer(CacheLayerMixin):
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest tokens of every row, by length; nothing is moved.
+        """Remove the newest tokens of every row by reducing its length; no data is moved.
 
         Args:
-            tokens_to_remove: Zero, or minus the number of tokens to take back (transformers' convention).
+            tokens_to_remove: Zero, or minus the number of tokens to remove (transformers' convention).
 
         Raises:
             InputError: If positive, if a row has fewer tokens, or if a slot still needed was overwritten.
@@ -552,18 +550,18 @@ class CacheLayer(CacheLayerMixin):
             self.cumulative_length.sub_(-tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused: the batch size of a static cache is fixed."""
+        """Refuse to repeat rows, because the batch size of a static cache is fixed."""
         if not isinstance(repeats, int) or repeats != 1:
             raise InputError(
                 f"a static cache cannot be repeated {repeats!r} times; allocate it with the larger batch_size"
             )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """`reorder_cache`: as many rows as there are, int64 [batch_size]."""
+        """Reorder the rows, see `reorder_cache`."""
         self.reorder_cache(indices)
 
     def offload(self) -> None:
-        """Refused: moving the tensors would change the addresses that programs and graphs hold."""
+        """Refuse to offload, because moving the tensors would change addresses that programs and graphs hold."""
         raise InputError(
             "a static cache is not offloaded: its tensors keep their addresses; use DynamicCache(offloading=True)"
         )
@@ -571,16 +569,14 @@ class CacheLayer(CacheLayerMixin):
     prefetch = offload
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By description: exported programs carry their example inputs, which are read back by classes that torch knows
-        # alone.
+        # By config, because exported programs carry example inputs, which load with classes known to torch only.
         return rebuilt, (type(self), self.config(), dict(self.named_state()), self._max_len_ever)
 
 
 def label_of(config: Mapping[str, Any]) -> str:
-    """A layer's `config` in a few words, for tables and messages: `ring`, `full int8`, `full + states`, `ring
-    (tensorrt)`.
+    """Return a short description of a layer's `config`: `ring`, `full int8`, `full + states`, `ring (tensorrt)`.
 
-    Kinds are not looked up: a target that is not installed may have brought the layout.
+    Kinds are not looked up, because the layout may come from a target that is not installed.
     """
     policy, storage, layout = (
         config.get(_config_key(part), {}).get("kind") for part in ("policy", "storage", "layout")
@@ -600,7 +596,7 @@ def label_of(config: Mapping[str, Any]) -> str:
 def rebuilt(
     cls: type[CacheLayer], config: Mapping[str, Any], tensors: Mapping[str, Any], max_len_ever: int | None
 ) -> CacheLayer:
-    """A layer out of a pickle."""
+    """Return a layer from its pickled parts."""
     layer = cls.from_state(config, tensors)
     layer.begin(PLAIN, max_len_ever)
     return layer

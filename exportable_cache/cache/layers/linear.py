@@ -1,4 +1,4 @@
-"""States of linear attention, state space and convolution layers, and the state that a scan starts from."""
+"""Layers with states of linear attention, state space and convolutions, and the initial state of a scan."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 class _Carried(threading.local):
     def __init__(self) -> None:
-        # On the instance, in every thread: guards of a thread's first graph would else fail once a step has set them.
+        # Set on the instance, because guards of a thread's first graph would fail once a step has set them.
         self.state: torch.Tensor | None = None
-        #: Scans of this step that took their part of it.
+        #: Scans of this step that took their part of the state.
         self.heads = 0
 
 
@@ -36,17 +36,17 @@ _carried = _Carried()
 
 
 def carry(state: torch.Tensor | None) -> None:
-    """Leave the state [batch, ...] for the scan of the step that this thread is in, or None where that step is over."""
+    """Set the state [batch, ...] for the next scan of this thread's step, or None at the end of the step."""
     _carried.state = state
     _carried.heads = 0
 
 
 def take_carried() -> torch.Tensor | None:
-    """The state that the next scan of this thread's step starts from, or None outside of a step over one of our layers.
+    """Return the initial state of the next scan of this thread's step, or None outside of a step over our layers.
 
     Returns:
-        [batch, channels, states]. Of a state [batch, heads, channels, states], which Zamba scans head by head, that
-        of the next head. Nothing is left after the last.
+        [batch, channels, states]. Zamba scans a state [batch, heads, channels, states] head by head; each call returns
+        the next head's, and None after the last.
     """
     state = _carried.state
     if state is None:
@@ -63,27 +63,27 @@ def take_carried() -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class StateShape:
-    """One state of a layer, without its batch dimension: `StateShape((96, 4), torch.float32)` is [batch_size, 96, 4].
+    """A state of a layer, without its batch dimension: `StateShape((96, 4), torch.float32)` is [batch_size, 96, 4].
 
     Attributes:
         shape: Sizes.
-        dtype: Element type; None for the one of the cache.
+        dtype: Element type; None for the cache's.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
 
     def in_dtype(self, dtype: torch.dtype) -> StateShape:
-        """With `dtype` where it names none."""
+        """Return the shape with `dtype` if it has none."""
         return StateShape(self.shape, self.dtype or dtype)
 
     def to_config(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the fields as JSON values."""
         return {"shape": list(self.shape), "dtype": str(self.dtype).removeprefix("torch.")}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> StateShape:
-        """What `to_config` described."""
+        """Return the shape that `to_config` described."""
         return cls(tuple(config["shape"]), getattr(torch, config["dtype"]))
 
 
@@ -123,12 +123,12 @@ class LinearStates(Component):
     def of(
         cls, conv: Sequence[StateShape | None], recurrent: Sequence[StateShape | None], dtype: torch.dtype
     ) -> LinearStates:
-        """The states of these shapes, in `dtype` where a shape names none."""
+        """Return the states of these shapes, in `dtype` where a shape names none."""
         conv, recurrent = (tuple(shape and shape.in_dtype(dtype) for shape in shapes) for shapes in (conv, recurrent))
         return cls(conv, recurrent)
 
     def declare(self) -> dict[str, StateTensor]:
-        """The state tensors: `conv_state_0`, `recurrent_state_0` and so on."""
+        """Return the declarations of the state tensors: `conv_state_0`, `recurrent_state_0` and so on."""
         declared = {}
         for name, dims, shape in self._named():
             assert shape.dtype is not None
@@ -151,15 +151,15 @@ class LinearStates(Component):
                     yield f"{kind}_{index}", [f"{kind}_{index}_{name}" for name in names], shape
 
     def to_config(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the fields as JSON values."""
         return {name: [shape and shape.to_config() for shape in getattr(self, name)] for name in ("conv", "recurrent")}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> LinearStates:
-        """What `to_config` described.
+        """Return the object that `to_config` described.
 
         Raises:
-            InputError: If it is something else.
+            InputError: If the config is something else.
         """
         try:
             shapes = (
@@ -168,26 +168,25 @@ class LinearStates(Component):
             )
             return cls(*shapes)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"states are no shapes of states ({type(error).__name__}: {error})") from error
+            raise InputError(f"states must be shapes, got another config ({type(error).__name__}: {error})") from error
 
 
 class LinearLayer(CacheLayer):
     """Convolution and recurrent states, in transformers' protocol for linear layers (cache_utils.py, 5.23).
 
-    Alone (`RecurrentPolicy`): any number of tokens, the same bytes. Or beside keys and values, whose policy the layer
-    then has: layers that attend and keep linear states at once (Falcon-H1, Zamba, Inkling).
+    With `RecurrentPolicy` the layer keeps only states, of the same size for any number of tokens. With others it
+    also keeps keys and values (Falcon-H1, Zamba, Inkling).
 
-    A state of zeros gives what no state gives, so `has_previous_state` is always true and the first step of a sequence
-    is the general one: no graph depends on whether anything was seen. Where a program takes positions as an input, a
-    row at position 0 finds zeros whatever its buffers hold.
+    A state of zeros is equal to no state, so `has_previous_state` is always true, and no graph depends on earlier
+    tokens. If a program takes positions as an input, the states of a row at position 0 are read as zeros.
 
     Args:
-        policy: Of the keys and values, or `RecurrentPolicy()`.
+        policy: Policy of the keys and values, or `RecurrentPolicy()`.
         states: Shapes of the states.
-        batch_size: Rows.
-        storage: Of the keys and values, if there are any.
-        sizes: Of the keys and values, if there are any.
-        device: Where to allocate.
+        batch_size: Number of rows.
+        storage: Storage of the keys and values, if any.
+        sizes: Sizes of the keys and values, if any.
+        device: Device to allocate on.
     """
 
     composed_of = {**CacheLayer.composed_of, "states": LinearStates}
@@ -235,36 +234,37 @@ class LinearLayer(CacheLayer):
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
-        """True for every state, see the class."""
+        """True for every state, see `LinearLayer`."""
         return dict.fromkeys(range(max(len(self.states.conv), len(self.states.recurrent))), True)
 
     def get_conv_state(self, state_idx: int = 0) -> torch.Tensor | None:
-        """[batch_size, channels, kernel_size], for the model to read, and to write in place in a step of one token."""
+        """Return the state [batch_size, channels, kernel_size], which a step of one token may write in place."""
         if self.residence is not None:
             return self.residence.turn(self).get_conv_state(state_idx)
         state = _given_out(self._enter(f"conv_state_{state_idx}")) if self._has("conv", state_idx) else None
-        # Without keys, nothing else counts: a step of one token only reads the state and writes it in place, so reading
-        # counts one, and a step of several then says how many.
+        # Counted here, because a step of one token only reads the state and writes it in place; a step of several
+        # corrects the count in `update_conv_state`.
         if self.is_linear and state_idx == 0:
             self.advance(1)
             self._counted_one = True
         return state
 
     def get_recurrent_state(self, state_idx: int = 0) -> torch.Tensor | None:
-        """[batch_size, ...], for the model to read, and to write in place in a step of one token."""
+        """Return the state [batch_size, ...] to read, and to write in place in a step of one token."""
         if self.residence is not None:
             return self.residence.turn(self).get_recurrent_state(state_idx)
         return _given_out(self._enter(f"recurrent_state_{state_idx}")) if self._has("recurrent", state_idx) else None
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        """Take in the inputs of a convolution.
+        """Append the inputs of a convolution to its state.
 
         Args:
             conv_states: [batch_size, channels, query_length].
-            state_idx: Number of the state.
+            state_idx: Index of the state.
+            **kwargs: Ignored.
 
         Returns:
-            [batch_size, channels, kernel_size + query_length]: what came before, and the new ones.
+            [batch_size, channels, kernel_size + query_length]: the previous inputs and the new ones.
 
         Raises:
             InputError: In eager mode, if rows or channels are not those of the state.
@@ -277,7 +277,7 @@ class LinearLayer(CacheLayer):
             try:
                 check_conv_inputs(name, held, conv_states)
             except InputError:
-                # What reading the state has counted is taken back.
+                # Undo the count of `get_conv_state`, because the step did not happen.
                 if self._counted_one:
                     self.advance(-1)
                     self._counted_one = False
@@ -285,7 +285,7 @@ class LinearLayer(CacheLayer):
         before = self._enter(name)
         carry(self._enter(f"recurrent_state_{state_idx}") if self._has("recurrent", state_idx) else None)
         joined = torch.cat([before.to(conv_states.dtype), conv_states], dim=-1)
-        # Not [..., -kernel_size:]: under a dynamic query length that slice asks whether the tensor is that long.
+        # Not [..., -kernel_size:], because under a dynamic query length that slice compares the length.
         self._store(name, joined.narrow(-1, conv_states.shape[-1], before.shape[-1]))
         if self.is_linear and state_idx == 0:
             self.advance(conv_states.shape[-1] - int(self._counted_one))
@@ -293,12 +293,12 @@ class LinearLayer(CacheLayer):
         return joined
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        """Replace a recurrent state by its successor [batch_size, ...].
+        """Replace a recurrent state by the next one, [batch_size, ...].
 
         Args:
-            recurrent_states: The successor.
-            state_idx: Number of the state.
-            **kwargs: `tokens`, how many it took in, of a layer without convolutions, which nothing else tells.
+            recurrent_states: The next state.
+            state_idx: Index of the state.
+            **kwargs: `tokens`, the number of new tokens, for a layer without convolutions.
         """
         if self.residence is not None:
             return self.residence.turn(self).update_recurrent_state(recurrent_states, state_idx, **kwargs)
@@ -311,8 +311,8 @@ class LinearLayer(CacheLayer):
         state = getattr(self, name)
         needs_both = recurrent_states.requires_grad and not torch.compiler.is_compiling()
         if self.context.in_place and needs_both and state.nbytes == state.untyped_storage().nbytes():
-            # backward() needs the state that the model has read, so its successor gets memory of its own. Layers that
-            # are offloaded share theirs, and backward() over these fails.
+            # New memory, because backward() needs the state that the model has read. Offloaded layers share memory, so
+            # backward() over them fails.
             state.data = recurrent_states.detach().to(state.dtype, copy=True)
             return recurrent_states
         return self._store(name, recurrent_states)
@@ -322,13 +322,13 @@ class LinearLayer(CacheLayer):
         return state_idx < len(shapes) and shapes[state_idx] is not None
 
     def _enter(self, name: str) -> torch.Tensor:
-        """A state as the step finds it: zeros in rows that start anew."""
+        """Return a state at the start of the step, with zeros in rows at position 0."""
         state = getattr(self, name)
         if self.context.start is None or name in self._entered:
             return state
         self._entered.add(name)
         is_new = (self.context.start == 0).reshape(-1, *(1 for _ in state.shape[1:]))
-        # Chosen, not multiplied: a row may have left infinities behind.
+        # Chosen, not multiplied, because a row may contain infinities.
         return self._store(name, torch.where(is_new, torch.zeros_like(state), state))
 
     def _store(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -341,7 +341,7 @@ class LinearLayer(CacheLayer):
 
 
 def check_conv_inputs(name: str, held: torch.Tensor, new: torch.Tensor) -> None:
-    """Refuse inputs of a convolution that are not of the rows and channels of its state.
+    """Check that the inputs of a convolution have the rows and channels of its state.
 
     Args:
         name: Name of the state.
@@ -360,7 +360,8 @@ def check_conv_inputs(name: str, held: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def _given_out(state: torch.Tensor) -> torch.Tensor:
-    """A state for a model to write in place: where gradients are computed another tensor over the same memory, as what
-    is written would make the state itself keep them.
+    """Return a state that a model may write in place.
+
+    With gradients it is another tensor over the same memory, because the state itself would keep the graph.
     """
     return state.detach() if torch.is_grad_enabled() and not torch.compiler.is_compiling() else state

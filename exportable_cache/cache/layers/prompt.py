@@ -1,4 +1,4 @@
-"""The layer of a reference sliding window: it keeps where the prompt ended."""
+"""Layer of a reference sliding window, which keeps the length of the prompt."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .layer import CacheLayer
 
 
 class PromptLayer(CacheLayer):
-    """Keys and values under a `PromptPolicy`, and the length of the prompt, int64 [batch_size].
+    """Layer of keys and values under a `PromptPolicy`, and the length of the prompt, int64 [batch_size].
 
-    A prompt is what a row begins with: its first step, and those of several tokens that go on from there. A step of one
-    token ends it, so that no graph has to be told. Zero is the right start, and a row at position 0 begins anew. So
-    sessions feed no part of a prompt as one token (`program.methods.chunk_sizes`), keep rows equally long
-    (`program.lengths`) and take nothing back (`PromptPolicy.max_rollback`).
+    A prompt is the first step of a row, and the steps of several tokens that follow it. A step of one token ends it, so
+    that graphs need no further input. A row at position 0 starts a new prompt. So sessions feed no part of a prompt as
+    one token (`program.methods.chunk_sizes`), keep rows equally long (`program.lengths`), and remove no tokens
+    (`PromptPolicy.max_rollback`).
     """
 
     is_croppable = False
@@ -33,7 +33,7 @@ class PromptLayer(CacheLayer):
         return {**super().length_limits(), "prompt_length": self.policy.max_length}
 
     def prompt_after(self, query_length: int) -> torch.Tensor:
-        """Length of the prompt once `query_length` more tokens have come, int64 [batch_size]."""
+        """Return the length of the prompt after `query_length` more tokens, int64 [batch_size]."""
         start = self.cumulative_length
         goes_on = start == 0 if is_one(query_length) else (start == 0) | (start <= self.prompt_length)
         return torch.where(goes_on, start + query_length, self.prompt_length)
@@ -45,7 +45,7 @@ class PromptLayer(CacheLayer):
         if self.residence is not None:
             return self.residence.turn(self).update(key_states, value_states, *args, **kwargs)
         self.check_update(key_states, value_states)
-        # As a change of this layer's own, see `CrossLayer.update`.
+        # As a difference, see `CrossLayer.update`.
         change = self.prompt_after(key_states.shape[2]) - self.prompt_length
         if self.context.in_place:
             self.prompt_length.add_(change)
