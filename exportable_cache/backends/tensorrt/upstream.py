@@ -38,8 +38,8 @@ def fake_cuda_queries() -> Iterator[None]:
         return
     is_file = os.path.isfile
     with ExitStack() as stack:
-        stack.enter_context(_CAPABILITY.during(lambda asked: lambda *args, **kwargs: (0, 0)))
-        stack.enter_context(_DEVICE.during(lambda asked: lambda: 0))
+        stack.enter_context(_CAPABILITY.during(lambda original: lambda *args, **kwargs: (0, 0)))
+        stack.enter_context(_DEVICE.during(lambda original: lambda: 0))
         if torch.version.cuda is None:
             stack.enter_context(
                 mock.patch.object(

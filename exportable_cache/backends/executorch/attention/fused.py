@@ -113,9 +113,9 @@ def fuse_layers(model: PreTrainedModel, cache: ExportableCache, native: bool = F
             return cache
     pairs = list(zip(cache.layers, layouts, strict=True))
     if several:
-        alike = [index for index, (layer, layout) in enumerate(pairs) if layout is None and not takes_rows(layer)]
-        if alike:
-            _refuse_rows(model, cache, alike)
+        unsupported = [index for index, (layer, layout) in enumerate(pairs) if layout is None and not takes_rows(layer)]
+        if unsupported:
+            _refuse_rows(model, cache, unsupported)
         return ExportableCache([layout.fused(one) if layout else RowsLayout.over(one) for one, layout in pairs])
     return ExportableCache([layer if layout is None else layout.fused(layer) for layer, layout in pairs])
 

@@ -135,15 +135,15 @@ def linears_to_native(program: ExportedProgram) -> ExportedProgram:
     quantized once and threads synchronize once.
     """
     graph = fold_linears(program).graph
-    alike: dict[tuple[OpOverload, Node, bool], list[tuple[Node, _Packed]]] = {}
+    by_input: dict[tuple[OpOverload, Node, bool], list[tuple[Node, _Packed]]] = {}
     for node in list(graph.nodes):
         layer = _packed_4bit(program, node) or _packed_float(program, node)
         if layer is None:
             continue
-        alike.setdefault((layer.operator, layer.source, layer.bias is None), []).append((node, layer))
+        by_input.setdefault((layer.operator, layer.source, layer.bias is None), []).append((node, layer))
     made = [
         one
-        for layers in alike.values()
+        for layers in by_input.values()
         for start in range(0, len(layers), MAX_LAYERS)
         for one in _called(graph, layers[start : start + MAX_LAYERS])
     ]

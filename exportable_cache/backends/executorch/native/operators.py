@@ -90,14 +90,14 @@ def attention(
         [batch, query_length, heads, value_head_dim].
     """
     batch, heads, query_length = query.shape[:3]
-    tokens, beside = fresh[0].shape[1], kept < stored[0].shape[1]
+    tokens, is_ring = fresh[0].shape[1], kept < stored[0].shape[1]
     outputs = []
     for row in range(batch):
         start = int(length[row])
         at = start + torch.arange(tokens)
-        held = start if beside else start + tokens
+        held = start if is_ring else start + tokens
         keys, values, positions = _in_slots([_of_row(part, row, batch) for part in stored], held, kept)
-        if beside:
+        if is_ring:
             new_keys, new_values = _numbers([_of_row(part, row, batch) for part in fresh])
             keys, values = torch.cat([keys, new_keys], dim=1), torch.cat([values, new_values], dim=1)
             positions = torch.cat([positions, at])
