@@ -42,7 +42,7 @@ def offloaded(model: Any, home: str | Path = "host", rows: int = 1, **options: A
 
 
 def places_of(cache: ExportableCache) -> list[range]:
-    return [range(place.data_ptr(), place.data_ptr() + place.nbytes) for place in cache.residence.places]
+    return [range(one.data_ptr(), one.data_ptr() + one.nbytes) for one in cache.residence.buffers]
 
 
 @pytest.mark.parametrize("kind", among(KINDS, ["gemma3_text", "qwen3_next"]))

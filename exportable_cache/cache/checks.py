@@ -1,6 +1,6 @@
 """Host-side checks of a step, for eager use. Compiled and exported programs skip them: their session checks instead.
 
-This is the one place in the layers that reads lengths back to Python. Nothing here runs inside a traced path.
+Only this module of the cache reads lengths back to Python. Nothing here runs inside a traced path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether values of `tensor` cannot be read: under torch.compile, torch.export, or on fake and meta tensors."""
+    """Return True if values of `tensor` cannot be read: when compiled or exported, or if it is fake or meta."""
     return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
@@ -51,13 +51,13 @@ def check_some(lengths: torch.Tensor, query_length: int) -> None:
         query_length: New tokens.
 
     Raises:
-        InputError: If there are none.
+        InputError: If there are no new tokens.
     """
     if isinstance(query_length, int) and query_length == 0:
         held = "some" if is_traced(lengths) else int(lengths.max())
         raise InputError(
             f"there are no new tokens, and the cache holds {held}: generate() leaves out of its prompt those that the "
-            "cache holds; reset() the cache for a new sequence, or pass the ids of the whole one to go on"
+            "cache holds; reset() the cache for a new sequence, or pass the ids of the whole one to continue"
         )
 
 
@@ -65,6 +65,7 @@ def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: 
     """Refuse keys and values that do not match the layer's tensors.
 
     Args:
+        layer: Layer that will store them.
         key_states: [batch_size, num_heads, query_length, head_dim].
         value_states: [batch_size, num_heads, query_length, value_head_dim].
 
@@ -125,7 +126,7 @@ def check_covers(attention_mask: torch.Tensor, start: torch.Tensor, query_length
         query_length: New tokens.
 
     Raises:
-        InputError: Outside of traced paths, then.
+        InputError: If the mask is too short, outside of traced paths.
     """
     if is_traced(start):
         return
@@ -134,15 +135,15 @@ def check_covers(attention_mask: torch.Tensor, start: torch.Tensor, query_length
         raise InputError(
             f"attention_mask is for {covered} tokens, but the cache holds {held} and {query_length} more are fed; "
             "reset() the cache for a new sequence, or pass the ids and the mask of all "
-            f"{held + query_length} tokens to go on"
+            f"{held + query_length} tokens to continue"
         )
 
 
 def row_numbers(indices: torch.Tensor, rows: int) -> torch.Tensor:
-    """Which row each row is to become, checked: int [rows].
+    """Check the source row of each row, and return it: int [rows].
 
     Raises:
-        InputError: If it is no such tensor, or, on a CPU, names a row that there is not.
+        InputError: If `indices` is not such a tensor, or, on a CPU, has a row out of range.
     """
     if not isinstance(indices, torch.Tensor):
         raise InputError(f"indices of rows are a {type(indices).__name__}; pass an int64 tensor [{rows}]")
@@ -155,7 +156,7 @@ def row_numbers(indices: torch.Tensor, rows: int) -> torch.Tensor:
             f"a static cache of batch size {rows} cannot keep {indices.shape[0]} rows; pass one index per row, or "
             f"allocate another cache with batch_size={indices.shape[0]}"
         )
-    # Elsewhere reading it waits for the device.
+    # Only on the CPU, because reading the values waits for other devices.
     if not is_traced(indices) and indices.device.type == "cpu" and bool(((indices < 0) | (indices >= rows)).any()):
         raise InputError(f"indices of rows are {indices.tolist()}, of rows 0 to {rows - 1}; name rows that there are")
     return indices
@@ -177,7 +178,7 @@ def check_rows_agree(lengths: torch.Tensor) -> None:
 
 
 def check_rollback(layer: CacheLayer, tokens: int) -> int:
-    """Refuse to take back what cannot be had back.
+    """Check that tokens can be removed from a layer.
 
     Returns:
         The layer's new high-water mark: the most tokens a row ever held.

@@ -1,4 +1,4 @@
-"""What a layer is composed of: small immutable objects with JSON fields, found again by the name of their kind."""
+"""Components of a layer: small immutable objects with JSON fields, identified by the name of their kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Component:
     it back.
     """
 
-    #: What the family is called in messages.
+    #: Name of the family in messages.
     family: ClassVar[str]
     #: Members of the family by kind.
     kinds: ClassVar[dict[str, type[Self]]]
@@ -38,17 +38,17 @@ class Component:
             cls.field_names = tuple(dict.fromkeys((*getattr(cls, "field_names", ()), *own)))
 
     def to_config(self) -> dict[str, Any]:
-        """The kind and the fields, as JSON."""
+        """Return the kind and the fields as JSON values."""
         return {"kind": self.kind, **{name: getattr(self, name) for name in self.field_names}}
 
     @classmethod
     def has_kind(cls, kind: Any) -> bool:
-        """Whether the family has a member of this kind. A file may say anything, of any type."""
+        """Return True if the family has a member of this kind; `kind` may be of any type."""
         return isinstance(kind, str) and kind in cls.kinds
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """The member that `to_config` described.
+        """Return the member that `to_config` described.
 
         Raises:
             InputError: If the kind is unknown, a field is missing or too much, or its value is refused by the member.
@@ -65,15 +65,17 @@ class Component:
 
 
 def names(of: Iterable[str]) -> str:
-    """A list for messages: `capacity, window`, or `none`."""
+    """Return a list for messages: `capacity, window`, or `none`."""
     return ", ".join(of) or "none"
 
 
 def check_count(value: Any, what: str, least: int) -> None:
-    """Refuse what is no int of at least `least`.
+    """Check that a value is an int of at least `least`.
 
     Args:
-        what: For the message: "window of a ring".
+        value: The value.
+        what: Its name for the message, such as "window of a ring".
+        least: Smallest allowed value.
 
     Raises:
         InputError: If it is not.

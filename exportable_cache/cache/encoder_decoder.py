@@ -104,7 +104,7 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):  # type: ig
         return LayeredCache.get_max_length(self, layer_idx)
 
     def reset(self) -> None:
-        """Empty all layers; the next step computes the cross-attention's keys and values anew."""
+        """Empty all layers; the next step computes the cross-attention's keys and values again."""
         for layer in self.layers:
             layer.reset()
         self.is_updated = dict.fromkeys(range(len(self)), False)
@@ -137,7 +137,7 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):  # type: ig
 
 
 class _Written:
-    """A cross layer as models read it in eager use: without the slots behind the newest encoder output.
+    """A cross layer as models read it in eager use: without the slots after the newest encoder output.
 
     Models size the mask of their cross-attention by the encoder output at hand. A program gives them one of all slots,
     with a mask, and so reads them all.

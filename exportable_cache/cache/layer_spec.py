@@ -1,4 +1,4 @@
-"""What one layer of a model keeps, as its cache sees it, and the layer that is built for it."""
+"""Specs of what the layers of a model keep, and the cache layers that are built from them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LayerSpec:
         conv_states: Shape of each convolution state, where the layer has any.
         recurrent_states: Shape of each recurrent state.
         encoder_slots: Positions of the longest encoder output, where the layer is one of cross-attention.
-        item_slots: Positions of a picture, where the layer is one of cross-attention to pictures.
+        item_slots: Positions of an image, for a layer of cross-attention to images.
     """
 
     layer_type: str
@@ -93,7 +93,7 @@ class LayerSpec:
         Raises:
             InputError: If it cannot be kept in the spec's `kv_dtype`.
         """
-        # Models read those of pictures as they are, and these are few.
+        # Images are never quantized, because models read them directly and they are few.
         batch_size, kv_dtype = spec.batch_size, spec.kv_dtype if self.item_slots is None else None
         states = None
         if any((*self.conv_states, *self.recurrent_states)):
@@ -114,8 +114,7 @@ class LayerSpec:
             return IndexedLayer(policy, indexer, storage, sizes, device=device)
         if self.encoder_slots is not None and storage.rounds:
             raise InputError(
-                f"kv_dtype is {kv_dtype!r}, but models read the keys and values of cross-attention as they are; leave "
-                "kv_dtype out"
+                f"kv_dtype must be None for cross-attention, which models read directly, got {kv_dtype!r}; leave it out"
             )
         if self.layer_type == PROMPT_TYPE:
             return PromptLayer(policy, storage, sizes, device=device)

@@ -1,4 +1,4 @@
-"""What a cache is to be: every option in one frozen value, checked where it is made.
+"""Options of a cache in one frozen value, which is checked when it is made.
 
 Importing this module imports no torch: the command line makes its options from the fields.
 """
@@ -21,7 +21,7 @@ KV_DTYPES = ("float16", "bfloat16", "int8", "int4")
 
 @dataclass(frozen=True)
 class Sinks:
-    """What full-attention layers keep to run without end: `Sinks(4, 1020)` is the first 4 tokens and the last 1020.
+    """Sizes of attention sinks: `Sinks(4, 1020)` keeps the first 4 tokens and the last 1020.
 
     Raises:
         InputError: If a number is not a positive int.
@@ -36,10 +36,12 @@ class Sinks:
 
     @classmethod
     def within(cls, max_cache_len: int, tokens: int | None, window: int | None) -> Sinks | None:
-        """From the options `attention_sinks` and `attention_window`, None where neither is given.
+        """Return the sinks of the options `attention_sinks` and `attention_window`, None without them.
 
         Args:
-            max_cache_len: Slots that a layer may have; the window takes what the sinks leave of them by default.
+            max_cache_len: Most slots of a layer; the window takes the rest of them by default.
+            tokens: `attention_sinks`.
+            window: `attention_window`.
 
         Raises:
             InputError: If there is a window without sinks, or both do not fit.
@@ -62,7 +64,7 @@ class Sinks:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a cache is to be: `CacheSpec(1024, batch_size=2)` holds 1024 tokens in each of two rows.
+    """Options of a cache: `CacheSpec(1024, batch_size=2)` holds 1024 tokens in each of two rows.
 
     Attributes:
         max_cache_len: Tokens a full-attention layer can hold.
@@ -76,8 +78,8 @@ class CacheSpec:
         attention_window: What `attention_sinks` leave of `max_cache_len` by default.
         kv_dtype: One of `KV_DTYPES` to keep keys and values so, whole numbers with scales; None for the dtype that the
             model writes.
-        max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; slots for pictures
-            of a text decoder with layers of cross-attention; None for the default, two pictures there.
+        max_encoder_len: Longest input of an encoder, in tokens, frames or samples; slots for images of
+            cross-attention layers; None for the default, two images there.
         offload: Keep layers in host memory ("host") or in files in this folder, and two of them on the device, see
             `Residence`; None for all on the device.
         sinks: Both numbers of attention sinks, None where there are none.
@@ -122,7 +124,7 @@ class CacheSpec:
     )
     attention_window: int | None = setting(
         None,
-        "Newest tokens kept beside the sinks.",
+        "Newest tokens kept in addition to the sinks.",
         flags=("--attention-window",),
         metavar="W",
         kind=int,
@@ -139,12 +141,12 @@ class CacheSpec:
     )
     max_encoder_len: int | None = setting(
         None,
-        "Encoder-decoders: longest encoder input, in tokens, frames or samples; slots of pictures in cross-attention.",
+        "Encoder-decoders: longest encoder input, in tokens, frames or samples; slots of images in cross-attention.",
         flags=("--max-encoder-len",),
         metavar="N",
         kind=int,
         least=1,
-        shown_default="512 tokens, 30 s of samples, or what the encoder has positions for; two pictures",
+        shown_default="512 tokens, 30 s of samples, or what the encoder has positions for; two images",
     )
     offload: str | Path | None = None
     sinks: Sinks | None = field(init=False, default=None)
@@ -163,10 +165,10 @@ class CacheSpec:
 
 
 def _check_offload(offload: str | Path) -> None:
-    """Refuse what is neither host memory nor a folder.
+    """Check that layers are offloaded to host memory or to a folder.
 
     Raises:
-        InputError: Then.
+        InputError: If not.
     """
     if not isinstance(offload, (str, Path)) or (offload != "host" and not Path(offload).is_dir()):
         raise InputError(
@@ -175,10 +177,10 @@ def _check_offload(offload: str | Path) -> None:
 
 
 def _check_device(device: torch.device | str) -> None:
-    """Refuse what is no device.
+    """Check the device.
 
     Raises:
-        InputError: Then.
+        InputError: If torch does not know it.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What a step tells the layers: where it starts, how far it reads, and whether it writes in place."""
+"""Context of a step for the layers: where it starts, how far it reads, and whether it writes in place."""
 
 from __future__ import annotations
 
@@ -13,27 +13,25 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class StepContext:
-    """One step over a cache, handed to its layers as they are put around the step's tensors
-    (`LayeredCache.with_state`).
+    """A step over a cache, which its layers get with the step's tensors (`LayeredCache.with_state`).
 
-    Models call a cache in transformers' signatures, some call its layers, and none has a place for an argument of ours:
-    so each layer of a step holds the step's context, and nothing about a step is ever set on a layer.
+    Each layer of a step holds the context, because models call a cache and its layers in transformers' signatures,
+    which have no argument for it.
 
     Attributes:
-        start: Length of each row before the step, int64 [batch_size], where a program takes it as an input; None in
-            plain use, where the layers count.
+        start: Length of each row before the step, int64 [batch_size], if a program takes it as an input; None in
+            plain use, where layers count tokens.
         kv_read_len: A position that no row will reach in this step, so that slots from there on need not be read; None
             where that is unknown. A static int, one per compiled or exported method: what makes a step cost what the
             filled part costs, not what is allocated.
         kv_slots: Slots to read of layers that are read up to `kv_read_len`, at most that and beyond what any row will
             hold; a size that may differ from step to step, so that one graph reads as far as it needs to. None for all
             of `kv_read_len`.
-        in_place: Whether the state tensors are mutated (buffers of a resident program, eager and compiled use) or the
+        in_place: True if the state tensors are mutated (buffers of a resident program, eager and compiled use) or the
             attributes are bound to new ones (explicit programs, whose state is a graph input and output).
-        sees_items: Whether it says which pictures each token sees, and so runs the layers that attend to them.
-        length: What `start` holds, where rows agree and the host knows it, see `starting_at`; None otherwise, and in
-            every traced step.
-        shared: What layers have computed for all of them, see `once`.
+        sees_items: True if the step has the images that each token sees, and runs the layers that attend to them.
+        length: Value of `start`, if rows agree and the host knows it, see `starting_at`; None in traced steps.
+        shared: Results that all layers of the step use, see `once`.
     """
 
     start: torch.Tensor | None = None
@@ -46,13 +44,11 @@ class StepContext:
 
     @property
     def counts(self) -> bool:
-        """Whether layers advance their lengths. Not in a resident program, whose length is an input that no step may
-        change.
-        """
+        """True if layers advance their lengths; False in a resident program, whose length is an input."""
         return self.start is None or not self.in_place
 
     def once(self, name: Any, compute: Callable[[], Any]) -> Any:
-        """What `compute` gave the first time that a layer of this step asked for `name`."""
+        """Return the result of `compute`, which runs once per step and `name`."""
         if name not in self.shared:
             self.shared[name] = compute()
         return self.shared[name]
@@ -63,7 +59,7 @@ PLAIN = StepContext()
 
 
 class _Known(threading.local):
-    """Of this thread's step, see `models.scans`."""
+    """The known length of this thread's step, see `models.scans`."""
 
     def __init__(self) -> None:
         self.start: torch.Tensor | None = None
@@ -75,14 +71,14 @@ _known = _Known()
 
 @contextmanager
 def starting_at(start: torch.Tensor, length: int | None) -> Iterator[None]:
-    """A block in which the host knows what a tensor of lengths holds.
+    """Run a block in which the host knows the value of a tensor of lengths.
 
-    Models ask a cache for its length to make masks and positions of that size. Of a tensor on a GPU a step that runs as
-    it is would wait for the value, and everything that was launched before.
+    Models ask a cache for its length to make masks and positions of that size. Reading it from a GPU tensor would wait
+    for all work that was launched before.
 
     Args:
-        start: int64 [batch_size], the very tensor that the step is given.
-        length: Of all rows; None where they differ.
+        start: int64 [batch_size], the tensor object that the step gets.
+        length: Length of all rows; None if they differ.
     """
     before = _known.start, _known.length
     _known.start, _known.length = start, length
@@ -93,7 +89,7 @@ def starting_at(start: torch.Tensor, length: int | None) -> Iterator[None]:
 
 
 def known_length(start: torch.Tensor) -> int | None:
-    """The one length that `start` holds, if the host was told; never in a traced step, which serves every length."""
+    """Return the one length that `start` holds, if known; None in a traced step, which serves every length."""
     if torch.compiler.is_compiling() or _known.start is not start:
         return None
     return _known.length

@@ -41,12 +41,12 @@ HARMLESS = {
     "position_ids": "queries and keys are rotated before they come here",
     "use_cache": "keys and values come from the cache already",
     "logits_to_keep": "of the head",
-    "output_attentions": "weights are not given out, which the None in their place says",
+    "output_attentions": "weights are not given out, and None is returned instead",
     "output_hidden_states": "collected around the layers",
     "output_router_logits": "of the experts",
     "vision_feature_layer": "of the projector, which takes it from the layers' outputs",
-    "vision_feature_select_strategy": "of the projector, behind the layers",
-    "grid_thw": "of convolutions between the layers of a tower of pictures",
+    "vision_feature_select_strategy": "of the projector, after the layers",
+    "grid_thw": "of convolutions between the layers of an image encoder",
     "cache_position": "positions come as position_ids, and slots from the cache",
     "num_items_in_batch": "of the loss, as Trainer passes it",
     "token_type_ids": "of the embeddings",
@@ -66,23 +66,25 @@ def fused_attention(
     indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention in the signature of transformers' `AttentionInterface`, through `scaled_dot_product_attention`.
+    """Compute attention in transformers' signature (`AttentionInterface`), by `scaled_dot_product_attention`.
 
     Args:
+        module: Attention module of the model.
         query: [batch, heads, q_length, head_dim].
         key: [batch, kv_heads, kv_length, head_dim].
         value: [batch, kv_heads, kv_length, value_head_dim].
         attention_mask: Additive or bool, broadcastable to [batch, heads, q_length, kv_length], or None.
         scaling: Factor on the scores, `head_dim ** -0.5` by default.
-        is_causal: Whether None as mask means causal; the module's own `is_causal` by default.
+        dropout: Dropout probability of the weights.
+        is_causal: True if None as mask means causal; the module's own `is_causal` by default.
         indices: Keys that each query may see, see `among_indices`.
-        **kwargs: What `matmul_attention` knows besides is honoured, through it.
+        **kwargs: Further arguments of `matmul_attention`, which then computes the result.
 
     Returns:
         [batch, q_length, heads, value_head_dim], and None for the weights.
 
     Raises:
-        UnsupportedModelError: If there is an argument that neither function knows, see `HARMLESS`.
+        UnsupportedModelError: If neither function knows an argument, see `HARMLESS`.
     """
     refuse_unknown(module, kwargs)
     if indices is not None:
@@ -142,14 +144,23 @@ def matmul_attention(
     indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The same as `fused_attention` in plain products, with everything it lacks.
+    """Compute what `fused_attention` computes in plain products, with everything it lacks.
 
     Args:
+        module: See `fused_attention`, as for `query` to `is_causal`.
+        query: [batch, heads, q_length, head_dim].
+        key: [batch, kv_heads, kv_length, head_dim].
+        value: [batch, kv_heads, kv_length, value_head_dim].
+        attention_mask: Additive or bool mask, or None.
+        scaling: Factor on the scores.
+        dropout: Dropout probability of the weights.
+        is_causal: True if None as mask means causal.
         softcap: Scores become `tanh(scores / softcap) * softcap` before the mask (Gemma 2).
         s_aux: Sink logits [heads]: one more column under the softmax that carries no value (GPT-OSS).
-        sinks: The same with logits of each query, [batch, heads, q_length, 1] (Inkling 2).
+        sinks: Sink logits of each query, [batch, heads, q_length, 1] (Inkling 2).
         position_bias: Added to the scores, broadcastable to [batch, heads, q_length, kv_length] (T5).
         indices: See `among_indices`.
+        **kwargs: Arguments that change nothing, see `HARMLESS`.
     """
     refuse_unknown(module, kwargs)
     if indices is not None:
@@ -186,7 +197,7 @@ def _plainly(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What `EXTENDED_ATTENTION` is made of."""
+    """Compute `EXTENDED_ATTENTION` in plain operators."""
     if sinks is not None:
         sinks = sinks.expand(query.shape[0], -1, query.shape[2], 1)
     output, _ = matmul_attention(
@@ -201,7 +212,7 @@ library.impl("extended_attention", _plainly, "CompositeImplicitAutograd")
 def scores_of(
     query: torch.Tensor, key: torch.Tensor, scaling: float | None = None, softcap: float | None = None
 ) -> torch.Tensor:
-    """Products of queries and keys: [batch, kv_heads, groups, q_length, kv_length]; see `matmul_attention`."""
+    """Return products of queries and keys, [batch, kv_heads, groups, q_length, kv_length]; see `matmul_attention`."""
     batch, heads, q_length, head_dim = query.shape
     kv_heads, kv_length = key.shape[1], key.shape[2]
     groups = heads // kv_heads
@@ -213,8 +224,11 @@ def scores_of(
 
 
 def with_addend(scores: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
-    """Scores [batch, kv_heads, groups, q_length, kv_length] and a mask or bias, additive or bool, [batch, heads or 1,
-    q_length, kv_length].
+    """Add a mask or bias to scores.
+
+    Args:
+        scores: [batch, kv_heads, groups, q_length, kv_length].
+        addend: Additive or bool, [batch, heads or 1, q_length, kv_length].
     """
     if addend.dtype == torch.bool:
         addend = torch.where(addend, 0.0, torch.finfo(scores.dtype).min)
@@ -222,18 +236,17 @@ def with_addend(scores: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_unknown(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse what would have to change the result: a kind of attention that is not computed here.
+    """Refuse arguments that ask for a kind of attention that is not computed here.
 
-    None and False ask for nothing, nor does an empty mapping: transformers' stages hand on the arguments that nobody
-    gave under one name. What a caller of the model gave beside is handed on as well, and transformers' own attention
-    ignores it; so only names that the model's code itself passes to attention are refused.
+    None, False and an empty mapping ask for nothing. Only names that the model's code itself passes to attention are
+    refused, because a caller's further arguments reach attention too, and transformers' own ignores them.
 
     Args:
         module: The attention module of the model.
-        arguments: By name.
+        arguments: Arguments by name.
 
     Raises:
-        UnsupportedModelError: If there is one.
+        UnsupportedModelError: If one is refused.
     """
     for name, value in arguments.items():
         if isinstance(value, Mapping) and not value:
@@ -277,16 +290,15 @@ def passed_to_attention(module: str) -> frozenset[str]:
 def among_indices(
     attention_mask: torch.Tensor | None, indices: torch.Tensor, kv_length: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A mask that leaves each query the keys an indexer chose, as far as it may see them (DeepSeek V3.2, GLM MoE DSA).
+    """Return a mask of the keys that an indexer chose for each query and that it may see (DeepSeek V3.2, GLM MoE DSA).
 
-    Transformers folds the choice into the mask for its own `eager` and `sdpa`; other implementations are given the
-    indices.
+    Transformers folds the choice into the mask for its own `eager` and `sdpa`; others get the indices.
 
     Args:
         attention_mask: Additive or bool, broadcastable to [batch, heads, q_length, kv_length], or None.
         indices: Chosen slots, integers [batch, q_length, number].
-        kv_length: Keys.
-        dtype: Of the result.
+        kv_length: Number of keys.
+        dtype: Dtype of the result.
 
     Returns:
         Additive mask [batch, heads or 1, q_length, kv_length].
@@ -303,20 +315,20 @@ def among_indices(
 
 def _causal_without_mask(module: torch.nn.Module, q_length: int, is_causal: bool | None) -> bool:
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # The comparison comes last: under dynamic shapes it is symbolic, and only where causality matters may it be
-    # evaluated.
+    # Compared last, because under dynamic shapes the length is symbolic, and it may be evaluated only if causality
+    # matters.
     return bool(is_causal and q_length > 1)
 
 
 def by_group(addend: torch.Tensor, kv_heads: int, groups: int) -> torch.Tensor:
-    """[batch, heads or 1, q, kv] -> [batch, kv_heads or 1, groups or 1, q, kv]."""
+    """Reshape [batch, heads or 1, q, kv] to [batch, kv_heads or 1, groups or 1, q, kv]."""
     if addend.shape[1] == 1:
         return addend[:, :, None]
     return addend.reshape(addend.shape[0], kv_heads, groups, addend.shape[2], addend.shape[3])
 
 
 def _fold_mask(mask: torch.Tensor, kv_heads: int, groups: int, q_length: int) -> torch.Tensor:
-    """Mask for queries folded into their key head: [batch, kv_heads or 1, groups * q_length or 1, kv_length]."""
+    """Return the mask of queries folded into their key head: [batch, kv_heads or 1, groups * q_length or 1, kv]."""
     grouped = by_group(mask, kv_heads, groups)
     if q_length == 1 and grouped.shape[2] == 1:
         return grouped[:, :, 0]

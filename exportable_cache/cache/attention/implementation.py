@@ -1,7 +1,6 @@
-"""Which attention and experts implementation a model runs with: switched for a while, and put back exactly.
+"""Switching the attention and experts implementation of a model for a block, and restoring it exactly.
 
-A composite model has a config for each part, and each may name implementations of its own, so what is put back is the
-state of every config and not one name for all.
+A composite model has a config for each part, and each may name different implementations, so every config is restored.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ class Implementations:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Implementations:
-        """Those that it names now."""
+        """Return the implementations that a model's configs name now."""
         return cls(tuple((config, *private.config_implementations(config)) for config in _configs_of(model)))
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore these implementations."""
         for config, attention, experts in self.of_configs:
             private.set_config_implementations(config, attention, experts)
 
 
 def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Those of its modules, some of which keep a copy, and those inside them, each once."""
+    """Return the configs of a model's modules, which may be copies, and their sub-configs, each once."""
     found: dict[int, PreTrainedConfig] = {}
     waiting = [getattr(module, "config", None) for module in model.modules()]
     while waiting:
@@ -47,9 +46,8 @@ def _configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def _switch(model: PreTrainedModel, implementation: str) -> None:
-    # Some models compute attention in code of their own, and transformers will not switch them. Their masks still
-    # come from the function registered under the name in their config: with our name there, they see the slots of a
-    # static cache as they are.
+    # Set in the config of models that compute attention themselves, which transformers does not switch, because their
+    # masks come from the function registered under that name.
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and not private.can_set_attention(module):
             private.set_config_attention(module.config, implementation)
@@ -58,10 +56,7 @@ def _switch(model: PreTrainedModel, implementation: str) -> None:
 
 
 def set_attention(model: PreTrainedModel, implementation: str) -> None:
-    """Switch a model to an attention implementation for good, its own code's limits aside.
-
-    Sessions that are open over the model then put nothing back.
-    """
+    """Switch a model to an attention implementation permanently; open sessions over it restore nothing."""
     with _lock:
         _switch(model, implementation)
         if model in _loans:
@@ -70,8 +65,9 @@ def set_attention(model: PreTrainedModel, implementation: str) -> None:
 
 @contextmanager
 def attention_of(model: PreTrainedModel, implementation: str, experts: str | None = None) -> Iterator[None]:
-    """Run a block with the model switched to an attention implementation, and to an experts implementation where it has
-    experts. What each of its configs named before is put back after it.
+    """Run a block with another attention implementation, and another experts implementation if it has experts.
+
+    Every config is restored after the block.
     """
     before = Implementations.of(model)
     try:
@@ -97,8 +93,7 @@ def borrow_attention(model: PreTrainedModel, implementation: str) -> Callable[[]
     """Switch a model to an attention implementation until every holder has given it back.
 
     Returns:
-        Gives it back; a second call does nothing. The last of the model's holders puts back what its configs named
-        before the first.
+        Function that gives it back; a second call does nothing. The model's last holder restores its configs.
     """
     with _lock:
         loan = _loans.setdefault(model, _Loan(Implementations.of(model)))

@@ -30,20 +30,22 @@ def position_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Additive mask in the signature of transformers' `AttentionMaskInterface` (masking_utils.py, 5.23).
+    """Return an additive mask, in the signature of transformers' `AttentionMaskInterface` (masking_utils.py, 5.23).
 
     Args:
-        batch_size: Rows of the batch.
+        batch_size: Number of rows.
         q_length: New tokens.
         kv_length: Keys that the layer returns for them.
         q_offset: Position of the first query: int, or int64 0-D or [batch_size, 1].
         kv_offset: Offset of the keys from `arange(kv_length)`: int, or int64 0-D, [kv_length], [batch_size, kv_length],
-            or [batch_size, q_length, kv_length] where each query is shown keys of its own.
-        mask_function: What may be seen, elementwise over broadcast positions.
+            or [batch_size, q_length, kv_length] if queries see different keys.
+        mask_function: Function that returns what may be seen, elementwise over broadcast positions.
         attention_mask: Padding mask [batch_size, tokens], False on padding, indexed by position: left and right padding
             alike. Keys past its end count as padding.
-        dtype: Of the result, the model's.
-        allow_is_bidirectional_skip: Whether None may stand for "everything is seen".
+        dtype: Dtype of the result, the model's.
+        allow_is_bidirectional_skip: True if None may represent a mask that hides nothing.
+        device: Device of the result.
+        **kwargs: Ignored.
 
     Returns:
         [batch_size, 1, q_length, kv_length]: 0 where seen, the lowest finite value elsewhere, so that a row of padding
@@ -65,23 +67,23 @@ def position_mask(
     seen = mask_function(batch, head, query, key)
     if attention_mask is not None:
         seen = seen & _unpadded(attention_mask, batch, key)
-    # Chosen in float32 and cast: `where` on bfloat16 is miscomputed by torch-tensorrt 2.13.
+    # Chosen in float32 and cast, because `where` on bfloat16 is miscomputed by torch-tensorrt 2.13.
     lowest = torch.finfo(dtype).min
     mask = torch.where(seen, 0.0, lowest).to(dtype)
-    # Some models insist on a mask of every row (SpeechT5), where one serves all.
+    # Expanded, because some models need a mask of every row (SpeechT5).
     if mask.shape[0] not in (1, batch_size):
         check_rows(mask.shape[0], batch_size)
     return mask if mask.shape[0] == batch_size else mask.expand(batch_size, *mask.shape[1:])
 
 
 def _positions(length: int, offset: int | torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Absolute positions, int64 [batch_size or 1, length], or [batch_size, q_length, length] if the offset is."""
+    """Return absolute positions, int64 [batch_size or 1, length], or [batch_size, q_length, length] by the offset."""
     positions = torch.arange(length, device=device) + offset
     return positions[None, :] if positions.dim() == 1 else positions
 
 
 def _unpadded(attention_mask: torch.Tensor, batch: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Whether each key position is a real token: bool [batch_size, 1, 1 or q_length, kv_length]."""
+    """Return True for each key position that is a real token: bool [batch_size, 1, 1 or q_length, kv_length]."""
     last = attention_mask.shape[-1] - 1
     known = attention_mask.to(torch.bool)[batch, key.clamp(min=0, max=last)]
     return known & (key <= last)
