@@ -1,4 +1,4 @@
-"""The part of each layer's state that a rank keeps, and key/value heads that several ranks repeat."""
+"""Parts of each layer's state that a rank keeps, and key/value heads that several ranks repeat."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_heads(model: PreTrainedModel, ranks: Ranks) -> None:
     """Refuse weights that were cut through a head, or whose queries and keys were not cut alike.
 
     Raises:
-        UnsupportedModelError: With the numbers.
+        UnsupportedModelError: If the weights were; the message has the numbers.
     """
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
@@ -56,7 +56,7 @@ def check_type(config: PreTrainedConfig) -> None:
     """Refuse models that are wrong when they are split.
 
     Raises:
-        UnsupportedModelError: Then.
+        UnsupportedModelError: If the model is one of them.
     """
     found = {config.model_type, config.get_text_config(decoder=True).model_type} & set(_WRONG_WHEN_SPLIT)
     if found:
@@ -67,7 +67,7 @@ def check_type(config: PreTrainedConfig) -> None:
 
 
 def heads_of(config: PreTrainedConfig) -> int | None:
-    """Attention heads by a config, None where it does not say, or layers differ."""
+    """Return the number of attention heads in a config, or None if it is absent or differs by layer."""
     try:
         return config.num_attention_heads
     except Exception:  # transformers raises a class of its own where layers differ
@@ -109,8 +109,9 @@ def parts_of_heads(
     ranks: Ranks | RankOf,
     specs_of: Callable[[PreTrainedConfig], Sequence[LayerSpec]],
 ) -> tuple[int, ...]:
-    """Of each layer, into how many parts its heads are cut: as many as ranks; fewer, where several ranks keep the same
-    head; 1 where all ranks keep all of the layer.
+    """Return the number of parts that each layer's heads are cut into.
+
+    It is the number of ranks; fewer, if several ranks keep the same head; 1, if all ranks keep all of the layer.
 
     Args:
         model: The model, split over ranks.
@@ -125,8 +126,8 @@ def parts_of_heads(
         whole = specs_of(model.config)
     except (InputError, UnsupportedModelError) as error:
         raise UnsupportedModelError(
-            f"what the layers of {model.config.model_type!r} keep as a whole cannot be told from its config, so "
-            f"neither can what each of {ranks.size} ranks keeps ({error}); run it in one process"
+            f"the layers of {model.config.model_type!r} must be known from its config to split them over {ranks.size} "
+            f"ranks, got an error ({error}); run it in one process"
         ) from error
     return tuple(_parts(index, *pair, ranks) for index, pair in enumerate(zip(local, whole, strict=True)))
 
@@ -161,7 +162,7 @@ _PROJECTIONS = ("k_proj", "v_proj")
 def repeat_heads(model: PreTrainedModel, ranks: Ranks) -> None:
     """Give each rank the whole of the key and value head that its queries meet, where ranks have cut through heads.
 
-    Transformers cuts the rows of these projections into equal parts, whatever a head is: with two heads of 64 over four
+    Transformers cuts the rows of these projections into equal parts and ignores heads: with two heads of 64 over four
     ranks each has half a head, and the model does not run. Its weights are changed in place, once; a model whose heads
     divide is left alone, and so is one that ranks do not divide either.
 

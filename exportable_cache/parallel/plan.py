@@ -1,4 +1,4 @@
-"""What a rank of a tensor parallel model would have, and what it would send, by transformers' plan of the model."""
+"""Memory and messages of a rank of a tensor parallel model, by transformers' plan of the model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RankPlan:
             that are gathered, and the token that ranks agree on.
         sums: Those among them that are all-reduces.
         message_bytes: What they are of, together.
-        sent_bytes: What a rank sends at least: an all-reduce takes twice its bytes but for a rank's own part, a gather
+        sent_bytes: What a rank sends at least: an all-reduce takes twice its bytes except a rank's own part, a gather
             the part.
     """
 
@@ -65,11 +65,11 @@ def check_tensor_parallel(model: PreTrainedModel, layer_specs: Sequence[LayerSpe
     """Refuse a number of ranks that cannot have equal parts of the model's heads.
 
     Raises:
-        InputError: If it is no int of at least 2, or does not divide the heads.
+        InputError: If it is not an int of at least 2, or does not divide the heads.
         UnsupportedModelError: If transformers has no plan of the model.
     """
     if type(ranks) is not int or ranks < 2:
-        raise InputError(f"tensor_parallel is {ranks!r}; it must be an int of at least 2, or left out")
+        raise InputError(f"tensor_parallel must be an int of at least 2, got {ranks!r}; leave it out for one process")
     check_type(model.config)
     if not model.tp_plan:
         raise UnsupportedModelError(
@@ -143,9 +143,7 @@ def _part(parameter: torch.Tensor, style: str | None, is_bias: bool, ranks: int)
 def messages_of_token(
     model: PreTrainedModel, ranks: int, rows: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, int, int]]:
-    """Each collective operation of a decode step: `sum`, `gather` or `token`, its bytes, and those that a rank sends at
-    least.
-    """
+    """Yield each collective operation of a decode step: its kind, its bytes, and bytes that a rank sends."""
     hidden = model.config.get_text_config(decoder=True).hidden_size
     for _, style, module in _parts(model):
         width = getattr(module, "out_features", None) or getattr(module, "embedding_dim", None) or hidden
@@ -167,5 +165,5 @@ def _parts(model: PreTrainedModel) -> Iterator[tuple[str, str, nn.Module | nn.Pa
 
 
 def _wild(name: str) -> str:
-    """A name as plans have it: `model.layers.*.mlp`."""
+    """Return a name in the form of plans: `model.layers.*.mlp`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -43,7 +43,7 @@ _ROWWISE = ("rowwise", "rowwise_rep", "rowwise_split_input")
 
 @dataclass(frozen=True)
 class RankOf:
-    """One of several ranks.
+    """A rank of several.
 
     Attributes:
         rank: From 0.
@@ -54,16 +54,16 @@ class RankOf:
     size: int
 
     def span(self, length: int) -> tuple[int, int]:
-        """First index and length of this rank's part of a dimension: equal parts, but for the last ones."""
+        """First index and length of this rank's part of a dimension: equal parts, except the last ones."""
         each = -(-length // self.size)
         first = min(self.rank * each, length)
         return first, min(each, length - first)
 
 
 def part_of_model(model: PreTrainedModel, one: RankOf) -> PreTrainedModel:
-    """A copy of a model with a rank's part of its weights; what is whole on every rank is shared with the original.
+    """Return a copy of a model with a rank's part of its weights; whole weights are shared with the original.
 
-    It is to be traced. Run as it is, it sums nothing: shapes are right then, and values are not.
+    Trace it before use: without tracing it sums nothing, so that shapes are right and values are not.
 
     Args:
         model: In one process, in eval mode.
@@ -91,7 +91,7 @@ def part_of_model(model: PreTrainedModel, one: RankOf) -> PreTrainedModel:
 
 
 def _wild(name: str) -> str:
-    """A name as plans have it: `model.layers.*.mlp`."""
+    """Return a name in the form of plans: `model.layers.*.mlp`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -196,10 +196,10 @@ def _gathered_outputs(module: nn.Module, forward: Callable[..., Any], one: RankO
 
 
 def _own_rows(module: nn.Module, forward: Callable[..., Any], one: RankOf) -> Callable[..., Any]:
-    """A table that has a part of the tokens."""
+    """Look tokens up in a table that has a part of them."""
     rows_of_all: Any = module.num_embeddings
     first, length = one.span(rows_of_all)
-    # It is looked at beside the weights, and asks for a row that may be elsewhere.
+    # Unset, because its row may be on another rank.
     module.padding_idx = None  # type: ignore[assignment]
 
     def run(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _MOST_VALUES = 7
 #: What communication that failed says of itself, where its class does not: gloo raises plain `RuntimeError`s.
 _SIGNS = ("gloo", "NCCL", "ProcessGroup", "process group", "Connection", "connection", "Timed out", "timed out")
-#: Seconds from the end of a process's connections to its own: the system closes its files first, then ends it.
+#: Seconds between the end of a process's connections and its own end.
 _ENDING = 2.0
 
 
@@ -111,7 +111,7 @@ class Ranks:
         )
 
     def check_all(self, error: Exception | None) -> None:
-        """Go on only if no rank has an error; to be called by all, in the place of raising one.
+        """Raise if a rank has an error; all ranks call it instead of raising their own.
 
         Raises:
             Exception: This rank's own error; or, of another one's, an `InputError` that says so.
@@ -124,7 +124,7 @@ class Ranks:
                 raise InputError(f"rank {rank} of {self.size} refused this, and so all do: {text}")
 
     def of_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's tensor, of the same shape and dtype, in its place.
+        """Return rank 0's tensor, of the same shape and dtype.
 
         Sums of floating-point numbers need not agree to the bit between processors, and tokens have to: so what tokens
         follow from is one rank's.
@@ -132,7 +132,7 @@ class Ranks:
         with self.watched():
             if self.rank != 0:
                 tensor = tensor.contiguous()
-            # In place: on rank 0 nothing changes, elsewhere it is the result of a step, which nobody else holds.
+            # In place, because on rank 0 nothing changes, and elsewhere it is the result of a step without other users.
             sent = tensor if tensor.is_contiguous() else tensor.contiguous()
             dist.broadcast(sent, self._first, group=self.group)
         return sent
@@ -142,18 +142,18 @@ class Ranks:
         return broadcast_in_graph(tensor, self._first, self.group)
 
     def seed(self) -> int:
-        """A seed that rank 0 has drawn."""
+        """Return a seed that rank 0 has drawn."""
         return int(self.of_first(torch.randint(2**62, (1,)).to(self.device))[0])
 
     # -- the state -----------------------------------------------------------------------------------------------------
 
     def whole(self, part: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
-        """A tensor of which ranks have equal parts, in the order of ranks.
+        """Return a tensor of which ranks have equal parts, in the order of ranks.
 
         Args:
-            part: This rank's.
-            dim: Along which it is split.
-            parts: Into how many; neighbours have the same part where they are fewer than ranks.
+            part: This rank's part.
+            dim: Dimension along which the tensor is split.
+            parts: Number of parts; neighbours have the same part if there are fewer than ranks.
         """
         if parts == 1:
             return part
@@ -165,17 +165,17 @@ class Ranks:
         return torch.cat(found[:: self.size // parts], dim)
 
     def part(self, whole: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
-        """This rank's part of `whole`, see there: a view."""
+        """Return this rank's part of `whole`, a view."""
         return whole.tensor_split(parts, dim)[self.rank * parts // self.size]
 
     # -- processes that are gone ---------------------------------------------------------------------------------------
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A block that talks to the other ranks: what it raises when one of them is gone is said in a sentence.
+        """Run a block that communicates with the other ranks.
 
         Raises:
-            RankLostError: Then. Nothing of the group works any more.
+            RankLostError: If a rank is gone. The group cannot be used any more.
         """
         if self._lost is not None:
             raise RankLostError(self._lost)
@@ -202,7 +202,7 @@ class Ranks:
         return gone
 
     def _gone(self) -> list[int]:
-        """The ranks on this machine whose process has ended."""
+        """Return the ranks on this machine whose process has ended."""
         host = socket.gethostname()
         return [rank for rank, (where, pid) in enumerate(self._processes) if where == host and _has_ended(pid)]
 
@@ -214,7 +214,7 @@ class Ranks:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a rank's numbers follow from."""
+    """Return the versions of the packages that a rank's numbers depend on."""
     return {name: metadata.version(name) for name in ("torch", "transformers")} | {"exportable_cache": __version__}
 
 
@@ -228,7 +228,7 @@ def _check_versions(found: Sequence[Mapping[str, str]]) -> None:
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """The processes that a model is split over, None of a model that is whole in each.
+    """Return the processes that a model is split over, or None if it is whole in each.
 
     Every one of them has to ask.
 
@@ -255,9 +255,10 @@ def ranks_of(model: nn.Module) -> Ranks | None:
 
 
 def ranks_of_program(size: int, what: str) -> Ranks:
-    """The processes that a program for `size` ranks runs in: the default group, begun as torchrun says where it is not.
+    """Return the processes of a program for `size` ranks: the default group, which torchrun's variables may start.
 
     Args:
+        size: Number of ranks.
         what: The program, for messages.
 
     Raises:
@@ -289,19 +290,19 @@ def _check_size(size: int, found: int, what: str, remedy: str) -> None:
 
 
 def is_of_communication(error: BaseException) -> bool:
-    """Whether it says that another process was not reached."""
+    """Return True if an error says that another process was not reached."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
     )
 
 
 def _said(error: Exception) -> str:
-    """What failed, without the place in somebody's source and the advice."""
+    """Return what failed, without the source location and the advice."""
     return re.sub(r"^\[\S+\] ", "", first_line(error)).partition(". ")[0]
 
 
 def _digest(value: Any) -> int:
-    """63 bits that two values have in common only if they are equal, as far as can be told."""
+    """Return a 63-bit digest of a value."""
     digest = hashlib.sha256()
     _add(digest, value)
     return int.from_bytes(digest.digest()[:8], "little") >> 1
@@ -324,12 +325,12 @@ def _add(digest: Any, value: Any) -> None:
             _add(digest, one)
     else:
         text = repr(value)
-        # An object that has no description of its own is told by its class: addresses differ between processes.
+        # Without a `repr` of its own an object is represented by its class, because addresses differ between processes.
         digest.update((type(value).__qualname__ if " at 0x" in text else f"{type(value).__name__} {text}").encode())
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process of this machine is over, be it that its parent has not asked yet."""
+    """Return True if a process of this machine has ended, even if its parent has not waited for it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

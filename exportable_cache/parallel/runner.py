@@ -1,4 +1,4 @@
-"""A program of which each of several processes runs its part: what they owe each other around a step."""
+"""Runner of a program whose parts run in several processes, with their communication around a step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class RankedRunner:
-    """A rank's program, whose sums go over all ranks; its logits are rank 0's.
+    """A runner of a rank's program, whose sums go over all ranks; its logits are rank 0's.
 
     Args:
-        runner: Over this rank's files.
-        ranks: All of them, each of which has opened its own.
+        runner: Runner of this rank's files.
+        ranks: All ranks, each of which has opened its own files.
     """
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:

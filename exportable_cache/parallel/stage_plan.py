@@ -1,4 +1,4 @@
-"""What each stage of a model would have whose layers are split over processes, as transformers splits them."""
+"""Memory and messages of pipeline stages, as transformers would split a model's layers. Sessions do not run stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StagePlan:
 
     Attributes:
         stages: How many there are.
-        layers: Of each stage the first layer, and the one behind its last.
+        layers: Of each stage the first layer, and the one after its last.
         weights_bytes: Of the rank that has most, of each stage.
         cache_bytes: Of a rank, of each stage.
         sent_bytes: Hidden states that each stage but the last sends on.
@@ -44,7 +44,7 @@ class StagePlan:
 
 
 def layers_of_stages(count: int, stages: int) -> tuple[tuple[int, int], ...]:
-    """First layer of each stage and the one behind its last: as many each, and what is left over to the last.
+    """First layer of each stage and the one after its last: as many each, and what is left over to the last.
 
     Raises:
         InputError: If there are more stages than layers.
@@ -62,7 +62,7 @@ def plan_stages(
     weights: Callable[[Callable[[str], bool]], int],
     sizes: tuple[int, torch.dtype],
 ) -> StagePlan:
-    """What the stages of a model have.
+    """Return the memory and messages of a model's stages.
 
     Args:
         model: Without weights.

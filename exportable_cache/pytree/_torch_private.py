@@ -1,10 +1,10 @@
 """The one place of this package that touches what torch keeps private about pytrees.
 
-It lies beside the registry whose registrations it reads, and not in `common/compat`, where all other private names are.
+It is next to the registry whose registrations it reads, and not in `common/compat`, where all other private names are.
 
 Three things have no public form in torch 2.13, the release this was written against:
 
-* reading a registration (`SUPPORTED_NODES`): needed to see whether somebody else registered a class before us, and to
+* reading a registration (`SUPPORTED_NODES`): needed to see whether another package registered a class first, and to
   build an FX flatten spec that agrees with *that* registration;
 * taking a registration back: `register_pytree_node` raises when a class is registered twice, so replacing a lossy
   registration starts by removing it. torch has `_deregister_pytree_node`, but it stops half-way, with a KeyError and
@@ -26,17 +26,17 @@ import torch.utils._pytree as pytree
 
 
 def node_of(cls: type) -> pytree.NodeDef | None:
-    """The registration of `cls` in the Python pytree, or None."""
+    """Return the registration of `cls` in the Python pytree, or None."""
     return pytree.SUPPORTED_NODES.get(cls)
 
 
 def fx_flatten_of(cls: type) -> Any | None:
-    """The function FX-generated code calls to flatten a `cls`, or None when it falls back to the pytree."""
+    """Return the function that FX-generated code calls to flatten a `cls`, or None if it uses the pytree."""
     return fx_pytree.SUPPORTED_NODES.get(cls)
 
 
 def serialized_name_of(cls: type) -> str | None:
-    """The name under which `treespec_dumps` writes `cls`, or None when its specs cannot be written."""
+    """Return the name under which `treespec_dumps` writes `cls`, or None when its specs cannot be written."""
     definition = pytree.SUPPORTED_SERIALIZED_TYPES.get(cls)
     if definition is None or definition.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
         return None
@@ -44,7 +44,7 @@ def serialized_name_of(cls: type) -> str | None:
 
 
 def class_named(serialized_name: str) -> type | None:
-    """The class `treespec_loads` builds for a serialised name, or None."""
+    """Return the class that `treespec_loads` builds for a serialised name, or None."""
     return pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(serialized_name)
 
 
@@ -83,7 +83,7 @@ def _remove_cxx_node(cls: type) -> None:
 
 
 def is_traced(leaf: Any) -> bool:
-    """Whether `leaf` is a tensor of a graph being traced, whose `.item()` is a symbol of that graph.
+    """Return True if `leaf` is a tensor of a graph being traced, whose `.item()` is a symbol of that graph.
 
     A fake tensor alone does not say so: `torch.export` also unflattens while it prepares its example inputs, before any
     graph exists, and a symbol allocated there belongs to nothing ("pending unbacked symbols").
@@ -94,5 +94,5 @@ def is_traced(leaf: Any) -> bool:
 
 
 def is_plain(leaf: Any) -> bool:
-    """Whether `leaf` is a tensor with a value that Python can read now: not fake, not functional, not on `meta`."""
+    """Return True if `leaf` is a tensor with a readable value: not fake, not functional, not on `meta`."""
     return type(leaf) in (torch.Tensor, torch.nn.Parameter) and not leaf.is_meta

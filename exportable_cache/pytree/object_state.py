@@ -9,7 +9,7 @@ One rule for every class and release: each attribute of the instance is exactly 
 * context: everything else, which must be JSON, None, a dtype or a device of a layer that has no tensors yet (written
   as text), or the class of the layers to come.
 
-An attribute that is none of these is an error that names it: a new transformers release is noticed, not lost.
+An attribute of another kind is an error that names it: a new transformers release is noticed, not lost.
 The object is rebuilt without calling its constructor, whose arguments (a config) are not part of the state.
 
 Several transformers layers count their tokens in a Python int. In the context it would change the tree spec at every
@@ -21,7 +21,7 @@ made into what the class needs when the object is rebuilt:
   returns it, and one program serves every step. Where the class *branches* on the length (`StaticSlidingWindowLayer`,
   or the mask sizes of a `DynamicSlidingWindowLayer` past its window), tracing stops with torch's data-dependent error
   rather than keep the branch of the example;
-* anything else (fake tensors before tracing, None, strings) is held as it is and given back as it is.
+* anything else (fake tensors before tracing, None, strings) is held and returned unchanged.
 
 A child that is an int was the alternative. torch.export bakes it in as a constant, so the program runs at one length
 only, unless every user marks it dynamic; and `tree_map(torch.clone, cache)` breaks on it.
@@ -38,7 +38,7 @@ import torch
 
 from . import _torch_private
 
-# Order of the children. A name that an object does not have, or has as None, is no child of it.
+# Order of the children. A name that an object lacks, or has as None, is skipped.
 CHILDREN = (
     "layers",
     "keys",
@@ -62,28 +62,28 @@ _ORDER = (*CHILDREN, *(name for name in COUNTERS if name not in CHILDREN))
 
 @dataclass(frozen=True)
 class Held:
-    """What stands for a counter (or a tensor) and has no value of that kind; arithmetic on it is a TypeError."""
+    """A placeholder of a counter or tensor without a value; arithmetic on it is a TypeError."""
 
     leaf: Any
     counter: bool = True
 
 
 def is_counter(value: Any) -> bool:
-    """Whether an attribute named as a counter is one here: some classes keep a tensor under the same name."""
+    """Return True if a value is a counter, because some classes keep a tensor under the same name."""
     if isinstance(value, Held):
         return value.counter
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def _counter_leaf(value: int | torch.SymInt | Held) -> Any:
-    """The pytree child of a counter."""
+    """Return the pytree child of a counter."""
     if isinstance(value, Held):
         return value.leaf
     return torch.scalar_tensor(value, dtype=torch.int64, device="cpu")  # type: ignore[arg-type]
 
 
 def _counter_from(leaf: Any) -> Any:
-    """The counter of a pytree child: an int, a symbol while tracing, or `Held`."""
+    """Return the counter of a pytree child: an int, a symbol while tracing, or `Held`."""
     if _torch_private.is_plain(leaf):
         return int(leaf)
     if _torch_private.is_traced(leaf):
@@ -94,7 +94,7 @@ def _counter_from(leaf: Any) -> Any:
 def _tensors(state: Mapping[str, Any]) -> Iterator[Any]:
     for name in ("keys", "key_cache", "conv_states", "recurrent_states"):
         value = state.get(name)
-        if isinstance(value, list):  # allocated, whatever stands there
+        if isinstance(value, list):  # allocated, with any elements
             yield from value
         else:
             items = value.values() if isinstance(value, dict) else (value,)
@@ -147,10 +147,10 @@ DERIVED: dict[str, tuple[str | None, Callable[[Mapping[str, Any]], Any]]] = {
 
 
 def flatten_object(obj: Any) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
-    """Children by name, and the JSON context that `unflatten_object` needs beside them.
+    """Return the children by name, and the JSON context that `unflatten_object` needs as well.
 
     Raises:
-        TypeError: an attribute has no place in either; the message names it.
+        TypeError: If an attribute fits in neither; the message names it.
     """
     state = vars(obj)
     if state.get("offloading"):
@@ -186,7 +186,7 @@ def flatten_object(obj: Any) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
 
 
 def unflatten_object(cls: type, children: list[Any], context: Mapping[str, Any]) -> Any:
-    """The object `flatten_object` took apart, with these children; any object may stand for a tensor."""
+    """Return the object that `flatten_object` took apart, with these children, which may be any objects."""
     obj: Any = cls.__new__(cls)  # type: ignore[call-overload]
     state: dict[str, Any] = {name: _decode(value, cls) for name, value in context.get("attributes", {}).items()}
     counted, missing = context.get("counters", ()), context.get("missing", {})
@@ -219,7 +219,7 @@ def _pin_length(state: dict[str, Any]) -> None:
 
 
 def _hold(child: Any, name: str) -> Any:
-    # In the next flatten, None in the place of a tensor would read as "no such child", and an int as a counter.
+    # In the next flatten, None instead of a tensor would read as "no such child", and an int as a counter.
     stands_in = child is None or (name in COUNTERS and not isinstance(child, (torch.Tensor, list)))
     return Held(child, counter=False) if stands_in else child
 

@@ -42,17 +42,17 @@ Unflatten = Callable[[list[Any], Context], T]
 
 
 class Action(str, Enum):
-    """What `register_node` did with one registry."""
+    """An action of `register_node` on one registry."""
 
-    REGISTERED = "registered"  # nobody had registered the class: ours is in place
-    UNCHANGED = "unchanged"  # ours was already in place
-    REPLACED = "replaced"  # another registration was removed, ours is in place
-    KEPT = "kept"  # somebody else's is in place and was left alone
+    REGISTERED = "registered"  # the class was not registered: ours is set
+    UNCHANGED = "unchanged"  # ours was already set
+    REPLACED = "replaced"  # another registration was removed, ours is set
+    KEPT = "kept"  # another package's is set and was left alone
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What one call of `register_node` found and did.
+    """A record of what one call of `register_node` found and did.
 
     Args:
         cls: the class registered.
@@ -91,12 +91,11 @@ def register_node(
     """Make `cls` a pytree node with named children in every registry of torch.
 
     Calling it again with the same functions changes nothing; with other functions, ours is replaced. A class that
-    somebody else registered is kept as it is, except that a missing FX flatten spec is added in agreement with it,
+    another package registered is kept, except that a missing FX flatten spec is added in agreement with it,
     unless `replace=True`. Specs made before a replacement describe the old children and must be made again.
 
-    Whoever registers *after* us through `torch.utils._pytree.register_pytree_node` gets its ValueError ("already
-    registered"), which transformers' and TICO's own functions expect and ignore. Whoever overwrites only the FX flatten
-    spec after us is undone by the next call.
+    A later `torch.utils._pytree.register_pytree_node` raises its ValueError ("already registered"), which transformers'
+    and TICO's own functions expect and ignore. The next call undoes a later change of only the FX flatten spec.
 
     Args:
         cls: the class, exactly: subclasses are registered one by one, as in torch.
@@ -104,7 +103,7 @@ def register_node(
             (`[0]`); anything else is a torch key entry, e.g. `MappingKey`. The context is made of JSON values.
         unflatten: gives the object back from `(children, context)`, with any object as a leaf.
         name: serialised type name, default `module.qualname` of the class.
-        replace: whether to remove somebody else's registration first.
+        replace: whether to remove another package's registration first.
 
     Raises:
         TypeError: `cls` is not a class.
@@ -139,7 +138,7 @@ def unregister_node(cls: type) -> bool:
 
 
 def is_ours(cls: type) -> bool:
-    """Whether the registration of `cls` that torch uses now was made by `register_node`."""
+    """Return True if the registration of `cls` that torch uses now was made by `register_node`."""
     node, ours = _torch_private.node_of(cls), _ours.get(cls)
     return node is not None and ours is not None and node.flatten_fn is ours.node_flatten
 
@@ -150,7 +149,7 @@ def named_children(value: Any) -> Sequence[tuple[Key, Any]]:
 
 
 def owner_of(cls: type) -> str | None:
-    """The top-level package whose function flattens `cls` now ("transformers", "tico", ...), None if unregistered."""
+    """Return the top-level package whose function flattens `cls` now, such as "tico", or None if unregistered."""
     node = _torch_private.node_of(cls)
     if node is None:
         return None

@@ -1,4 +1,4 @@
-"""Registers transformers' own caches and cache layers, in whatever form the installed release has them.
+"""Registers transformers' own caches and cache layers, in the form of the installed release.
 
     register_transformers_caches()
     torch.export.export(model, (), {"input_ids": ids, "past_key_values": cache})    # .layers[0].keys, .layers[0].values
@@ -64,7 +64,7 @@ def register_transformers_caches(*, replace: bool | None = None) -> list[Registr
     outputs, and what comes out of a `tree_map` is a new cache object around the mapped tensors.
 
     transformers and tools that register the same classes later (`register_dynamic_cache_export_support`, the exporters,
-    TICO) find them registered and go on with ours. Programs they saved before carry their names and contexts and need
+    TICO) find them registered and use ours. Programs they saved before carry their names and contexts and need
     their registrations to load; ours are saved under names that start with "exportable_cache:".
 
     Args:
@@ -78,7 +78,7 @@ def register_transformers_caches(*, replace: bool | None = None) -> list[Registr
 
 
 def register_cache_class(cls: type, *, replace: bool | None = None) -> Registration:
-    """The same for one class, e.g. a cache or layer that a model file defines on top of transformers' own.
+    """Register one class, such as a cache or layer that a model file derives from transformers' own.
 
     Raises:
         TypeError: later, when an object of the class is flattened and has an attribute that is neither a known tensor
@@ -92,7 +92,7 @@ def register_cache_class(cls: type, *, replace: bool | None = None) -> Registrat
 
 
 def cache_classes() -> Iterator[type]:
-    """The layers, then the caches, that the installed transformers has; a deprecated alias is not a second class."""
+    """Yield the layers, then the caches, of the installed transformers, without deprecated aliases."""
     from transformers import cache_utils
 
     seen: set[type] = set()
