@@ -8,10 +8,17 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from exportable_cache.backends.executorch.attention.forms import forms_of, least_single
 from exportable_cache.backends.executorch.attention.fused_layouts import fold_of
+from exportable_cache.common.compat.executorch import register_fused_operators
 
 SLOTS, DIM, SCALING = 12, 8, 0.3
 # Heads and key heads: each its own, shared by two, by three, all with one, and more to share than are folded.
 HEADS = [(6, 6), (4, 2), (12, 4), (4, 1), (16, 2)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fused_operators() -> None:
+    """Operators that the forms call, which tests of other files register too."""
+    register_fused_operators()
 
 
 def keys_and_values(num_heads: int, slots: int = SLOTS) -> tuple[torch.Tensor, torch.Tensor]:
