@@ -142,12 +142,12 @@ def test_plan_of_a_model_counts_its_own_weights():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"num_hidden_layers": 10**7}, "num_hidden_layers = 10000000; at most 2048 are taken"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers = 0; it must be at least 1"),
-        ({"hidden_size": -32}, "hidden_size = -32; it must be at least 1"),
-        ({"vocab_size": 0}, "vocab_size = 0; it must be at least 1"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads = 0; it must be at least 1"),
-        ({"head_dim": -8}, "head_dim = -8"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers in .* must be at most 2048, got 10000000"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers in .* must be at least 1, got 0"),
+        ({"hidden_size": -32}, "hidden_size in .* must be at least 1, got -32"),
+        ({"vocab_size": 0}, "vocab_size in .* must be at least 1, got 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads in .* must be at least 1, got 0"),
+        ({"head_dim": -8}, "head_dim in .* got -8"),
     ],
 )
 def test_plan_answers_at_once_where_a_config_names_sizes_of_no_model(fields, words, tmp_path):
@@ -171,7 +171,7 @@ def test_plan_answers_at_once_where_a_config_names_sizes_of_no_model(fields, wor
 
 def test_plan_looks_into_the_configs_inside():
     config = AutoConfig.for_model("t5", num_layers=1, num_decoder_layers=10**6)
-    with pytest.raises(InputError, match="num_decoder_layers = 1000000"):
+    with pytest.raises(InputError, match="num_decoder_layers in .* got 1000000"):
         plan(config, LENGTH)
     config = AutoConfig.for_model("llava")
     config.text_config.num_hidden_layers = 0
