@@ -64,7 +64,7 @@ class ExportSpec:
     model_or_path: PreTrainedModel | str | os.PathLike
     target: str = setting(
         "executorch",
-        "Runtime to export for.",
+        "Runtime.",
         flags=("--target", "-t"),
         metavar="TARGET",
     )
