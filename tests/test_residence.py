@@ -184,7 +184,7 @@ def test_refused(tmp_path: Path) -> None:
         Program(model, cache)
     with pytest.raises(InputError, match="not kept on disk"):
         Session.from_model(model, cache, compile="wait", graph_cache=tmp_path / "graphs")
-    with pytest.raises(InputError, match="layers are offloaded"):
+    with pytest.raises(InputError, match="not supported for offloaded layers"):
         Session.from_model(model, cache, compile="background")
     from exportable_cache.cache.spec import CacheSpec
 

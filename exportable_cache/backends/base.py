@@ -1,4 +1,4 @@
-"""What a target provides: `lower` a program to files, and `open` the files as something that runs."""
+"""The interfaces of a target: it lowers a program to files, and opens the files as a runner."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class LoweredFile:
 
     Attributes:
         name: Path inside the folder.
-        holds: What it is, for people: "both methods, weights, cache".
-        details: What the target must know of it later and cannot read from it: JSON, kept in the manifest.
+        holds: Content of the file, for people: "both methods, weights, cache".
+        details: JSON for the manifest, which the target needs later and cannot read from the file.
     """
 
     name: str
@@ -42,11 +42,11 @@ class LoweredFile:
 
 @dataclass(frozen=True)
 class StandIn:
-    """What verification runs instead of a program that this machine cannot execute.
+    """A substitute that verification runs for a program that this machine cannot execute.
 
     Attributes:
-        runner: Computes what the program was made from, step by step.
-        remark: What that says of the program, and what not: "built for SM 80; network verified on CPU; not executed".
+        runner: A runner of what the program was made from.
+        remark: What the verification covers, such as "built for SM 80; network verified on CPU; not executed".
     """
 
     runner: Runner
@@ -54,89 +54,88 @@ class StandIn:
 
 
 class Runner(Protocol):
-    """An opened program. It trusts its caller: ranges, dtypes and room are checked by the session.
+    """An opened program. It does not check ranges, dtypes and free slots; the session does.
 
-    What only some can do are protocols of their own: `HasState`, `ChoosesInGraph`, `HasDevice`.
+    Optional abilities are separate protocols, such as `HasState`, `ChoosesInGraph` and `HasDevice`.
     """
 
     @property
     def methods(self) -> Mapping[str, ProgramMethod]:
-        """By name."""
+        """The methods by name."""
         ...
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """One call.
+        """Run a method.
 
         Args:
             method: Name of one of `methods`.
-            *inputs: The tensors that the method takes, in the order of `ProgramMethod.inputs`: for text these are
-                input_ids int64 [batch, length] and input_pos int64 [batch], the position of each row's first token; 0
-                starts anew, an earlier one takes tokens back.
+            *inputs: Tensors in the order of `ProgramMethod.inputs`. For text these are input_ids int64 [batch, length]
+                and input_pos int64 [batch], the position of each row's first token. Position 0 starts a new sequence,
+                and an earlier position than the last takes tokens back.
 
         Returns:
-            What the method gives, safe to keep: of a step logits [batch, vocab], of others all of
-            `ProgramMethod.outputs`.
+            Logits [batch, vocab] for a step, and all of `ProgramMethod.outputs` for other methods. The tensors stay
+            valid after later calls.
         """
         ...
 
 
 @runtime_checkable
 class HasState(Protocol):
-    """A runner that gives out its cache: sessions save, load, fork and copy rows through it."""
+    """A runner that exposes its cache, so that sessions can save, load, fork and copy rows."""
 
     @property
     def state(self) -> Mapping[str, torch.Tensor]:
-        """The cache tensors by name (`layers.0.keys`), rows first: steps change them, and so may others between steps,
-        in place.
+        """The cache tensors by name (`layers.0.keys`), rows first. Steps and callers change them in place.
 
-        Ask anew after every step: programs that pass their cache along have other tensors then.
+        Read this again after every step, because programs with an explicit cache return new tensors.
         """
         ...
 
 
 @runtime_checkable
 class ChoosesInGraph(Protocol):
-    """A runner whose decode steps can choose the next tokens themselves."""
+    """A runner whose decode steps can choose the next tokens in the graph."""
 
     def run_and_choose(self, method: str, chooser: Sampler, *inputs: torch.Tensor, steps: int = 1) -> torch.Tensor:
-        """Decode steps, each of which feeds what the one before has chosen: int64 [batch, steps].
+        """Run decode steps that each feed the token chosen by the one before: int64 [batch, steps].
 
         Args:
             method: Name of a method of one token.
-            chooser: How to choose.
-            *inputs: Of the first step, see `Runner.run`.
-            steps: How many.
+            chooser: Sampler that chooses the tokens.
+            *inputs: Inputs of the first step, see `Runner.run`.
+            steps: Number of steps.
         """
         ...
 
 
 @runtime_checkable
 class WaitsForGraphs(Protocol):
-    """A runner whose graphs may be compiled while steps go on without them."""
+    """A runner whose steps run eagerly while their graphs are being compiled."""
 
     @property
     def pending_graphs(self) -> int:
-        """Graphs that are being compiled."""
+        """Number of graphs that are being compiled."""
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
-        """A block in which each step waits for its graph."""
+        """Make each step in this block wait for its graph."""
         ...
 
     def graph_of(self, method: str) -> str:
-        """The same for methods that one graph serves."""
+        """Return the graph name of `method`. Methods that share a graph return the same name."""
         ...
 
 
 @runtime_checkable
 class HasDevice(Protocol):
-    """A runner whose inputs are expected elsewhere than on the CPU."""
+    """A runner whose inputs must be on a given device instead of the CPU."""
 
     device: torch.device
 
 
 def state_of(runner: Runner) -> Mapping[str, torch.Tensor] | None:
-    """The cache tensors of a runner that gives them out, None of others."""
+    """Return the cache tensors of a runner that has `HasState`, None otherwise."""
     return runner.state if isinstance(runner, HasState) else None
 
 
@@ -145,31 +144,31 @@ class Backend(Protocol):
 
     #: Name of the target.
     name: str
-    #: Packages whose versions decide whether a bundle can be opened.
+    #: Packages whose versions must match to open a bundle.
     packages: tuple[str, ...]
-    #: Most rows a program can have, or None for any number.
+    #: Maximum batch size of a program, None without a limit.
     max_batch_size: int | None
-    #: Schemes of `quantization_spec.Quantization` that it has kernels for.
+    #: Schemes of `quantization_spec.Quantization` that the target has kernels for.
     linear_schemes: tuple[str, ...]
     embedding_schemes: tuple[str, ...]
 
-    #: What its files hold that runs without any check, such as "machine code"; "" where they hold data only.
+    #: Unchecked code in its files, such as "machine code"; "" if they contain only data.
     machine_code: str
-    #: Its options.
+    #: Class of the target's options.
     options: type[TargetOptions]
-    # Whether its programs may have sums over processes inside is `sums_over_ranks`; those without the name do not.
+    # A target whose programs may contain sums over processes has the attribute `sums_over_ranks`.
 
     def program_spec(self, asked: ProgramSpec, options: TargetOptions) -> ProgramSpec:
-        """What this target makes of the program that is asked for: attention, form of state, methods.
+        """Return the program that this target supports for a requested one.
 
         Args:
-            asked: With the chunk of a prompt and the modalities; the rest is the target's.
-            options: Of the target.
+            asked: The requested program, of which the target sets attention, form of state and methods.
+            options: Options of the target.
         """
         ...
 
     def lower(self, program: Program, folder: Path, options: TargetOptions) -> list[LoweredFile]:
-        """Write the program's files into `folder`."""
+        """Write the program's files to `folder`."""
         ...
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
@@ -179,41 +178,42 @@ class Backend(Protocol):
 
 @runtime_checkable
 class RunsElsewhere(Protocol):
-    """A backend whose programs may be for another machine than the one they are lowered and verified on."""
+    """A backend whose programs may need another machine than the one that lowers and verifies them."""
 
     def runs_here(self, description: ProgramDescription, options: TargetOptions) -> bool:
-        """Whether this machine can run the program that is described.
+        """Return True if this machine can run the described program.
 
         Args:
-            options: Of the target, as given at export.
+            description: The program.
+            options: Options of the target, as given at export.
         """
         ...
 
     def stand_in(self, program: Program, description: ProgramDescription, options: TargetOptions) -> StandIn:
-        """What to verify in place of a program that this machine cannot run.
+        """Return what to verify instead of a program that this machine cannot run.
 
         Args:
-            program: What was lowered, or one made anew from the model and the manifest.
-            description: Of what was lowered.
-            options: Of the target, as given at export.
+            program: The lowered program, or one made again from the model and the manifest.
+            description: Description of the lowered program.
+            options: Options of the target, as given at export.
 
         Raises:
-            VerificationError: If `program` is not what the files were made from.
+            VerificationError: If the files were not made from `program`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ProgramDescription:
-    """What a runner must know of a program that is on disk; part of a bundle's manifest.
+    """Facts that a runner needs about a program on disk; part of a bundle's manifest.
 
     Attributes:
-        methods: By name.
-        form: Where the state lives.
-        logits: Which logits come back.
-        batch_size: Rows.
-        layers: Per layer: config, and per state tensor shape and dtype name.
-        details: Of each file, see `LoweredFile`.
+        methods: Methods by name.
+        form: Where the state is.
+        logits: Which logits are returned.
+        batch_size: Number of rows.
+        layers: For each layer its config, and the shape and dtype name of each state tensor.
+        details: Details of each file, see `LoweredFile`.
     """
 
     methods: dict[str, ProgramMethod]
@@ -225,7 +225,7 @@ class ProgramDescription:
 
 
 def empty_layers(description: ProgramDescription) -> list[CacheLayer]:
-    """The layers of a program on disk, zeroed."""
+    """Return the cache layers of a program on disk, filled with zeros."""
     return [
         layer_from(
             layer["config"],
@@ -240,15 +240,15 @@ def empty_layers(description: ProgramDescription) -> list[CacheLayer]:
 
 @dataclass(frozen=True)
 class TargetDtypes:
-    """What a target makes of the dtype of weights.
+    """The dtypes that a target supports for weights.
 
-    `TargetDtypes(torch.float32)` exports every checkpoint in float32, `TargetDtypes()` each as it is stored.
+    `TargetDtypes(torch.float32)` exports every checkpoint in float32, `TargetDtypes()` in its stored dtype.
 
     Attributes:
-        best: Chosen where no dtype was asked for; None for the one the weights are stored in.
-        refused: Dtypes that cannot be had, and why.
-        keeps_exact: Whether weights of linear layers and tables are stored in the type that has them without loss,
-            whatever is computed in.
+        best: Default dtype, None for the one that the weights are stored in.
+        refused: Dtypes that are not supported, with the reason.
+        keeps_exact: True if weights of linear layers and embeddings are stored in the smallest dtype that represents
+            them exactly, independently of the dtype of the computation.
     """
 
     best: torch.dtype | None = None
@@ -256,21 +256,20 @@ class TargetDtypes:
     keeps_exact: bool = False
 
     def preferred(self, stored: torch.dtype) -> torch.dtype:
-        """The dtype for weights that are stored in `stored`."""
+        """Return the default dtype for weights that are stored in `stored`."""
         return stored if self.best is None else self.best
 
 
-# torch has kernels of its own for every floating dtype, and GPUs have units for 16-bit ones: half the bytes, and
-# nothing rounded twice.
+# torch has kernels for every floating dtype, and GPUs have 16-bit units: half the bytes, and no second rounding.
 _AS_STORED = TargetDtypes()
-# XNNPACK computes float32 on every processor. Its float16 is emulated where the processor has no such units, and what
-# it leaves to the runtime there is slower still.
+# XNNPACK computes float32 on every processor. Without hardware support its float16 is emulated, and operators that are
+# left to the runtime are slower still.
 _XNNPACK = TargetDtypes(
     torch.float32,
     {
         torch.bfloat16: (
-            "XNNPACK has no bfloat16 kernels, and with those of the runtime itself, which would take their place, "
-            "attention gives wrong numbers and nan"
+            "XNNPACK has no bfloat16 kernels, and with those of the runtime, which would be used instead, attention "
+            "gives wrong numbers and nan"
         )
     },
 )
@@ -278,11 +277,12 @@ _NATIVE_LINEARS = replace(_XNNPACK, keeps_exact=True)
 
 
 def target_dtypes(target: str, options: Mapping[str, Any]) -> TargetDtypes:
-    """Of a target with the options given; unknown targets take weights as they are stored.
+    """Return the dtypes of a target with the given options. Unknown targets keep the stored dtype.
 
     Args:
-        options: Of the target: ExecuTorch's delegate `tensorrt` computes what target `tensorrt` does. Programs for its
-            other delegates are verified through XNNPACK.
+        target: Name of the target.
+        options: Options of the target. ExecuTorch's delegate `tensorrt` computes like target `tensorrt`. Programs for
+            its other delegates are verified with XNNPACK.
     """
     if target == "executorch" and options.get("delegate") != "tensorrt":
         return _NATIVE_LINEARS if (options.get("linears") or options.get("kernels")) == "native" else _XNNPACK

@@ -1,4 +1,4 @@
-"""What every target's options share: one frozen dataclass per target, made from the names a user gives."""
+"""The base class of all targets' options: a frozen dataclass, parsed from the names that a user gives."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ Options = TypeVar("Options", bound="TargetOptions")
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """Options of a target, checked. A target derives its own: each field is an option with a default.
+    """Checked options of a target. Each target has a subclass whose fields are its options.
 
     Raises:
-        InputError: If a value is out of range, or two do not go together.
+        InputError: If a value is out of range, or two values conflict.
     """
 
     #: Name of the target.
     target: ClassVar[str]
-    #: Options that were given by name, be it as the default.
+    #: Options that were given by name, also those with their default value.
     _named: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def parse(cls: type[Options], given: Mapping[str, Any]) -> Options:
-        """The options of a call, of a command line, or of a manifest.
+        """Parse the options of a call, a command line or a manifest.
 
         Raises:
-            InputError: If one is not known, or its value is wrong.
+            InputError: If an option is unknown, or its value is invalid.
         """
         known, whose = cls.known(given)
         unknown = sorted(set(given) - set(known))
@@ -42,14 +42,14 @@ class TargetOptions:
 
     @classmethod
     def known(cls, given: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
-        """Names of the options there are beside those given, and whose they are, for messages."""
+        """Return the names of the options that can be combined with `given`, and their owner for messages."""
         return tuple(one.name for one in fields(cls)), f"target {cls.target!r}"
 
     def __post_init__(self) -> None:
         check_settings(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """What was given, as a manifest records it."""
+        """Return the options that were given, for the manifest."""
         return {
             one.name: getattr(self, one.name)
             for one in fields(self)

@@ -1,4 +1,4 @@
-"""How a model's attention takes the keys of each layer, found by running a few tokens through the model."""
+"""Find out how a model's attention uses the keys of each layer, by running a few tokens."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ATTENTION = "exportable_cache_probe"
-#: Tokens that go in at once: enough for a causal mask to be told from others. Windows are not reached.
+#: Number of tokens: enough to recognize a causal mask, and shorter than any window.
 _LENGTH = 3
 
-#: Of one call: query, key, value, attention mask, further arguments.
+#: A function of one attention call: query, key, value, attention mask, other arguments.
 Look = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, dict[str, Any]], Any]
 
 
 @torch.no_grad()
 def probe_attention(model: PreTrainedModel, look: Look, latents: bool = False) -> dict[int, list[Any]]:
-    """What `look` says of each call of attention over the very keys and values that a full layer returned.
+    """Return the result of `look` for each attention call over the keys and values that a full layer returned.
 
     Args:
-        model: A causal language model; its attention implementation is as before afterwards.
-        look: Given the inputs of a call as `AttentionInterface` functions get them, the module among the last. Of
-            quantised models only shapes and masks are what they would be.
-        latents: Have models that keep latents hand on these, not the keys and values that they stand for.
+        model: A causal language model. Its attention implementation is restored afterwards.
+        look: Called with the inputs of an `AttentionInterface` function, and the module in the other arguments. Weights
+            of quantized models are zeros, so that only shapes and masks are valid.
+        latents: Make models with latent attention pass latents instead of the keys and values expanded from them.
 
     Returns:
-        By layer, one entry for each call over its keys; false where the values were others than the layer's. Layers
-        without keys, or whose keys were changed on the way, are left out.
+        By layer, one entry for each call over its keys; False if the values were not the layer's. Layers without keys,
+        or whose keys were changed before the call, are left out.
     """
     calls: dict[int, list[Any]] = {}
     probe = ExportableCache.from_model(model, _LENGTH, attn_implementation=None)
@@ -75,8 +75,6 @@ def probe_attention(model: PreTrainedModel, look: Look, latents: bool = False) -
 
 
 def is_causal(attention_mask: torch.Tensor) -> bool:
-    """Whether the mask that a probe met, additive [1, 1 or heads, query_length, key_length], hides what comes later and
-    nothing else.
-    """
+    """Return True if an additive mask [1, 1 or heads, query_length, key_length] hides exactly the later tokens."""
     causal = torch.ones(attention_mask.shape[-2:], dtype=torch.bool).tril()
     return bool(((attention_mask == 0) == causal).all())

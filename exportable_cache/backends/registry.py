@@ -21,11 +21,11 @@ TARGETS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
 
 
 def backend_for(target: str) -> Backend:
-    """The backend of a target.
+    """Return the backend of a target.
 
     Raises:
-        InputError: If there is no such target.
-        MissingDependencyError: If a package it needs is not installed, or two do not go together.
+        InputError: If the target is unknown.
+        MissingDependencyError: If a package it needs is not installed, or two versions are incompatible.
     """
     check_target(target)
     module, packages, extra = TARGETS[target]
@@ -41,10 +41,10 @@ def backend_for(target: str) -> Backend:
 
 
 def check_target(target: str) -> None:
-    """Refuse a name that is no target's, without importing any.
+    """Check the name of a target without importing any.
 
     Raises:
-        InputError: If there is no such target.
+        InputError: If the target is unknown.
     """
     if target not in TARGETS:
         raise InputError(f"unknown target {target!r}; choose one of {', '.join(TARGETS)}")

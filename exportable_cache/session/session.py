@@ -635,7 +635,7 @@ class Session:
                 f"a session over a {self.target!r} bundle has no cache object; its program keeps the tensors"
             )
         if isinstance(self.runner, ForkedRunner):
-            self.runner.take_turn()
+            self.runner.activate()
         for layer in self._cache.layers:
             if layer.follows_decoder and not layer.is_dummy:
                 layer.cumulative_length.copy_(self.stepper.state.length)

@@ -52,11 +52,11 @@ class Reader {
     }
     // A value may be read from the call that writes it until the call after which it is released.
     std::vector<bool> filled(method.inputs + method.tensors.size(), true);
-    const auto places = [&](const Json& value, const std::string& which) {
+    const auto slots = [&](const Json& value, const std::string& which) {
       std::vector<size_t> found;
-      for (const auto& place : array(value, which)) {
-        found.push_back(number(place, which, static_cast<int64_t>(filled.size()) - 1));
-        if (!filled[found.back()]) damaged(which + ": nothing is at place " + std::to_string(found.back()));
+      for (const auto& slot : array(value, which)) {
+        found.push_back(number(slot, which, static_cast<int64_t>(filled.size()) - 1));
+        if (!filled[found.back()]) damaged(which + ": slot " + std::to_string(found.back()) + " is empty");
       }
       return found;
     };
@@ -64,14 +64,14 @@ class Reader {
       const auto which = where + ".calls." + std::to_string(method.calls.size());
       Call read;
       read.region = number(call["region"], which + ".region", static_cast<int64_t>(regions) - 1);
-      read.sources = places(call["sources"], which + ".sources");
+      read.sources = slots(call["sources"], which + ".sources");
       read.results = number(call["results"], which + ".results", kMostResults);
-      read.done = places(call["done"], which + ".done");
-      for (const auto place : read.done) filled[place] = false;
+      read.done = slots(call["done"], which + ".done");
+      for (const auto slot : read.done) filled[slot] = false;
       filled.resize(filled.size() + read.results, true);
       method.calls.push_back(std::move(read));
     }
-    method.outputs = places(fields["outputs"], where + ".outputs");
+    method.outputs = slots(fields["outputs"], where + ".outputs");
     if (method.outputs.empty()) damaged(where + ".outputs must not be empty");
     return method;
   }

@@ -19,7 +19,7 @@ from exportable_cache.backends.live import background as background_worker
 from exportable_cache.backends.live.background_process import _runner
 from exportable_cache.backends.live.graph_cache import GRAPH
 from exportable_cache.backends.live.graphs import OutdatedGraph
-from exportable_cache.backends.live.model_snapshot import from_skeleton, skeleton
+from exportable_cache.backends.live.model_snapshot import from_snapshot, snapshot
 from exportable_cache.common.compat.torch import inductor_config
 from exportable_cache.common.process.tuning import torch_threads
 from exportable_cache.decoding import ContinuousBatch
@@ -47,12 +47,12 @@ def test_tokens_are_the_same_before_and_after_the_graphs_are_there(tmp_path: Pat
     wait_until(lambda: session.pending_graphs == 0, 1800)
     found += answer
     assert found == expected
-    assert sorted(key[0] for key in session.runner._calls) == ["choice", "decode"]
+    assert sorted(key.step.method for key in session.runner._calls) == ["choice", "decode"]
     assert told[0] == ("compiling decode", 0, 1) and told[-1][1:] == (3, 3)
     logits = session_of(model, False).prefill(prompt)
     session.reset()
     torch.testing.assert_close(session.prefill(prompt), logits, atol=1e-4, rtol=0)
-    assert sorted(key[0] for key in session.runner._calls) == ["choice", "decode", "prefill"]
+    assert sorted(key.step.method for key in session.runner._calls) == ["choice", "decode", "prefill"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         session.reset()
@@ -69,7 +69,7 @@ def test_the_graph_of_a_token_is_asked_for_with_the_prompt(monkeypatch: pytest.M
     in_its_place(monkeypatch, SLEEPS)
     with session_of(model_of()) as session:
         session.prefill(tokens(3))
-        assert [graph.method.name for graph in session.runner.background._mail.waiting.values()] == [
+        assert [graph.method.name for graph in session.runner.background._status.waiting.values()] == [
             "decode",
             "prefill",
         ]
@@ -85,8 +85,8 @@ def test_a_graph_that_does_not_fit_any_more_is_not_handed_out_again(monkeypatch:
 
     with session_of(model) as session:
         expected = session.prefill(ids)
-        mail = session.runner.background._mail
-        mail.ready |= dict.fromkeys([graph.key for graph in mail.waiting.values()], outdated)
+        status = session.runner.background._status
+        status.ready |= dict.fromkeys([graph.key for graph in status.waiting.values()], outdated)
         for _ in range(2):
             session.reset()
             with warnings.catch_warnings():
@@ -110,7 +110,7 @@ def test_settings_of_the_compiler_go_along(tmp_path: Path, monkeypatch: pytest.M
     """They are those of the thread that made the session, which no other thread and no other process has."""
     in_its_place(monkeypatch, NOTES)
     with inductor.patch({"cpp.min_chunk_size": 777}), session_of(model_of(), graph_cache=tmp_path) as session:
-        written = session.runner.background._worker._skeleton
+        written = session.runner.background._worker._snapshot
         settings = background_worker.torch_settings()
         session.prefill(tokens(3))
         wait_until(lambda: (tmp_path / "settings").exists())
@@ -167,9 +167,9 @@ def test_what_is_never_compiled_is_one_warning_and_steps_go_on(program: str, rea
     session = session_of(model)
     answer = session.generate(prompt, 12)
     found = [next(answer)]
-    mail = session.runner.background._mail
-    wait_until(lambda: mail.over or mail.failed)
-    with pytest.warns(RuntimeWarning, match=f"steps go on without compiled graphs: {reason}") as warned:
+    status = session.runner.background._status
+    wait_until(lambda: status.stop_reason or status.failed)
+    with pytest.warns(RuntimeWarning, match=f"steps continue without compiled graphs: {reason}") as warned:
         found += answer
     assert found == expected and len(warned) == 1
     # And whoever waits does not do so for ever.
@@ -182,7 +182,7 @@ def test_what_cannot_be_compiled_elsewhere_is_refused_by_name_only(caplog) -> No
     model = model_of()
     with pytest.raises(InputError, match="mode is 'max-autotune'.*pass compile=True"):
         session_of(model, mode="max-autotune")
-    with pytest.raises(InputError, match="compile is 'later'; it must be True, False, 'background' or 'wait'"):
+    with pytest.raises(InputError, match="compile must be True, False, 'background' or 'wait', got 'later'"):
         session_of(model, "later")
     assert session_of(model, True).runner.background is not None
     assert session_of(model, "wait").runner.background is None
@@ -207,7 +207,7 @@ def test_a_model_that_the_script_defines_is_not_handed_over(monkeypatch) -> None
     Norm.__module__, Norm.__qualname__ = "__main__", "Norm"
     monkeypatch.setattr(sys.modules["__main__"], "Norm", Norm, raising=False)
     model.model.norm.__class__ = Norm
-    with pytest.raises(InputError, match="defined in the script or notebook that runs"):
+    with pytest.raises(InputError, match="defined in the running script or notebook"):
         session_of(model)
 
 
@@ -218,9 +218,9 @@ def test_both_sessions_of_a_batch_are_compiled_in_the_background() -> None:
 
 def test_a_skeleton_has_no_large_values_and_keeps_what_is_tied() -> None:
     model = tiny_model("llama", tie_word_embeddings=True, vocab_size=4096)
-    written = skeleton(model)
+    written = snapshot(model)
     assert len(written) < model.lm_head.weight.nbytes / 2
-    other = from_skeleton(written)
+    other = from_snapshot(written)
     assert other.lm_head.weight is other.model.embed_tokens.weight
     for (name, one), (_, two) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         assert (one.shape, one.stride(), one.dtype) == (two.shape, two.stride(), two.dtype), name

@@ -12,8 +12,8 @@ from torch.nn import functional
 from exportable_cache import ExportableCache
 from exportable_cache.backends.live import ops as module
 from exportable_cache.backends.live.graph_cache import GraphCache
-from exportable_cache.backends.live.ops import OWN_OPERATORS, eager_operators
-from exportable_cache.backends.live.ops.native import OwnOperators
+from exportable_cache.backends.live.ops import NATIVE_OPERATORS, eager_operators
+from exportable_cache.backends.live.ops.native import NativeOperators
 
 from ..support.compiling import compiling_with
 from ..support.models import tiny_model
@@ -21,8 +21,8 @@ from ..support.models import tiny_model
 X, WEIGHT = torch.randn(2, 16), torch.randn(24, 16)
 
 
-@pytest.mark.parametrize("operators", OWN_OPERATORS, ids=lambda one: one.code.source.stem)
-def test_graphs_with_and_without_them_are_told_apart(tmp_path, monkeypatch, operators: OwnOperators) -> None:
+@pytest.mark.parametrize("operators", NATIVE_OPERATORS, ids=lambda one: one.code.source.stem)
+def test_graphs_with_and_without_them_are_told_apart(tmp_path, monkeypatch, operators: NativeOperators) -> None:
     if not operators.is_wanted():
         pytest.skip("there is no C++ compiler")
     model = tiny_model("llama", num_hidden_layers=1)

@@ -12,8 +12,8 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends.live.clone_layers import EqualLayers, Marks, NotStampedError, taken_marks
-from exportable_cache.backends.live.graphs import OutdatedGraph, OwnTensors, owners_of_tensors
+from exportable_cache.backends.live.clone_layers import CloneError, EqualLayers, MarkedLayers, take_marks
+from exportable_cache.backends.live.graphs import BoundTensors, OutdatedGraph, binding_tensors
 from exportable_cache.backends.live.regions import Region, regions_of
 from exportable_cache.backends.live.runner import ModuleRunner
 
@@ -59,12 +59,14 @@ def captured(model: Any, cache: ExportableCache, length: int) -> tuple[torch.fx.
     return found[0]
 
 
-def traced(model: Any, cache: ExportableCache, length: int = 1) -> tuple[torch.fx.GraphModule, list[Any], Marks | None]:
+def traced(
+    model: Any, cache: ExportableCache, length: int = 1
+) -> tuple[torch.fx.GraphModule, list[Any], MarkedLayers | None]:
     """A step of which some layers were traced, its inputs, and its marks, which are taken out."""
     equal = EqualLayers(model, cache)
-    with equal.traced_once():
+    with equal.tracing_few():
         graph, inputs = captured(model, cache, length)
-    return graph, inputs, taken_marks(graph, inputs, equal.own_tensors)
+    return graph, inputs, take_marks(graph, inputs, equal.bound_tensors)
 
 
 def calls(
@@ -95,11 +97,11 @@ def test_what_is_stamped_is_what_is_traced(family: str, length: int) -> None:
     cache = cache_of(model)
     graph, known, marks = traced(model, cache, length)
     assert marks is not None
-    with owners_of_tensors(model, cache):
-        own = OwnTensors(marks.own).tensors()
-    ours = calls(marks.stamped(regions_of(graph)), graph, [*known, *own])
+    with binding_tensors(model, cache):
+        own = BoundTensors(marks.bound).tensors()
+    ours = calls(marks.cloned(regions_of(graph)), graph, [*known, *own])
     every, inputs = captured(model, cache, length)
-    assert taken_marks(every, inputs, EqualLayers(model, cache).own_tensors) is None and len(graph.graph.nodes) < len(
+    assert take_marks(every, inputs, EqualLayers(model, cache).bound_tensors) is None and len(graph.graph.nodes) < len(
         every.graph.nodes
     )
     theirs = calls(regions_of(every), every, inputs)
@@ -115,11 +117,11 @@ def test_what_is_stamped_is_what_is_traced(family: str, length: int) -> None:
     assert len(marks.traced) == layers and len(marks.equal) == model.config.num_hidden_layers - layers
 
 
-def why_not_stamped(model: Any, cache: ExportableCache) -> str:
+def why_not_cloned(model: Any, cache: ExportableCache) -> str:
     graph, _, marks = traced(model, cache)
     assert marks is not None
-    with pytest.raises(NotStampedError) as caught:
-        marks.stamped(regions_of(graph))
+    with pytest.raises(CloneError) as caught:
+        marks.cloned(regions_of(graph))
     return str(caught.value)
 
 
@@ -127,7 +129,7 @@ def test_a_layer_that_reads_another_ones_keys_is_no_template(forward_of_llama: C
     model = tiny_model("llama", num_hidden_layers=5)
     cache = cache_of(model)
     forward_of_llama(lambda self, hidden, kwargs: hidden + kwargs["past_key_values"].layers[3].keys.sum())
-    assert "of another one" in why_not_stamped(model, cache)
+    assert "of another layer" in why_not_cloned(model, cache)
 
 
 def test_layers_whose_graphs_differ_are_no_templates(forward_of_llama: Callable) -> None:
@@ -136,7 +138,7 @@ def test_layers_whose_graphs_differ_are_no_templates(forward_of_llama: Callable)
     cache = cache_of(model)
     last = model.model.layers[-1]
     forward_of_llama(lambda self, hidden, kwargs: hidden * 2 if self is last else hidden)
-    assert "layers 1 and 4 differ" in why_not_stamped(model, cache)
+    assert "layers 1 and 4 differ" in why_not_cloned(model, cache)
 
 
 def test_layers_that_ask_for_their_number_are_traced(forward_of_llama: Callable) -> None:
@@ -173,7 +175,7 @@ def test_who_else_runs_the_model_meanwhile_gets_its_layers() -> None:
     model = tiny_model("llama", num_hidden_layers=5)
     equal = EqualLayers(model, cache_of(model))
     expected, classes = model(tokens(4)).logits, [type(layer) for layer in model.model.layers]
-    with equal.traced_once():
+    with equal.tracing_few():
         assert [type(layer) for layer in model.model.layers] != classes
         assert torch.equal(model(tokens(4)).logits, expected)
     assert [type(layer) for layer in model.model.layers] == classes
@@ -221,8 +223,8 @@ def test_graphs_are_kept_and_loaded(tmp_path: Path) -> None:
 def test_a_tensor_of_another_kind_makes_a_graph_outdated(change: str) -> None:
     model = tiny_model("llama", num_hidden_layers=5)
     cache = cache_of(model)
-    with owners_of_tensors(model, cache):
-        own = OwnTensors([place for place, _ in EqualLayers(model, cache).own_tensors(2)])
+    with binding_tensors(model, cache):
+        own = BoundTensors([place for place, _ in EqualLayers(model, cache).bound_tensors(2)])
     found = {id(tensor) for tensor in own.tensors()}
     assert found == {id(tensor) for tensor in model.model.layers[2].parameters()} | {
         id(tensor) for name, tensor in cache.layers[2].named_state() if name != "cumulative_length"
@@ -236,8 +238,8 @@ def test_a_tensor_of_another_kind_makes_a_graph_outdated(change: str) -> None:
         model.model.layers[2].mlp.up_proj.weight = None
     with pytest.raises(OutdatedGraph):
         own.tensors()
-    with owners_of_tensors(model, cache), pytest.raises(OutdatedGraph):
-        OwnTensors(own.places)
+    with binding_tensors(model, cache), pytest.raises(OutdatedGraph):
+        BoundTensors(own.specs)
 
 
 def test_a_tensor_that_two_layers_have_is_one() -> None:
@@ -252,7 +254,7 @@ def test_a_tensor_that_two_layers_have_is_one() -> None:
     places = dict(zip((id(tensor) for tensor in inputs), graph.graph.find_nodes(op="placeholder")))
     for number in (2, 3):
         assert places[id(shared)] in marks.equal[number].tensors
-    assert [place.layer for place in marks.own if place.module and place.module.endswith("up_proj")] == [4]
+    assert [spec.layer for spec in marks.bound if spec.module and spec.module.endswith("up_proj")] == [4]
 
 
 @pytest.mark.full

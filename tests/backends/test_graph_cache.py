@@ -257,7 +257,7 @@ def test_a_later_session_goes_on_while_graphs_are_loaded_and_starts_no_process(m
             while session.pending_graphs and time.monotonic() < end:
                 time.sleep(0.01)
         assert found == expected
-        assert "decode" in {key[0] for key in session.runner._calls}
+        assert "decode" in {key.step.method for key in session.runner._calls}
         assert session.runner.background._worker._process is None and told[-1][1] == told[-1][2]
 
 
@@ -275,7 +275,7 @@ def test_a_graph_that_does_not_fit_any_more_is_not_called(how: str, model, folde
         session.warm_up()
         check(session)
         before = counts(session)
-        assert before[1] == 0 and "prefill" in {key[0] for key in session.runner._calls}
+        assert before[1] == 0 and "prefill" in {key.step.method for key in session.runner._calls}
         attention.scaling = scaling * 3
         try:
             if how == "wait":
@@ -286,7 +286,7 @@ def test_a_graph_that_does_not_fit_any_more_is_not_called(how: str, model, folde
             else:
                 with pytest.warns(RuntimeWarning, match="the model or torch's settings have changed"):
                     check(session)
-                assert "prefill" not in {key[0] for key in session.runner._calls}
+                assert "prefill" not in {key.step.method for key in session.runner._calls}
         finally:
             attention.scaling = scaling
     # Back to the graphs of the other tests.
@@ -302,11 +302,11 @@ def test_graphs_run_on_as_many_threads_as_when_the_session_was_made(how: str, mo
             ids = tokens(6)
             torch.testing.assert_close(session.prefill(ids), reference_logits(model, ids, 6)[:, -1], atol=1e-4, rtol=0)
             assert torch.get_num_threads() == 3
-        assert "prefill" in {key[0] for key in session.runner._calls} and counts(session)[1] == 0
+        assert "prefill" in {key.step.method for key in session.runner._calls} and counts(session)[1] == 0
 
 
 def test_nothing_is_kept_of_a_session_that_compiles_nothing(model, tmp_path) -> None:
-    with pytest.raises(InputError, match="graph_cache is .* without compile=True"):
+    with pytest.raises(InputError, match="graph_cache needs compile=True, got .*; set both"):
         Session.from_model(model, ExportableCache.from_model(model, CAPACITY), graph_cache=tmp_path)
 
 

@@ -66,7 +66,7 @@ def test_one_layer_is_compiled_and_one_graph_reads_any_length() -> None:
         assert list(session.generate(tokens(5), 9, **options)) == list(eager.generate(tokens(5), 9, **options))
     # The drawing of a token besides: no step is traced again for it.
     assert counts(session) == (2 * (AROUND + 1) + 1, 2 * (AROUND + 3))
-    assert [key[0] for key in session.runner._calls] == ["prefill", "decode", "choice"]
+    assert [key.step.method for key in session.runner._calls] == ["prefill", "decode", "choice"]
 
 
 @pytest.mark.full

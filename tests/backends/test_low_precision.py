@@ -10,7 +10,7 @@ import torch
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live import background
 from exportable_cache.backends.live.graph_cache import GraphCache
-from exportable_cache.backends.live.model_snapshot import from_skeleton, skeleton
+from exportable_cache.backends.live.model_snapshot import from_snapshot, snapshot
 from exportable_cache.backends.live.regions import described
 from exportable_cache.models.weights import fingerprint
 
@@ -108,12 +108,12 @@ def test_quantised_weights_by_the_process_itself(tmp_path) -> None:
     with session_of(model, "background", graph_cache=tmp_path) as session:
         session.warm_up()
         assert (logits(session) - expected).abs().max() <= 1e-4
-        assert {key[0] for key in session.runner._calls} == {"prefill", "decode", "choice"}
+        assert {key.step.method for key in session.runner._calls} == {"prefill", "decode", "choice"}
 
 
 def test_a_skeleton_has_the_form_of_quantised_weights() -> None:
     model = quantized_model(4)
-    other = from_skeleton(skeleton(model))
+    other = from_snapshot(snapshot(model))
     for (name, one), (_, two) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         assert (type(one), one.shape, one.dtype) == (type(two), two.shape, two.dtype), name
         if type(one) is not torch.nn.Parameter:

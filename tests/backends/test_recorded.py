@@ -14,9 +14,9 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live import layered
 from exportable_cache.backends.live import replay as recorded
 from exportable_cache.backends.live.clone_layers import EqualLayers
-from exportable_cache.backends.live.graphs import OwnTensors, owners_of_tensors
+from exportable_cache.backends.live.graphs import BoundTensors, binding_tensors
 from exportable_cache.backends.live.ops import attention, linear
-from exportable_cache.backends.live.replay import RecordedSteps
+from exportable_cache.backends.live.replay import ReplayedSteps
 from exportable_cache.program import lengths
 
 from ..support.compiling import compiling_with
@@ -36,7 +36,7 @@ class Graph:
     """A function of an input as steps have it, and how often it ran from Python."""
 
     def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
-        self.function, self.steps, self.calls = function, RecordedSteps(OwnTensors(())), 0
+        self.function, self.steps, self.calls = function, ReplayedSteps(BoundTensors(())), 0
 
     def run(self, inputs: Any) -> tuple[Any, ...]:
         self.calls += 1
@@ -138,12 +138,12 @@ def test_other_sizes_and_other_tensors_are_recorded_again(weight: torch.Tensor) 
 def test_tensors_that_a_graph_looks_up_are_seen_to_be_elsewhere(loaded) -> None:
     model = tiny_model("llama", num_hidden_layers=4)
     cache = ExportableCache.from_model(model, 64)
-    with owners_of_tensors(model, cache):
-        own = OwnTensors([place for place, _ in EqualLayers(model, cache).own_tensors(3)])
+    with binding_tensors(model, cache):
+        own = BoundTensors([place for place, _ in EqualLayers(model, cache).bound_tensors(3)])
     weight = model.model.layers[3].mlp.up_proj.weight
     assert any(one is weight for one in own.tensors())
     graph = Graph(lambda x: linear.plain_linear(x, weight, None))
-    graph.steps = RecordedSteps(own)
+    graph.steps = ReplayedSteps(own)
     x = torch.randn(1, weight.shape[1])
     for _ in range(3):
         graph(x.clone())
@@ -158,14 +158,14 @@ def test_a_tensor_that_a_graph_looks_up_is_seen_in_another_form(
 ) -> None:
     model = tiny_model("llama", num_hidden_layers=4, num_key_value_heads=4)
     cache = ExportableCache.from_model(model, 64)
-    with owners_of_tensors(model, cache):
-        own = OwnTensors([place for place, _ in EqualLayers(model, cache).own_tensors(3)])
+    with binding_tensors(model, cache):
+        own = BoundTensors([place for place, _ in EqualLayers(model, cache).bound_tensors(3)])
     weight = model.model.layers[3].self_attn.o_proj.weight
     assert weight.shape[0] == weight.shape[1] and any(one is weight for one in own.tensors())
     noted, address = own.tensors(), weight.data_ptr()
-    assert own.are(noted)
+    assert own.match(noted)
     weight.data = change(weight.data)
-    assert weight.data_ptr() == address and not own.are(noted)
+    assert weight.data_ptr() == address and not own.match(noted)
 
 
 class Census(TorchDispatchMode):

@@ -115,5 +115,5 @@ def test_cuda_graphs_are_of_steps_of_one_size(given: str | None, monkeypatch: py
     for name, length in (("decode", 1), ("prefill", 7)):
         inputs = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         compiler.compile(torch.nn.Identity(), methods[name], name, inputs)
-    assert [compiler.chooses_apart(penalised) for penalised in (False, True)] == [False, True]
+    assert [compiler.chooses_separately(penalised) for penalised in (False, True)] == [False, True]
     assert modes == ([given, given] if given else ["reduce-overhead", None])

@@ -141,7 +141,7 @@ def perturbed_apart(me: Rank) -> list[int]:
     before = torch.compiler.get_default_backend()
     torch.compiler.set_default_backend("eager")
     try:
-        with mock.patch.object(StepCompiler, "chooses_apart", lambda self, penalised: True):
+        with mock.patch.object(StepCompiler, "chooses_separately", lambda self, penalised: True):
             running = session(me, compile="wait", buckets=False, rollback_slots=2, steps_per_launch=3)
             found = list(running.generate(REPEATED, max_new_tokens=16))
             running.close()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from exportable_cache.backends.live.ops import OWN_OPERATORS
+from exportable_cache.backends.live.ops import NATIVE_OPERATORS
 
 #: Traced, functionalised and guarded as for Inductor; no code is generated.
 DEFAULT_BACKEND = "aot_eager"
@@ -37,5 +37,5 @@ def inductor() -> Iterator[None]:
 @pytest.fixture
 def loaded() -> None:
     """The operators that are compiled for the processor are there."""
-    for operators in OWN_OPERATORS:
+    for operators in NATIVE_OPERATORS:
         assert operators.load(), operators.code.reason

@@ -1,3 +1,1 @@
-"""Target `aoti`: machine code made by AOTInductor for this machine's processor, loaded from Python or C++ without
-tracing.
-"""
+"""Target `aoti`: code compiled by AOTInductor for this machine's processor, loaded from Python or C++."""

@@ -12,11 +12,13 @@ from ..options import TargetOptions
 
 @dataclass(frozen=True)
 class AotiOptions(TargetOptions):
-    """
+    """Options of target `aoti`.
+
     Attributes:
-        buckets: Read lengths that get methods of their own, see `ProgramSpec`. Each adds the code of a layer of each
-            kind, and of what runs before the layers, to time and file, but no weights.
-        score_length: Add a method that gives logits after each of up to this many tokens, for speculative decoding.
+        buckets: Read lengths with a separate method, see `ProgramSpec`. Each adds compile time and the code of one
+            layer of each kind to the file, but no weights.
+        score_length: If not 0, add a method that returns logits after each of up to this many tokens, for speculative
+            decoding.
     """
 
     target: ClassVar[str] = "aoti"
@@ -29,5 +31,5 @@ class AotiOptions(TargetOptions):
         self.program_spec(ProgramSpec())
 
     def program_spec(self, asked: ProgramSpec) -> ProgramSpec:
-        """What these options make of a program."""
+        """Return the program for these options."""
         return replace(asked, form=Form.RESIDENT, buckets=self.buckets, score_length=self.score_length)

@@ -1,9 +1,12 @@
-"""A package of machine code, and the one file of constants that all of it is given at load time.
+"""Compile the methods of a program into one package without constants, and write the constants to one file.
 
-AOTInductor keeps a copy of every constant in each compiled model, the cache among them, unless it is told to manage
-none: then whoever loads the package hands in tensors, and the same tensor may be handed to several models. Weights are
-shared in this way, and so is the cache: the models write it in place, through the pointer they were given. Regions are
-given both as inputs, see `RegionalCompiler`.
+By default AOTInductor copies every constant, the cache included, into each compiled model. This package manages none:
+the loader passes tensors, and several models get the same ones. So they share the weights and
+one cache.
+
+Methods with equal layers are split into regions, like the graphs of live sessions (`backends/live/regions.py`).
+Weights, constants and the cache are inputs of a region, so the code of one layer serves all equal layers of all
+methods.
 """
 
 from __future__ import annotations
@@ -31,45 +34,45 @@ if TYPE_CHECKING:
 
 
 def compile_methods(path: Path, programs: Mapping[str, ExportedProgram]) -> tuple[Table, dict[str, torch.Tensor]]:
-    """Compile every program and write them as one package without constants.
+    """Compile every program and write one package without constants.
 
     Args:
-        path: The package, ending in `.pt2`.
-        programs: By method name.
+        path: Path of the package, ending in `.pt2`.
+        programs: Programs by method name.
 
     Returns:
-        What the methods call, and the tensors that they must be given, by name: weights, constants and cache tensors.
+        The table of calls, and the tensors that they need by name: weights, constants and cache tensors.
     """
     compiler, named = RegionalCompiler(), _Named()
     methods = {name: compiler.method(program, named.of(name, program)) for name, program in programs.items()}
-    write_package(path, {region_name(number): files for number, files in enumerate(compiler.files)})
+    write_package(path, {region_name(index): files for index, files in enumerate(compiler.files)})
     users = {call.region: name for name, method in methods.items() for call in method.calls}
     regions = []
-    for number in range(len(compiler.files)):
-        method = users[number]
+    for index in range(len(compiler.files)):
+        method = users[index]
         stored_name = named.of(method, programs[method])
-        held = load_machine_code(path, region_name(number)).get_constant_fqns()
+        held = load_machine_code(path, region_name(index)).get_constant_fqns()
         regions.append({name: stored_name(name) for name in sorted(held)})
     table = Table(version=VERSION, regions=regions, methods=methods)
     return table, {name: named.tensors[name] for name in table.tensors()}
 
 
 class _Named:
-    """Names for the tensors of all methods: a constant that another method has with other values gets one of its own.
+    """Names for the tensors of all methods. A constant whose values differ between methods gets a name for each.
 
     Attributes:
-        tensors: By name.
+        tensors: The tensors by name.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def of(self, method: str, program: ExportedProgram) -> Callable[[str], str]:
-        """The names for one method's."""
-        own = {**{k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)}, **program.state_dict}
+        """Return the function from a name in one method to the name in all methods."""
+        tensors = {**{k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)}, **program.state_dict}
 
         def stored_name(name: str) -> str:
-            tensor = own[name].detach()
+            tensor = tensors[name].detach()
             found = self.tensors.setdefault(name, tensor)
             if found is tensor or _same(found, tensor):
                 return name
@@ -84,16 +87,16 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def write_constants(path: Path, program: Program, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write what the methods must be given, readable by `torch.load` and by C++'s `torch::pickle_load`.
+    """Write the tensors that the methods need, readable by `torch.load` and by C++'s `torch::pickle_load`.
 
-    The file is a dict: `weights`, tensors by name, tied ones stored once; `state`, the cache tensors by name, each as
-    one zero expanded to its shape, so that it takes no room and whoever loads it allocates them; `methods`, per name
-    its shortest, longest and read length; and `limits`, the sizes that inputs are checked against.
+    The file is a dict. `weights` has tensors by name, tied ones stored once. `state` has the cache tensors by name,
+    each as one zero expanded to its shape, so that they take no space; the loader allocates them. `methods` has the
+    shortest, longest and read length of each method, and `limits` the limits of the inputs.
 
     Args:
-        path: The file.
-        program: Of which the methods are.
-        tensors: All that they need, the cache's among them.
+        path: Path of the file.
+        program: The program of the methods.
+        tensors: All tensors that the methods need, the cache's included.
     """
     state = {
         f"layers_{name.removeprefix('layers.').replace('.', '_')}": tensor
@@ -125,36 +128,36 @@ _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 class RegionalCompiler:
-    """Compiles methods, and each region that several have in common once.
+    """Compiles methods, and each region that several methods share once.
 
     Attributes:
-        files: What AOTInductor wrote for each region.
+        files: Files written by AOTInductor for each region.
     """
 
     def __init__(self) -> None:
         self.files: list[list[str]] = []
-        # Operators go along: the texts tell them apart by identity.
-        self._numbers: dict[str, tuple[int, list[object]]] = {}
+        # The operators are kept alive, because the texts contain their ids.
+        self._indices: dict[str, tuple[int, list[object]]] = {}
 
     @torch.no_grad()
     def method(self, program: ExportedProgram, stored_name: Callable[[str], str]) -> Method:
-        """Compile what is new of a method.
+        """Compile the regions of a method that are not compiled yet.
 
         Args:
-            program: It.
-            stored_name: Given the name that a weight, constant or cache tensor has in the program, its name among all
-                methods' tensors.
+            program: The method's program.
+            stored_name: Maps the name of a weight, constant or cache tensor in the program to its name among the
+                tensors of all methods.
 
         Returns:
-            Its calls. A method that has no equal layers or cannot be cut is one call of code of its own, which is not
-            given tensors in every call: it holds them.
+            The calls of the method. A method without equal layers, or one that cannot be split, is one call of code
+            that holds its tensors.
         """
         names = _names(program)
         module = GraphModule(program.graph_module, copy.deepcopy(program.graph))
         for node in module.graph.find_nodes(op="call_function", target=METADATA_ASSERTION):
             module.graph.erase_node(node)
-        regions = regions_of(module, own_sizes=True) if names is not None else []
-        # What a method gives as it came is no region's.
+        regions = regions_of(module, local_sizes=True) if names is not None else []
+        # A method that returns an input is compiled whole, because no region computes that output.
         given = any(node.op == "placeholder" for node in _results(module))
         if names is None or not regions or given or not all(map(_takes_tensors, regions)):
             return self._whole(program)
@@ -176,42 +179,40 @@ class RegionalCompiler:
         inputs = [node for node in placeholders if node.name not in names]
         held = [node for node in placeholders if node.name in names and node in read]
         tensors = list(dict.fromkeys(names[node.name] for node in held))
-        places = {node: index for index, node in enumerate(inputs)}
-        places.update({node: len(inputs) + tensors.index(names[node.name]) for node in held})
+        slots = {node: index for index, node in enumerate(inputs)}
+        slots.update({node: len(inputs) + tensors.index(names[node.name]) for node in held})
         results = _results(module)
         last = {source: index for index, region in enumerate(regions) for source in region.inputs}
         end, calls = len(inputs) + len(tensors), []
         for index, region in enumerate(regions):
             done = [
-                places[node]
+                slots[node]
                 for node in region.inputs
                 if last[node] == index and node.op != "placeholder" and node not in results
             ]
             for node in region.outputs:
-                places[node] = end
+                slots[node] = end
                 end += 1
             calls.append(
                 Call(
-                    region=self._number(module, region),
-                    sources=[places[node] for node in region.inputs],
+                    region=self._compiled_index(module, region),
+                    sources=[slots[node] for node in region.inputs],
                     results=len(region.outputs),
                     done=done,
                 )
             )
-        return Method(inputs=len(inputs), tensors=tensors, calls=calls, outputs=[places[node] for node in results])
+        return Method(inputs=len(inputs), tensors=tensors, calls=calls, outputs=[slots[node] for node in results])
 
-    def _number(self, module: GraphModule, region: Region) -> int:
-        if region.text not in self._numbers:
+    def _compiled_index(self, module: GraphModule, region: Region) -> int:
+        if region.text not in self._indices:
             files = compile_ahead_of_time(region.module(module), (tuple(region.examples()), {}))
             self.files.append(files)
-            self._numbers[region.text] = len(self.files) - 1, [node.target for node in region.nodes]
-        return self._numbers[region.text][0]
+            self._indices[region.text] = len(self.files) - 1, [node.target for node in region.nodes]
+        return self._indices[region.text][0]
 
 
 def _names(program: ExportedProgram) -> dict[str, str] | None:
-    """Placeholder of each weight, constant and cache tensor: its name. None of a program that is given something else,
-    or gives it.
-    """
+    """Return the stored tensors' names by placeholder, None for inputs or outputs of another kind."""
     names = {}
     for spec in program.graph_signature.input_specs:
         if not isinstance(spec.arg, TensorArgument) or spec.kind not in (*_STORED, InputKind.USER_INPUT):

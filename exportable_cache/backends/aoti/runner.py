@@ -1,4 +1,4 @@
-"""Running an AOTInductor package from Python."""
+"""Run an AOTInductor package, and read the table of the code that each method calls."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 class AotiRunner:
-    """The methods of one package, all over the tensors that are held here: weights mapped from disk, and a zeroed
-    cache.
+    """Runs the methods of a package, all with the same weights, mapped from disk, and the same cache.
 
     Raises:
-        BundleError: If the files cannot be loaded by this torch, or on this processor.
+        BundleError: If this torch or this processor cannot load the files.
     """
 
     def __init__(self, code: Path, table: Path, constants: Path, description: ProgramDescription) -> None:
@@ -30,8 +29,8 @@ class AotiRunner:
         try:
             stored = torch.load(constants, mmap=True, weights_only=True)
             known = read_table(table, self.methods, {*stored["weights"], *stored["state"]})
-            # They may keep bare pointers to what they were given: the runner has to live as long.
-            self._code = [load_machine_code(code, region_name(number)) for number in range(len(known.regions))]
+            # Kept alive, because they may hold pointers to their tensors.
+            self._code = [load_machine_code(code, region_name(index)) for index in range(len(known.regions))]
         except (OSError, RuntimeError, ValueError) as error:
             raise BundleError(f"cannot load {code.name}: {error}; export the model again, on this machine") from error
         state = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in stored["state"].items()}
@@ -43,22 +42,23 @@ class AotiRunner:
         self.state = {name: state[name.replace(".", "_")] for name in names if name.replace(".", "_") in state}
         for loaded, held in zip(self._code, known.regions, strict=True):
             if held:
-                loaded.load_constants({own: tensors[name] for own, name in held.items()}, False, True, True)
+                loaded.load_constants({inner: tensors[name] for inner, name in held.items()}, False, True, True)
         self._calls = {name: _Calls(method, tensors, self._code) for name, method in known.methods.items()}
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run a method, see `Runner.run`."""
         outputs = self._calls[method](inputs)
         return outputs[0] if self.methods[method].is_step else outputs
 
 
 class _Calls:
-    """A method of the table, over tensors and code.
+    """The calls of a method.
 
     Args:
-        method: It, checked.
-        tensors: By name.
-        code: The regions.
+        method: The checked method.
+        tensors: Tensors by name.
+        code: The compiled regions.
     """
 
     def __init__(self, method: Method, tensors: dict[str, torch.Tensor], code: Sequence[Any]) -> None:
@@ -70,20 +70,20 @@ class _Calls:
         values: list[Any] = [tensor.contiguous() for tensor in inputs]
         values += self._tensors
         for run, sources, results, done in self._calls:
-            found = run([values[place] for place in sources])
+            found = run([values[slot] for slot in sources])
             if len(found) != results:
-                raise BundleError(f"machine code gives {len(found)} values, of {results}; export the model again")
+                raise BundleError(f"a region must return {results} values, got {len(found)}; export the model again")
             values += found
-            for place in done:
-                values[place] = None
-        return tuple(values[place] for place in self._outputs)
+            for slot in done:
+                values[slot] = None
+        return tuple(values[slot] for slot in self._outputs)
 
 
-#: Of the file. Bundles of releases that compiled each method whole have none.
+#: Version of `regions.json`. Earlier releases, which compiled each method whole, wrote no such file.
 VERSION = 1
 _AGAIN = "export the model again"
 
-Place = Annotated[int, Field(ge=0)]
+Slot = Annotated[int, Field(ge=0)]
 
 
 class _Entry(BaseModel):
@@ -91,50 +91,50 @@ class _Entry(BaseModel):
 
 
 class Call(_Entry):
-    """One region's turn.
+    """A call of a region.
 
     Attributes:
-        region: Number of the machine code.
-        sources: Places of what it is given.
-        results: How many values it gives: they take the next places.
-        done: Places that nothing reads afterwards.
+        region: Index of the region.
+        sources: Slots of its inputs.
+        results: Number of its outputs, which take the next slots.
+        done: Slots that are not read afterwards.
     """
 
-    region: Place
-    sources: list[Place]
-    results: Place
-    done: list[Place] = []
+    region: Slot
+    sources: list[Slot]
+    results: Slot
+    done: list[Slot] = []
 
 
 class Method(_Entry):
-    """The calls of one method over numbered places: its inputs come first, then `tensors`, then what calls give.
+    """The calls of a method, whose values are in numbered slots: its inputs, then `tensors`, then the outputs of calls.
 
     Attributes:
-        inputs: How many.
+        inputs: Number of inputs.
         tensors: Names of weights and cache tensors in `constants.pt`.
-        calls: In order.
-        outputs: Places of what the method gives.
+        calls: The calls, in order.
+        outputs: Slots of the method's outputs.
     """
 
-    inputs: Place
+    inputs: Slot
     tensors: list[str]
     calls: list[Call]
-    outputs: Annotated[list[Place], Field(min_length=1)]
+    outputs: Annotated[list[Slot], Field(min_length=1)]
 
     @property
-    def places(self) -> int:
-        """How many there are."""
+    def slots(self) -> int:
+        """Number of slots."""
         return self.inputs + len(self.tensors) + sum(call.results for call in self.calls)
 
 
 class Table(_Entry):
-    """All methods of a package.
+    """The methods of a package.
 
     Attributes:
         version: `VERSION`.
-        regions: Of each piece of machine code, `region_0` of the package first, the tensors that it is given once,
-            when it is loaded: its own name -> name in `constants.pt`. Those of equal layers have none.
-        methods: By name.
+        regions: For each region, the tensors that it gets once when it is loaded: name in the region -> name in
+            `constants.pt`. Empty for regions of equal layers.
+        methods: Methods by name.
     """
 
     version: int
@@ -142,13 +142,13 @@ class Table(_Entry):
     methods: dict[str, Method]
 
     def tensors(self) -> set[str]:
-        """Names of all that are needed of `constants.pt`."""
+        """Return the names of all tensors of `constants.pt` that are used."""
         return {name for held in self.regions for name in held.values()}.union(
             *(method.tensors for method in self.methods.values())
         )
 
     def write(self, path: Path) -> None:
-        """Write it: a line for each call."""
+        """Write the table, one line per call."""
         path.write_text("".join(self._lines()), encoding="utf-8")
 
     def _lines(self) -> Iterator[str]:
@@ -161,21 +161,21 @@ class Table(_Entry):
         yield "}}\n"
 
 
-def region_name(number: int) -> str:
-    """Of a region in the package."""
-    return f"region_{number}"
+def region_name(index: int) -> str:
+    """Return the name of a region in the package."""
+    return f"region_{index}"
 
 
 def read_table(path: Path, methods: Collection[str], stored: Collection[str]) -> Table:
-    """Read a table, whose every place and name is checked.
+    """Read a table and check every index and name.
 
     Args:
-        path: The file.
-        methods: Names of the methods that there must be.
-        stored: Names of the tensors that there are.
+        path: Path of the file.
+        methods: Names of the methods that the manifest lists.
+        stored: Names of the tensors in `constants.pt`.
 
     Raises:
-        BundleError: If there is none, or it is not one that `Table.write` could have written for these.
+        BundleError: If the file is missing, or `Table.write` could not have written it for these.
     """
     if not path.is_file():
         raise BundleError(
@@ -208,24 +208,24 @@ def _problems(table: Table, methods: Collection[str], stored: Collection[str]) -
     for name in sorted(table.tensors() - set(stored)):
         yield f"no tensor of constants.pt is named {name!r}"
     for name, method in table.methods.items():
-        # A place may be read from the call on that fills it, until the one behind which it is emptied.
+        # A slot may be read after the call that fills it, up to the call that lists it as done.
         filled = set(range(method.inputs + len(method.tensors)))
         end = len(filled)
         for index, call in enumerate(method.calls):
             where = f"methods.{name}.calls.{index}"
             if call.region >= len(table.regions):
                 yield f"{where}.region: is {call.region}, of {len(table.regions)}"
-            for field, places in (("sources", call.sources), ("done", call.done)):
-                for place in places:
-                    if place not in filled:
-                        yield f"{where}.{field}: nothing is at place {place}"
+            for field, slots in (("sources", call.sources), ("done", call.done)):
+                for slot in slots:
+                    if slot not in filled:
+                        yield f"{where}.{field}: slot {slot} is empty"
             filled.difference_update(call.done)
-            # Not more than any call gives: what a stranger writes is no size to allocate.
+            # Limited, because an untrusted number must not set the size of an allocation.
             if call.results > 10_000:
                 yield f"{where}.results: {call.results} values are more than 10000"
                 return
             filled.update(range(end, end + call.results))
             end += call.results
-        for place in method.outputs:
-            if place not in filled or place < method.inputs + len(method.tensors):
-                yield f"methods.{name}.outputs: no call leaves a value at place {place}"
+        for slot in method.outputs:
+            if slot not in filled or slot < method.inputs + len(method.tensors):
+                yield f"methods.{name}.outputs: no call fills slot {slot}"

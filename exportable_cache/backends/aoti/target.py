@@ -1,4 +1,4 @@
-"""The `aoti` target: every method compiled ahead of time, over one set of weights and one cache."""
+"""The `aoti` target: methods compiled ahead of time over one set of weights and one cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TABLE = "regions.json"
 
 
 class AotiBackend:
-    """Programs as AOTInductor packages: shared libraries that need torch's libraries, but no Python."""
+    """AOTInductor packages: shared libraries that need torch's libraries, but no Python."""
 
     name = "aoti"
     packages = ("torch",)
@@ -33,9 +33,11 @@ class AotiBackend:
     options = AotiOptions
 
     def program_spec(self, asked: ProgramSpec, options: AotiOptions) -> ProgramSpec:
+        """Return the program for a requested one, see `Backend.program_spec`."""
         return replace(options.program_spec(asked), attention=ATTENTION, takes_lengths=True)
 
     def lower(self, program: Program, folder: Path, options: AotiOptions) -> list[LoweredFile]:
+        """Write the program's files to `folder`."""
         from .package import compile_methods, write_constants
 
         exported = {name: program.export(name) for name in program.methods}
@@ -44,11 +46,12 @@ class AotiBackend:
         write_constants(folder / CONSTANTS, program, tensors)
         return [
             LoweredFile(CODE, f"machine code of methods {', '.join(exported)}"),
-            LoweredFile(TABLE, "which machine code a method calls"),
+            LoweredFile(TABLE, "the machine code that each method calls"),
             LoweredFile(CONSTANTS, "weights; shapes of the cache"),
         ]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
+        """Open the files that `lower` wrote."""
         return AotiRunner(folder / CODE, folder / TABLE, folder / CONSTANTS, description)
 
 

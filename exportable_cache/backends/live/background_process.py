@@ -13,22 +13,23 @@ import torch
 
 from ...common.process.tuning import collect_seldom
 from ...generation.choosing_steps import Choice
-from .graphs import CHOICE, choice_graph
-from .model_snapshot import from_skeleton
-from .ops import OWN_OPERATORS
+from .graphs import CHOICE, StepKey, choice_graph
+from .model_snapshot import from_snapshot
+from .ops import NATIVE_OPERATORS
 
-#: Number, what is asked for, inputs, and whether others go first.
-Request = tuple[int, tuple, "list[torch.Tensor]", bool]
-#: What has become of it, its number, and why.
+#: Index, call, inputs, and True if others are served first.
+Request = tuple[int, StepKey, "list[torch.Tensor]", bool]
+#: Outcome ("ready", "unshare" or "failed"), index of the request, and reason.
 Reply = tuple[str, int, str]
 
-#: The steps that wait for the processor are the user's.
+#: Lower priority, because the user's steps need the processor.
 _NICENESS = 14
 
 
 class _Requests:
-    """What was asked for and not begun: the oldest first, as the step behind a prompt is asked for before the prompt,
-    and there are more of those; and last what is needed later.
+    """A queue of requests, oldest first, followed by those that are needed later.
+
+    The oldest go first because a prompt's decode step is requested before the prompt, and there are more of those.
     """
 
     def __init__(self, source: IO[bytes]) -> None:
@@ -37,7 +38,7 @@ class _Requests:
         self._changed = threading.Condition()
 
     def read(self) -> None:
-        """Take requests until the process that sends them is gone, and go then."""
+        """Read requests until the parent process ends, then exit."""
         while True:
             try:
                 request = pickle.load(self._source)
@@ -46,13 +47,13 @@ class _Requests:
             self.put(request)
 
     def put(self, request: Request) -> None:
-        """Have one served."""
+        """Add a request."""
         with self._changed:
             self._waiting.append(request)
             self._changed.notify()
 
     def next(self) -> Request:
-        """The one to serve now; waits for one."""
+        """Wait for a request and return the one to serve next."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
             return self._waiting.pop(next((at for at, request in enumerate(self._waiting) if not request[3]), 0))
@@ -61,18 +62,18 @@ class _Requests:
 def main() -> None:
     """Serve the process at the other end of the standard streams."""
     replies = os.fdopen(os.dup(1), "wb")
-    # What a model prints is no reply.
+    # Replies have a separate stream, because a model may print.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.nice(_NICENESS)
-    for operators in OWN_OPERATORS:
-        # It takes as long as the imports and the first trace.
+    for operators in NATIVE_OPERATORS:
+        # Start now, because compiling them takes as long as the imports and the first trace.
         operators.begin()
     requests, replying = _Requests(sys.stdin.buffer), threading.Lock()
     start = pickle.load(sys.stdin.buffer)
 
-    def reply(kind: str, number: int | None, reason: str = "") -> None:
+    def reply(kind: str, index: int | None, reason: str = "") -> None:
         with replying:
-            pickle.dump((kind, number, reason), replies)
+            pickle.dump((kind, index, reason), replies)
             replies.flush()
 
     try:
@@ -80,12 +81,12 @@ def main() -> None:
     except Exception as error:
         reply("failed", None, f"{type(error).__name__}: {error}")
         return
-    #: Methods whose read lengths need a graph each.
+    #: Methods that need a graph for each read length.
     unshared: set[str] = set()
     gc.freeze()
     gc.enable()
     collect_seldom()
-    # The first prompt, which loading graphs would hold up, is read by now.
+    # The parent may import the loader now. Earlier that would have slowed the first prompt down.
     reply("begun", None)
     threading.Thread(target=requests.read, daemon=True).start()
     while True:
@@ -93,16 +94,16 @@ def main() -> None:
 
 
 def _served(runner: Any, request: Request, unshared: set[str]) -> Reply:
-    number, asked, inputs, _ = request
+    index, step, inputs, _ = request
     for name in unshared:
         runner.unshare(name)
     try:
-        kind, name, reason = _compiled(runner, asked, inputs)
+        kind, name, reason = _compiled(runner, step, inputs)
     except Exception as error:
-        return "failed", number, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return "failed", index, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if kind == "unshare":
         unshared.add(name)
-    return kind, number, reason
+    return kind, index, reason
 
 
 def _runner(folder: str, limit: int, settings: dict[str, Any], written: bytes) -> Any:
@@ -116,24 +117,24 @@ def _runner(folder: str, limit: int, settings: dict[str, Any], written: bytes) -
     torch.use_deterministic_algorithms(settings["deterministic"])
     set_inductor_config(settings["inductor"])
     register_attention()
-    model, cache, spec = from_skeleton(written)
+    model, cache, spec = from_snapshot(written)
     return ModuleRunner(model, cache, spec, CompileOptions("wait", graph_cache=folder, graph_cache_mb=limit))
 
 
 @torch.no_grad()
-def _compiled(runner: Any, asked: tuple, inputs: list[torch.Tensor]) -> tuple[str, str, str]:
-    """What has become of a graph, the name of its method, and why."""
-    if asked[0] == CHOICE:
-        graph = choice_graph(Choice(*asked[1:]), inputs)
+def _compiled(runner: Any, step: StepKey, inputs: list[torch.Tensor]) -> tuple[str, str, str]:
+    """Compile a graph and return the outcome, the name of its method, and the reason."""
+    if step.method == CHOICE:
+        graph = choice_graph(Choice(bool(step.greedy), bool(step.penalised)), inputs)
     else:
-        method = runner.methods[asked[0]]
-        graph = runner.graph(asked, inputs[: len(method.inputs)], inputs[len(method.inputs) :])
+        method = runner.methods[step.method]
+        graph = runner.graph(step, inputs[: len(method.inputs)], inputs[len(method.inputs) :])
     cache = runner.graph_cache
     before = cache.loaded + cache.compiled
     runner.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
     if cache.loaded + cache.compiled > before and not cache.last_error:
         return "ready", graph.method.name, ""
-    if graph.is_shared:
+    if graph.key.is_shared:
         runner.unshare(graph.method.name)
         return "unshare", graph.method.name, cache.last_error
     return "failed", graph.method.name, cache.last_error

@@ -1,4 +1,4 @@
-"""Steps through torch.compile: what is dynamic in each, by which backend, and from which folder."""
+"""Compile steps with torch.compile: choose dynamic sizes, the backend, and the folder of kept graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...program.methods import KV_SLOTS, ProgramMethod
 from ..base import GRAPH_CACHE_MB
 from .graph_cache import GraphCache
 from .graphs import OutdatedGraph
-from .ops import OWN_OPERATORS
+from .ops import NATIVE_OPERATORS
 
 if TYPE_CHECKING:
     from ...models.cache_factory import ExportableCache
@@ -33,20 +33,21 @@ _STEPS = itertools.count()
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """Whether and how steps are compiled.
+    """Options of compilation.
 
     Attributes:
-        compile: Each method into one graph: decode for one token, prefill with a dynamic length, and those of several
-            read lengths together. "background": in another process, and steps run as they are until their graph is
-            there; "wait": when a graph is needed; True: in the background where that holds.
-        mode: Of torch.compile; by default on a GPU `reduce-overhead` (CUDA graphs) for steps of one size, whose work is
-            less than launching it. Of a prompt's there would be one for each length.
+        compile: True to compile each method into one graph: decode for one token, prefill with a dynamic length, and
+            methods that differ in their read length together. "background" compiles in a subprocess, and steps run
+            eagerly until their graph is ready; "wait" compiles when a graph is needed; True means "background" where
+            that is possible.
+        mode: Mode of torch.compile. The default on a GPU is `reduce-overhead` (CUDA graphs) for steps of one size.
+            Prompts are not captured, because they would need one CUDA graph per length.
         graph_cache: Folder in which compiled graphs are kept for later processes, see `GraphCache`.
-        graph_cache_mb: How large it may grow.
-        progress: Told of graphs that are compiled in the background, from another thread.
+        graph_cache_mb: Size limit of that folder in megabytes.
+        progress: Called from another thread for each graph that is compiled in the background.
 
     Raises:
-        InputError: If one is out of range, or there is a folder and nothing to keep there.
+        InputError: If a value is out of range, or `graph_cache` is set without `compile`.
     """
 
     compile: bool | Literal["background", "wait"] = False
@@ -57,12 +58,11 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         if self.compile not in (True, False, "background", "wait"):
-            raise InputError(f"compile is {self.compile!r}; it must be True, False, 'background' or 'wait'")
+            raise InputError(f"compile must be True, False, 'background' or 'wait', got {self.compile!r}")
         check_settings(self)
         if self.graph_cache is not None and not self.compile:
             raise InputError(
-                f"graph_cache is {str(self.graph_cache)!r}, but there are no compiled graphs to keep without "
-                "compile=True"
+                f"graph_cache needs compile=True, got graph_cache={str(self.graph_cache)!r} without compile; set both"
             )
 
 
@@ -70,19 +70,19 @@ class StepCompiler:
     """Compiles the steps of one model over one cache.
 
     Args:
-        model: In eval mode, its attention chosen.
-        cache: What the steps write.
-        options: How.
+        model: In eval mode, with its attention implementation set.
+        cache: The cache that the steps write.
+        options: How to compile.
 
     Attributes:
-        by_layers: Whether one layer of each kind is compiled. A graph is a series of calls then.
+        by_layers: True if one layer of each kind is compiled and called for each layer.
         graph_cache: The graphs on disk, None without a folder.
     """
 
     def __init__(self, model: torch.nn.Module, cache: ExportableCache, options: CompileOptions) -> None:
         self._model, self._cache = model, cache
         self._mode = options.mode
-        self._records = options.mode is None and cache.device.type == "cuda"
+        self._captures_cuda_graphs = options.mode is None and cache.device.type == "cuda"
         self.by_layers = self._mode is None and generates_code(cache.device)
         self.graph_cache = None
         if options.graph_cache is not None:
@@ -90,45 +90,45 @@ class StepCompiler:
 
     @functools.cached_property
     def layered(self) -> LayeredBackend | None:
-        """What compiles one layer of each kind, None where graphs are compiled whole."""
+        """The backend that compiles one layer of each kind, None if graphs are compiled whole."""
         if not self.by_layers:
             return None
-        # Here, as it imports the compiler, which takes long.
+        # Imported here because it imports the compiler, which takes seconds.
         from .clone_layers import EqualLayers
         from .layered import LayeredBackend
 
-        for operators in OWN_OPERATORS:
+        for operators in NATIVE_OPERATORS:
             operators.begin()
-        # Layers of other models hand each other more than hidden states, and graphs that are not kept have guards on
-        # the classes of layers, which tracing three of them changes.
+        # Not with ranks or offloading, because their layers pass more than hidden states. Not without a graph cache,
+        # because graphs that are not kept have guards on the layers' classes, which tracing only three changes.
         is_plain = self._cache.residence is None and self._cache.ranks is None
-        stamps = is_plain and self.graph_cache is not None
-        equal = EqualLayers(self._model, self._cache) if stamps else None
+        clones = is_plain and self.graph_cache is not None
+        equal = EqualLayers(self._model, self._cache) if clones else None
         return LayeredBackend(equal)
 
-    def chooses_apart(self, penalised: bool) -> bool:
-        """Whether the choice of tokens is a graph by itself, behind that of the step.
+    def chooses_separately(self, penalised: bool) -> bool:
+        """Return True if tokens are chosen by a separate graph after that of the step.
 
-        A CUDA graph cannot hold the tokens seen, an input that a choice with the repetition penalty writes to.
+        With the repetition penalty a CUDA graph cannot include the choice, because that writes to an input.
         """
         return self.by_layers or (penalised and self._cache.device.type == "cuda")
 
     def compile(
         self, module: torch.nn.Module, method: ProgramMethod | ChoiceMethod, key: str, inputs: Sequence[torch.Tensor]
     ) -> Step:
-        """A compiled step, from the folder where there is one; compiled now, or when it is first called.
+        """Return a compiled step: loaded from the folder, compiled now, or compiled at its first call.
 
         Args:
-            module: To call.
-            method: Whose sizes say what is dynamic.
-            key: Tells it from others of this method.
-            inputs: Examples, from `marked`.
+            module: The module to compile.
+            method: The method, whose inputs say which sizes are dynamic.
+            key: Name of the graph among those of this method.
+            inputs: Example inputs, from `marked`.
         """
         dynamic = None if any(_is_dynamic(method, inputs)) else False
-        chosen = "reduce-overhead" if self._records and dynamic is False else self._mode
+        chosen = "reduce-overhead" if self._captures_cuda_graphs and dynamic is False else self._mode
         backend: dict[str, Any] = {} if self.layered is None else {"backend": self.layered}
         step = _step_of(module)
-        # A graph from disk has no others beside it.
+        # A kept graph cannot have variants for other lengths.
         if self.graph_cache is not None and not _has_graphs_by_length(method):
             options = private.mode_options(chosen) if chosen else None
             call = self.graph_cache.get(
@@ -143,7 +143,7 @@ class StepCompiler:
     def load(
         self, module: torch.nn.Module, method: ProgramMethod | ChoiceMethod, key: str, inputs: Sequence[torch.Tensor]
     ) -> Step | None:
-        """A step from the folder, None if it is not there. See `compile`."""
+        """Return a step from the folder, None if it is not there. See `compile`."""
         if self.graph_cache is None:
             return None
         call = self.graph_cache.load(f"{method} {key}", _step_of(module), {"module": module}, inputs)
@@ -151,25 +151,25 @@ class StepCompiler:
 
 
 def _whole_backend(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
-    """How torch.compile is told to compile a whole graph: with its own backend as it is where that is another one."""
+    """Return the arguments of torch.compile for a whole graph. A backend that the user has set stays."""
     if torch.compiler.get_default_backend() != "inductor":
         return {"mode": mode}
-    # Here, as it imports the compiler, which takes long.
+    # Imported here because it imports the compiler, which takes seconds.
     from ...common.compat.torch_compile import InductorByRanges
 
     return {"backend": InductorByRanges(mode, dynamic)}
 
 
 def generates_code(device: torch.device) -> bool:
-    """Whether steps are compiled to C++. CUDA graphs want a step as one graph."""
+    """Return True if steps are compiled to C++. CUDA graphs need a step as one graph."""
     return device.type == "cpu" and torch.compiler.get_default_backend() == "inductor"
 
 
 def check_background(cache: ExportableCache, mode: str | None) -> None:
-    """Refuse to compile in another process what cannot be handed over from there.
+    """Check that graphs can be compiled in a subprocess.
 
     Raises:
-        InputError: If steps run on a GPU, or torch.compile is to do something else than usual.
+        InputError: If steps run on a GPU, or torch.compile has another mode or backend than its defaults.
     """
     if mode is None and generates_code(cache.device):
         return
@@ -177,8 +177,8 @@ def check_background(cache: ExportableCache, mode: str | None) -> None:
     if mode is None and cache.device.type == "cpu":
         reason = f"torch.compile's backend is {torch.compiler.get_default_backend()!r}"
     raise InputError(
-        f"compile is 'background', but {reason}; graphs come from another process for Inductor's own mode on a CPU "
-        'only: pass compile=True, or "wait"'
+        f"compile='background' needs a cache on a CPU and Inductor's default mode, but {reason}; pass compile=True, or "
+        '"wait"'
     )
 
 
@@ -188,13 +188,15 @@ def marked(
     compiles: bool = True,
     slots: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], frozenset[str]]:
-    """Copies of the inputs that say which of their sizes are dynamic, and the names of dynamic sizes that are 1 here.
+    """Return copies of the inputs with their dynamic sizes marked, and the names of the dynamic sizes that are 1.
 
-    Guards look at strides, which a slice of a longer prompt carries along, and dynamic sizes are marked on the tensor.
+    Copies are contiguous, because guards check strides and a slice of a longer prompt has other ones.
 
     Args:
-        compiles: Whether this process compiles; another one marks its own copies.
-        slots: A copy of `KV_SLOTS`, whose values nobody reads, that will do if it is as long.
+        method: The method that the inputs are of.
+        inputs: Its inputs, in the order of `ProgramMethod.inputs`.
+        compiles: True if this process compiles. A subprocess marks its own copies.
+        slots: An earlier copy of `KV_SLOTS`, reused if it has the same length, because only its length is read.
     """
     sizes, copies, ones = method.dynamic_sizes, [], set()
     for spec, tensor in zip(method.inputs, inputs, strict=True):
@@ -225,20 +227,16 @@ def _is_dynamic(method: ProgramMethod | ChoiceMethod, inputs: Sequence[torch.Ten
 
 
 def _has_graphs_by_length(method: ProgramMethod | ChoiceMethod) -> bool:
-    """Encoders of sound shorten it by convolutions, whose guards split the lengths: there is a graph for each range of
-    them.
-
-    That a length is a multiple is such a guard, too.
-    """
+    """Return True for encoders, whose convolutions add guards on the length: each range of lengths gets a graph."""
     return isinstance(method, ProgramMethod) and not method.is_step and (not method.takes_ids or method.pads)
 
 
 def _guarded(call: Any) -> Step:
-    """A graph that was kept, or is now; it raises `OutdatedGraph` before it does anything, or runs."""
+    """Return a kept graph as a step that raises `OutdatedGraph` before it computes anything if a guard fails."""
     call.disable_guard_check()
 
     def step(*inputs: torch.Tensor) -> Any:
-        # Its guards are those of unmarked inputs.
+        # Detached copies carry no marks, and the guards are on unmarked inputs.
         unmarked = [tensor.detach() for tensor in inputs]
         if not call.guard_check(*unmarked):
             raise OutdatedGraph
@@ -248,11 +246,10 @@ def _guarded(call: Any) -> Step:
 
 
 def _step_of(module: torch.nn.Module) -> Step:
-    """A function that calls `module`, with a code object and a name of its own.
+    """Return a function that calls `module`, with a separate code object and name.
 
-    TorchDynamo keeps compiled graphs per code object: methods, and runners, that shared one would count as
-    recompilations of each other and together run into the recompile limit. And it remembers by name what has changed
-    between two of them, and makes that an input: a model's number, which graphs are compiled for.
+    TorchDynamo keeps compiled graphs per code object: methods that shared one would count as recompilations of each
+    other and reach the recompile limit. It also turns values that change between functions of one name into inputs.
     """
 
     def step(*inputs: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Several states over one runner: its weights and compiled graphs are shared, its cache is swapped."""
+"""Share a runner's weights and compiled graphs among several states, whose caches are swapped in and out."""
 
 from __future__ import annotations
 
@@ -16,43 +16,45 @@ if TYPE_CHECKING:
     from ..base import Runner
 
     class SharedRunner(Runner, Protocol):
-        """A runner that gives out its state and that forks share.
+        """A runner that exposes its state and that forks share.
 
         Attributes:
-            in_turn: The fork whose cache is in place.
+            active: The fork whose cache is in the runner.
             open_forks: Number of forks that are not closed.
         """
 
-        in_turn: ForkedRunner
+        active: ForkedRunner
         open_forks: int
 
         @property
-        def state(self) -> Mapping[str, torch.Tensor]: ...
+        def state(self) -> Mapping[str, torch.Tensor]:
+            """See `HasState.state`."""
+            ...
 
 
 class ForkedRunner:
-    """A runner over another's graphs with a cache of its own, which is put in place when it is its turn.
+    """A state over a runner that several states share. Its cache is copied into the runner before it runs.
 
-    A graph knows its cache by address, so two states cannot be stepped on at once; a turn costs a copy of the cache,
-    and turns taken in a row cost it once.
+    Graphs hold the addresses of one cache, so two states cannot run at the same time. Switching states costs a copy of
+    the cache; consecutive calls of one state cost one copy.
 
     Args:
-        base: What runs; it must give out its `state`.
-        parked: State by name, or None for the one that is in place now.
+        base: The shared runner, which must expose its `state`.
+        saved: This fork's cache tensors by name, None if they are in the runner.
     """
 
-    def __init__(self, base: Runner, parked: dict[str, torch.Tensor] | None = None) -> None:
+    def __init__(self, base: Runner, saved: dict[str, torch.Tensor] | None = None) -> None:
         self.base = cast("SharedRunner", base)
-        self._parked = parked
+        self._saved = saved
         self._is_open = True
-        if parked is None:
-            self.base.in_turn = self
+        if saved is None:
+            self.base.active = self
             self.base.open_forks = 0
         self.base.open_forks += 1
 
     @classmethod
     def of(cls, runner: Runner) -> tuple[ForkedRunner, ForkedRunner]:
-        """The runner as one of two, and a second one that starts with a copy of its state."""
+        """Return `runner` as a fork, and a second fork that starts with a copy of its state."""
         kind = ForkedChoosingRunner if isinstance(runner, ChoosesInGraph) else ForkedRunner
         first = runner if isinstance(runner, ForkedRunner) else kind(runner)
         copied = {name: tensor.clone() for name, tensor in first.state.items()}
@@ -60,41 +62,42 @@ class ForkedRunner:
 
     @property
     def methods(self) -> Mapping[str, ProgramMethod]:
+        """The methods by name."""
         return self.base.methods
 
     @property
     def state(self) -> Mapping[str, torch.Tensor]:
-        """This fork's cache, in place."""
-        self.take_turn()
+        """The cache of this fork, which becomes the active one."""
+        self.activate()
         return self.base.state
 
-    def take_turn(self) -> None:
-        """Put this fork's cache in place, and park the one that was."""
-        other = self.base.in_turn
+    def activate(self) -> None:
+        """Save the active fork's cache, and copy this fork's into the runner."""
+        other = self.base.active
         if other is not self:
-            parked = self._parked
-            assert parked is not None
-            other._parked = {name: tensor.clone() for name, tensor in self.base.state.items()}
+            saved = self._saved
+            assert saved is not None
+            other._saved = {name: tensor.clone() for name, tensor in self.base.state.items()}
             for name, tensor in self.base.state.items():
-                tensor.copy_(parked[name])
-            self._parked = None
-            self.base.in_turn = self
+                tensor.copy_(saved[name])
+            self._saved = None
+            self.base.active = self
 
     @property
     def pending_graphs(self) -> int:
-        """Graphs that are being compiled."""
+        """Number of graphs that are being compiled."""
         return self.base.pending_graphs if isinstance(self.base, WaitsForGraphs) else 0
 
     def waiting(self) -> AbstractContextManager[None]:
-        """A block in which each step waits for its graph."""
+        """Make each step in this block wait for its graph."""
         return self.base.waiting() if isinstance(self.base, WaitsForGraphs) else nullcontext()
 
     def graph_of(self, method: str) -> str:
-        """The same for methods that one graph serves."""
+        """Return the graph name of `method`. Methods that share a graph return the same name."""
         return self.base.graph_of(method) if isinstance(self.base, WaitsForGraphs) else method
 
     def close(self) -> None:
-        """Close the runner with the last of its forks. A second call does nothing."""
+        """Close this fork, and the runner with its last one. Calling it again has no effect."""
         if self._is_open:
             self._is_open = False
             self.base.open_forks -= 1
@@ -102,13 +105,15 @@ class ForkedRunner:
                 self.base.close()
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        self.take_turn()
+        """Run a method over this fork's cache, see `Runner.run`."""
+        self.activate()
         return self.base.run(method, *inputs)
 
 
 class ForkedChoosingRunner(ForkedRunner):
-    """A fork of a runner whose decode steps choose tokens inside their graph."""
+    """A fork of a runner whose decode steps can choose tokens in their graph."""
 
     def run_and_choose(self, method: str, chooser: Sampler, *inputs: torch.Tensor, steps: int = 1) -> torch.Tensor:
-        self.take_turn()
+        """Run decode steps over this fork's cache, see `ChoosesInGraph.run_and_choose`."""
+        self.activate()
         return cast("ChoosesInGraph", self.base).run_and_choose(method, chooser, *inputs, steps=steps)

@@ -1,4 +1,4 @@
-"""Compiled graphs on disk: a later process loads them instead of tracing and compiling the model again."""
+"""Keep compiled graphs on disk, so that a later process loads them instead of tracing and compiling."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ...common.native.machine_code import instructions, processor_name
 from ...common.process.tuning import few_collections
 from ...common.tensors import kind_of_tensor
 from ..base import GRAPH_CACHE_MB
-from .graphs import owners_of_tensors
-from .ops import OWN_OPERATORS
+from .graphs import binding_tensors
+from .ops import NATIVE_OPERATORS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,25 +46,25 @@ _LIBRARY = re.compile(r"\w+/[\w.]+\.so")
 
 
 class GraphCache:
-    """Compiled steps of one model over one layout of its cache, a file each.
+    """Compiled steps of one model over one cache layout, one file each.
 
-    torch's own cache keeps generated code, and a later process still traces every graph; what is kept here is called as
-    it is (`aot_compile` of torch.compile, see `torch.compiler.load_compiled_function`). Weights are not kept. A file is
-    used only if versions, processor, torch's settings, the model's structure and the cache's layout are those it was
-    compiled for, if the source of every function in the graph is unchanged, and if TorchDynamo's guards on the model
-    and the inputs hold; otherwise the step is compiled again and the file replaced. Like torch's own, such files are
-    pickled, which runs code: a folder that others can write to is refused, and a file that is somebody else's, or was
-    not written with this user's key, is not read.
+    torch's own cache keeps generated code, but a later process still traces every graph. This one keeps whole graphs
+    (`aot_compile` of torch.compile, see `torch.compiler.load_compiled_function`), without weights. A file is used only
+    if versions, processor, torch's settings, the model's structure and the cache's layout are those it was compiled
+    for, if the source of every function in the graph is unchanged, and if TorchDynamo's guards hold. Otherwise the step
+    is compiled again and the file replaced. Like torch's own, the files are pickled, and loading them runs code. So a
+    folder that others can write to is refused, and a file that belongs to another user or was not signed with this
+    user's key is not read.
 
     Args:
-        folder: Made when the first graph is kept.
-        model: In eval mode, its attention implementation chosen.
-        cache: What its steps write.
-        limit: Megabytes. When a graph is kept that goes beyond, those used longest ago are dropped, whatever model they
-            are of, but for those that this object has kept or loaded.
+        folder: The folder, created when the first graph is kept.
+        model: In eval mode, with its attention implementation set.
+        cache: The cache that the steps write.
+        limit: Size limit in megabytes. Above it the least recently used graphs of any model are deleted, except those
+            that this object has kept or loaded.
 
     Raises:
-        InputError: If others than this user and root can write to the folder, or to one above it, or there is no
+        InputError: If users other than this one and root can write to the folder or to one above it, or if there is no
             key, see `user_key`.
     """
 
@@ -76,17 +76,17 @@ class GraphCache:
         self._key = user_key()
         self._limit = limit * 10**6
         self._used: set[Path] = set()
-        # Regions are shared by graphs, so each graph has the machine code of all.
+        # Each file contains all of these, because graphs share regions.
         self._libraries: set[Path] = set()
-        #: Graphs taken from the folder, and graphs compiled, since this object was made.
+        #: Numbers of graphs loaded from the folder and of graphs compiled.
         self.loaded, self.compiled = 0, 0
-        #: Why the newest graph was not kept, "" if it was.
+        #: Reason why the newest graph was not kept, "" if it was.
         self.last_error = ""
         self._structure = _digest([*_settings(), *_structure(model, cache)])
 
     @functools.cached_property
     def _identity(self) -> str:
-        # When it is needed: the compiler takes long to import.
+        # Computed late because it imports the compiler, which takes seconds.
         return self._structure + _digest([inductor_config()])
 
     def get(
@@ -97,24 +97,23 @@ class GraphCache:
         inputs: Sequence[torch.Tensor],
         **options: Any,
     ) -> Callable[..., Any] | None:
-        """A step from the folder, or compiled and kept there; None if it cannot be compiled in the form that can be
-        kept.
+        """Return a step from the folder, or compile and keep it. Return None if it cannot be compiled in that form.
 
         Args:
-            key: Of the step, among those of this model and cache.
-            step: To compile.
-            external: Modules that `step` closes over, by name; they are not written.
-            inputs: Examples of its inputs, dynamic sizes marked.
-            options: Of torch.compile.
+            key: Name of the step among those of this model and cache.
+            step: The function to compile.
+            external: Modules that `step` closes over, by name. They are not written.
+            inputs: Example inputs with dynamic sizes marked.
+            **options: Options of torch.compile.
 
         Raises:
-            InputError: If others can write to Inductor's own folder, from which machine code is taken as it is.
+            InputError: If other users can write to Inductor's folder, from which machine code is loaded.
         """
         self.last_error = ""
         call = self.load(key, step, external, inputs)
         if call is not None:
             return call
-        # Here, as it imports the compiler, which takes long.
+        # Imported here because it imports the compiler, which takes seconds.
         from ...common.compat import torch_compile as private
 
         user_folder(private.code_folder())
@@ -127,11 +126,11 @@ class GraphCache:
                 private.sources_once(),
                 private.nameless_methods_omitted(),
                 private.libraries_recorded(self._libraries),
-                owners_of_tensors(*self._owners),
+                binding_tensors(*self._owners),
                 few_collections(),
             ):
                 call = self._compiled(step, inputs, options)
-        except Exception as error:  # tensor subclasses and backends that cannot be written, under errors of their own
+        except Exception as error:  # tensor subclasses and backends that cannot be serialized raise various errors
             self._not_kept(key, error)
             return None
         self.compiled += 1
@@ -152,36 +151,37 @@ class GraphCache:
 
     def _compiled(self, step: Callable[..., Any], inputs: Sequence[torch.Tensor], options: dict[str, Any]) -> Any:
         def compiled() -> Any:
-            # torch.compile takes out of its options what is not Inductor's.
-            own = {**options, "options": dict(options["options"])}
-            wrapped: Any = torch.compile(step, fullgraph=True, **own)
+            # Copied because torch.compile removes some entries.
+            copied = {**options, "options": dict(options["options"])}
+            wrapped: Any = torch.compile(step, fullgraph=True, **copied)
             return wrapped.aot_compile((tuple(inputs), {}))
 
         equal = getattr(options.get("backend"), "equal", None)
         if equal is not None and equal.kinds:
             try:
-                with equal.traced_once():
+                with equal.tracing_few():
                     return compiled()
-            except Exception as error:  # of TorchDynamo's, around ours
-                log.info("every layer is traced: %s", error)
+            except Exception as error:  # TorchDynamo wraps `CloneError` in errors of its own
+                log.info("tracing every layer: %s", error)
         return compiled()
 
     def load(
         self, key: str, step: Callable[..., Any], external: dict[str, nn.Module], inputs: Sequence[torch.Tensor]
     ) -> Callable[..., Any] | None:
-        """A step from the folder, or None. See `get`."""
-        # A copy carries no marks, like the inputs of later calls.
+        """Return a step from the folder, or None. See `get`."""
+        # Copies carry no marks, like the inputs of later calls.
         call = self._load(self._path(key), step, external, [tensor.clone() for tensor in inputs])
         if call is not None:
             self.loaded += 1
             self._used.add(self._path(key))
-            with contextlib.suppress(OSError):  # dropped by another process since
+            with contextlib.suppress(OSError):  # deleted by another process
                 os.utime(self._path(key))
         return call
 
     def _trim(self) -> None:
-        """Drop what was used longest ago. Other processes may do so at the same time, or be about to read: whoever
-        finds no file compiles.
+        """Delete the least recently used graphs.
+
+        Other processes may do so at the same time, or be about to read: a process that finds no file compiles.
         """
         clear_partials(self.folder)
         found = []
@@ -202,7 +202,7 @@ class GraphCache:
 
     def _not_kept(self, key: str, error: Exception) -> None:
         self.last_error = f"{type(error).__name__}: {error}".partition("\n")[0]
-        log.warning("%s: not kept in %s: %s", key, self.folder, self.last_error)
+        log.warning("%s was not kept in %s: %s", key, self.folder, self.last_error)
 
     def _load(
         self, path: Path, step: Callable[..., Any], external: dict[str, nn.Module], inputs: Sequence[torch.Tensor]
@@ -213,17 +213,17 @@ class GraphCache:
             user_folder(self.folder)
             with path.open("rb") as file:
                 if not is_user_file(file.fileno()):
-                    log.warning("%s is not read: it is not yours, or others can write to it", path)
+                    log.warning("%s is ignored: it belongs to another user, or others can write to it", path)
                     return None
                 written = unsealed(file.read(), self._key, path.name)
-            # Here, as it imports the compiler, which takes long.
+            # Imported here because it imports the compiler, which takes seconds.
             from ...common.compat.torch_compile import code_folder, compiled_here, libraries_recorded
 
             graph, plainly = unpacked(written, user_folder(code_folder()))
-            for operators in OWN_OPERATORS:
+            for operators in NATIVE_OPERATORS:
                 if operators.are_called_in(graph):
                     operators.load()
-            owners = owners_of_tensors(*self._owners)
+            owners = binding_tensors(*self._owners)
             with compiled_here(plainly), libraries_recorded(self._libraries), owners:
                 call: Any = torch.compiler.load_compiled_function(
                     io.BytesIO(graph), f_globals=step.__globals__, external_data=external
@@ -238,7 +238,7 @@ class GraphCache:
 
 
 def import_loader() -> None:
-    """Import what the first graph of a process would import while it is loaded."""
+    """Import the modules that loading the first graph of a process would import."""
     from ...common.compat.torch_loading import import_loader
 
     import_loader()
@@ -247,13 +247,13 @@ def import_loader() -> None:
 
 
 def packed(graph: bytes, libraries: Iterable[Path], folder: Path, plainly: bool) -> bytes:
-    """A graph with its machine code, which Inductor's own folder may lose: it lies among temporary files.
+    """Archive a graph with its machine code, because Inductor's folder is temporary.
 
     Args:
-        graph: As torch writes it.
-        libraries: Files of machine code; those that are not in `folder` stay out.
-        folder: Inductor's.
-        plainly: Whether it was compiled without short cuts, as it has to be loaded.
+        graph: The graph, as serialized by torch.
+        libraries: Files of machine code. Those outside `folder` are left out.
+        folder: Inductor's folder.
+        plainly: True if it was compiled without shortcuts, and must be loaded so.
     """
     written = io.BytesIO()
     with zipfile.ZipFile(written, "w") as archive:
@@ -266,9 +266,7 @@ def packed(graph: bytes, libraries: Iterable[Path], folder: Path, plainly: bool)
 
 
 def unpacked(written: bytes, folder: Path) -> tuple[bytes, bool]:
-    """The graph that `packed` was given, and whether it was compiled plainly; machine code goes to Inductor's folder,
-    where there is none.
-    """
+    """Return the graph of an archive and whether it was compiled plainly; restore missing machine code to `folder`."""
     with zipfile.ZipFile(io.BytesIO(written)) as archive:
         for name in archive.namelist():
             path = folder / name
@@ -280,18 +278,17 @@ def unpacked(written: bytes, folder: Path) -> tuple[bytes, bool]:
 
 
 def _keepable(guards: Sequence[Any]) -> list[bool]:
-    """Guards that are written: most of the time of a load is theirs, and a step checks all of them.
+    """Return which guards to keep. Checking them takes most of the time of a load, and every step checks them.
 
-    Left out are those that cannot be, which compare identities and global names (sources stand for them), and those
-    that the file's name stands for, thousands: on the modules' hooks, own attributes and classes, and on dictionaries
-    being such.
+    Left out are guards that cannot be serialized (on identities and globals; source digests replace them), and
+    thousands that the file's name already covers: on modules' hooks, attributes and classes, and on types of dicts.
     """
     left_out = {
         *unwritable_guards(),
         "EMPTY_NN_MODULE_HOOKS_DICT",
         "NOT_PRESENT_IN_GENERIC_DICT",
     }
-    # torchao's weights cannot be written either, nor what they are made of: the file's name stands for them, too.
+    # Also guards on torchao's weights, which cannot be serialized and which the file's name covers too.
     packed_weights = tuple(
         f"{guard.name}." for guard in guards if guard.has_value and hasattr(guard.value, "__tensor_flatten__")
     )
@@ -307,14 +304,14 @@ def _keepable(guards: Sequence[Any]) -> list[bool]:
 
 
 def _is_of_a_class(guard: Any) -> bool:
-    """Whether a guard compares the class of a module or a dictionary, or looks into a class."""
+    """Return True if a guard compares the class of a module or dictionary, or reads a class."""
     if guard.guard_type == "DICT_NOT_CONTAINS":
         return guard.name.startswith("dict(type(")
     return guard.guard_type == "TYPE_MATCH" and guard.has_value and isinstance(guard.value, (torch.nn.Module, dict))
 
 
 def _sources_unchanged(call: Any) -> bool:
-    """Whether each function that was traced into the graph reads as it did then."""
+    """Return True if the source of every traced function is unchanged."""
     return all(
         hashlib.sha256(
             "".join(_lines(source.module)[source.firstlineno - 1 : source.lastlineno - 1]).encode()
@@ -339,7 +336,7 @@ def _settings() -> list[Any]:
         torch.__version__,
         transformers.__version__,
         platform.machine(),
-        # Kernels are compiled for the very processor, not for a kind of it.
+        # The exact model, because kernels are compiled with -march=native.
         processor_name(),
         instructions(),
         torch.backends.cpu.get_cpu_capability(),
@@ -347,7 +344,7 @@ def _settings() -> list[Any]:
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.compiler.get_default_backend(),
-        *(operators.identity() for operators in OWN_OPERATORS),
+        *(operators.identity() for operators in NATIVE_OPERATORS),
     ]
 
 
@@ -367,5 +364,5 @@ def _structure(model: nn.Module, cache: ExportableCache) -> list[Any]:
 
 
 def _attributes(module: nn.Module) -> list[str]:
-    """Names of a module's own attributes, with the number of its hooks."""
+    """Return the names of a module's attributes, with the number of its hooks."""
     return sorted(f"{name} {len(value)}" if name.endswith("_hooks") else name for name, value in vars(module).items())

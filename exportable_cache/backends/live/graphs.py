@@ -1,4 +1,4 @@
-"""Graphs that a session's steps run: of a method, of one with the choice of tokens behind it, and of a choice alone."""
+"""The key of a compiled graph, and the model tensors that it reads without taking them as inputs."""
 
 from __future__ import annotations
 
@@ -24,19 +24,53 @@ if TYPE_CHECKING:
 
 
 class OutdatedGraph(Exception):
-    """A graph that was kept, and whose guards do not hold any more."""
+    """A guard of a loaded graph fails."""
 
     def __init__(self) -> None:
         super().__init__("the model or torch's settings have changed since a graph was compiled")
 
 
-#: Stands for the name of a method where tokens are chosen by a graph of their own.
+#: Method name of a graph that chooses tokens and runs no model.
 CHOICE = "choice"
+
+
+class StepKey(NamedTuple):
+    """A requested call.
+
+    Attributes:
+        method: Name of the method, or `CHOICE`.
+        greedy, penalised: How the graph chooses tokens, see `Choice`; None if it returns logits.
+        steps: Number of decode steps in the graph.
+    """
+
+    method: str
+    greedy: bool | None = None
+    penalised: bool | None = None
+    steps: int = 1
+
+    @property
+    def chooses(self) -> bool:
+        """True if the graph chooses tokens."""
+        return self.greedy is not None
+
+
+class GraphKey(NamedTuple):
+    """The key of a graph among those of one runner.
+
+    Attributes:
+        step: The call, with the name of the method that is compiled.
+        is_shared: True if the graph serves several read lengths.
+        ones: Dynamic sizes that are 1. They are part of the key because TorchDynamo specializes on 1.
+    """
+
+    step: StepKey
+    is_shared: bool = False
+    ones: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class ChoiceMethod:
-    """A choice of tokens as the compiler takes a method: all sizes are fixed, and settings are tensors."""
+    """A choice of tokens, in the form of a method: all sizes are fixed, and settings are tensors."""
 
     greedy: bool
     penalised: bool
@@ -48,56 +82,56 @@ class ChoiceMethod:
 
 @dataclass(frozen=True)
 class Graph:
-    """A call as a compiled graph takes it.
+    """A call of a compiled graph.
 
     Attributes:
-        method: Of the graph.
-        module: What it is compiled from.
-        key: Tells it from the runner's other graphs: also by which of the dynamic sizes are 1, as TorchDynamo has no
-            graph for those and others in common.
-        arguments: Marked.
-        asked: Method, and how tokens are chosen inside the graph if they are.
+        method: The method that is compiled.
+        module: The module that is compiled.
+        key: The graph's key.
+        arguments: The inputs, with dynamic sizes marked.
+        requested: The call as it was requested: its method may be another one that `method` serves as well.
     """
 
     method: ProgramMethod | ChoiceMethod
     module: torch.nn.Module
-    key: tuple
+    key: GraphKey
     arguments: list[torch.Tensor]
-    asked: tuple
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether it serves several read lengths."""
-        return self.key[1]
+    requested: StepKey
 
     @property
     def name(self) -> str:
-        """Of the graph, among those of its method, in any process."""
-        return f"{self.key[2:-1]} {sorted(self.key[-1])}"
+        """The graph's name among those of its method, equal in all processes."""
+        step = self.key.step
+        return f"{step.greedy} {step.penalised} {step.steps} {sorted(self.key.ones)}"
 
 
 def choice_graph(choice: Choice, inputs: list[torch.Tensor]) -> Graph:
-    """The graph of a choice by itself."""
-    key = (CHOICE, False, choice.greedy, choice.penalised, frozenset[str]())
-    asked = (CHOICE, choice.greedy, choice.penalised)
-    return Graph(ChoiceMethod(choice.greedy, choice.penalised), choice, key, inputs, asked)
+    """Return the graph of a choice without a step."""
+    step = StepKey(CHOICE, choice.greedy, choice.penalised)
+    return Graph(ChoiceMethod(choice.greedy, choice.penalised), choice, GraphKey(step), inputs, step)
 
 
-def choosing(module: torch.nn.Module, key: tuple, ranks: Ranks | None = None) -> torch.nn.Module:
-    """A step with what a key says of the choice behind it, on which all ranks agree."""
-    if len(key) == 1:
+def choosing(module: torch.nn.Module, step: StepKey, ranks: Ranks | None = None) -> torch.nn.Module:
+    """Return a step followed by the choice of tokens that `step` asks for, which is rank 0's on all ranks."""
+    if step.greedy is None or step.penalised is None:
         return module
-    greedy, penalised, steps = key[1:]
-    return ChoosingSteps(module, greedy, penalised, steps, None if ranks is None else ranks.of_first_in_graph)
+    return ChoosingSteps(
+        module, step.greedy, step.penalised, step.steps, None if ranks is None else ranks.of_first_in_graph
+    )
 
 
-class OwnTensor(NamedTuple):
-    """One of them, in any process.
+# -- Bound tensors. TorchDynamo takes 0.1 s for the inputs of one layer, and each input has a guard, which costs time at
+# load and in every step. Copies of a traced layer avoid both: the graph looks their tensors up in the model and the
+# cache, and compares them with what it was compiled for.
+
+
+class BoundTensor(NamedTuple):
+    """A tensor of a layer that a graph looks up, described independently of the process.
 
     Attributes:
-        module: Its name in the model, None where the cache has the tensor.
-        layer: Its number in the cache.
-        name: Of the tensor there.
+        module: Name of the module in the model, None for a tensor of the cache.
+        layer: Index of the layer in the cache.
+        name: Name of the tensor in the module or the cache layer.
         kind: See `kind_of_tensor`.
     """
 
@@ -111,8 +145,8 @@ _owners: ContextVar[tuple[nn.Module, ExportableCache]] = ContextVar("_owners")
 
 
 @contextmanager
-def owners_of_tensors(model: nn.Module, cache: ExportableCache) -> Iterator[None]:
-    """A block in which graphs are loaded that run over these."""
+def binding_tensors(model: nn.Module, cache: ExportableCache) -> Iterator[None]:
+    """Look up the tensors of graphs that are loaded in this block in `model` and `cache`."""
     token = _owners.set((model, cache))
     try:
         yield
@@ -120,37 +154,37 @@ def owners_of_tensors(model: nn.Module, cache: ExportableCache) -> Iterator[None
         _owners.reset(token)
 
 
-class OwnTensors:
-    """Those of one graph, over the model and the cache of the block around.
+class BoundTensors:
+    """The bound tensors of one graph, in the model and cache of `binding_tensors`.
 
     Raises:
-        OutdatedGraph: If one is not there, or of another kind.
+        OutdatedGraph: If a tensor is missing, or of another kind.
     """
 
-    def __init__(self, places: Sequence[OwnTensor]) -> None:
-        self.places = tuple(places)
+    def __init__(self, specs: Sequence[BoundTensor]) -> None:
+        self.specs = tuple(specs)
         self._found: list[tuple[dict[str, Any], str, tuple[Any, ...]]] = []
-        if not self.places:
+        if not self.specs:
             return
         model, cache = _owners.get()
         modules = dict(model.named_modules(remove_duplicate=False))
-        for place in self.places:
-            if place.module is None:
-                holder = vars(cache.layers[place.layer])
+        for spec in self.specs:
+            if spec.module is None:
+                holder = vars(cache.layers[spec.layer])
             else:
-                module = modules.get(place.module)
+                module = modules.get(spec.module)
                 holders = () if module is None else module_tensors(module)
-                holder = next((one for one in holders if place.name in one), {})
-            tensor = holder.get(place.name)
-            if not isinstance(tensor, torch.Tensor) or tuple(kind_of_tensor(tensor)) != place.kind:
+                holder = next((one for one in holders if spec.name in one), {})
+            tensor = holder.get(spec.name)
+            if not isinstance(tensor, torch.Tensor) or tuple(kind_of_tensor(tensor)) != spec.kind:
                 raise OutdatedGraph
-            self._found.append((holder, place.name, _form(tensor)))
+            self._found.append((holder, spec.name, _form(tensor)))
 
     def tensors(self) -> list[torch.Tensor]:
-        """As they are now.
+        """Return the current tensors.
 
         Raises:
-            OutdatedGraph: If one is of another kind by now.
+            OutdatedGraph: If one has changed its class, dtype, shape or strides.
         """
         found = []
         for holder, name, form in self._found:
@@ -160,8 +194,8 @@ class OwnTensors:
             found.append(tensor)
         return found
 
-    def are(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether they are these objects, in the same form: not transposed, not cut."""
+    def match(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return True if the current tensors are these objects, with unchanged shapes and strides."""
         return all(
             holder.get(name) is tensor and (tensor.shape, tensor.stride()) == form[2:]
             for (holder, name, form), tensor in zip(self._found, tensors, strict=True)

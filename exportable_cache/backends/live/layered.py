@@ -1,4 +1,4 @@
-"""A backend of torch.compile that compiles one layer of each kind, and calls it once for each."""
+"""A backend of torch.compile that compiles one layer of each kind and calls it for each layer of that kind."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import GraphModule, Node
 
 from ...common.compat import torch_compile as private
-from .clone_layers import taken_marks
-from .graphs import OwnTensor, OwnTensors
+from .clone_layers import take_marks
+from .graphs import BoundTensor, BoundTensors
 from .ops.attention import attention_of_few_queries
 from .ops.linear import linears_by_onednn, linears_of_few_rows
 from .regions import regions_of
-from .replay import RecordedSteps
+from .replay import ReplayedSteps
 
 if TYPE_CHECKING:
     from .clone_layers import EqualLayers
 
-#: What Inductor has compiled: its own object, which runs, and can be written.
+#: A region compiled by Inductor, which can be called and serialized.
 Compiled = Callable[..., Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One region's turn: which one, and where its inputs and outputs lie.
+    """A call of a region.
 
     Attributes:
-        region: Number of what was compiled.
-        sources, targets: Places among the graph's inputs, its own tensors and the values computed so far.
-        done: Places that nothing reads afterwards.
+        region: Index of the compiled region.
+        sources, targets: Indices of its inputs and outputs among all values: the graph's inputs, its bound tensors, and
+            the values computed so far.
+        done: Indices of values that are not read afterwards.
     """
 
     region: int
@@ -41,107 +42,110 @@ class _Call:
 
 
 class LayeredGraph(private.SerializableCallable):
-    """A compiled graph as calls of its regions.
+    """A compiled graph that calls its regions.
 
     Args:
         compiled: The distinct regions.
-        calls: In order.
-        places: How many values there are, the graph's inputs first, and then its own tensors.
-        results: Places of what it gives, or values that are the same in every step.
-        own: What it takes from the model and the cache by itself.
+        calls: The calls, in order.
+        count: Number of values. The graph's inputs come first, then its bound tensors.
+        results: Indices of the outputs, None for an output that is None.
+        bound: Tensors that the graph looks up in the model and the cache.
 
     Raises:
-        OutdatedGraph: See `OwnTensors`.
+        OutdatedGraph: See `BoundTensors`.
     """
 
     def __init__(
         self,
         compiled: Sequence[Compiled],
         calls: Sequence[_Call],
-        places: int,
+        count: int,
         results: Sequence,
-        own: Sequence[OwnTensor] = (),
+        bound: Sequence[BoundTensor] = (),
     ) -> None:
         self.compiled = tuple(compiled)
-        self.calls, self.places, self.results = tuple(calls), places, tuple(results)
-        self.own = OwnTensors(own)
-        self._bound = [(private.region_function(compiled[call.region]), call) for call in calls]
-        self.steps = RecordedSteps(self.own)
+        self.calls, self.count, self.results = tuple(calls), count, tuple(results)
+        self.bound = BoundTensors(bound)
+        self._functions = [(private.region_function(compiled[call.region]), call) for call in calls]
+        self.steps = ReplayedSteps(self.bound)
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        """Run the graph and return its outputs."""
         return self.steps(self._run, inputs)
 
     def _run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        values = [*inputs, *self.own.tensors()]
-        values += [None] * (self.places - len(values))
-        for region, call in self._bound:
-            outputs = region(*[values[place] for place in call.sources])
-            for place, value in zip(call.targets, outputs, strict=True):
-                values[place] = value
-            for place in call.done:
-                values[place] = None
-        return tuple(None if place is None else values[place] for place in self.results)
+        values = [*inputs, *self.bound.tensors()]
+        values += [None] * (self.count - len(values))
+        for region, call in self._functions:
+            outputs = region(*[values[index] for index in call.sources])
+            for index, value in zip(call.targets, outputs, strict=True):
+                values[index] = value
+            for index in call.done:
+                values[index] = None
+        return tuple(None if index is None else values[index] for index in self.results)
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: LayeredGraph) -> bytes:
-        """As torch's own compiled functions are written, pickled."""
+        """Pickle a graph, as torch does with its own compiled functions."""
         regions = [private.region_bytes(one) for one in fn.compiled]
-        return pickle.dumps((regions, fn.calls, fn.places, fn.results, fn.own.places))
+        return pickle.dumps((regions, fn.calls, fn.count, fn.results, fn.bound.specs))
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> LayeredGraph:
-        """What was written."""
+        """Return the graph that `serialize_compile_artifacts` has written."""
         regions, *others = pickle.loads(data)
         return cls([private.region_from_bytes(one) for one in regions], *others)
 
 
 class LayeredBackend:
-    """Compiles graphs whose layers repeat by regions, and others whole: `torch.compile(..., backend=LayeredBackend())`.
+    """Compiles graphs by regions if layers repeat, and other graphs whole.
 
-    Graphs of one model share the regions that they have in common: the ways to choose tokens, and several steps.
+    Pass it as `torch.compile(..., backend=LayeredBackend())`. Graphs of one model share regions, for example those with
+    different ways to choose tokens.
 
     Args:
-        equal: Layers that need not all be traced, where graphs are of such a model.
+        equal: Layers of which only some need to be traced.
 
     Attributes:
-        compiled: Regions compiled so far, and graphs compiled whole.
-        called: Calls of regions in the graphs so far.
+        compiled: Number of regions compiled so far, and of graphs compiled whole.
+        called: Number of calls of regions in the graphs so far.
     """
 
     def __init__(self, equal: EqualLayers | None = None) -> None:
         self.equal = equal
         self.compiled, self.called = 0, 0
-        # Operators go along: the texts tell them apart by identity.
+        # The operators are kept alive, because the texts contain their ids.
         self._regions: dict[str, tuple[Compiled, list[Any]]] = {}
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a graph."""
         if self.equal is not None:
             self.equal.traced()
         attention_of_few_queries(module)
         linears_of_few_rows(module)
         linears_by_onednn(module)
-        marks = None if self.equal is None else taken_marks(module, inputs, self.equal.own_tensors)
+        marks = None if self.equal is None else take_marks(module, inputs, self.equal.bound_tensors)
         regions = regions_of(module)
         if marks is not None:
-            regions = marks.stamped(regions)
+            regions = marks.cloned(regions)
         if not regions:
             self.compiled += 1
             return private.compile_whole(module, inputs)
-        places = {
+        indices = {
             node: index for index, node in enumerate(node for node in module.graph.nodes if node.op == "placeholder")
         }
         last = {source: index for index, region in enumerate(regions) for source in region.inputs}
         output = next(node for node in module.graph.nodes if node.op == "output")
-        numbers: dict[str, int] = {}
+        region_indices: dict[str, int] = {}
         calls: list[_Call] = []
         for region in regions:
             if region.text not in self._regions:
                 compiled = private.compile_region(region.module(module), region.examples())
                 self._regions[region.text] = compiled, [node.target for node in region.nodes]
                 self.compiled += 1
-            numbers.setdefault(region.text, len(numbers))
+            region_indices.setdefault(region.text, len(region_indices))
             for node in region.outputs:
-                places[node] = len(places)
+                indices[node] = len(indices)
             done = (
                 node
                 for node in region.inputs
@@ -149,13 +153,13 @@ class LayeredBackend:
             )
             calls.append(
                 _Call(
-                    numbers[region.text],
-                    tuple(places[node] for node in region.inputs),
-                    tuple(places[node] for node in region.outputs),
-                    tuple(places[node] for node in done),
+                    region_indices[region.text],
+                    tuple(indices[node] for node in region.inputs),
+                    tuple(indices[node] for node in region.outputs),
+                    tuple(indices[node] for node in done),
                 )
             )
         self.called += len(calls)
-        results = [places[value] if isinstance(value, Node) else None for value in output.args[0]]
-        own = () if marks is None else marks.own
-        return LayeredGraph([self._regions[text][0] for text in numbers], calls, len(places), results, own)
+        results = [indices[value] if isinstance(value, Node) else None for value in output.args[0]]
+        bound = () if marks is None else marks.bound
+        return LayeredGraph([self._regions[text][0] for text in region_indices], calls, len(indices), results, bound)

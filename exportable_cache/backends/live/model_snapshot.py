@@ -1,4 +1,4 @@
-"""A model and its cache as bytes, without the values of large tensors: what another process compiles for them."""
+"""Pickle a model and its cache without the values of large tensors, for the process that compiles them."""
 
 from __future__ import annotations
 
@@ -10,35 +10,34 @@ from typing import Any
 
 import torch
 
-#: Values of smaller tensors go along: rotary frequencies and the like, which traced code may look at.
+#: Bytes up to which a tensor is written with its values, because traced code may read those of small ones.
 _LARGEST_WITH_VALUES = 2**16
 
 
-def skeleton(value: Any) -> bytes:
-    """An object pickled, large tensors by shape, strides and dtype only.
+def snapshot(value: Any) -> bytes:
+    """Pickle an object; large tensors become shape, strides and dtype.
 
     Raises:
-        Exception: What pickling raises, under any name: part of it cannot be written, or is a tensor of another class
-            than torch's and torchao's.
+        Exception: Any error of pickling, such as for a tensor of a class that is neither torch's nor torchao's.
     """
     written = io.BytesIO()
     _Writer(written).dump(value)
     if b"__main__" in written.getvalue():
         raise pickle.PicklingError(
-            "part of it is defined in the script or notebook that runs, which others cannot import"
+            "a part of it is defined in the running script or notebook, which another process cannot import"
         )
     return written.getvalue()
 
 
-def from_skeleton(written: bytes) -> Any:
-    """The object, its large tensors allocated and not filled: untouched memory costs nothing."""
+def from_snapshot(written: bytes) -> Any:
+    """Return the object of a snapshot. Large tensors are allocated but not filled, which uses no physical memory."""
     return _Reader(io.BytesIO(written)).load()
 
 
 class _Writer(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        # Kept, as a number is the identity of its object as long as that is there.
+        # Keep the tensors alive, because an id may be reused after its object is freed.
         self._tensors: dict[int, tuple[int, torch.Tensor]] = {}
 
     def persistent_id(self, value: object) -> Any:
@@ -50,15 +49,15 @@ class _Writer(pickle.Pickler):
             raise pickle.PicklingError(f"a tensor of class {type(value).__name__}")
         values = None
         if value.numel() * value.element_size() <= _LARGEST_WITH_VALUES:
-            # torch's own way takes a millisecond a tensor.
+            # Raw bytes, because pickling by torch takes a millisecond per tensor.
             values = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        number, _ = self._tensors.setdefault(id(value), (len(self._tensors), value))
+        index, _ = self._tensors.setdefault(id(value), (len(self._tensors), value))
         kind = type(value) is torch.nn.Parameter
-        return number, kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad, values
+        return index, kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad, values
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, MethodType) and isinstance(value.__func__, functools.partial):
-            # torchao's `extra_repr` of a layer: a method is pickled by its name, and this one has none.
+            # torchao sets a layer's `extra_repr` to a bound partial, which pickle cannot write by name.
             return _bound, (value.__func__, value.__self__)
         if not isinstance(value, torch.Tensor) or not _is_made_of_tensors(value):
             return NotImplemented
@@ -73,7 +72,7 @@ def _bound(function: Any, owner: Any) -> Any:
 
 
 def _is_made_of_tensors(value: torch.Tensor) -> bool:
-    """Whether it is one of torchao's quantised weights, as numbers and scales in ordinary tensors."""
+    """Return True for a quantized weight of torchao, which consists of plain tensors."""
     return type(value).__module__.startswith("torchao.") and hasattr(value, "__tensor_unflatten__")
 
 
@@ -90,12 +89,12 @@ class _Reader(pickle.Unpickler):
         self._tensors: dict[int, torch.Tensor] = {}
 
     def persistent_load(self, described: Any) -> torch.Tensor:
-        number, is_parameter, shape, stride, dtype, device, requires_grad, values = described
-        if number not in self._tensors:
+        index, is_parameter, shape, stride, dtype, device, requires_grad, values = described
+        if index not in self._tensors:
             tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             if values:
                 tensor.copy_(torch.frombuffer(bytearray(values), dtype=dtype).view(shape))
             if is_parameter:
                 tensor = torch.nn.Parameter(tensor, requires_grad=requires_grad)
-            self._tensors[number] = tensor
-        return self._tensors[number]
+            self._tensors[index] = tensor
+        return self._tensors[index]

@@ -1,4 +1,4 @@
-"""Find the layers of a captured graph, group equal ones by their text, and keep sizes inside each region."""
+"""Split a captured graph into regions, one per layer, whose text says which are equal."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from ...common.compat.torch import OpOverload, writes_in_place
 from ...common.compat.torch_compile import FakeTensor, free_symbols, storage_of, symbol_range
 from ...common.tensors import kind_of_tensor
 
-#: Values of nodes that are sizes, and what is asked of them.
+#: Types of nodes that are sizes or computed from sizes.
 SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
 
 def value_of(node: Node) -> Any:
-    """What TorchDynamo or `torch.export` has seen of a node: a fake tensor, a size, or several."""
+    """Return what TorchDynamo or `torch.export` has recorded for a node: a fake tensor, a size, or several."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-def compute_own_sizes(runs: Sequence[list[Node]], graph: Graph) -> None:
-    """Have each run begin with the sizes that it reads, in the order in which it does, whoever has computed them: few
-    sums and products of sizes of tensors. So no size goes from run to run, and runs that read alike are alike.
+def compute_local_sizes(runs: Sequence[list[Node]], graph: Graph) -> None:
+    """Recompute in each run the sizes that it reads, so that no size passes from run to run.
+
+    Runs with the same operators then have the same text.
 
     Args:
-        runs: All operators of the graph, cut into parts that follow each other; changed in place, as the graph is. One
-            that had sizes alone is empty then.
+        runs: Consecutive runs of all operators of the graph, changed in place. A run of sizes only becomes empty.
+        graph: The graph, changed in place.
     """
     for nodes in runs:
         if nodes:
-            _compute_own_sizes(nodes, graph)
+            _compute_local_sizes(nodes, graph)
     for nodes in reversed(runs):
         for node in reversed(list(nodes)):
             if isinstance(value_of(node), SIZES) and not node.users:
@@ -44,7 +45,7 @@ def compute_own_sizes(runs: Sequence[list[Node]], graph: Graph) -> None:
                 nodes.remove(node)
 
 
-def _compute_own_sizes(nodes: list[Node], graph: Graph) -> None:
+def _compute_local_sizes(nodes: list[Node], graph: Graph) -> None:
     first, members = nodes[0], set(nodes)
     copies: dict[Node, Node] = {}
 
@@ -53,38 +54,38 @@ def _compute_own_sizes(nodes: list[Node], graph: Graph) -> None:
             return all(map(can_begin, source.all_input_nodes))
         return source not in members
 
-    def own(source: Node) -> Node:
+    def local(source: Node) -> Node:
         if source.op == "placeholder" or not isinstance(value_of(source), SIZES) or not can_begin(source):
             return source
         if source not in copies:
             for needed in source.all_input_nodes:
-                own(needed)
+                local(needed)
             with graph.inserting_before(first):
-                copies[source] = graph.node_copy(source, own)
+                copies[source] = graph.node_copy(source, local)
         return copies[source]
 
     for node in list(nodes):
         if not isinstance(value_of(node), SIZES):
-            node.args, node.kwargs = map_arg((node.args, node.kwargs), own)
+            node.args, node.kwargs = map_arg((node.args, node.kwargs), local)
     nodes[:0] = copies.values()
 
 
-#: A layer's number in the name of a module.
+#: A module name up to a layer's index.
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 _SYMBOL = re.compile(r"\b[su]\d+\b")
-#: These change how the operators behind them are recorded, across the borders of regions.
+#: Operators that change a mode for the operators after them, so a graph with them cannot be split.
 _MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """One run.
+    """A part of a graph that can be compiled alone.
 
     Attributes:
-        nodes: In the graph's order.
-        inputs: What it reads of others: values of other regions, or inputs of the graph.
-        outputs: Those of `nodes` that others read.
-        text: The same for equal regions.
+        nodes: Its operators, in the order of the graph.
+        inputs: Values of other regions and inputs of the graph that it reads.
+        outputs: Values of `nodes` that others read.
+        text: The operators as text, equal for equal regions.
     """
 
     nodes: tuple[Node, ...]
@@ -93,7 +94,7 @@ class Region:
     text: str
 
     def module(self, root: GraphModule) -> GraphModule:
-        """It alone: a function of `inputs` that gives a tuple of `outputs`."""
+        """Return the region as a module that maps `inputs` to a tuple of `outputs`."""
         graph, copies = Graph(), {}
         for index, node in enumerate(self.inputs):
             copies[node] = graph.placeholder(f"input_{index}")
@@ -104,18 +105,18 @@ class Region:
         return GraphModule(root, graph)
 
     def examples(self) -> list[Any]:
-        """Fake tensors and symbolic sizes in place of `inputs`."""
+        """Return fake tensors and symbolic sizes for `inputs`."""
         return [value_of(node) for node in self.inputs]
 
 
-def regions_of(module: GraphModule, own_sizes: bool = False) -> list[Region]:
-    """All of a graph as regions in their order, or none where no layer comes twice or a region cannot stand alone.
+def regions_of(module: GraphModule, local_sizes: bool = False) -> list[Region]:
+    """Split a graph into regions; return [] if no layer repeats or a region cannot be compiled alone.
 
-    What several layers read and the first of them computes is moved in front of them, in place.
+    Values that several layers read and the first of them computes are moved before the layers, in place.
 
     Args:
-        module: As TorchDynamo gives it, or `torch.export`, with tensors as inputs.
-        own_sizes: Have each region compute the sizes that it needs, so that tensors alone go in and out.
+        module: A graph captured by TorchDynamo or `torch.export`, whose tensors are inputs.
+        local_sizes: Recompute sizes in each region, so that regions pass only tensors.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -124,12 +125,12 @@ def regions_of(module: GraphModule, own_sizes: bool = False) -> list[Region]:
     if any(node.op in ("get_attr", "call_module") or _is_mode(node) for node in graph.nodes):
         return []
     found = _runs(graph)
-    if own_sizes:
-        # Before, so that no layer reads a size of the first one.
-        compute_own_sizes([nodes for _, nodes in found], graph)
+    if local_sizes:
+        # Before hoisting, so that no layer reads a size of the first one.
+        compute_local_sizes([nodes for _, nodes in found], graph)
     runs = _hoisted(found, graph)
-    if own_sizes:
-        compute_own_sizes(runs, graph)
+    if local_sizes:
+        compute_local_sizes(runs, graph)
         runs = [nodes for nodes in runs if nodes]
     sizes = _sizes(graph)
     regions = [_region(run, sizes) for run in runs]
@@ -140,11 +141,11 @@ def regions_of(module: GraphModule, own_sizes: bool = False) -> list[Region]:
 
 
 def _sizes(graph: Graph) -> dict[str, Node]:
-    """What gives the value of a symbol: a size, or an input of the graph that has it among its sizes."""
+    """Return the node of each symbol: a size, or a graph input with the symbol in its shape."""
     sizes = {str(value_of(node)): node for node in graph.nodes if isinstance(value_of(node), torch.SymInt)}
     if any(node.op == "placeholder" for node in sizes.values()):
         return sizes
-    # Programs of torch.export take tensors alone.
+    # Programs of torch.export have only tensors as inputs.
     for node in graph.find_nodes(op="placeholder"):
         for size in getattr(value_of(node), "shape", ()):
             if isinstance(size, torch.SymInt):
@@ -157,7 +158,7 @@ def _is_mode(node: Node) -> bool:
 
 
 def layer_of(node: Node) -> str | None:
-    """Name of the layer whose operator a node is, None of none."""
+    """Return the name of the layer that a node belongs to, or None."""
     for path, _ in (node.meta.get("nn_module_stack") or {}).values():
         found = _LAYER.match(re.sub(r"\['?(\w+)'?\]", r".\1", path))
         if found is not None:
@@ -166,7 +167,7 @@ def layer_of(node: Node) -> str | None:
 
 
 def _runs(graph: Graph) -> list[tuple[str | None, list[Node]]]:
-    """Operators that follow each other and are of one layer, or of none."""
+    """Return runs of consecutive operators with the name of their layer, None outside layers."""
     runs: list[tuple[str | None, list[Node]]] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -174,7 +175,7 @@ def _runs(graph: Graph) -> list[tuple[str | None, list[Node]]]:
         layer = layer_of(node)
         if not runs or runs[-1][0] != layer:
             if layer is not None and len(runs) > 1 and runs[-1][0] is None and runs[-2][0] == layer:
-                # What has no module lies within a layer, too.
+                # Operators without a module between those of one layer belong to the layer.
                 runs[-2][1].extend(runs.pop()[1])
             else:
                 runs.append((layer, []))
@@ -183,7 +184,7 @@ def _runs(graph: Graph) -> list[tuple[str | None, list[Node]]]:
 
 
 def _hoisted(runs: list[tuple[str | None, list[Node]]], graph: Graph) -> list[list[Node]]:
-    """The runs, without what the first layer computes for others: that goes in front of all layers."""
+    """Move values that the first layer computes for other layers before all layers, and return the runs."""
     run_of = {node: index for index, (_, nodes) in enumerate(runs) for node in nodes}
     first = next((index for index, (layer, _) in enumerate(runs) if layer is not None), len(runs))
     written = {_storage(value_of(node)) for node in _written(graph)}
@@ -203,13 +204,13 @@ def _hoisted(runs: list[tuple[str | None, list[Node]]], graph: Graph) -> list[li
             ):
                 free[node] = {node}.union(*(free[source] for source in before))
         for node, needed in free.items():
-            # What the layer itself is for goes to the next one alone.
+            # A layer's result is not moved: only the next layer reads it.
             if any(run_of.get(user, index + 1) not in (index, index + 1) for user in node.users):
                 moved |= needed
     if moved:
-        place = next(node for node in graph.nodes if run_of.get(node) == first and node not in moved)
+        start = next(node for node in graph.nodes if run_of.get(node) == first and node not in moved)
         for node in [node for node in graph.nodes if node in moved]:
-            place.prepend(node)
+            start.prepend(node)
     kept = [[node for node in nodes if node not in moved] for _, nodes in runs]
     hoisted = [node for node in graph.nodes if node in moved]
     if first == 0 and hoisted:
@@ -220,12 +221,12 @@ def _hoisted(runs: list[tuple[str | None, list[Node]]], graph: Graph) -> list[li
 
 
 def _region(nodes: Sequence[Node], sizes: dict[str, Node]) -> Region | None:
-    """None where it could not be called alone."""
+    """Return a run as a region, None if it cannot be compiled alone."""
     members = set(nodes)
     inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in members)
     symbols = dict.fromkeys(symbol for node in (*inputs, *nodes) for symbol in free_symbols(value_of(node)))
     for symbol in symbols:
-        # Sizes of inputs may be sums and products of it only.
+        # No node has this symbol as its value: inputs only have expressions of it in their shapes.
         if str(symbol) not in sizes:
             return None
         if sizes[str(symbol)] not in members:
@@ -264,12 +265,12 @@ def _text(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]
 
 
 def _name(target: Any) -> str:
-    # Functions of one name are told apart by identity, which holds as long as this process.
+    # The id distinguishes functions of the same name within this process.
     return target if isinstance(target, str) else f"{getattr(target, '__name__', target)} {id(target)}"
 
 
 def described(value: Any) -> str:
-    """The same for values that a region cannot tell apart but by what they hold."""
+    """Return a text that is equal for values of the same kind. Their numbers do not matter."""
     if isinstance(value, torch.Tensor):
         return " ".join(kind_of_tensor(value))
     if isinstance(value, (list, tuple)):
@@ -278,7 +279,7 @@ def described(value: Any) -> str:
 
 
 def _writes(node: Node) -> bool:
-    """Whether a call may change one of its arguments."""
+    """Return True if a call may change one of its arguments."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.target in (operator.setitem, operator.delitem) or "out" in node.kwargs or node.kwargs.get("inplace"):
         return True
@@ -307,5 +308,5 @@ def _written(nodes: Graph | Sequence[Node]) -> Iterator[Node]:
 
 
 def _storage(value: Any) -> object:
-    # The object stands for itself where there is no storage.
+    # Values without a storage are identified by their id.
     return storage_of(value) if isinstance(value, FakeTensor) else id(value)

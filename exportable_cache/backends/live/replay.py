@@ -1,11 +1,11 @@
-"""A compiled step without Python between its operators: its calls are recorded once, and run again.
+"""Record the calls of a compiled step, and replay them from C++ without Python between them.
 
-What Inductor generates is a list of calls in Python: kernels over the addresses of tensors, and operators. Weights pass
-through the caches between two of them, so that the interpreter finds nothing there when it is its turn. A step over the
-same weights, the same cache and as many slots calls the same functions with the same addresses, as a CUDA graph does;
-so they are noted in one step, with the memory that they use, and one call of C++ runs all of those to come.
+Inductor generates Python code that calls kernels, with the addresses of tensors, and operators. Between two calls the
+weights have replaced the interpreter's data in the CPU caches, so Python is slow there. Like a captured CUDA graph, a
+step over the same weights, the same cache and the same number of slots calls the same functions with the same
+addresses. One step records them, with the memory that they use, and one call of C++ runs all of them from then on.
 
-Steps in which anything else happens are called from Python as before.
+Steps that do anything else run from Python.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ import torch
 
 from ...common.compat import torch_loading as private
 from ...common.compat.torch import is_watched
-from .graphs import OwnTensors
-from .ops import OWN_OPERATORS
+from .graphs import BoundTensors
+from .ops import NATIVE_OPERATORS
 
-#: Bytes of an input that a step is handed anew each time: tokens, positions, slots.
+#: Maximum bytes of an input that changes in each step, such as tokens, positions and slots.
 _MOST_BYTES = 1 << 16
-#: Of `kMostArguments` in recording.h.
+#: Equal to `kMaxArguments` in recording.h.
 _MOST_ARGUMENTS = 32
-#: `EXPORTABLE_CACHE_STEPS=python` has every step called from Python.
+#: `EXPORTABLE_CACHE_STEPS=python` disables replay.
 VARIABLE = "EXPORTABLE_CACHE_STEPS"
 
 Run = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
-class RecordedSteps:
-    """Steps of one graph, from Python until one is as the one before, and then from its recording.
+class ReplayedSteps:
+    """Runs the steps of one graph: from Python until two have the same shapes, then from a recording.
 
     Args:
-        own: What the graph takes beside its inputs.
+        bound: The tensors that the graph looks up itself.
     """
 
-    def __init__(self, own: OwnTensors) -> None:
-        self._own = own
+    def __init__(self, bound: BoundTensors) -> None:
+        self._bound = bound
         self._recording: Recording | None = None
         self._is_recordable = os.environ.get(VARIABLE, "") != "python"
         self._sizes: list[Any] = []
-        # What has another object in each step, by its place; of the others, that of the last one.
-        self._moving: set[int] = set()
+        # Indices of inputs that change between steps, and weak references to the last value of each input.
+        self._changing: set[int] = set()
         self._last: list[Any] = []
 
     def __call__(self, run: Run, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """What a step gives.
+        """Run a step.
 
         Args:
-            run: The graph, from Python.
-            inputs: Of the graph.
+            run: The graph, called from Python.
+            inputs: Inputs of the graph.
         """
         if not self._is_recordable or is_watched():
             return run(inputs)
@@ -66,68 +66,68 @@ class RecordedSteps:
         sizes = [tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in inputs]
         is_again, self._sizes = sizes == self._sizes, sizes
         if len(self._last) == len(inputs):
-            self._moving |= {place for place, last in enumerate(self._last) if last() is not inputs[place]}
+            self._changing |= {index for index, last in enumerate(self._last) if last() is not inputs[index]}
         self._last = [weakref.ref(one) if isinstance(one, torch.Tensor) else lambda one=one: one for one in inputs]
         return self._recorded(run, inputs) if is_again else run(inputs)
 
     def _recorded(self, run: Run, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """A step that is recorded, if it can be."""
-        library = next((one.code.library for one in OWN_OPERATORS if one.code.library is not None), None)
-        moving = {place: inputs[place] for place in self._moving if isinstance(inputs[place], torch.Tensor)}
-        # Tensors made of others, as torchao's weights, have no address.
-        have_addresses = not any(private.is_wrapper(one) for one in (*inputs, *self._own.tensors()))
-        are_short = all(one.is_contiguous() and one.nbytes <= _MOST_BYTES for one in moving.values())
+        """Run a step and record it if that is possible."""
+        library = next((one.code.library for one in NATIVE_OPERATORS if one.code.library is not None), None)
+        changing = {index: inputs[index] for index in self._changing if isinstance(inputs[index], torch.Tensor)}
+        # Wrapper subclasses such as torchao's weights have no address.
+        have_addresses = not any(private.is_wrapper(one) for one in (*inputs, *self._bound.tensors()))
+        are_short = all(one.is_contiguous() and one.nbytes <= _MOST_BYTES for one in changing.values())
         if library is None or not have_addresses or not are_short:
             self._is_recordable = False
             return run(inputs)
-        recording = Recording(library, inputs, moving, self._own)
+        recording = Recording(library, inputs, changing, self._bound)
         results = recording.record(run)
         if recording.is_whole:
             self._recording = recording
         else:
             self._is_recordable = False
-            recording.write_back(moving)
+            recording.write_back(changing)
         return results
 
 
 class Recording:
-    """The calls of one step.
+    """The recorded calls of one step.
 
     Args:
-        library: Which keeps them.
-        inputs: Of the graph.
-        moving: Those that are other tensors in each step, by their places.
-        own: What the graph takes besides.
+        library: The library that stores the calls.
+        inputs: Inputs of the graph.
+        changing: Inputs that are other tensors in each step, by index.
+        bound: The tensors that the graph looks up itself.
 
     Attributes:
-        moving: Their copies, which the calls read.
-        is_whole: Whether all that the step did is among the calls.
+        changing: Copies of the changing inputs, which the calls read.
+        is_whole: True if everything that the step did is recorded.
     """
 
     def __init__(
-        self, library: ctypes.CDLL, inputs: Sequence[Any], moving: dict[int, torch.Tensor], own: OwnTensors
+        self, library: ctypes.CDLL, inputs: Sequence[Any], changing: dict[int, torch.Tensor], bound: BoundTensors
     ) -> None:
-        self.moving = {place: tensor.clone() for place, tensor in moving.items()}
-        self._inputs = [self.moving.get(place, one) for place, one in enumerate(inputs)]
-        fixed = [place for place in range(len(inputs)) if place not in moving]
-        self._fixed = [(place, inputs[place]) for place in fixed if not isinstance(inputs[place], torch.Tensor)]
-        self._places = [place for place in fixed if isinstance(inputs[place], torch.Tensor)]
-        self._tensors = [inputs[place] for place in self._places]
-        self._own = own
-        self._owned = own.tensors()
-        self._of_others = [*self._tensors, *self._owned]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._of_others))
+        self.changing = {index: tensor.clone() for index, tensor in changing.items()}
+        self._inputs = [self.changing.get(index, one) for index, one in enumerate(inputs)]
+        fixed = [index for index in range(len(inputs)) if index not in changing]
+        self._fixed = [(index, inputs[index]) for index in fixed if not isinstance(inputs[index], torch.Tensor)]
+        self._indices = [index for index in fixed if isinstance(inputs[index], torch.Tensor)]
+        self._tensors = [inputs[index] for index in self._indices]
+        self._bound = bound
+        self._bound_values = bound.tensors()
+        self._outside = [*self._tensors, *self._bound_values]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._outside))
         self._library = library
         self._calls = ctypes.c_void_p(library.exportable_cache_recording())
         weakref.finalize(self, library.exportable_cache_end, self._calls)
-        # Whatever they read and write, so that nobody else gets that memory.
+        # Tensors that the calls read and write, kept alive so that their memory is not reused.
         self._kept: list[Any] = []
         self._results: list[tuple[int | None, Any]] = []
         self.is_whole = True
 
     def record(self, run: Run) -> tuple[Any, ...]:
-        """Run a step from Python and note what it calls."""
-        libraries = [one.code.library for one in OWN_OPERATORS if one.code.library is not None]
+        """Run a step from Python and record its calls."""
+        libraries = [one.code.library for one in NATIVE_OPERATORS if one.code.library is not None]
         try:
             for library in libraries:
                 library.exportable_cache_note(self._calls)
@@ -137,54 +137,54 @@ class Recording:
             for library in libraries:
                 library.exportable_cache_note(None)
         self.is_whole &= self._library.exportable_cache_is_whole(self._calls)
-        known = {id(one): place for place, one in enumerate(self._inputs) if isinstance(one, torch.Tensor)}
-        inputs = {_memory(one) for one in (*self._inputs, *self._owned)}
+        known = {id(one): index for index, one in enumerate(self._inputs) if isinstance(one, torch.Tensor)}
+        inputs = {_memory(one) for one in (*self._inputs, *self._bound_values)}
         for result in results:
-            place = known.get(id(result))
-            self._results.append((place, result))
-            self.is_whole &= place is not None or result is None or _memory(result) not in inputs
-        return self._given(self._inputs) if self.is_whole else results
+            index = known.get(id(result))
+            self._results.append((index, result))
+            self.is_whole &= index is not None or result is None or _memory(result) not in inputs
+        return self._outputs(self._inputs) if self.is_whole else results
 
-    def write_back(self, moving: dict[int, torch.Tensor]) -> None:
-        """What the step wrote to its copies of those that move, in these themselves."""
-        for place, tensor in moving.items():
-            tensor.copy_(self.moving[place])
+    def write_back(self, changing: dict[int, torch.Tensor]) -> None:
+        """Copy the changing inputs back, because the step may have written to its copies."""
+        for index, tensor in changing.items():
+            tensor.copy_(self.changing[index])
 
     def serves(self, inputs: Sequence[Any]) -> bool:
-        """Whether a step with these is the one that was recorded, but for the values of what moves."""
-        # A loop in Python over hundreds of tensors would take as long as all that is around it.
+        """Return True if the recording is valid for these inputs. Only the values of changing inputs may differ."""
+        # `map`, because a Python loop over hundreds of tensors would take as long as the rest of the step's overhead.
         return (
             len(inputs) == len(self._inputs)
-            and all(map(operator.is_, map(inputs.__getitem__, self._places), self._tensors))
+            and all(map(operator.is_, map(inputs.__getitem__, self._indices), self._tensors))
             and self.is_in_place()
-            and all(inputs[place] == one for place, one in self._fixed)
+            and all(inputs[index] == one for index, one in self._fixed)
             and all(
-                inputs[place].shape == one.shape and inputs[place].dtype == one.dtype
-                for place, one in self.moving.items()
+                inputs[index].shape == one.shape and inputs[index].dtype == one.dtype
+                for index, one in self.changing.items()
             )
-            and self._own.are(self._owned)
+            and self._bound.match(self._bound_values)
         )
 
     def replay(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Its results."""
+        """Replay the recorded calls and return the graph's outputs."""
         self._run(inputs)
-        return self._given(inputs)
+        return self._outputs(inputs)
 
     def is_in_place(self) -> bool:
-        """Whether what the calls read and write of the model and the cache is where it was."""
-        return list(map(torch.Tensor.data_ptr, self._of_others)) == self._addresses
+        """Return True if the tensors of the model and the cache still have the recorded addresses."""
+        return list(map(torch.Tensor.data_ptr, self._outside)) == self._addresses
 
     def _run(self, inputs: Sequence[Any]) -> None:
-        for place, tensor in self.moving.items():
-            tensor.copy_(inputs[place])
+        for index, tensor in self.changing.items():
+            tensor.copy_(inputs[index])
         if not self._library.exportable_cache_run(self._calls):
-            raise RuntimeError(f"a recorded step failed; {VARIABLE}=python has steps called from Python")
+            raise RuntimeError(f"a replayed step failed; set {VARIABLE}=python to run steps without replay")
 
-    def _given(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        # The next step writes to the same memory.
+    def _outputs(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        # Copy the outputs, because the next step writes to the same memory.
         return tuple(
-            inputs[place] if place is not None else result.clone() if isinstance(result, torch.Tensor) else result
-            for place, result in self._results
+            inputs[index] if index is not None else result.clone() if isinstance(result, torch.Tensor) else result
+            for index, result in self._results
         )
 
     def _on_kernel(self, kernel: private.GeneratedKernel | None, arguments: tuple[Any, ...]) -> None:
@@ -194,12 +194,12 @@ class Recording:
             self.is_whole = False
             return
         values = []
-        moving = {_memory(tensor) for tensor in self.moving.values()}
+        changing = {_memory(tensor) for tensor in self.changing.values()}
         for kind, argument in zip(kernel.kinds, arguments):
             if kind.endswith("*") and isinstance(argument, torch.Tensor):
                 values.append(argument.data_ptr())
-                # What a step writes to one that moves would be in the copy.
-                self.is_whole &= kind.startswith("const ") or _memory(argument) not in moving
+                # A write to a changing input would only change its copy.
+                self.is_whole &= kind.startswith("const ") or _memory(argument) not in changing
             elif kind in ("const int64_t", "int64_t") and isinstance(argument, int):
                 values.append(argument)
             else:
@@ -211,11 +211,12 @@ class Recording:
 
     def _on_operator(self, operator: Any, arguments: tuple[Any, ...], result: Any) -> None:
         if self._keeps((arguments, result)):
-            self.is_whole = operator.is_view or any(one.has(operator) for one in OWN_OPERATORS)
+            self.is_whole = operator.is_view or any(one.has(operator) for one in NATIVE_OPERATORS)
 
     def _keeps(self, used: tuple[Any, ...]) -> bool:
-        """Keep what a call uses, unless something before it cannot be noted: all that passes between the layers of a
-        prompt would be a session's peak of memory.
+        """Keep the tensors of a call alive while the step can be recorded, and return whether it can.
+
+        Otherwise they are released, because keeping all activations of a prompt would raise the peak memory.
         """
         if self.is_whole:
             self._kept += used
@@ -225,5 +226,5 @@ class Recording:
 
 
 def _memory(value: Any) -> int | None:
-    """The same for tensors that share memory."""
+    """Return the address of a tensor's storage, None for other values."""
     return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else None

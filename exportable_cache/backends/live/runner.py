@@ -1,4 +1,4 @@
-"""Running a program in this process, from the live model: eager or compiled."""
+"""Run a live model in this process, eagerly or through torch.compile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ...program.program import ResidentModule, front_module, program_methods
 from ...program.spec import ProgramSpec
 from .background import background_compiler
 from .compile import CompileOptions, Step, StepCompiler, marked
-from .graphs import Graph, OutdatedGraph, choice_graph, choosing
+from .graphs import Graph, GraphKey, OutdatedGraph, StepKey, choice_graph, choosing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from ...program.methods import ProgramMethod
     from .graph_cache import GraphCache
 
-#: Prompts shorter than this may go token by token, where the model's code has no graph for them and longer ones in
-#: common.
-LONGEST_LEAST = 16
+#: Shorter prompts may run token by token, because some models' code has no common graph for them and longer ones.
+MAX_MIN_LENGTH = 16
 _EITHER = (False, True)
 _GUARD = re.compile(r"satisfy the generated guard (\d+) <= L\[.*\] and L\[.*\] <= (\d+)")
 
@@ -42,13 +41,13 @@ _GUARD = re.compile(r"satisfy the generated guard (\d+) <= L\[.*\] and L\[.*\] <
 class ModuleRunner:
     """Runs the resident form of a program over the cache's own tensors.
 
-    The model's attention implementation is switched to ours until the runner is closed, or gone.
+    The model uses this package's attention implementation until the runner is closed or garbage-collected.
 
     Args:
         model: A transformers causal LM.
-        cache: Its cache; its keys and values are written, its lengths are not.
-        spec: Its methods and modalities.
-        options: Whether and how it is compiled.
+        cache: The model's cache. Steps write its keys and values, but not its lengths.
+        spec: The program's methods and modalities.
+        options: Whether and how steps are compiled.
     """
 
     def __init__(
@@ -59,8 +58,8 @@ class ModuleRunner:
         options: CompileOptions | None = None,
     ) -> None:
         options = CompileOptions() if options is None else options
-        self._give_back = weakref.finalize(self, borrow_attention(model, ATTENTION))
-        self._give_back.atexit = False
+        self._restore_attention = weakref.finalize(self, borrow_attention(model, ATTENTION))
+        self._restore_attention.atexit = False
         spec = ProgramSpec() if spec is None else spec
         self.methods: dict[str, ProgramMethod] = program_methods(model, cache, spec)
         self.modules: dict[str, torch.nn.Module] = {
@@ -77,22 +76,21 @@ class ModuleRunner:
             if cache.device.type == "cpu":
                 warn_if_threads_spin()
             self.compiler = self.background.compiler if self.background else StepCompiler(model, cache, options)
-        # CUDA graphs are recorded for each size.
-        self._records = options.compile and cache.device.type == "cuda"
+        self._captures_cuda_graphs = options.compile and cache.device.type == "cuda"
         shares = options.compile and cache.device.type == "cpu"
         self._shared = shared_methods(cache, self.methods) if shares else {}
         self._shared_modules = {method.name: ResidentModule(model, cache, method) for method in self._shared.values()}
         self._slots = torch.empty(
             max((one.kv_read_len or 0 for one in self._shared.values()), default=0), dtype=torch.bool
         )
-        # By methods, of the last step of each.
+        #: The marked slots input of the last step, by method.
         self._marked: dict[str, torch.Tensor] = {}
-        self._calls: dict[tuple, Step] = {}
+        self._calls: dict[GraphKey, Step] = {}
         self._choices = {(greedy, penalised): Choice(greedy, penalised) for greedy in _EITHER for penalised in _EITHER}
         self._threads = torch.get_num_threads()
-        # TorchDynamo does not follow a model that is left before its decoder, or whose decoder is handed more than the
-        # model hands it.
-        self._as_they_are = {
+        # These run eagerly, because TorchDynamo cannot trace a model that is left before its decoder, or a decoder that
+        # gets extra inputs.
+        self._uncompiled = {
             name
             for name, method in self.methods.items()
             if method.item is not None
@@ -102,49 +100,49 @@ class ModuleRunner:
 
     @property
     def graph_cache(self) -> GraphCache | None:
-        """The compiled graphs on disk, None where none are kept."""
+        """The compiled graphs on disk, None without a folder."""
         return None if self.compiler is None else self.compiler.graph_cache
 
     @property
     def is_open(self) -> bool:
-        """Whether it runs: it was not closed."""
-        return self._give_back.alive
+        """True until the runner is closed."""
+        return self._restore_attention.alive
 
     def close(self) -> None:
-        """Put back the attention that the model had; nothing runs afterwards. A second call does nothing."""
-        self._give_back()
+        """Restore the model's attention implementation. Calling it again has no effect."""
+        self._restore_attention()
         if self.background is not None:
             self.background.close()
 
     @property
     def pending_graphs(self) -> int:
-        """Graphs that are being compiled in the background."""
+        """Number of graphs that are being compiled in the background."""
         return 0 if self.background is None else self.background.pending
 
     def waiting(self) -> AbstractContextManager[None]:
-        """A block in which steps wait for their graph, where they are compiled in the background."""
+        """Make steps in this block wait for their graph instead of running eagerly."""
         return nullcontext() if self.background is None else self.background.waiting()
 
     def graph_of(self, method: str) -> str:
-        """The same for methods that one graph serves."""
+        """Return the graph name of `method`. Methods that share a graph return the same name."""
         return self._shared[method].name if method in self._shared else method
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run a method, see `Runner.run`."""
         if self.ranks is None:
-            return self._call((method,), inputs)
+            return self._call(StepKey(method), inputs)
         with self.ranks.watched():
-            result = self._call((method,), inputs)
+            result = self._call(StepKey(method), inputs)
         return self.ranks.of_first(result) if self.methods[method].is_step else result
 
     @torch.no_grad()
     def run_and_choose(self, method: str, chooser: Sampler, *inputs: torch.Tensor, steps: int = 1) -> torch.Tensor:
-        """Decode steps with the choice of the next tokens inside the graph: int64 [batch, steps].
+        """Run decode steps and choose their tokens: int64 [batch, steps].
 
-        One graph serves all settings of a `Sampling`; greedy choice, the repetition penalty and every number of steps
-        have graphs of their own. Where graphs are made of layers the choice is one by itself, behind that of the step:
-        there is nothing to be saved by having both in one, and a model would be traced again for each. See
-        `StepCompiler.chooses_apart`.
+        One graph serves all settings of a `Sampling`. Greedy choice, the repetition penalty and each number of steps
+        need separate graphs. On a CPU the choice is a separate graph, because the model would otherwise be traced again
+        for each of these. See `StepCompiler.chooses_separately`.
         """
         with nullcontext() if self.ranks is None else self.ranks.watched():
             return self._run_and_choose(method, chooser, inputs, steps)
@@ -158,27 +156,27 @@ class ModuleRunner:
         if seen is not None:
             further.append(seen)
         further += chooser.settings
-        if self.compiler is None or not self.compiler.chooses_apart(penalised):
-            return self._call((method, greedy, penalised, steps), inputs, *further)
+        if self.compiler is None or not self.compiler.chooses_separately(penalised):
+            return self._call(StepKey(method, greedy, penalised, steps), inputs, *further)
         choice = self._choices[greedy, penalised]
         tokens, position, *more = inputs
         chosen: list[torch.Tensor] = []
         for index in range(steps):
             if chosen:
                 tokens, position = chosen[-1], position + 1
-            logits = self._call((method,), [tokens, position, *more])
+            logits = self._call(StepKey(method), [tokens, position, *more])
             tokens = self._choose(choice, [logits, *of_step(further, index, greedy)])
             chosen.append((tokens if self.ranks is None else self.ranks.of_first(tokens))[:, None])
         return chosen[0] if steps == 1 else torch.cat(chosen, dim=1)
 
     def _choose(self, choice: Choice, inputs: list[torch.Tensor]) -> torch.Tensor:
-        """Tokens, int64 [batch], by a graph where that is worth one."""
+        """Return the next tokens, int64 [batch]. Greedy choice without a penalty needs no graph."""
         if choice.greedy and not choice.penalised:
             return choice(*inputs)
         graph = choice_graph(choice, inputs)
         call = self._calls.get(graph.key)
         if call is None and self.background is not None:
-            call = self.background.take(graph, inputs)
+            call = self.background.get(graph, inputs)
         elif call is None:
             call = self._compile(graph)
         if call is None:
@@ -187,23 +185,24 @@ class ModuleRunner:
         try:
             return self._run_graph(call, inputs)
         except OutdatedGraph as outdated:
-            self._lose(graph, outdated)
+            self._discard(graph, outdated)
             return self._choose(choice, inputs)
 
-    def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> Any:
-        """What a step gives.
+    def _call(self, key: StepKey, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> Any:
+        """Run one call.
 
         Args:
-            key: Of the step, see `Graph.asked`.
-            inputs, further: What it takes.
+            key: The requested call.
+            inputs: The method's inputs.
+            further: The inputs of the choice.
         """
         if not self.is_open:
-            raise InputError("this session is closed, and its model has its own attention again; make another session")
-        if self.compiler is None or key[0] in self._as_they_are:
-            return choosing(self.modules[key[0]], key, self.ranks)(*inputs, *further)
+            raise InputError("this session is closed, and the model has its own attention again; make another session")
+        if self.compiler is None or key.method in self._uncompiled:
+            return self._eager(key, inputs, further)
         graph = self.graph(key, inputs, further)
         if graph is None:
-            return choosing(self.modules[key[0]], key, self.ranks)(*inputs, *further)
+            return self._eager(key, inputs, further)
         call = self._calls.get(graph.key)
         if call is None and self.background is not None:
             call = self._from_background(graph, inputs, further)
@@ -211,19 +210,19 @@ class ModuleRunner:
                 self.unshare(method.name)
                 return self._call(key, inputs, *further)
             if call is None:
-                with self.background.meanwhile():
-                    return choosing(self.modules[key[0]], key, self.ranks)(*inputs, *further)
+                with self.background.eager_step():
+                    return self._eager(key, inputs, further)
             self._calls[graph.key] = call
         if call is not None:
             try:
                 result = self._run_graph(call, graph.arguments)
             except OutdatedGraph as outdated:
-                self._lose(graph, outdated)
+                self._discard(graph, outdated)
                 return self._call(key, inputs, *further)
             except private.tracing_errors():
                 if self.background is not None:
                     raise
-                # The model has changed, to what TorchDynamo cannot make of the graph that it has: it begins anew.
+                # Compile from scratch, because TorchDynamo cannot recompile its graph for the changed model.
                 del self._calls[graph.key]
                 return self._call(key, inputs, *further)
         else:
@@ -231,58 +230,62 @@ class ModuleRunner:
             try:
                 result = self._run_graph(call, graph.arguments)
             except private.tracing_errors() as error:
-                if graph.is_shared:
+                if graph.key.is_shared:
                     self.unshare(graph.method.name)
                     return self._call(key, inputs, *further)
-                raised = self.methods[key[0]] = _raised(cast("ProgramMethod", graph.method), error)
-                enough = inputs[0].shape[1] >= raised.min_length
-                return self._call(key, inputs, *further) if enough else self._token_by_token(raised, inputs)
+                method = self.methods[key.method] = _with_min_length(cast("ProgramMethod", graph.method), error)
+                enough = inputs[0].shape[1] >= method.min_length
+                return self._call(key, inputs, *further) if enough else self._token_by_token(method, inputs)
             self._calls[graph.key] = call
-        if not self._records:
+        if not self._captures_cuda_graphs:
             return result
-        # CUDA graphs give out their own buffers, which the next step overwrites.
+        # Copy the outputs, because the next replay of the CUDA graph overwrites them.
         return private.tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
+
+    def _eager(self, key: StepKey, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]) -> Any:
+        return choosing(self.modules[key.method], key, self.ranks)(*inputs, *further)
 
     def _compile(self, graph: Graph) -> Step:
         assert self.compiler is not None
-        # As it will run: a thread of the caller's may have another number of threads.
+        # Set the thread count, because the calling thread may have another one, and graphs are compiled for one.
         with torch_threads(self._threads):
             return self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
 
     def _run_graph(self, call: Step, arguments: Sequence[torch.Tensor]) -> Any:
-        # A graph is compiled for a number of threads.
         with torch_threads(self._threads):
             return call(*arguments)
 
-    def _lose(self, graph: Graph, outdated: OutdatedGraph) -> None:
-        """Compile a graph again when it is needed next. Another process would compile what it has: steps go on as they
-        are then.
+    def _discard(self, graph: Graph, outdated: OutdatedGraph) -> None:
+        """Compile a graph again when it is next needed.
+
+        With background compilation, steps run eagerly from then on, because the subprocess has the old model.
         """
         del self._calls[graph.key]
         if self.background is not None:
-            self.background.lose(graph.key, str(outdated))
+            self.background.discard(graph.key, str(outdated))
 
     def _from_background(
         self, graph: Graph, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]
     ) -> Step | None:
-        """A graph if another process has compiled it, and None while it does."""
+        """Return a graph that the subprocess has compiled, None while it compiles."""
         assert self.background is not None
-        if (first := self._token_behind(graph, inputs)) is not None:
-            self.background.take(*first)
-        call = self.background.take(graph, [*inputs, *further])
-        # Steps to come, of rows that are longer: the graphs behind a ring's first turn.
+        if (first := self._first_decode(graph, inputs)) is not None:
+            self.background.get(*first)
+        call = self.background.get(graph, [*inputs, *further])
+        # Also request the graphs of later, longer steps, such as those after a ring buffer has wrapped.
         for other in self.methods.values():
-            if other.inputs == self.methods[graph.asked[0]].inputs and other.is_step:
-                later = self.graph((other.name, *graph.asked[1:]), inputs, further)
+            if other.inputs == self.methods[graph.requested.method].inputs and other.is_step:
+                later = self.graph(graph.requested._replace(method=other.name), inputs, further)
                 if later is not None and later.key != graph.key:
-                    self.background.take(later, [*inputs, *further], ahead=True)
+                    self.background.get(later, [*inputs, *further], ahead=True)
         return call
 
-    def _token_behind(self, graph: Graph, inputs: Sequence[torch.Tensor]) -> tuple[Graph, list[torch.Tensor]] | None:
-        """The graph of the first token behind a prompt, and inputs for it: it is needed as soon as the prompt is read,
-        and again for each token. None for other steps, and where a token takes something else.
+    def _first_decode(self, graph: Graph, inputs: Sequence[torch.Tensor]) -> tuple[Graph, list[torch.Tensor]] | None:
+        """Return the graph and inputs of the decode step after a prompt, None if `graph` is not a prompt's.
+
+        It is requested together with the prompt, because it is needed as soon as the prompt has run.
         """
-        prompt, size = self.methods[graph.asked[0]], inputs[0].shape[1]
+        prompt, size = self.methods[graph.requested.method], inputs[0].shape[1]
         if size == 1 or not prompt.is_step or prompt.only_scores:
             return None
         end = _last_of(inputs[1]) + size + 1
@@ -302,41 +305,41 @@ class ModuleRunner:
                 tensor = tensor.narrow(index, 0, 1) if name == "length" else tensor
             token.append(tensor)
         token[1] = token[1] + size
-        behind = self.graph((decode.name,), token, ())
-        return None if behind is None else (behind, token)
+        following = self.graph(StepKey(decode.name), token, ())
+        return None if following is None else (following, token)
 
-    def graph(self, key: tuple, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]) -> Graph | None:
-        """What compiled graph serves a call, and with which arguments.
+    def graph(self, key: StepKey, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]) -> Graph | None:
+        """Return the graph that serves a call, with its arguments.
 
-        None for a step that fills the cache to its last slot: that one runs as it is, instead of waiting for a graph of
-        its own.
+        None for a step that fills the cache to its last slot: it runs eagerly, because it would need a separate graph.
         """
-        method = self.methods[key[0]]
+        method = self.methods[key.method]
         shared = self._shared.get(method.name)
-        if shared is not None:
-            size, steps = inputs[0].shape[1], 1 if len(key) == 1 else key[3]
-            end = _last_of(inputs[1]) + size + steps - 1
-            slots = slots_to_read(shared, end, None if self._is_compiled(shared, key) else size)
-            if slots is None:
-                return None
-            kept = self._marked.get(shared.name)
-            arguments, ones = marked(shared, [*inputs, self._slots[:slots]], self.background is None, kept)
-            self._marked[shared.name] = arguments[-1]
-            module = choosing(self._shared_modules[shared.name], key, self.ranks)
-            return Graph(shared, module, (shared.name, True, *key[1:], ones), [*arguments, *further], key)
-        arguments, ones = marked(method, inputs, self.background is None)
-        module = choosing(self.modules[method.name], key, self.ranks)
-        return Graph(method, module, (method.name, False, *key[1:], ones), [*arguments, *further], key)
+        if shared is None:
+            arguments, ones = marked(method, inputs, self.background is None)
+            module = choosing(self.modules[method.name], key, self.ranks)
+            return Graph(method, module, GraphKey(key, ones=ones), [*arguments, *further], key)
+        size = inputs[0].shape[1]
+        end = _last_of(inputs[1]) + size + key.steps - 1
+        step = key._replace(method=shared.name)
+        slots = slots_to_read(shared, end, None if self._is_compiled(step) else size)
+        if slots is None:
+            return None
+        kept = self._marked.get(shared.name)
+        arguments, ones = marked(shared, [*inputs, self._slots[:slots]], self.background is None, kept)
+        self._marked[shared.name] = arguments[-1]
+        module = choosing(self._shared_modules[shared.name], key, self.ranks)
+        return Graph(shared, module, GraphKey(step, True, ones), [*arguments, *further], key)
 
-    def _is_compiled(self, shared: ProgramMethod, key: tuple) -> bool:
-        return any(known[:-1] == (shared.name, True, *key[1:]) for known in self._calls)
+    def _is_compiled(self, step: StepKey) -> bool:
+        return any(known.is_shared and known.step == step for known in self._calls)
 
     def unshare(self, name: str) -> None:
-        """The model's code asks how far the cache is read: a graph for each length, as for a phone."""
+        """Compile a graph for each read length, because the model's code depends on it."""
         self._shared = {one: method for one, method in self._shared.items() if method.name != name}
 
     def _token_by_token(self, method: ProgramMethod, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Logits [batch, vocab] after the last token of a step that is too short for its method."""
+        """Run a step that is too short for its method and return its logits [batch, vocab]."""
         tokens, position, *more = inputs
         decode = next(
             one
@@ -344,7 +347,7 @@ class ModuleRunner:
             if one.serves(1, 1) and one.kv_read_len == method.kv_read_len and one.input_names == method.input_names
         )
         for index in range(tokens.shape[1]):
-            logits = self._call((decode.name,), (tokens[:, index : index + 1], position + index, *more))
+            logits = self._call(StepKey(decode.name), (tokens[:, index : index + 1], position + index, *more))
         return logits
 
 
@@ -352,20 +355,20 @@ def _last_of(positions: torch.Tensor) -> int:
     return int(positions if positions.numel() == 1 else positions.max())
 
 
-def _raised(method: ProgramMethod, error: Exception) -> ProgramMethod:
-    """The method with the `min_length` from which on the model's code is the same for all lengths.
+def _with_min_length(method: ProgramMethod, error: Exception) -> ProgramMethod:
+    """Return the method with the smallest `min_length` for which the model's code is the same for all lengths.
 
-    Some code compares the length with a kernel or a small constant, here as under `Program.export`. Shorter prompts go
-    token by token then.
+    Some code compares the length with a kernel size or a small constant, as under `Program.export`. Shorter prompts run
+    token by token.
 
     Raises:
-        UnsupportedModelError: If that is not why it could not be compiled.
+        UnsupportedModelError: If the error has another cause.
     """
     found = _GUARD.search(str(error))
     if found is not None and method.takes_ids and method.is_step and not method.only_scores and method.min_length > 1:
         lowest, highest = int(found[1]), int(found[2])
         least = lowest if highest == method.max_length else highest + 1
-        if method.min_length < least <= min(LONGEST_LEAST, method.max_length):
+        if method.min_length < least <= min(MAX_MIN_LENGTH, method.max_length):
             return replace(method, min_length=least)
     raise UnsupportedModelError(
         f"{method.name} cannot be compiled into one graph ({describe_trace_error(error)}); run the session without "

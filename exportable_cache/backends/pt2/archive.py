@@ -1,8 +1,8 @@
-"""One `.pt2` archive for several exported programs that share their weights and their cache.
+"""Write and read one `.pt2` archive of several exported programs that share their weights and their cache.
 
-It is torch's format, so torch's loader opens it; see `README.txt` inside. But neither is it written by torch's writer,
-which repeats weights, pickles sample inputs, records paths of source files and aborts the process on a full disk, nor
-read by torch's loader, which runs code of whoever wrote the file (docs/security.md).
+It has torch's format, so torch's loader can open it; see `README.txt` inside. It is not written by torch's writer,
+which repeats weights, pickles sample inputs, records paths of source files and aborts the process on a full disk. It is
+not read by torch's loader, which can run code from the file (docs/security.md).
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _KNOWN = re.compile(
     r"data/constants/(tensor_\d+|\w+_constants_config\.json)"
 )
 _README_TEXT = """\
-A program of torch.export with its key-value cache, written by exportable_cache. The method `{default}` also stands
-under the name `model`, so torch.export.load opens it. For all methods, over one cache:
+A program of torch.export with its key-value cache, written by exportable_cache. The method `{default}` also has
+the name `model`, so torch.export.load opens it. For all methods, over one cache:
 
     from torch.export.pt2_archive._package import load_pt2
     programs = load_pt2(path).exported_programs
     for program in programs.values(): program.constants.update(programs["model"].constants)
 
-Import torchao.quantization.quant_primitives first if weights are quantised. torch's loader can run code of whoever
-wrote a file; exportable_cache.load does not use it.
+Import torchao.quantization.quant_primitives first if weights are quantised. torch's loader can run code from
+the file; exportable_cache.load does not use it.
 """
 _README_OF_EXPLICIT = """
-The cache is the last input of a step, and comes back after the logits. The others are those that manifest.json
-names for the method: input_ids int64 [batch, length] and input_pos int64 [batch], which starts at 0. The cache begins
+The cache is the last input of a step, and the output after the logits. The other inputs are listed in manifest.json
+for the method: input_ids int64 [batch, length] and input_pos int64 [batch], which starts at 0. The cache begins
 as zeros:
 
     import json, torch
@@ -62,12 +62,12 @@ as zeros:
 
 @dataclass(frozen=True)
 class StoredProgram:
-    """A program of an archive, ready to run.
+    """A program of an archive.
 
     Attributes:
-        module: Takes the inputs, caches as flat tensors, and gives the outputs as a tuple.
-        state: The cache tensors that it reads and writes, by their names in it.
-        weights: Its other tensors.
+        module: Module that maps the inputs, with caches as flat tensors, to a tuple of outputs.
+        state: Cache tensors by their names in the program.
+        weights: The other tensors.
     """
 
     module: torch.nn.Module
@@ -79,8 +79,9 @@ def write_archive(path: Path, programs: Mapping[str, ExportedProgram], default: 
     """Write programs exported from one module.
 
     Args:
-        programs: By method name.
-        default: The one that `torch.export.load` gives; the first by default.
+        path: Path of the archive.
+        programs: Programs by method name.
+        default: Name of the program that `torch.export.load` returns; the first by default.
 
     Raises:
         OSError: If the disk is full, or the file cannot be written.
@@ -94,7 +95,7 @@ def write_archive(path: Path, programs: Mapping[str, ExportedProgram], default: 
                 "data/weights/{}_weights_config.json": json.dumps(weights.table(program.state_dict)),
                 "data/constants/{}_constants_config.json": json.dumps(constants.table(program.constants)),
                 "models/{}.json": json.dumps(_to_be_kept(serialized_program(program)), separators=(",", ":")),
-                # torch's loader unpickles what is here, and takes nothing for no inputs.
+                # Empty, because torch's loader unpickles this entry and accepts none.
                 "data/sample_inputs/{}.pt": "",
             }
             for entry, text in texts.items():
@@ -107,10 +108,10 @@ def write_archive(path: Path, programs: Mapping[str, ExportedProgram], default: 
 
 
 def _to_be_kept(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return a program without what only describes it: positions in sources of the machine that made it, guards,
-    submodules.
+    """Return a program without descriptions: source positions, guards and submodules.
 
-    A cache that it takes and gives is made of dicts and lists, because torch's loader knows no class of this package.
+    A cache among its inputs or outputs consists of dicts and lists, because torch's loader knows no class of this
+    package.
     """
     module = stored["graph_module"]
     _forget_notes(module["graph"])
@@ -133,7 +134,8 @@ def read_archive(path: Path, declared: Collection[str] | None = None) -> dict[st
     """Read what `write_archive` wrote: all programs over one set of weights and one zeroed cache.
 
     Args:
-        declared: Names that tensors of the cache may have, such as `layers_0_keys`; any by default.
+        path: Path of the archive.
+        declared: Allowed names of cache tensors, such as `layers_0_keys`; any name by default.
 
     Raises:
         BundleError: If the file is not such an archive.
@@ -177,7 +179,7 @@ def _read(entries: EntryReader, declared: Collection[str] | None) -> dict[str, S
     programs = {}
     for method in methods:
         if method == _DEFAULT and len(methods) > 1:
-            continue  # another name of one of them
+            continue  # a second name of one of the programs
         stored = json.loads(entries.text(f"models/{method}.json"))
         if stored["schema_version"]["major"] != SCHEMA_MAJOR:
             raise ValueError(f"schema {stored['schema_version']}, this release reads {SCHEMA_MAJOR}")

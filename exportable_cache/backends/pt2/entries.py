@@ -1,4 +1,4 @@
-"""The zip file under a `.pt2`: entries side by side, uncompressed, read by offsets that were checked first."""
+"""Write and read the zip file of a `.pt2`: uncompressed entries at checked offsets."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 
 from ...errors import BundleError
 
-#: Where the data of an entry begins, so that tensors can be mapped.
+#: Alignment of the data of an entry, so that tensors can be mapped.
 _ALIGNMENT = 64
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ZIP64_EXTRA = 20
-#: The most that a text entry may hold: a graph of 100,000 nodes takes about 50 MB.
+#: Maximum bytes of a text entry. A graph of 100,000 nodes takes about 50 MB.
 _LONGEST_TEXT = 1 << 30
 
 
 class EntryWriter:
-    """Writes entries under one folder, as torch's own readers want it.
+    """Writes entries into one folder, which torch's readers require.
 
     Args:
-        path: The file, new or replaced.
-        folder: That every entry is in.
+        path: Path of the file, which is replaced if it exists.
+        folder: Name of the folder.
     """
 
     def __init__(self, path: Path, folder: str) -> None:
@@ -36,7 +36,7 @@ class EntryWriter:
         """Add an entry.
 
         Raises:
-            OSError: If there is no room left, or the file cannot be written.
+            OSError: If the disk is full, or the file cannot be written.
         """
         info = zipfile.ZipInfo(f"{self._folder}/{name}", (1980, 1, 1, 0, 0, 0))
         assert self._file.fp is not None
@@ -53,7 +53,7 @@ class EntryWriter:
         if kind is None:
             self._file.close()
             return
-        # Its end cannot be written on a full disk either, and what failed first is what is told.
+        # Ignore a second error, such as of a full disk, because the first one is raised.
         try:
             self._file.close()
         except OSError:
@@ -61,15 +61,15 @@ class EntryWriter:
 
 
 class EntryReader:
-    """Reads entries of a file that is checked whole before any is read.
+    """Reads entries of a file after all of them were checked.
 
     Args:
-        path: The file.
-        is_known: Whether an entry of this name, without its folder, belongs in such a file.
+        path: Path of the file.
+        is_known: Returns True if such a file may have an entry of this name, without the folder.
 
     Raises:
-        BundleError: If an entry is compressed or encrypted, lies outside the file or on another one, is there twice, or
-            is not a known one.
+        BundleError: If an entry is compressed, encrypted, duplicate or unknown, is outside the file, or overlaps
+            another one.
         OSError, zipfile.BadZipFile: If the file cannot be read.
     """
 
@@ -80,7 +80,7 @@ class EntryReader:
         try:
             with zipfile.ZipFile(self._file) as archive:
                 infos = archive.infolist()
-            self._places = self._checked(infos, size, is_known)
+            self._offsets = self._checked(infos, size, is_known)
         except BaseException:
             self._file.close()
             raise
@@ -88,12 +88,12 @@ class EntryReader:
     def _checked(
         self, infos: list[zipfile.ZipInfo], size: int, is_known: Callable[[str], bool]
     ) -> dict[str, tuple[int, int]]:
-        places: dict[str, tuple[int, int]] = {}
+        offsets: dict[str, tuple[int, int]] = {}
         folder, slash, _ = infos[0].filename.partition("/") if infos else ("", "", "")
         end = 0
         for info in sorted(infos, key=lambda info: info.header_offset):
             name = info.filename.removeprefix(f"{folder}/")
-            if not slash or name == info.filename or name in places or not is_known(name):
+            if not slash or name == info.filename or name in offsets or not is_known(name):
                 raise BundleError(
                     f"{self._path.name} holds {info.filename!r:.120}, which no program of ours has; "
                     "do not trust this file"
@@ -102,10 +102,12 @@ class EntryReader:
                 raise BundleError(f"{name} in {self._path.name} is compressed or encrypted; export the model again")
             start = self._data_offset(info)
             if info.header_offset < end or start + info.file_size > size:
-                raise BundleError(f"{name} in {self._path.name} lies on another entry, or outside; export again")
+                raise BundleError(
+                    f"{name} in {self._path.name} overlaps another entry or is outside the file; export the model again"
+                )
             end = start + info.file_size
-            places[name] = start, info.file_size
-        return places
+            offsets[name] = start, info.file_size
+        return offsets
 
     def _data_offset(self, info: zipfile.ZipInfo) -> int:
         self._file.seek(info.header_offset)
@@ -119,24 +121,24 @@ class EntryReader:
 
     @property
     def names(self) -> list[str]:
-        """Of all entries."""
-        return list(self._places)
+        """Names of all entries."""
+        return list(self._offsets)
 
     def size(self, name: str) -> int:
-        """Bytes of an entry. Raises KeyError if there is none of that name."""
-        return self._places[name][1]
+        """Return the size of an entry in bytes. Raises KeyError if it does not exist."""
+        return self._offsets[name][1]
 
     def text(self, name: str) -> str:
-        """An entry in UTF-8. Raises KeyError if there is none of that name."""
-        start, size = self._places[name]
+        """Return the text of an entry in UTF-8. Raises KeyError if it does not exist."""
+        start, size = self._offsets[name]
         if size > _LONGEST_TEXT:
             raise BundleError(f"{name} in {self._path.name} has {size} bytes, of at most {_LONGEST_TEXT}")
         self._file.seek(start)
         return self._file.read(size).decode()
 
     def bytes_of(self, name: str) -> torch.Tensor:
-        """The bytes of an entry, uint8 [size], in memory of their own. Raises KeyError if there is none."""
-        start, size = self._places[name]
+        """Return a copy of the bytes of an entry, uint8 [size]. Raises KeyError if it does not exist."""
+        start, size = self._offsets[name]
         data = torch.empty(size, dtype=torch.uint8)
         if size:
             self._file.seek(start)

@@ -1,9 +1,8 @@
-"""A graph of a `.pt2` file as a module that runs, built by ourselves.
+"""Build a runnable module from a graph of a `.pt2` file.
 
-torch's own loader evaluates expressions, resolves any name, unpickles inputs, and puts names of the file into Python
-source that it runs. Here only what computes is read: nodes, and the tensors they are given. What describes values,
-such as symbolic sizes, source code positions and guards, is not looked at. Names of the file never reach the generated
-code: every node is named anew.
+torch's loader evaluates expressions, resolves any name, unpickles inputs, and puts names from the file into Python
+source that it runs. This reader uses only what computes: nodes and their tensors. It ignores descriptions, such as
+symbolic sizes, source positions and guards. Names from the file never reach generated code: every node gets a new name.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _MOST_DEVICES = 64
 _KEYWORD = 2
 _LEAST, _GREATEST = -(2**63), 2**63 - 1
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-#: Kinds of inputs that are tensors of the file: where their names are.
+#: Field with the tensor name, for kinds of inputs that are tensors of the file.
 _STORED = {
     "parameter": "parameter_name",
     "buffer": "buffer_name",
@@ -37,14 +36,14 @@ _STORED = {
 
 
 def build_module(stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> fx.GraphModule:
-    """The module of a program: `module(*user_inputs)` gives its outputs as a tuple, caches as flat tensors.
+    """Build the module of a program: `module(*user_inputs)` returns a tuple of outputs, caches as flat tensors.
 
     Args:
-        stored: `graph_module` of the file, as JSON was read.
-        tensors: Weights, buffers and constants by the names that its signature has.
+        stored: `graph_module` of the file, parsed from JSON.
+        tensors: Weights, buffers and constants by their names in the signature.
 
     Raises:
-        BundleError: If it calls what no program may call, or has a part that no program of ours has.
+        BundleError: If it calls a function that is not allowed, or has a part that no program of ours has.
         KeyError, TypeError, ValueError, IndexError: If it is malformed.
     """
     signature, graph = stored["signature"], stored["graph"]
@@ -67,13 +66,13 @@ def build_module(stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor])
 
 
 def _only(union: Mapping[str, Any]) -> tuple[str, Any]:
-    """Kind and value of a union, which torch writes as a mapping of one entry."""
+    """Return kind and value of a union, which torch writes as a mapping of one entry."""
     ((kind, value),) = union.items()
     return kind, value
 
 
 def _name(argument: Mapping[str, Any]) -> str:
-    """The name of a value that an argument refers to."""
+    """Return the name of the value that an argument refers to."""
     kind, value = _only(argument)
     if kind == "as_tensor":
         return value["name"]
@@ -83,17 +82,17 @@ def _name(argument: Mapping[str, Any]) -> str:
 
 
 class _GraphReader:
-    """One graph: its nodes so far, and what its module holds."""
+    """Builds one graph and the module of its tensors."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
         self.root = nn.Module()
-        # By the file's names.
+        #: Nodes by their names in the file.
         self.values: dict[str, fx.Node] = {}
         self._attributes = 0
 
     def attribute(self, value: torch.Tensor | nn.Module) -> fx.Node:
-        """A node that gives a tensor or a module, which the root then holds."""
+        """Add a tensor or a module to the root and return a node for it."""
         name = f"held_{self._attributes}"
         self._attributes += 1
         if isinstance(value, nn.Module):
@@ -221,7 +220,7 @@ _PLAIN: dict[str, type] = {"as_int": int, "as_float": float, "as_bool": bool, "a
 
 
 def _plain(value: Any, kind: type) -> Any:
-    """A number or a text, of exactly that type."""
+    """Return a number or text after checking that it has exactly this type."""
     if kind is float and isinstance(value, str):
         return _FLOATS[value]
     if kind is float and type(value) is int:
@@ -236,5 +235,5 @@ def _plain(value: Any, kind: type) -> Any:
 def _device(value: Mapping[str, Any]) -> torch.device:
     kind, index = value["type"], value.get("index")
     if kind not in _DEVICES or not (index is None or (type(index) is int and 0 <= index < _MOST_DEVICES)):
-        raise ValueError(f"{value!r:.60} is no device that a program of ours has")
+        raise ValueError(f"a device must be one that a program of ours has, got {value!r:.60}")
     return torch.device(kind) if index is None else torch.device(kind, index)

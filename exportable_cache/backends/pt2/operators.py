@@ -1,7 +1,7 @@
-"""The functions that a graph of a `.pt2` file may call, by the names that torch writes.
+"""Resolve and check the operators that a graph of a `.pt2` file may call.
 
-torch resolves a name of a file by `getattr` from `torch`, `math` and `operator`, so that a file may call anything that
-can be reached from there. Here a name is one of a list.
+torch resolves a name from a file by `getattr` from `torch`, `math` and `operator`, so a file may call anything that can
+be reached from there. Here a name must be in a list.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
 def _power(base: float, exponent: float) -> float:
     """Return a power of sizes that takes no time to compute."""
     if abs(base) > 2**32 or abs(exponent) > 16:
-        raise ValueError(f"{base} ** {exponent} is no arithmetic on sizes")
+        raise ValueError(f"a power of sizes must have at most base 2**32 and exponent 16, got {base} ** {exponent}")
     return base**exponent
 
 
@@ -68,7 +68,7 @@ _ON_SIZES: dict[str, Callable[..., Any]] = {
     }.items()
 }
 
-#: What takes a graph as an argument.
+#: Operators that take a graph as an argument.
 _ON_GRAPHS = ("wrap_with_set_grad_enabled", "wrap_with_autocast", "cond")
 
 #: Operators of other packages, and the modules that register them.
@@ -152,10 +152,10 @@ _ATEN_NAME = re.compile(r"torch\.ops\.aten\.([A-Za-z][A-Za-z0-9_]*|_[a-z][A-Za-z
 
 
 def operator_named(target: str) -> Callable[..., Any]:
-    """What a node calls.
+    """Return the function that a node calls.
 
     Raises:
-        BundleError: If it is not one of those that a file may call, or this torch has none of that name.
+        BundleError: If a file may not call it, or this torch does not have it.
     """
     found = _ON_SIZES.get(target)
     if found is not None:
@@ -258,20 +258,20 @@ def _check_parts(called: OpOverload, given: dict[str, Any]) -> None:
 
 
 def _check_scales(called: OpOverload, given: dict[str, Any]) -> None:
-    """Refuse scales that are far from any: kernels compute from them which elements they read."""
+    """Refuse extreme scales, because kernels compute the elements that they read from them."""
     for scale in given.get("scale_factors") or ():
         if not 1 / _LARGEST_SCALE <= scale <= _LARGEST_SCALE:
             raise ValueError(f"{called} by a scale of {scale}")
 
 
 def _check_no_scales(called: OpOverload, given: dict[str, Any]) -> None:
-    """Refuse scales beside a size, from which antialiased kernels compute an index of their weights unchecked."""
+    """Refuse scales together with a size: antialiased kernels compute an unchecked index of their weights from them."""
     if any(given.get(name) is not None for name in ("scales_h", "scales_w", "scale_factors")):
         raise ValueError(f"{called} must be given a size alone, got scales")
 
 
 def _check_modes(called: OpOverload, given: dict[str, Any]) -> None:
-    """Refuse numbers that are no mode of a grid sampler, whose kernels leave their results as they are for others."""
+    """Refuse invalid modes of a grid sampler, for which its kernels leave the result uninitialized."""
     modes = (given.get("interpolation_mode"), given.get("padding_mode"))
     if not all(mode in (0, 1, 2) for mode in modes):
         raise ValueError(f"{called} must be given modes from 0 to 2, got {modes}")
@@ -299,10 +299,8 @@ def _viewed(called: OpOverload) -> _Operator:
 
 
 def _weight_norm(direction: torch.Tensor, length: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Compute a weight norm of other operators, because torch's kernel does not compare the number of lengths with the
-    number of directions.
-    """
-    # -1 is no dimension there: the length of the whole.
+    """Compute a weight norm by other operators, because torch's kernel does not check the number of lengths."""
+    # -1 means the norm of the whole tensor, not the last dimension.
     others = None if dim == -1 else [one for one in range(direction.ndim) if one != dim]
     return direction * (length / torch.linalg.vector_norm(direction, dim=others, keepdim=True))
 

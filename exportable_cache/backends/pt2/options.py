@@ -13,14 +13,16 @@ from ..options import TargetOptions
 
 @dataclass(frozen=True)
 class Pt2Options(TargetOptions):
-    """
+    """Options of target `pt2`.
+
     Attributes:
-        form: `resident` (default: the cache is inside, updated in place) or `explicit` (the cache is an input and an
-            output, in its pytree form, for runtimes that pass state along).
+        form: `resident` (the default: the program contains the cache and updates it in place) or `explicit` (the cache
+            is an input and an output).
         strict: Trace through TorchDynamo.
-        buckets: Read lengths that get methods of their own, so that a step costs what the filled part of the cache
-            costs, see `ProgramSpec`; each method adds its graph to the file, not its weights.
-        score_length: Add a method that gives logits after each of up to this many tokens, for speculative decoding.
+        buckets: Read lengths with a separate method, so that short sequences take less time, see `ProgramSpec`. Each
+            adds its graph to the file, but no weights.
+        score_length: If not 0, add a method that returns logits after each of up to this many tokens, for speculative
+            decoding.
     """
 
     target: ClassVar[str] = "pt2"
@@ -35,5 +37,5 @@ class Pt2Options(TargetOptions):
         self.program_spec(ProgramSpec())
 
     def program_spec(self, asked: ProgramSpec) -> ProgramSpec:
-        """What these options make of a program."""
+        """Return the program for these options."""
         return replace(asked, form=self.form, buckets=self.buckets, score_length=self.score_length)

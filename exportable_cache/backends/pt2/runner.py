@@ -1,4 +1,4 @@
-"""Running stored programs in torch: those whose cache is inside."""
+"""Run stored programs in torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StoredRunner:
-    """Programs of a file, which need not be what its manifest says they are.
+    """Runs the programs of a file and checks their outputs, because the file may not match its manifest.
 
     Raises:
         BundleError: If a method of the description is not in the file.
@@ -35,10 +35,10 @@ class StoredRunner:
         self._modules = {name: programs[name].module for name in description.methods}
 
     def call(self, method: str, inputs: tuple) -> tuple[torch.Tensor, ...]:
-        """What a method gives.
+        """Return the outputs of a method.
 
         Raises:
-            BundleError: If it fails, or gives no logits where it should.
+            BundleError: If the method fails, or a step does not return logits.
         """
         try:
             outputs = self._modules[method](*inputs)
@@ -63,19 +63,19 @@ class StoredRunner:
     def _check_step(self, method: str, outputs: tuple) -> None:
         first = outputs[0] if outputs else None
         if not isinstance(first, torch.Tensor):
-            raise BundleError(f"method {method!r} of the program gives no logits; export the model again")
+            raise BundleError(f"method {method!r} of the program returns no logits; export the model again")
         if not first.is_floating_point() or first.ndim not in (2, 3) or first.shape[0] != self._rows:
             raise BundleError(
-                f"method {method!r} of the program gives {first.dtype} {list(first.shape)}, which are no logits of "
-                f"{self._rows} rows; export the model again"
+                f"method {method!r} of the program must return logits of {self._rows} rows, got {first.dtype} "
+                f"{list(first.shape)}; export the model again"
             )
 
 
 class ResidentRunner(StoredRunner):
-    """Programs whose cache is inside: the methods share its tensors.
+    """Runs programs that contain their cache, which all methods share.
 
     Raises:
-        BundleError: If the cache in the file is another than the description's.
+        BundleError: If the cache in the file does not match the description.
     """
 
     def __init__(self, programs: Mapping[str, StoredProgram], description: ProgramDescription) -> None:
@@ -90,6 +90,7 @@ class ResidentRunner(StoredRunner):
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run a method, see `Runner.run`."""
         outputs = self.call(method, inputs)
         return outputs[0] if self.methods[method].is_step else outputs
 
@@ -105,7 +106,7 @@ def _checked(tensor: torch.Tensor, name: str, declared: Mapping) -> torch.Tensor
 
 
 class ExplicitRunner(StoredRunner):
-    """The cache is held here and passed along."""
+    """Runs programs that take the cache as an input and return it. This object holds the cache."""
 
     def __init__(self, programs: Mapping[str, StoredProgram], description: ProgramDescription) -> None:
         # Imported here because transformers takes longer to import than a bundle takes to open.
@@ -118,16 +119,19 @@ class ExplicitRunner(StoredRunner):
 
     @property
     def state(self) -> Mapping[str, torch.Tensor]:
-        """The cache as it is now, without the lengths, which are inputs."""
+        """The current cache tensors without the lengths, which are inputs."""
         return self.cache.stored_state()
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run a method, see `Runner.run`."""
         if not self.methods[method].is_step:
             return self.call(method, inputs)
         leaves, spec = tree_flatten(self.cache)
         logits, *written = self.call(method, (*inputs, *leaves))
         if len(written) != len(leaves):
-            raise BundleError(f"method {method!r} gives {len(written)} cache tensors, of {len(leaves)}; export again")
+            raise BundleError(
+                f"method {method!r} must return {len(leaves)} cache tensors, got {len(written)}; export the model again"
+            )
         self.cache = tree_unflatten(written, spec)
         return logits

@@ -1,4 +1,4 @@
-"""The `pt2` target: lowering is tracing; running is torch."""
+"""The `pt2` target: programs are traced by torch.export and run by torch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FILE = "program.pt2"
 
 
 class Pt2Backend:
-    """Programs as torch.export graphs."""
+    """Programs stored as torch.export graphs."""
 
     name = "pt2"
     packages = ("torch",)
     max_batch_size = None
     sums_over_ranks = True
-    # torch.export keeps 4-bit weights in 8 bits each: no smaller, so not offered.
+    # No 4-bit schemes, because torch.export stores 4-bit weights in 8 bits each.
     linear_schemes = ("8w", "8da8w")
     embedding_schemes = ("8w",)
 
@@ -36,9 +36,11 @@ class Pt2Backend:
     options = Pt2Options
 
     def program_spec(self, asked: ProgramSpec, options: Pt2Options) -> ProgramSpec:
+        """Return the program for a requested one, see `Backend.program_spec`."""
         return replace(options.program_spec(asked), attention=ATTENTION, takes_lengths=True)
 
     def lower(self, program: Program, folder: Path, options: Pt2Options) -> list[LoweredFile]:
+        """Write the program's files to `folder`."""
         exported = {name: program.export(name, strict=options.strict) for name in program.methods}
         longest = max(
             program.methods.values(),
@@ -48,6 +50,7 @@ class Pt2Backend:
         return [LoweredFile(FILE, f"methods {', '.join(exported)}, weights")]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
+        """Open the files that `lower` wrote."""
         declared = {
             f"layers_{index}_{name}" for index, layer in enumerate(description.layers) for name in layer["tensors"]
         }

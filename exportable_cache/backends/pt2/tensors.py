@@ -1,4 +1,4 @@
-"""Tensors of a `.pt2` file: raw bytes, and a table that says which dtype and shape they are. Nothing is unpickled."""
+"""Write and read the tensors of a `.pt2` file: raw bytes, and a table of dtypes and shapes. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MEMORY_FORMATS = {
     4: torch.preserve_format,
 }
 
-#: Cache tensors, by their names in a program: written without contents, read as zeros.
+#: Prefix of the names of cache tensors, which are written without contents and read as zeros.
 STATE_PREFIX = "layers_"
 _RECORD = re.compile(r"(weight|tensor)_\d+")
 #: The most elements that a tensor of zeros may have: 2^40, above every memory there is.
@@ -70,28 +70,28 @@ def check_view(sizes: Sequence[int], held: int) -> None:
     Raises:
         ValueError: If it claims more.
     """
-    # A dimension of 0 makes the product 0 whatever the others are, but strides are products of the others.
+    # Count a dimension of 0 as 1, because it would make the product 0 and strides are products of the others.
     if math.prod(max(size, 1) for size in sizes) > max(_MOST_VIEWED, held):
         raise ValueError(f"a view of {held} elements must have at most {_MOST_VIEWED}, got {list(sizes)!r:.80}")
 
 
 class TensorWriter:
-    """Writes tensors into one folder of an archive, the same one once, whatever it is called.
+    """Writes tensors into one folder of an archive. A tensor with several names is written once.
 
     Args:
-        entries: Of the archive.
-        folder: Such as `data/weights`.
-        prefix: Of the records' names, such as `weight_`.
+        entries: Writer of the archive.
+        folder: Name of the folder, such as `data/weights`.
+        prefix: Prefix of the records' names, such as `weight_`.
     """
 
     def __init__(self, entries: EntryWriter, folder: str, prefix: str) -> None:
         self._entries, self._folder, self._prefix = entries, folder, prefix
         self._records: dict[tuple, str] = {}
-        # Addresses mean nothing once a tensor is gone.
+        # Kept alive, because the address of a freed tensor may be reused.
         self._kept: list[torch.Tensor] = []
 
     def table(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Write what was not written yet; the table of all of them, as torch's loader reads it."""
+        """Write the tensors that are not written yet, and return the table of all in the format of torch's loader."""
         return {"config": {name: self._described(name, tensor) for name, tensor in tensors.items()}}
 
     def _described(self, name: str, tensor: torch.Tensor) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class TensorWriter:
 
 
 def _raw(tensor: torch.Tensor) -> memoryview | bytes:
-    """The bytes from a tensor's first element to its last."""
+    """Return the bytes from a tensor's first element to its last."""
     tensor = tensor.detach()
     length = _span(tuple(tensor.shape), tensor.stride())
     if not length:
@@ -132,19 +132,19 @@ def _raw(tensor: torch.Tensor) -> memoryview | bytes:
 
 
 def _span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first to the last one."""
+    """Return the number of elements from the first to the last one."""
     if 0 in sizes:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 class TensorReader:
-    """Reads tensors of one folder of an archive, each record once: tables that name the same share it.
+    """Reads tensors of one folder of an archive. Each record is read once and shared.
 
     Args:
-        entries: Of the archive.
-        folder: Such as `data/weights`.
-        declared: Names that tensors of zeros may have; any if None.
+        entries: Reader of the archive.
+        folder: Name of the folder, such as `data/weights`.
+        declared: Allowed names of tensors of zeros; any name if None.
     """
 
     def __init__(self, entries: EntryReader, folder: str, declared: Collection[str] | None = None) -> None:
@@ -152,10 +152,10 @@ class TensorReader:
         self._read: dict[tuple, torch.Tensor] = {}
 
     def tensors(self, table: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The tensors of a table, by name.
+        """Return the tensors of a table by name.
 
         Raises:
-            BundleError: If one is pickled, or does not fit its bytes.
+            BundleError: If a tensor is pickled, or does not match its bytes.
             KeyError, TypeError, ValueError: If the table is malformed.
         """
         return {name: self._tensor(name, described) for name, described in table["config"].items()}
@@ -196,5 +196,5 @@ class TensorReader:
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.40} is no size")
+        raise ValueError(f"a size must be an int of at least 0, got {value!r:.40}")
     return value

@@ -14,25 +14,25 @@ from . import attention, linear
 from .attention import attention_if_few
 from .linear import linear_of_few_rows, linear_of_float32
 
-#: What graphs and steps may call that is neither torch's nor generated.
-OWN_OPERATORS = (linear.OPERATORS, attention.OPERATORS)
+#: The libraries whose operators graphs and eager steps may call.
+NATIVE_OPERATORS = (linear.OPERATORS, attention.OPERATORS)
 
-#: Computes what it can, and gives None of the rest.
+#: A function that returns None for arguments that it does not support.
 Operator = Callable[..., "torch.Tensor | None"]
 
 
 @contextmanager
 def eager_operators(few_rows: bool = False, few_queries: bool = False, onednn: bool = False) -> Iterator[None]:
-    """A block whose operators, in this thread, are not torch's own where others compute them faster; without gradients.
+    """Use faster operators in place of torch's, in this block and this thread. They support no gradients.
 
-    Functions are replaced, and not watched by a `TorchFunctionMode`: torch tells such a mode of each operator and of
-    each look at a tensor's shape or dtype, which takes a step of 36 layers 8 to 15 ms. What another thread compiles
-    meanwhile is torch's own, but guarded by the replacement: TorchDynamo compiles it again behind the block.
+    Two functions of torch are replaced. A `TorchFunctionMode` would be called for every operator and every access to a
+    shape or dtype, which adds 8 to 15 ms to a step of 36 layers. Another thread that compiles meanwhile gets torch's
+    operators, but with a guard on the replaced function, so TorchDynamo compiles again after the block.
 
     Args:
-        few_rows: Whether linear layers of few rows are the kernel's, see `few_rows.py`, which is loaded.
-        few_queries: The same of attention, see `few_queries.py`.
-        onednn: Whether other linear layers are oneDNN's, of those that it can compute.
+        few_rows: Use the native operator for linear layers of few rows, which must be loaded.
+        few_queries: Use the native operator for attention of few queries, which must be loaded.
+        onednn: Use oneDNN for other linear layers in float32.
     """
     linears = [linear_of_few_rows] * few_rows + [linear_of_float32] * onednn
     with ExitStack() as stack:
@@ -44,12 +44,12 @@ def eager_operators(few_rows: bool = False, few_queries: bool = False, onednn: b
 
 
 def _by(operators: list[Operator]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What makes a function of torch one that asks these first."""
+    """Return a wrapper that makes a function of torch try `operators` first."""
     thread = threading.get_ident()
 
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Another thread may compile meanwhile, or want gradients.
+            # Only in this thread, because others may compile or need gradients.
             if not torch.compiler.is_compiling() and threading.get_ident() == thread:
                 for operator in operators:
                     result = operator(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Attention of few query tokens by a kernel of this package, `few_queries.cpp`: in captured graphs, and as steps run.
+"""Compute attention of few query tokens with this package's kernel, `few_queries.cpp`.
 
-A decode step has one query token a sequence, and its attention takes as long as memory takes to give keys and values.
-The kernel reads those that the mask shows and no others, and all threads have as many of them to read.
+A decode step has one query token per sequence, so its attention is limited by how fast memory delivers keys and values.
+The kernel reads only the keys that the mask shows, and divides them evenly among threads.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.nn import functional
 from ....cache.attention.extended import EXTENDED_ATTENTION
 from ....common.compat.torch import fixed_size
 from ....common.native.machine_code import MachineCode
-from .native import RECORDING_RESULTS, OwnOperators
+from .native import RECORDING_RESULTS, NativeOperators
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-#: Query tokens of all heads that share a key head, up to which the kernel is used.
+#: Maximum of query tokens times query heads per key head for which the kernel is used.
 MOST_ROWS = 16
-#: Sizes of heads are multiples of this.
+#: Head dimensions must be multiples of this.
 _UNIT = 16
 _FOLDER = Path(__file__).parent
 
@@ -38,22 +38,23 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` by the kernel, and what it lacks.
+    """Compute `torch.nn.functional.scaled_dot_product_attention` with the kernel, with softcap and sinks.
 
     Args:
-        query: [batch, heads, q_length, head_dim], float32 or bfloat16; so are the keys and values.
-        key: [batch, kv_heads, kv_length, head_dim]: one for each `heads / kv_heads` heads that follow each other.
+        query: [batch, heads, q_length, head_dim], float32 or bfloat16, like keys and values.
+        key: [batch, kv_heads, kv_length, head_dim]. Each key head serves `heads / kv_heads` consecutive query heads.
         value: [batch, kv_heads, kv_length, value_head_dim].
-        mask: [batch or 1, heads or 1, q_length or 1, kv_length], bool, or float32 or bfloat16 to be added to scores.
-        scale: Factor on the scores, `head_dim ** -0.5` by default.
-        softcap: Scores become `tanh(scores / softcap) * softcap` before the mask.
-        sinks: Scores that carry no value, [batch or 1, heads or 1, q_length or 1, 1], of the queries' dtype.
+        mask: [batch or 1, heads or 1, q_length or 1, kv_length], bool, or float32 or bfloat16 that is added to
+            the scores.
+        scale: Factor of the scores, `head_dim ** -0.5` by default.
+        softcap: If given, scores become `tanh(scores / softcap) * softcap` before the mask.
+        sinks: Scores of attention sinks, [batch or 1, heads or 1, q_length or 1, 1], in the queries' dtype.
 
     Returns:
         [batch, heads, q_length, value_head_dim].
 
     Raises:
-        RuntimeError: If shapes do not fit, or sizes of heads are no multiples of 16.
+        RuntimeError: If shapes do not match, or a head dimension is not a multiple of 16.
     """
     return torch.ops.exportable_cache.few_queries_attention.default(query, key, value, mask, scale, softcap, sinks)
 
@@ -62,8 +63,8 @@ def _shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *othe
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
-#: `EXPORTABLE_CACHE_ATTENTION` chooses who computes attention of few queries: `torch` for its own operators.
-OPERATORS = OwnOperators(
+#: `EXPORTABLE_CACHE_ATTENTION=torch` disables the kernel.
+OPERATORS = NativeOperators(
     MachineCode(
         *(_FOLDER / name for name in ("few_queries.cpp", "blocks.h", "seen_keys.h", "vectors.h", "recording.h")),
         results=RECORDING_RESULTS,
@@ -74,13 +75,13 @@ OPERATORS = OwnOperators(
 
 
 def attention_of_few_queries(module: GraphModule) -> int:
-    """Replace, in place, the attention of a captured graph that the kernel can compute.
+    """Replace the attention calls of a captured graph that the kernel supports, in place.
 
     Args:
-        module: As TorchDynamo gives it, without gradients.
+        module: A graph captured by TorchDynamo without gradients.
 
     Returns:
-        How many times.
+        The number of replaced calls.
     """
     found: list[tuple[Node, Any]] = []
     for node in module.graph.nodes:
@@ -97,9 +98,7 @@ def attention_of_few_queries(module: GraphModule) -> int:
 
 
 def attention_if_few(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """`torch.nn.functional.scaled_dot_product_attention` by the kernel, once it is loaded; None of what it does not
-    compute.
-    """
+    """Compute `scaled_dot_product_attention` with the kernel, which must be loaded; None if it is not supported."""
     operands = _of_torch(*args, **kwargs)
     return attention(*operands) if operands is not None and _is_computed(operands) else None
 
@@ -114,7 +113,7 @@ def _of_torch(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Any, ...] | None:
-    """Arguments of `attention`, None where it has none for one of torch's."""
+    """Return the arguments of `attention` for those of torch's function, None if it has no equivalent."""
     return (query, key, value, attn_mask, scale) if dropout_p == 0.0 and not is_causal else None
 
 
@@ -129,7 +128,7 @@ _OPERANDS: dict[Any, Callable[..., tuple[Any, ...] | None]] = {
 
 
 def _is_computed(operands: tuple[Any, ...] | None) -> bool:
-    """Whether the kernel computes attention of such tensors."""
+    """Return True if the kernel supports these tensors."""
     if operands is None:
         return False
     query, key, value, mask, scale, softcap, sinks, *_ = (*operands, None, None)

@@ -1,4 +1,4 @@
-// Some rows of queries and a block of keys or values: scores, weights and sums.
+// Scores, weights and weighted sums of some query rows over a block of keys and values.
 #pragma once
 
 #include "seen_keys.h"
@@ -7,17 +7,16 @@
 
 namespace {
 
-// Rows that keys and values are multiplied by while they are in registers.
+// Number of rows that keys and values are multiplied by while they are in registers.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kTileRows = 4;
 #else
 constexpr int kTileRows = 2;
 #endif
-// Vectors of a value that are in registers.
+// Number of vectors of a value that are in registers.
 constexpr int kTileColumns = 4;
 
-// Rows of memory that will be read soon. They are asked for into the second cache: the first has fewer places for what
-// is under way.
+// Rows of memory to prefetch, into the L2 cache because L1 supports fewer outstanding requests.
 struct Ahead {
   const char* data = nullptr;
   int64_t stride = 0, bytes = 0, count = 0;
@@ -34,9 +33,9 @@ struct Ahead {
   }
 };
 
-// exp(x) of numbers up to zero, to 2e-7, and zero far below.
+// exp(x) for x <= 0, to 2e-7; 0 far below.
 EC_INLINE Vector exp_of_low(Vector x) {
-  // The bits of a number added to this one are those of the nearest whole number.
+  // Adding this constant rounds to the nearest integer, which is then in the low bits.
   const Vector shift = Vector{} + 12582912.0f, least = Vector{} - 127.0f;
   Vector two_to = x * 1.44269504f;
   two_to = two_to < least ? least : two_to;
@@ -53,7 +52,7 @@ EC_INLINE Vector exp_of_low(Vector x) {
   return x == x ? result : x;
 }
 
-// Scores of R rows over `count` keys, four at a time; those behind the last are of the last again.
+// Scores of R rows over `count` keys, four at a time. Scores after the last key repeat the last one.
 template <class T, int R>
 EC_INLINE void scores_of(const float* query, int64_t dim, const typename T::Stored* keys, int64_t stride, int64_t count,
                          const Ahead& ahead, float* scores) {
@@ -79,7 +78,7 @@ EC_INLINE void scores_of(const float* query, int64_t dim, const typename T::Stor
   ahead.ask((count + 3) / 4 * 4, kBlock);
 }
 
-// Adds C vectors of `count` values to the sums of R rows, by their weights.
+// Adds C vectors of `count` values to the sums of R rows, multiplied by their weights.
 template <class T, int R, int C>
 EC_INLINE void columns_of(const float* weights, const typename T::Stored* values, int64_t stride, int64_t count,
                           const Ahead& ahead, float* sums, int64_t dim) {
@@ -114,7 +113,7 @@ EC_INLINE void sums_of(const float* weights, const typename T::Stored* values, i
   }
 }
 
-// `of_tile(first row, number of rows)` for all rows, in tiles that are as equal as they can be.
+// Calls `of_tile(first row, number of rows)` for tiles of nearly equal size.
 template <class F>
 EC_INLINE void for_tiles(int64_t rows, const F& of_tile) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
@@ -149,7 +148,7 @@ EC_INLINE float greatest_of(Vector v) {
   return std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
 }
 
-// One row's scores of a block to weights: exp of what they are below its greatest so far. Sums shrink if it has grown.
+// Replaces the scores of a row by weights, exp(score - maximum so far). Rescales the sums if the maximum has grown.
 EC_INLINE void weigh(float* scores, float* top, float* total_so_far, float* sums, int64_t dim) {
   Vector most = Vector{} + *top;
   for (int64_t t = 0; t < kBlock; t += kLanes) {
@@ -157,7 +156,7 @@ EC_INLINE void weigh(float* scores, float* top, float* total_so_far, float* sums
     most = x > most ? x : most;
   }
   const float greatest = greatest_of(most);
-  // Nothing is seen: all is 0 below any number.
+  // If all keys are hidden, any finite maximum gives weights of 0.
   const float below = greatest == kNothing ? 0.0f : greatest;
   Vector sum{};
   for (int64_t t = 0; t < kBlock; t += kLanes) {

@@ -1,8 +1,7 @@
 // Attention of few query tokens, as decode steps have them, over the keys and values of a static cache.
 //
-// A step reads the keys and values that its mask shows, and cannot be faster than memory gives them. So the mask is
-// looked at first: keys that no query of a head sees are not read, as their weights are 0, and what is left is dealt
-// out to all threads evenly, whatever rows and heads it is of.
+// A step is limited by how fast memory delivers keys and values. So the mask is evaluated first: keys that no query of
+// a head sees are not read, because their weights are 0, and the remaining blocks are divided evenly among all threads.
 #include "blocks.h"
 
 namespace {
@@ -10,30 +9,30 @@ namespace {
 // Head dimensions are multiples of this.
 constexpr int kUnit = 16;
 
-// One call.
+// The arguments of one call.
 struct Attention : Question {
   int64_t dim, value_dim;
   float scale, softcap;  // softcap 0: none
   View query, key, value;
-  View sink;              // [batch, heads, queries]: a score that carries no value, nullptr: none
+  View sink;              // [batch, heads, queries]: scores of attention sinks, nullptr: none
   void* out;              // [batch, heads, queries, value_dim]
-  const Block* blocks;    // what is to be read
+  const Block* blocks;    // the blocks to read
   const int64_t* starts;  // [batch * kv_heads + 1]: the first block of each head
-  int64_t pieces;         // as many blocks each
-  float* partial;         // [pieces, 2, rows, value_dim + 2]: what a piece has of its first head and of its last
+  int64_t pieces;         // number of pieces, with equal numbers of blocks
+  float* partial;         // [pieces, 2, rows, value_dim + 2]: partial results of a piece for its first and last head
 
   int64_t count() const { return starts[batch * kv_heads]; }
   int64_t first_of(int64_t piece) const { return count() * piece / pieces; }
   float* part(int64_t piece, bool last) const { return partial + (piece * 2 + last) * rows() * (value_dim + 2); }
 };
 
-// Rows of a head while its keys are passed over.
+// Running softmax of the rows of a head (flash decoding).
 struct Running {
   float* query;   // [rows, dim], scaled
   float* scores;  // [rows, kBlock]; weights after `weigh`
   float* sums;    // [rows, value_dim]
-  float* top;     // [rows]: the greatest score so far
-  float* total;   // [rows]: of the weights so far
+  float* top;     // [rows]: maximum score so far
+  float* total;   // [rows]: sum of the weights so far
 };
 
 template <class M>
@@ -49,7 +48,7 @@ EC_INLINE void add_mask(float* scores, const typename M::Stored* mask, int64_t c
   std::fill(scores + count, scores + kBlock, kNothing);
 }
 
-// Blocks that follow each other, by one thread.
+// Consecutive blocks, processed by one thread.
 template <class T, class M>
 struct Piece {
   using Stored = typename T::Stored;
@@ -70,7 +69,7 @@ struct Piece {
     }
   }
 
-  // Numbers that it needs.
+  // Number of floats of scratch memory.
   static int64_t needed(const Attention& a) { return a.rows() * (a.dim + kBlock + a.value_dim + 2) + 4 * kLine; }
 
   Piece(const Attention& attention, float* scratch) : a(attention) {
@@ -84,7 +83,7 @@ struct Piece {
     run.top = take(rows), run.total = take(rows);
   }
 
-  // Of sums by weights, the values that they are of.
+  // Writes the weighted mean of the values of a row.
   static void write_row(const Attention& a, int64_t row, const float* sums, float total) {
     const float by = total == 0.0f ? 0.0f : 1.0f / total;
     const int64_t first = row * a.value_dim;
@@ -156,7 +155,7 @@ struct Piece {
   }
 };
 
-// Heads that several pieces have a part of.
+// Combines the partial results of heads that several pieces share.
 template <class T, class M>
 void join(const Attention& a) {
   std::vector<float> sums(a.value_dim);
@@ -165,7 +164,7 @@ void join(const Attention& a) {
     const int64_t border = a.first_of(piece), head = a.blocks[border].head;
     if (a.starts[head] == border || head == done) continue;
     done = head;
-    // Those in which it begins, goes on and ends.
+    // The pieces from piece - 1 to last have a part of this head.
     int64_t last = piece;
     while (a.first_of(last + 1) < a.starts[head + 1]) ++last;
     for (int64_t r = 0; r < a.rows(); ++r) {
@@ -224,7 +223,7 @@ View view(const Tensor& tensor) {
   return {tensor.data_ptr(), stride(0), stride(1), stride(2)};
 }
 
-// The same where its last dimension has no gaps.
+// Returns the tensor with a contiguous last dimension.
 Tensor with_whole_rows(const Tensor& tensor) {
   STD_TORCH_CHECK(tensor.dim() == 4, "few_queries_attention: tensors are [batch, heads, tokens, dim]");
   return tensor.size(3) == 1 || tensor.stride(3) == 1 ? tensor : without_gaps(tensor);

@@ -1,20 +1,20 @@
 // Linear layers of few rows, as decode steps have them, over weights in float32, in bfloat16, or in 8 bits with scales.
 //
-// A step reads every weight once and cannot be faster than memory gives them. So weights lie as the model has them,
-// [out, in], they are read once and in order, and what is read next is asked for meanwhile. This is compiled for the
-// processor at hand, with vectors of the compiler.
+// A step reads every weight once and is limited by how fast memory delivers them. So weights keep the model's layout,
+// [out, in], and are read once, in order, with prefetches of the next ones. This file is compiled on the user's machine
+// for its processor, with vector extensions of the compiler.
 #include "row_products.h"
 
 #include <atomic>
 
 namespace {
 
-// Units of a thread that are left. It takes them from the front, and others, once they have none, from the back: cores
-// are not given memory evenly.
+// The remaining units of a thread. It takes them from the front, and threads that have finished steal from the back,
+// because cores do not get equal memory bandwidth.
 class alignas(kLine) Share {
  public:
   void set(uint64_t begin, uint64_t end) { left_.store(begin << 32 | end, std::memory_order_relaxed); }
-  // One of them, and which one follows it, -1 for none.
+  // Takes a unit and returns the following one in next, -1 for none.
   bool take(bool is_own, int64_t& unit, int64_t& next) {
     uint64_t left = left_.load(std::memory_order_relaxed);
     while (true) {
@@ -39,14 +39,14 @@ struct Work {
   Blocks blocks;
   std::vector<Share> shares;
 
-  // By one thread: its own share, and what is left of others'.
+  // Runs on one thread: its share first, then units stolen from other shares.
   void run(int64_t own) {
     thread_local Scratch scratch;
     const int64_t padded = (layers.in + kLanes - 1) / kLanes * kLanes;
     float* rows = scratch.numbers(padded * kMostRows * blocks.count);
     for (int64_t b = 0; b < blocks.count; ++b) {
-      blocks.with_places(b, [&](auto places) {
-        pack(layers, blocks.first(b), blocks.size(b), places, rows + b * padded * kMostRows);
+      blocks.with_capacity(b, [&](auto capacity) {
+        pack(layers, blocks.first(b), blocks.size(b), capacity, rows + b * padded * kMostRows);
       });
     }
     const int64_t threads = static_cast<int64_t>(shares.size());
@@ -57,7 +57,7 @@ struct Work {
   }
 
  private:
-  // All rows of a unit: weights are near for those behind the first block.
+  // Computes all rows of a unit. After the first block of rows the weights are in the cache.
   void one(int64_t unit, int64_t next, const float* rows, int64_t stride) const {
     const Layer<W>& layer = layers.find(unit);
     const int64_t end = std::min(unit + kOutputs, layer.out);
@@ -69,9 +69,9 @@ struct Work {
               intptr_t{sizeof(typename W::Stored)};
     }
     for (int64_t b = 0; b < blocks.count; ++b) {
-      // The fewer rows, the more outputs at a time: memory is slow to answer, and is to be asked for much at once.
-      blocks.with_places(b, [&](auto places) {
-        constexpr int R = places;
+      // Fewer rows leave registers for more outputs, which keeps more memory requests in flight.
+      blocks.with_capacity(b, [&](auto capacity) {
+        constexpr int R = capacity;
         outputs_of<W, R, std::min(kSums / R, kMostOutputs)>(layer, blocks.first(b), blocks.size(b), rows + b * stride,
                                                             unit, end, b == 0 ? ahead : 0);
       });
@@ -109,7 +109,7 @@ Numbers one_each(const std::optional<Tensor>& tensor, int64_t size) {
   return numbers(*tensor);
 }
 
-// Rows of a tensor without gaps.
+// Returns layers over the rows of a contiguous tensor.
 template <class W>
 Layers<W> layers_over(const Tensor& x) {
   const int64_t in = x.dim() > 0 ? x.size(x.dim() - 1) : 0;
@@ -118,7 +118,7 @@ Layers<W> layers_over(const Tensor& x) {
   return {rows, in, numbers(x), {}};
 }
 
-// Adds a layer, and gives the tensor that its outputs will be in.
+// Adds a layer and returns the tensor of its outputs.
 template <class W>
 Tensor add(Layers<W>& layers, const Tensor& x, const Tensor& weight, const Numbers& scales,
            const std::optional<Tensor>& bias, Weights<W> weights = {}) {

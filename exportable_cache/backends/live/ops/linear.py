@@ -1,7 +1,10 @@
-"""Linear layers of few rows by a kernel of this package, `few_rows.cpp`: in captured graphs, and as steps run.
+"""Compute linear layers with few rows by this package's kernel, `few_rows.cpp`, and others by oneDNN where MKL is slow.
 
-A decode step has a row for each sequence, and its linear layers take as long as memory takes to give their weights.
-oneDNN and MKL are made for many rows and reach half of that. Prompts stay with them.
+A decode step has one row per sequence, so its linear layers are limited by how fast memory delivers weights. oneDNN and
+MKL are optimized for many rows and reach half of that bandwidth.
+
+torch multiplies float32 matrices with MKL, which uses a generic path on processors that are not Intel's. oneDNN
+generates code for any processor, and takes the model's weights without packing or copying them.
 """
 
 from __future__ import annotations
@@ -16,17 +19,17 @@ import torch
 
 from ....common.compat.torch import LINEAR, fixed_size, linear_by_onednn
 from ....common.native.machine_code import MachineCode, cpu_fields
-from .native import RECORDING_RESULTS, OwnOperators
+from .native import RECORDING_RESULTS, NativeOperators
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
 
-#: Rows up to which the kernel is faster than oneDNN. Measured with 1 to 16 on an AMD processor with AVX-512.
+#: Number of rows up to which the kernel is faster than oneDNN, measured with 1 to 16 on an AMD processor with AVX-512.
 MOST_ROWS = 16
-#: `torch.nn.functional.linear` as TorchDynamo records it.
+#: The targets that TorchDynamo records for `torch.nn.functional.linear`.
 _LINEARS = (LINEAR, torch.ops.aten.linear.default)
-#: The kernel takes a weight [out, in] of at least these sizes, and groups of inputs that have a scale each.
+#: Minimum sizes of a weight [out, in], and of a quantization group.
 _LEAST_OUT, _LEAST_IN, _LEAST_GROUP = 12, 16, 32
 _FOLDER = Path(__file__).parent
 
@@ -39,8 +42,8 @@ def _shapes_of(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequenc
     return [_shape_of(x, weight) for weight in weights]
 
 
-#: `EXPORTABLE_CACHE_LINEARS` chooses who computes linear layers of few rows: `torch` for its own operators.
-OPERATORS = OwnOperators(
+#: `EXPORTABLE_CACHE_LINEARS=torch` disables the kernel.
+OPERATORS = NativeOperators(
     MachineCode(
         *(_FOLDER / name for name in ("few_rows.cpp", "row_products.h", "vectors.h", "recording.h")),
         results=RECORDING_RESULTS,
@@ -51,13 +54,13 @@ OPERATORS = OwnOperators(
 
 
 def linears_of_few_rows(module: GraphModule) -> int:
-    """Replace, in place, the linear layers of a captured graph that the kernel can compute.
+    """Replace the linear layers of a captured graph that the kernel supports, in place.
 
     Args:
-        module: As TorchDynamo gives it, without gradients.
+        module: A graph captured by TorchDynamo without gradients.
 
     Returns:
-        How many.
+        The number of replaced layers.
     """
     found = []
     for node in module.graph.nodes:
@@ -77,16 +80,14 @@ def linears_of_few_rows(module: GraphModule) -> int:
 
 
 def _join(linears: Sequence[Node]) -> None:
-    """Have one call compute those that a layer of the model has for the same rows: threads begin and end together once,
-    and not for each.
-    """
-    # Here, as it imports the compiler, which takes long.
+    """Merge linear layers of one model layer with the same input, because each call starts and joins threads."""
+    # Imported here because it imports the compiler, which takes seconds.
     from ..regions import layer_of
 
     groups: dict[tuple, list[Node]] = {}
     for node in linears:
         x, weight, bias = cast(tuple[Any, ...], node.args)
-        # At the place of the first one, parameters are there, and what is computed may not be.
+        # Only parameters, because a computed weight may not exist yet where the first of the layers is called.
         if all(one is None or one.op in ("placeholder", "get_attr") for one in (weight, bias)):
             groups.setdefault(
                 (x, layer_of(node), bias is None, cast(torch.Tensor, _value_of(weight)).dtype), []
@@ -99,34 +100,34 @@ def _join(linears: Sequence[Node]) -> None:
         with first.graph.inserting_before(first):
             call = first.graph.call_function(plain_linears, (x, [node.args[1] for node in nodes], biases))
         call.meta = {**first.meta, "example_value": [_value_of(node) for node in nodes]}
-        for place, node in enumerate(nodes):
-            node.target, node.args = operator.getitem, (call, place)
+        for index, node in enumerate(nodes):
+            node.target, node.args = operator.getitem, (call, index)
 
 
 def linear_of_few_rows(input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
-    """`torch.nn.functional.linear` by the kernel, once it is loaded; None of what it does not compute."""
+    """Compute `torch.nn.functional.linear` with the kernel, which must be loaded; None if it is not supported."""
     target = _operator_for(input, weight, bias)
     return None if target is None else target(input, weight, bias)
 
 
 def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Over weights in float32 or bfloat16."""
+    """Apply a weight in float32 or bfloat16."""
     return torch.ops.exportable_cache.few_rows_linear.default(x, weight, bias)
 
 
 def plain_linears(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Several over weights in float32 or in bfloat16, with biases or without."""
+    """Apply several weights of one dtype, float32 or bfloat16, to the same input; `biases` may be empty."""
     return torch.ops.exportable_cache.few_rows_linears.default(x, weights, biases)
 
 
 def quantized_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    """Over weights of torchao in 8 bits, and in fewer that have a byte each."""
+    """Apply a torchao weight whose numbers are stored in one byte each."""
     zero_point = None if _has_no_zeros(weight) else weight.zero_point
     return torch.ops.exportable_cache.few_rows_linear_int8.default(x, weight.qdata, weight.scale, zero_point, bias)
 
 
 def _operator_for(x: Any, weight: Any, bias: Any) -> Callable[..., torch.Tensor] | None:
-    """Which of the two computes a layer of such tensors, None for none."""
+    """Return the operator that supports these tensors, or None."""
     if not all(isinstance(one, torch.Tensor) and one.device.type == "cpu" for one in (x, weight)):
         return None
     if x.dtype not in (torch.float32, torch.bfloat16) or hasattr(x, "__tensor_flatten__"):
@@ -144,7 +145,7 @@ def _operator_for(x: Any, weight: Any, bias: Any) -> Callable[..., torch.Tensor]
 
 
 def _is_readable(weight: Any) -> bool:
-    """Whether the kernel reads a weight of a class of torchao's as it is."""
+    """Return True if the kernel can read a quantized weight of torchao."""
     kind = type(weight).__name__
     if kind == "Int8Tensor":
         changes_input = weight.act_quant_kwargs is not None or weight.act_pre_scale is not None
@@ -166,35 +167,35 @@ def _is_readable(weight: Any) -> bool:
 
 
 def _has_no_zeros(weight: Any) -> bool:
-    """Whether a weight has a scale for each output and nothing else: torchao does not read zero points of those."""
+    """Return True for weights with one scale per output, whose zero points torchao ignores."""
     return type(weight).__name__ == "Int8Tensor" and weight.block_size[1] == weight.shape[1]
 
 
 def onednn_is_better() -> bool:
-    """Whether torch has both libraries, and this processor is one that MKL does not serve well."""
+    """Return True if torch has oneDNN and MKL, and the processor is not Intel's."""
     vendor = cpu_fields().get("vendor_id", "GenuineIntel")
     return vendor != "GenuineIntel" and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 
 
 def linear_of_float32(input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
-    """`torch.nn.functional.linear` by oneDNN; None of what it does not compute."""
+    """Compute `torch.nn.functional.linear` with oneDNN; None if it is not supported."""
     if _is_matrix(weight) and all(_is_float32(one) for one in (input, weight, bias) if one is not None):
         return linear_by_onednn(input, weight, bias)
     return None
 
 
 def linears_by_onednn(module: GraphModule) -> int:
-    """Replace, in place, the linear layers of a captured graph that oneDNN can compute.
+    """Replace the linear layers of a captured graph that oneDNN supports, in place.
 
     Args:
-        module: As TorchDynamo or `torch.export` gives it, without gradients.
+        module: A graph captured by TorchDynamo or `torch.export` without gradients.
 
     Returns:
-        How many.
+        The number of replaced layers.
     """
     if not onednn_is_better():
         return 0
-    # Here, as it imports the compiler, which takes long.
+    # Imported here because it imports the compiler, which takes seconds.
     from ....common.compat.torch_onednn import LINEARS, ONEDNN_LINEAR
 
     found = [node for node in module.graph.nodes if node.op == "call_function" and node.target in LINEARS]
@@ -208,7 +209,7 @@ def linears_by_onednn(module: GraphModule) -> int:
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether it is of float32 tensors on the CPU, and its weight lies in memory without gaps."""
+    """Return True for float32 tensors on the CPU with a contiguous weight."""
     values = [_value_of(source) for source in node.all_input_nodes]
     weight = _value_of(node.args[1] if len(node.args) > 1 else node.kwargs["weight"])
     return _is_matrix(weight) and all(map(_is_float32, values))
@@ -223,12 +224,12 @@ def _is_float32(value: object) -> bool:
         isinstance(value, torch.Tensor)
         and value.dtype == torch.float32
         and value.device.type == "cpu"
-        # Quantised weights of torchao call themselves float32.
+        # Not quantized weights of torchao, whose dtype is float32 too.
         and not hasattr(value, "__tensor_flatten__")
     )
 
 
 def _value_of(node: object) -> object:
-    """The fake tensor of a node, where TorchDynamo and `torch.export` note it."""
+    """Return the fake tensor that TorchDynamo or `torch.export` has recorded for a node."""
     meta = getattr(node, "meta", {})
     return meta.get("example_value", meta.get("val"))

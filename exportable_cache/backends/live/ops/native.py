@@ -1,4 +1,4 @@
-"""Operators of torch that this package compiles for the processor at hand, for graphs and steps that are on it."""
+"""Load this package's C++ operators, which are compiled on the user's machine for its processor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from ....common.native.machine_code import MachineCode
 
-#: Of `MachineCode`: what functions of recording.h give.
+#: Result types of the functions of recording.h, see `MachineCode`.
 RECORDING_RESULTS = {
     "exportable_cache_recording": ctypes.c_void_p,
     "exportable_cache_is_whole": ctypes.c_bool,
@@ -20,13 +20,13 @@ RECORDING_RESULTS = {
 }
 
 
-class OwnOperators:
-    """One library of them.
+class NativeOperators:
+    """A library of native operators.
 
     Args:
-        code: It.
-        variable: Of the environment: `torch` there turns them off.
-        shapes: Of each operator's result, by the name of the operator, see `torch.library.register_fake`.
+        code: The library's source and how it is compiled.
+        variable: Environment variable that disables the operators if it is `torch`.
+        shapes: Fake implementation of each operator, by name, see `torch.library.register_fake`.
     """
 
     def __init__(self, code: MachineCode, variable: str, shapes: Mapping[str, Callable[..., Any]]) -> None:
@@ -35,22 +35,22 @@ class OwnOperators:
         self._has_shapes = False
 
     def is_wanted(self) -> bool:
-        """Whether there are such operators for this process, or a compiler for them."""
-        # Their numbers were compared on such processors alone.
+        """Return True if the operators are enabled, and loaded or can be compiled."""
+        # Only x86-64, because the results were not tested on other processors.
         is_known = platform.machine() in ("x86_64", "AMD64")
         return is_known and os.environ.get(self.variable, "") != "torch" and self.code.can_be_loaded()
 
     def identity(self) -> str:
-        """What tells graphs that may call them from others."""
+        """Return the digest of the library, for the key of graphs that may call it; "" if it is not used."""
         return self.code.digest if self.is_wanted() else ""
 
     def begin(self) -> None:
-        """Have them compiled beside this process, where they are wanted, see `MachineCode.begin`."""
+        """Start compiling the library in a subprocess, see `MachineCode.begin`."""
         if self.is_wanted():
             self.code.begin()
 
     def load(self, compiles: bool = True) -> bool:
-        """Have them in this process, see `MachineCode.load`."""
+        """Load the operators into this process and return True if that worked, see `MachineCode.load`."""
         if not self.is_wanted() or not self.code.load(compiles):
             return False
         if not self._has_shapes:
@@ -60,10 +60,10 @@ class OwnOperators:
         return True
 
     def has(self, operator: Any) -> bool:
-        """Whether an operator of torch is one of these."""
+        """Return True if `operator` is in this library."""
         namespace, _, name = operator.name().partition("::")
         return namespace == "exportable_cache" and name in self._shapes
 
     def are_called_in(self, graph: bytes) -> bool:
-        """Whether a graph that was written needs them to be read."""
+        """Return True if a serialized graph calls an operator of this library."""
         return any(name.encode() in graph for name in self._shapes)

@@ -7,21 +7,21 @@
 
 namespace {
 
-// Sums that fit the registers beside operands.
+// Number of sums that fit in registers together with the operands.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kSums = 24;
 #else
 constexpr int kSums = 12;
 #endif
-// Rows that a weight is multiplied by while it is in a register.
+// Maximum number of rows that a weight is multiplied by while it is in a register.
 constexpr int kMostRows = kSums / 3;
-// Outputs at a time.
+// Maximum number of outputs at a time.
 constexpr int kMostOutputs = kSums / 2;
-// This many numbers of rows stay in the nearest cache while weights pass it.
+// Number of floats of rows that stay in the L1 cache while weights stream through it.
 constexpr int64_t kNear = 6144;
-// Outputs of a unit: what a thread takes at a time, and what it asks memory for ahead.
+// Outputs of a unit, which a thread takes and prefetches at a time.
 constexpr int kOutputs = 12;
-// Fewest inputs of a group with a scale of its own.
+// Minimum number of inputs of a quantization group.
 constexpr int kLeastGroup = 32;
 
 // Numbers of a tensor in float32 or bfloat16.
@@ -56,7 +56,7 @@ struct Int8Groups : Int8 {};
 template <class W>
 constexpr bool kHasGroups = std::is_same_v<W, Int8Groups>;
 
-// [out, in], and for groups of 2**shift inputs a scale, and the integer that stands for zero (nullptr: 0), [out, groups].
+// A weight [out, in]; for groups of 2**shift inputs also scales and zero points (nullptr: 0), [out, groups].
 template <class W>
 struct Weights {
   const typename W::Stored* data;
@@ -66,8 +66,8 @@ struct Weights {
   int shift;
 };
 
-// Adds the products of R rows and O outputs over inputs [from, to) to sums[o * R + r]; `rows` as `pack` writes them.
-// What lies `ahead` numbers further is asked for meanwhile.
+// Adds the products of R rows and O outputs over inputs [from, to) to sums[o * R + r]. `rows` are written by `pack`.
+// Prefetches the weights `ahead` elements further.
 template <class W, int R, int O>
 EC_INLINE void tile(const Weights<W>& w, const float* rows, int64_t output, int64_t from, int64_t to, int64_t ahead,
                     float* sums) {
@@ -85,7 +85,7 @@ EC_INLINE void tile(const Weights<W>& w, const float* rows, int64_t output, int6
     EC_UNROLL for (int r = 0; r < R; ++r) {
       Vector of_row = loaded<Vector>(x + r * kLanes);
 #if defined(__x86_64__)
-      // Otherwise the compiler reads it for each output again, and a processor multiplies more often than it reads.
+      // Keeps the vector in a register, because the compiler would load it again for each output.
       asm("" : "+v"(of_row));
 #endif
       EC_UNROLL for (int o = 0; o < O; ++o) sum[r][o] += of_row * of_output[o];
@@ -94,7 +94,7 @@ EC_INLINE void tile(const Weights<W>& w, const float* rows, int64_t output, int6
   int64_t i = from;
   for (; i + kStep <= to; i += kStep) {
     EC_UNROLL for (int o = 0; o < O; ++o) {
-      // Into the second cache: the first has fewer places for what is under way.
+      // Into the L2 cache, because L1 supports fewer outstanding requests.
       __builtin_prefetch(weights + o * w.in + i + ahead, 0, 1);
       if constexpr (kHasGroups<W>) {
         const int64_t group = ((output + o) * w.in + i) >> w.shift;
@@ -107,7 +107,7 @@ EC_INLINE void tile(const Weights<W>& w, const float* rows, int64_t output, int6
   if constexpr (!kHasGroups<W>) {
     for (; i < to; i += kLanes) add(rows + i * R, std::min(i, w.in - kLanes));
   }
-  const auto at = [&](int place) __attribute__((always_inline)) { return sum[place % R][place / R]; };
+  const auto at = [&](int i) __attribute__((always_inline)) { return sum[i % R][i / R]; };
   constexpr int kAll = R * O, kSixteens = EC_SIXTEENS ? kAll / 16 * 16 : 0, kFours = kAll / 4 * 4;
 #if EC_SIXTEENS
   EC_UNROLL for (int i = 0; i < kSixteens; i += 16) {
@@ -136,7 +136,7 @@ struct Layer {
   Numbers y;             // [rows, out]
 };
 
-// Layers of the same rows. Their outputs are counted through, in units of kOutputs.
+// Layers with the same input. Units of kOutputs outputs are numbered across all layers.
 template <class W>
 struct Layers {
   int64_t rows, in;
@@ -149,7 +149,7 @@ struct Layers {
     for (const Layer<W>& layer : of) sum += units(layer);
     return sum;
   }
-  // The layer of a unit, which becomes the number of its first output.
+  // Returns the layer of a unit, and replaces the unit by the index of its first output.
   const Layer<W>& find(int64_t& unit) const {
     const Layer<W>* layer = of.data();
     for (; unit >= units(*layer); ++layer) unit -= units(*layer);
@@ -158,7 +158,7 @@ struct Layers {
   }
 };
 
-// Rows in blocks that are as equal as they can be.
+// Divides rows into blocks of nearly equal size.
 struct Blocks {
   int64_t rows, count, most;
 
@@ -166,9 +166,9 @@ struct Blocks {
       : rows(rows), count((rows + kMostRows - 1) / kMostRows), most((rows + count - 1) / count) {}
   int64_t first(int64_t block) const { return block * most; }
   int64_t size(int64_t block) const { return std::min(most, rows - first(block)); }
-  // `of_rows(R)`, with places for as many rows as there may be.
+  // Calls `of_rows(R)` with a compile-time R of at least the number of rows of the block.
   template <class F>
-  EC_INLINE void with_places(int64_t block, const F& of_rows) const {
+  EC_INLINE void with_capacity(int64_t block, const F& of_rows) const {
     const int64_t size = this->size(block);
     if (size == 1) of_rows(std::integral_constant<int, 1>());
     else if (size == 2) of_rows(std::integral_constant<int, 2>());
@@ -179,14 +179,14 @@ struct Blocks {
   }
 };
 
-// Numbers of some rows as `tile` reads them: vector by vector, those of all rows beside each other, zeros for rows that
-// are not there. The last vector ends where the weights end, with zeros for what the one before it has.
+// Writes rows in the order in which `tile` reads them: vector by vector, interleaved, with zeros for missing rows.
+// The last vector ends with the weights and has zeros for the elements that the one before it covers.
 template <class W>
-void pack(const Layers<W>& layers, int64_t first, int64_t count, int64_t places, float* to) {
+void pack(const Layers<W>& layers, int64_t first, int64_t count, int64_t capacity, float* to) {
   const int64_t in = layers.in;
   for (int64_t i = 0; i < in; i += kLanes) {
     const int64_t begin = std::min(i, in - kLanes);
-    for (int64_t r = 0; r < places; ++r, to += kLanes) {
+    for (int64_t r = 0; r < capacity; ++r, to += kLanes) {
       const int64_t from = (first + r) * in + begin;
       if (r >= count) {
         std::fill_n(to, kLanes, 0.0f);
@@ -199,30 +199,30 @@ void pack(const Layers<W>& layers, int64_t first, int64_t count, int64_t places,
   }
 }
 
-// Sums of an output for rows [first, first + count) to what the layer gives.
+// Stores the sums of an output for rows [first, first + count).
 template <class W>
 EC_INLINE void store(const Layer<W>& layer, int64_t first, int64_t count, int64_t output, const float* sums) {
-  const int64_t place = first * layer.out + output;
+  const int64_t offset = first * layer.out + output;
   if (layer.scales.data == nullptr && layer.bias.data == nullptr && !layer.y.is_bfloat16) {
-    float* y = static_cast<float*>(layer.y.data) + place;
+    float* y = static_cast<float*>(layer.y.data) + offset;
     for (int64_t r = 0; r < count; ++r) y[r * layer.out] = sums[r];
     return;
   }
   const float scale = layer.scales.data == nullptr ? 1.0f : layer.scales.get(output);
   const float bias = layer.bias.data == nullptr ? 0.0f : layer.bias.get(output);
-  for (int64_t r = 0; r < count; ++r) layer.y.set(place + r * layer.out, sums[r] * scale + bias);
+  for (int64_t r = 0; r < count; ++r) layer.y.set(offset + r * layer.out, sums[r] * scale + bias);
 }
 
-// A unit's outputs [begin, end) of `count` rows, which are packed for R; layers have O outputs and more.
+// Computes outputs [begin, end) of a unit for `count` rows, packed for R. A layer has at least O outputs.
 template <class W, int R, int O>
 void outputs_of(const Layer<W>& layer, int64_t first, int64_t count, const float* rows, int64_t begin, int64_t end,
                 int64_t ahead) {
   const Weights<W>& w = layer.weights;
-  // Parts of equal length, as sums are added up after each.
+  // Parts of equal length, because sums are stored after each.
   constexpr int64_t kUnit = kHasGroups<W> ? kLeastGroup : kLine;
   const int64_t parts = (w.in * R + kNear - 1) / kNear, part = ((w.in + parts - 1) / parts + kUnit - 1) / kUnit * kUnit;
   float sums[kOutputs * R] = {};
-  // The last few are computed with some before them again.
+  // The last outputs are computed together with some earlier ones, which are computed twice.
   const auto start = [&](int64_t o) { return std::min(begin + o, layer.out - O); };
   for (int64_t from = 0; from < w.in; from += part) {
     for (int64_t o = 0; begin + o < end; o += O) {

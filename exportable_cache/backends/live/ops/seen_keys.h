@@ -1,4 +1,4 @@
-// Which keys the queries of a step see, as its mask says: what attention has to read.
+// Finds the keys that the queries of a step see according to the mask, which attention must read.
 #pragma once
 
 #include "vectors.h"
@@ -8,11 +8,11 @@
 
 namespace {
 
-// Keys at a time.
+// Number of keys in a block.
 constexpr int64_t kBlock = 64;
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// A tensor [batch, heads, tokens, dim] whose last dimension has no gaps; strides in numbers, 0 where one serves all.
+// A tensor [batch, heads, tokens, dim] with a contiguous last dimension; strides in elements, 0 for broadcasting.
 struct View {
   const void* data = nullptr;
   int64_t batch = 0, head = 0, token = 0;
@@ -23,7 +23,7 @@ struct View {
   }
 };
 
-// What a step is asked. Rows are the queries of all heads that share a key head.
+// Sizes and mask of a step. Rows are the queries of all heads that share a key head.
 struct Question {
   int64_t batch, kv_heads, groups, queries, keys;
   View mask;  // [batch, heads, queries, keys]
@@ -31,12 +31,12 @@ struct Question {
   int64_t rows() const { return groups * queries; }
 };
 
-// Keys [first, first + count) of a key head; key heads of all batches are counted through.
+// Keys [first, first + count) of a key head. Heads are numbered across the batch.
 struct Block {
   int32_t head, first, count;
 };
 
-// What masks are made of: which numbers hide a key, and what is added to scores.
+// Types of masks: which values hide a key, and what is added to scores.
 template <class T>
 struct Addend {
   using Stored = typename T::Stored;
@@ -45,7 +45,7 @@ struct Addend {
     else return of_bfloat16(number);
   }
   EC_INLINE static Vector vector(const Stored* p) { return T::vector(p); }
-  // The lowest finite number counts as nothing beside any other, and not-a-numbers are to be seen.
+  // The lowest finite value hides a key like minus infinity. NaN does not, so that it reaches the output.
   EC_INLINE static bool hides(Stored number) { return one(number) <= kLowest; }
   EC_INLINE static bool hides(const Stored* numbers, int64_t count) {
     Integers shown{};
@@ -85,13 +85,13 @@ struct NoMask {
   EC_INLINE static bool hides(const Stored*, int64_t) { return false; }
 };
 
-// The keys that any row of a head sees, block by block, all heads in order.
+// Collects the blocks of keys that any row of a head sees, in the order of the heads.
 template <class M>
 class SeenKeys {
  public:
   using Stored = typename M::Stored;
 
-  // Args: where blocks go, and where the number of the first block of each head, and of all, goes.
+  // Writes the blocks, and for each head the index of its first block, followed by the number of blocks.
   SeenKeys(const Question& question, std::vector<Block>& blocks, std::vector<int64_t>& starts)
       : q_(question), blocks_(blocks), starts_(starts) {
     blocks_.clear(), starts_.assign(1, 0);
@@ -109,7 +109,7 @@ class SeenKeys {
     if (head > 0 && mask == last_) {
       for (int64_t i = starts_[head - 1]; i < first; ++i) add(head, blocks_[i].first, blocks_[i].count);
     } else if (!add_seen(head, mask)) {
-      // A row that is shown nothing has the same score everywhere, and is given the mean of all values.
+      // A row without visible keys has equal scores everywhere and gets the mean of all values, so all are read.
       blocks_.resize(first);
       for (int64_t t = 0; t < q_.keys; t += kBlock) add(head, t, std::min(kBlock, q_.keys - t));
     }
@@ -120,10 +120,10 @@ class SeenKeys {
     blocks_.push_back({head, static_cast<int32_t>(first), static_cast<int32_t>(count)});
   }
 
-  // Gives whether each row is shown something.
+  // Returns true if each row sees a key.
   bool add_seen(int32_t head, const Stored* mask) {
     if constexpr (std::is_same_v<M, NoMask>) return false;
-    // Where rows have one mask in common, it is looked at once.
+    // A mask that rows share is read once.
     const int64_t groups = q_.mask.head == 0 ? 1 : q_.groups, queries = q_.mask.token == 0 ? 1 : q_.queries;
     const int64_t rows = groups * queries;
     const auto row = [&](int64_t r) { return mask + r / queries * q_.mask.head + r % queries * q_.mask.token; };

@@ -1,5 +1,5 @@
-// What the kernels of this package that are compiled for the processor at hand have in common: vectors of the compiler,
-// their sums, numbers in bfloat16, memory of a thread, and tensors by torch's stable interface.
+// Shared code of the kernels that are compiled on the user's machine: vector extensions of the compiler, reductions,
+// bfloat16, scratch memory per thread, and tensors of torch's stable ABI.
 #pragma once
 
 #include "recording.h"
@@ -36,7 +36,7 @@ constexpr int kLanes = 4;
 #endif
 // A cache line in bytes.
 constexpr int kLine = 64;
-// Bytes to read that are worth another thread.
+// Number of bytes to read that justifies another thread.
 constexpr int64_t kWorthAThread = 1 << 16;
 
 typedef float Vector __attribute__((vector_size(kLanes * 4)));
@@ -66,7 +66,7 @@ EC_INLINE uint16_t to_bfloat16(float x) {
   return x != x ? 0x7fc0 : static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
-// How a vector of stored numbers of a kind becomes float32.
+// Types of stored numbers, and how a vector of them is converted to float32.
 struct Float32 {
   using Stored = float;
   EC_INLINE static Vector vector(const float* p) { return loaded<Vector>(p); }
@@ -103,7 +103,7 @@ struct BFloat16 {
 #define EC_SIXTEENS 0
 #endif
 
-// The sums of every fourth lane.
+// Sums of every fourth lane.
 EC_INLINE Quad quarters(Vector v) {
   const char* p = reinterpret_cast<const char*>(&v);
   Quad sum = loaded<Quad>(p);
@@ -117,7 +117,7 @@ EC_INLINE float total(Vector v) {
 }
 
 #if EC_SHUFFLES
-// The totals of each four lanes of four vectors.
+// Sums of each four lanes of four vectors.
 EC_INLINE Vector quarters_of(Vector a, Vector b, Vector c, Vector d) {
   constexpr int n = kLanes;
   const Vector ab = EC_PICK(a, b, 0, n, 1, n + 1) + EC_PICK(a, b, 2, n + 2, 3, n + 3);
@@ -127,7 +127,7 @@ EC_INLINE Vector quarters_of(Vector a, Vector b, Vector c, Vector d) {
 #endif
 
 #if EC_SIXTEENS
-// The sums of every fourth lane of four vectors.
+// Sums of every fourth lane of four vectors.
 EC_INLINE Vector totals_of_quarters(Vector a, Vector b, Vector c, Vector d) {
   const Vector ab = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
   const Vector cd = _mm512_shuffle_f32x4(c, d, 0x44) + _mm512_shuffle_f32x4(c, d, 0xee);
@@ -135,7 +135,7 @@ EC_INLINE Vector totals_of_quarters(Vector a, Vector b, Vector c, Vector d) {
 }
 #endif
 
-// The totals of four vectors.
+// Sums of four vectors.
 EC_INLINE Quad totals(Vector a, Vector b, Vector c, Vector d) {
 #if EC_SHUFFLES
   return quarters(quarters_of(a, b, c, d));
@@ -144,7 +144,7 @@ EC_INLINE Quad totals(Vector a, Vector b, Vector c, Vector d) {
 #endif
 }
 
-// What a thread writes while it works, kept for its next call.
+// Scratch memory of a thread, kept for its next call.
 struct Scratch {
   float* numbers(int64_t count) {
     if (count > size_) {
@@ -162,7 +162,7 @@ struct Scratch {
   int64_t size_ = 0;
 };
 
-// Of the dtype of `like`, without values.
+// Returns an uninitialized tensor with the dtype of `like`.
 Tensor empty(const Tensor& like, const std::vector<int64_t>& shape) {
   std::vector<int64_t> strides(shape.size());
   int64_t stride = 1;
@@ -175,7 +175,7 @@ Tensor empty(const Tensor& like, const std::vector<int64_t>& shape) {
   return Tensor(made);
 }
 
-// The same without gaps.
+// Returns a contiguous tensor with the same values.
 Tensor without_gaps(const Tensor& x) {
   if (x.is_contiguous()) return x;
   not_noted();
