@@ -125,7 +125,7 @@ def test_the_first_rank_alone_prints(found: list[dict[str, Any]]) -> None:
         code, printed, complaint = one["refused"]
         assert code == 2 and not printed
         assert "generate_text got other options on rank 1 of 2" in complaint
-        assert complaint.startswith("rank 1: ") is bool(rank)
+        assert ("rank 1: " in complaint) is bool(rank)
 
 
 def test_a_rank_that_dies_amid_a_step(found: list[dict[str, Any]]) -> None:
@@ -167,7 +167,7 @@ def test_a_process_may_end_after_its_connections() -> None:
 
 def test_inspect_says_how_it_is_run(folder: Path) -> None:
     printed = CliRunner().invoke(app, ["inspect", str(folder / "bundle")]).stdout
-    assert "of 2 ranks" in printed and "torchrun --nproc-per-node 2" in printed
+    assert "2 ranks" in printed and "torchrun --nproc-per-node 2" in printed
     assert "rank-1/program.pt2" in printed and "load_pt2" not in printed
 
 
@@ -219,7 +219,7 @@ def test_a_dry_run_says_what_each_rank_would_have(folder: Path, tmp_path: Path) 
 
 def test_completions_are_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     session = one_process()
-    monkeypatch.setattr(Session, "ranks", SimpleNamespace(size=2))
+    monkeypatch.setattr(session.stepper, "ranks", SimpleNamespace(size=2))
     with pytest.raises(InputError, match="this session runs on 2 ranks"):
         Completer(session)
 
