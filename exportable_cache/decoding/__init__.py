@@ -1,4 +1,4 @@
-"""From logits to tokens to text: sampling, the decode loop, and streaming detokenisation."""
+"""Sampling, decode loops, speculative decoding, continuous batching, beams, and streaming text."""
 
 from ..generation.constraint import Constraint
 from ..generation.loop import generate_tokens

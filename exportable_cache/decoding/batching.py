@@ -1,4 +1,4 @@
-"""Continuous batching: rows of one decode step that start and finish on their own, at a fixed batch size."""
+"""Continuous batching: rows of one decode step start and finish independently, at a fixed batch size."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and what has been generated for it.
+    """A prompt and the tokens generated for it.
 
     Attributes:
         input_ids: The prompt, int64 [1, length].
         max_new_tokens: Most tokens; None for as many as fit.
-        stop_tokens: Any of these is the last token.
-        tokens: Generated so far.
-        finished: Whether no more will come.
+        stop_tokens: Tokens that end the response.
+        sampler: Chooses the tokens.
+        tokens: Tokens generated so far.
+        finished: True if the response is complete.
     """
 
     input_ids: torch.Tensor
@@ -40,17 +41,17 @@ class Request:
 
 
 class ContinuousBatch:
-    """Requests served side by side: a row that finishes takes up the next request at once.
+    """Serves requests in the rows of a batch. A row that finishes takes the next request from the queue.
 
-    Prompts are prefilled one by one into a cache of batch size 1, whose state is then copied into the free row; all
-    rows are decoded together, each at its own position. Shapes never change, so nothing recompiles.
+    Prompts are prefilled one at a time into a cache of batch size 1, whose state is copied to the free row. All rows
+    are decoded together, each at its own position. Shapes never change, so nothing recompiles.
 
     Args:
         prefill: A session at batch size 1.
-        decode: A session of the same model with one row per concurrent request; both hold as many tokens.
+        decode: A session of the same model and length with one row per concurrent request.
 
     Raises:
-        InputError: If the sessions do not fit together, hold tokens already or do not give out their caches.
+        InputError: If the sessions do not match, hold tokens already or do not give out their caches.
 
     Example:
         >>> batch = ContinuousBatch.from_model(model, max_cache_len=1024, batch_size=8, compile=True)
@@ -63,9 +64,7 @@ class ContinuousBatch:
         from ..session.persistence import runner_state
 
         if prefill.batch_size != 1:
-            raise InputError(
-                f"prompts are prefilled one by one, but the prefill session has {prefill.batch_size} rows; use 1"
-            )
+            raise InputError(f"the prefill session must have 1 row, got {prefill.batch_size}; use batch_size=1")
         if decode.stepper.steps_per_launch != 1:
             raise InputError(
                 f"steps_per_launch must be 1 for a continuous batch, got {decode.stepper.steps_per_launch}: its rows "
@@ -73,13 +72,13 @@ class ContinuousBatch:
             )
         if prefill.fingerprint and decode.fingerprint and prefill.fingerprint != decode.fingerprint:
             raise InputError(
-                "the prefill and the decode session run models with other weights; make both of the same model"
+                "the prefill and the decode session must have the same weights; make both from the same model"
             )
         for name, session in (("prefill", prefill), ("decode", decode)):
             if bool(session.length.any()):
                 raise InputError(
-                    f"the {name} session holds {session.length.tolist()} tokens, which requests would overwrite; "
-                    "reset() it"
+                    f"the {name} session must be empty, got {session.length.tolist()} tokens, which requests would "
+                    "overwrite; reset() it"
                 )
         check_rows_may_differ(decode.stepper.equal_rows, "rows of a continuous batch differ in length")
         source, target = runner_state(prefill), runner_state(decode)
@@ -102,10 +101,11 @@ class ContinuousBatch:
         """Allocate both caches and open both sessions.
 
         Args:
-            model: A transformers causal LM in eval mode.
+            model: A causal LM of transformers in eval mode.
             max_cache_len: Tokens that each row can hold.
-            batch_size: Rows decoded together.
-            compile, **options: See `Session.from_model`.
+            batch_size: Number of rows decoded together.
+            compile: See `Session.from_model`.
+            **options: See `Session.from_model`.
         """
         from ..models.cache_factory import ExportableCache
         from ..session.session import Session
@@ -117,12 +117,12 @@ class ContinuousBatch:
 
     @property
     def active(self) -> int:
-        """Rows in use."""
+        """Number of rows in use."""
         return sum(request is not None for request in self._rows)
 
     @property
     def waiting(self) -> int:
-        """Requests that have no row yet."""
+        """Number of requests in the queue."""
         return len(self._waiting)
 
     def submit(
@@ -132,13 +132,13 @@ class ContinuousBatch:
         sampling: Sampling | None = None,
         stop: Sequence[int] = (),
     ) -> Request:
-        """Queue a prompt; at any time, also while others are being served.
+        """Add a prompt to the queue; others may be running.
 
         Args:
             input_ids: int64 [1, length].
-            max_new_tokens: Most tokens; None for the checkpoint's own limit, or else as many as fit.
-            sampling: How its tokens are chosen; greedy by default.
-            stop: Token ids that end it, besides the model's end tokens.
+            max_new_tokens: Most tokens; None for the checkpoint's limit, or else as many as fit.
+            sampling: Settings of the sampler; greedy by default.
+            stop: Token ids that end the response, besides the model's end tokens.
 
         Raises:
             InputError: If an argument is wrong.
@@ -152,7 +152,7 @@ class ContinuousBatch:
         rows = TokenRows.whole(input_ids)
         longest, most = self.decode.max_length, default_limit(self.decode, max_new_tokens, rows)
         if longest is not None:
-            # The newest token takes no slot.
+            # One more, because the newest token needs no slot.
             fits = longest + 1 - input_ids.shape[1]
             most = fits if most is None else min(most, fits)
         sampler = sampler_after(self.decode, self.decode.agreed(sampling or Sampling()), rows, most)
@@ -161,7 +161,7 @@ class ContinuousBatch:
         return request
 
     def step(self) -> list[tuple[Request, int]]:
-        """Decode all rows once, then give waiting requests the free ones.
+        """Decode all rows once, and admit requests to free rows.
 
         Returns:
             One token per request that was served: the first of those admitted, the next of the others.
@@ -181,7 +181,7 @@ class ContinuousBatch:
             if request is not None:
                 mine = logits[row : row + 1]
                 if self.decode.stepper.crossed(row):
-                    # As transformers' `generate`: the whole sequence, at the length where RoPE's factors change.
+                    # Recomputed where RoPE's factors change, because transformers' `generate` does so.
                     tokens = request.input_ids.new_tensor([request.tokens])
                     mine = self._prefill(row, torch.cat([request.input_ids, tokens], dim=1))
                 given.append((request, self._give(row, request, mine)))
@@ -199,7 +199,7 @@ class ContinuousBatch:
         return given
 
     def run(self) -> Iterator[tuple[Request, int]]:
-        """Tokens as they come, each with its request, until all requests are finished."""
+        """Yield each token with its request, until all requests are finished."""
         while self._waiting or self.active:
             yield from self.step()
 
@@ -209,7 +209,7 @@ class ContinuousBatch:
         return self._give(row, request, logits)
 
     def _prefill(self, row: int, ids: torch.Tensor) -> torch.Tensor:
-        """Feed int64 [1, length] from position 0 into a row: logits [1, vocab]."""
+        """Feed int64 [1, length] from position 0 into a row, and return logits [1, vocab]."""
         from ..session.persistence import runner_state
 
         self.prefill.reset()
@@ -228,6 +228,6 @@ class ContinuousBatch:
         if token in request.stop_tokens or len(request.tokens) == request.max_new_tokens or is_full:
             request.finished = True
             self._rows[row] = None
-            # A row without a request is fed too; at position 0 there is always room.
+            # At position 0, because a row without a request is fed too and must have room.
             self.decode.stepper.set_length(row, 0)
         return token

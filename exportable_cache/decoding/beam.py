@@ -1,4 +1,4 @@
-"""Beam search: the rows of a batch are hypotheses, and their caches are reordered as the hypotheses are."""
+"""Beam search: the rows of a batch are hypotheses, and their caches are reordered with them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A finished answer.
+    """A finished response.
 
     Attributes:
-        tokens: Its ids, the end token included if it has one.
-        score: Sum of its tokens' log probabilities over its length to the power of the length penalty.
+        tokens: Token ids, including the end token if it has one.
+        score: Sum of the tokens' log probabilities, divided by the length to the power of the length penalty.
     """
 
     tokens: list[int]
@@ -35,17 +35,17 @@ def beam_search(
     end_tokens: Collection[int] | None = None,
     length_penalty: float | None = None,
 ) -> list[Hypothesis]:
-    """The most probable answers that a beam finds, best first: as many as the session has rows.
+    """Return the most probable responses that a beam search finds, one per row of the session, best first.
 
-    Each step keeps, of all continuations of all beams, the best that have not ended; those that end among the best are
-    finished. It stops once there are as many finished answers as beams (transformers' `early_stopping=True`).
+    Each step keeps the best continuations of all beams that have not ended, and finishes those that have. The search
+    stops when there is a finished response per beam (transformers' `early_stopping=True`).
 
     Args:
-        session: At batch size beams; it starts anew, and holds the last beams afterwards.
+        session: A session with one row per beam. It is reset, and holds the last beams afterwards.
         input_ids: The prompt, int64 [1, length].
         max_new_tokens: Most tokens.
-        end_tokens: Any of these ends a hypothesis; the model's own by default.
-        length_penalty: Above 0 favours longer answers; by default the checkpoint's, or 1.
+        end_tokens: Tokens that end a hypothesis; the model's by default.
+        length_penalty: Values above 0 favour longer responses; by default the checkpoint's, or 1.
 
     Raises:
         InputError: If an argument is wrong, or the runtime does not give out its cache.
@@ -58,9 +58,9 @@ def beam_search(
     runner_state(session)
     beams, vocab = session.batch_size, session.vocab_size
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.shape[0] != 1:
-        raise InputError("beam search takes one prompt, int64 [1, length]")
+        raise InputError("input_ids must be one prompt, int64 [1, length], for beam search")
     if max_new_tokens is None:
-        raise InputError("max_new_tokens is None; beams need a length to end at: pass an int of at least 1")
+        raise InputError("max_new_tokens must be an int of at least 1 for beam search, got None")
     prompt = input_ids.expand(beams, -1).contiguous()
     own_ends = session.check_request(prompt, max_new_tokens, ())
     settings = session.generation_settings
@@ -68,7 +68,7 @@ def beam_search(
     sampler = sampler_after(session, Sampling(), TokenRows.whole(prompt), max_new_tokens)
     session.reset()
     logits = session.prefill(prompt)
-    # All rows are the same at first: only one of them may continue.
+    # Only one row may continue at first, because all are equal.
     scores = torch.full((beams,), -torch.inf, device=session.device)
     scores[0] = 0.0
     tokens = prompt.new_empty(beams, 0)
@@ -77,9 +77,9 @@ def beam_search(
         sorted(own_ends if end_tokens is None else end_tokens), dtype=torch.int64, device=session.device
     )
     for step in range(max_new_tokens):
-        # As transformers has it, rules and penalties are of log probabilities, and their sum is what is compared.
+        # Rules and penalties change the log probabilities, because transformers compares their sums.
         totals = (scores[:, None] + sampler.ruled(logits.float().log_softmax(dim=-1))).flatten()
-        # Twice as many as beams, so that enough remain should all of them end; more, with several end tokens.
+        # More candidates than beams, because some may end: one per beam and end token.
         best = totals.topk(min(beams * (1 + max(1, len(ends))), totals.shape[0]))
         rows, candidates = best.indices // vocab, best.indices % vocab
         has_ended = torch.isin(candidates, ends)
@@ -94,7 +94,7 @@ def beam_search(
         sampler.see(tokens[:, -1])
         if len(finished) >= beams or step + 1 == max_new_tokens:
             break
-        # Asked for anew, as programs that pass their cache along have other tensors after every step.
+        # Read at each step, because programs with explicit state have other tensors after every step.
         for tensor in runner_state(session).values():
             tensor.copy_(tensor.index_select(0, rows))
         session.stepper.select_rows(rows)

@@ -1,4 +1,4 @@
-"""Answers to one prompt after another over one session, which is fed only what it does not hold yet."""
+"""Completions of one prompt after another over one session, which reuses the common prefix."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length"]
 
-#: Longest chunk in which a prompt is fed, because an answer can be given up between chunks only.
+#: Longest chunk of a prompt, because a completion can be cancelled only between chunks.
 MOST_A_CHUNK = 256
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One token of an answer.
+    """A token of a completion.
 
     Attributes:
-        text: What it completes; a character of several tokens comes with its last.
-        token: Its id.
-        logprob: Its log probability under the model, before temperature and the like; None unless asked for.
-        alternatives: The most probable tokens at its place, each with its log probability.
+        text: Text that it completes. A character of several tokens comes with its last token.
+        token: Token id.
+        logprob: Log probability under the model, before temperature and other settings; None unless requested.
+        alternatives: The most probable tokens at its index, each with its log probability.
     """
 
     text: str
@@ -46,16 +46,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class CompletionOptions:
-    """How a prompt is answered; checked when it is made.
+    """Options of a completion.
 
     Attributes:
-        sampling: How tokens are chosen.
-        max_new_tokens: Most tokens; None for the checkpoint's own limit, or else as many as fit.
-        stop: Texts that end the answer, and are not part of it.
-        alternatives: How many of the most probable tokens are given at each place; None for no log probabilities.
-        constraint: The form of the answer; None for any. It ends where its form is complete.
-        continues: True if the text goes on from the prompt's, so that it may begin with a space. False if it is a text
-            of its own, as the answer to chat messages is.
+        sampling: Settings of the sampler.
+        max_new_tokens: Most tokens; None for the checkpoint's limit, or else as many as fit.
+        stop: Texts that end the completion; they are not part of it.
+        alternatives: Number of most probable tokens to return for each token; None for no log probabilities.
+        constraint: JSON schema or pattern that the completion must match, which then also ends it; None for any text.
+        continues: True if the text continues that of the prompt, so that it may begin with a space. False for a text of
+            its own, such as the response to chat messages.
 
     Raises:
         InputError: If a value is out of range.
@@ -72,23 +72,23 @@ class CompletionOptions:
         for name, least in (("max_new_tokens", 1), ("alternatives", 0)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise InputError(f"{name} is {value!r}; it must be an int of at least {least}, or None")
+                raise InputError(f"{name} must be an int of at least {least}, or None, got {value!r}")
         check_stops(self.stop)
 
 
 class _GivenUp(Exception):
-    """Nobody waits for the answer whose prompt is being fed."""
+    """Signals that the completion whose prompt is being fed was cancelled."""
 
 
 class Completion(Iterator[Piece]):
-    """An answer as it comes; steps run as it is consumed.
+    """Yields the pieces of a completion, and runs a step for each.
 
     Attributes:
-        prompt_tokens: Of the prompt.
-        reused_tokens: Of them, those that the session held already.
-        new_tokens: Given so far.
-        finish_reason: "stop" for an end token, a text of `stop` or a form that is complete, "length" for the most
-            tokens; None before the end.
+        prompt_tokens: Number of tokens in the prompt.
+        reused_tokens: Number of these that the session held already.
+        new_tokens: Number of tokens generated so far.
+        finish_reason: "stop" for an end token, a stop text or a complete constraint, "length" for the limit of tokens;
+            None before the end.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class Completion(Iterator[Piece]):
     def __next__(self) -> Piece:
         try:
             return next(self._pieces)
-        except BaseException:  # StopIteration, too: no other piece comes
+        except BaseException:  # including StopIteration, because no piece follows
             self._close_form()
             raise
 
     def close(self) -> None:
-        """Give it up; the session keeps what it holds."""
+        """End the completion; the session keeps its tokens."""
         self._pieces.close()
         self._close_form()
 
@@ -119,8 +119,9 @@ class Completion(Iterator[Piece]):
             self._follower.close()
 
     def give_up(self) -> None:
-        """End it from any thread, also while another one computes a piece: after the chunk of the prompt, or the step,
-        that is running. The piece being computed is then the last, or there is none.
+        """Cancel the completion from any thread, after the running step or chunk of the prompt.
+
+        A piece that is being computed is the last one.
         """
         self._is_given_up.set()
 
@@ -169,26 +170,25 @@ class Completion(Iterator[Piece]):
 
 
 class Completer:
-    """Answers prompts over one session, from one thread, one after another.
+    """Completes prompts over one session, from one thread, one after another.
 
-    What a prompt has in common with what the session holds is not fed again: a conversation that goes on costs its new
-    turn only. Where a layer cannot take back what is behind that (a ring past its window, a state), the prompt is fed
-    whole.
+    The prefix that a prompt shares with the session is not fed again, so a conversation costs its new message only. If
+    a layer cannot take back the tokens after the prefix (a ring past its window, a state), the prompt is fed whole.
 
     Args:
-        session: A text decoder at batch size 1 with a tokenizer. It is used by nobody else meanwhile.
-        split_special_tokens: True if control tokens that are spelled in messages are text; see `encode_prompt`.
+        session: A text decoder at batch size 1 with a tokenizer. No other code may use it meanwhile.
+        split_special_tokens: True to encode control tokens that are spelled in messages as text; see `encode_prompt`.
 
     Raises:
-        InputError: If it is another.
+        InputError: If the session is another one.
     """
 
     def __init__(self, session: Session, split_special_tokens: bool = True) -> None:
         if session.has_encoder:
-            raise InputError("this is an encoder-decoder, which answers one input; completions are for text decoders")
+            raise InputError("completions need a text decoder, got an encoder-decoder; use generate_text")
         if session.batch_size != 1:
             raise InputError(
-                f"completions run at batch size 1, this session has {session.batch_size}; export it with batch_size=1"
+                f"batch_size must be 1 for completions, got {session.batch_size}; export the model with batch_size=1"
             )
         if session.stepper.ranks is not None:
             raise InputError(
@@ -199,30 +199,30 @@ class Completer:
             raise InputError("completions need a tokenizer and this session has none; export the model with its own")
         self.session = session
         self._split_special_tokens = split_special_tokens
-        # Tokens that the session holds; None while that is not known.
+        # Tokens that the session holds; None while they are not known.
         self._held: list[int] | None = None
         self._constraints: ConstraintCompiler | None = None
         self._compiling = threading.Lock()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | TextTokenizer:
-        """Of the session."""
+        """Tokenizer of the session."""
         tokenizer = self.session.text_tokenizer
         assert tokenizer is not None
         return tokenizer
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a generation, by the model's generation config or else its tokenizer."""
+        """Tokens that end a generation, from the model's generation config or else its tokenizer."""
         return frozenset(self.session.generation_settings.ends)
 
     @property
     def takes_messages(self) -> bool:
-        """Whether the tokenizer has a chat template."""
+        """True if the tokenizer has a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of text or of chat messages.
+        """Return the token ids of text or of chat messages.
 
         Raises:
             InputError: See `encode_prompt`.
@@ -235,17 +235,17 @@ class Completer:
         options: CompletionOptions = CompletionOptions(),
         follower: Follower | None = None,
     ) -> Completion:
-        """The answer to a prompt. An answer that was not taken to its end is given up.
+        """Return the completion of a prompt. It drops the previous one, if that has not ended.
 
         Args:
             ids: Token ids of the whole prompt.
-            options: How it is answered.
-            follower: What `follow` gave for the constraint, where that was compiled before. The completion closes it.
+            options: Options of the completion.
+            follower: Result of `follow` for the constraint, if it was compiled before. The completion closes it.
 
         Raises:
-            InputError: If it is empty, an id is out of the vocabulary, or the constraint cannot be read.
-            MissingDependencyError: If it has a constraint, and llguidance is not installed.
-            CacheFullError: If it does not fit, or not with `max_new_tokens`.
+            InputError: If the prompt is empty, an id is outside the vocabulary, or the constraint is not valid.
+            MissingDependencyError: If there is a constraint, and llguidance is not installed.
+            CacheFullError: If the prompt, or the prompt with `max_new_tokens`, does not fit.
         """
         if not ids:
             raise InputError("the prompt is empty; pass at least one token")
@@ -256,32 +256,32 @@ class Completer:
         return Completion(self, ids, options, follower)
 
     def follow(self, constraint: Constraint) -> Follower:
-        """Begin to follow a constraint, for one answer. Any thread may do so, also while another answer is given.
+        """Start to follow a constraint for one completion. Any thread may call it while another completion runs.
 
         Raises:
             InputError, MissingDependencyError: See `complete`.
         """
         with self._compiling:
             if self._constraints is None:
-                # Half a second with a large vocabulary: once, and only where a form is asked for.
+                # Made on first use, because it takes half a second with a large vocabulary.
                 self._constraints = ConstraintCompiler(self.tokenizer, self.session.vocab_size, self.end_tokens)
         return self._constraints.follow(constraint)
 
     def close(self) -> None:
-        """End the processes that follow forms. The session stays open."""
+        """End the processes that follow constraints. The session stays open."""
         if self._constraints is not None:
             self._constraints.close()
 
     def limit(self, prompt: int, asked: int | None) -> int | None:
-        """Most tokens after a prompt of so many, None for any number. The newest token takes no slot.
+        """Return the limit of new tokens after a prompt, or None for any number. The newest token needs no slot.
 
         Args:
-            prompt: Number of its tokens.
-            asked: What was asked for; None for the checkpoint's own limit, or as many as fit.
+            prompt: Number of tokens in the prompt.
+            asked: Requested limit; None for the checkpoint's limit, or else as many as fit.
 
         Raises:
             InputError: If the checkpoint's limit of all tokens leaves no room for a new one.
-            CacheFullError: If there is no room for it.
+            CacheFullError: If the prompt and the requested tokens do not fit.
         """
         most, default = self.session.max_length, None
         if asked is None:
@@ -295,31 +295,31 @@ class Completer:
             )
         if asked is not None and prompt + asked > most + 1:
             raise CacheFullError(
-                f"the prompt has {prompt} tokens and {asked} new ones were asked for, but the cache holds {most}; ask "
-                f"for at most {most + 1 - prompt}, or shorten the prompt"
+                f"the prompt has {prompt} tokens and {asked} new ones were requested, but the cache holds {most}; "
+                f"request at most {most + 1 - prompt}, or shorten the prompt"
             )
         if asked is not None:
             return asked
         return most + 1 - prompt if default is None else min(most + 1 - prompt, default)
 
     def feed(self, ids: list[int], before_chunk: Callable[[], None] = lambda: None) -> tuple[int, torch.Tensor]:
-        """Bring the session to a prompt: how many of its tokens were there, and logits [1, vocab] after it.
+        """Feed the rest of a prompt, and return the number of tokens reused and logits [1, vocab].
 
         Args:
             ids: Token ids of the whole prompt.
-            before_chunk: Called before each chunk of at most `MOST_A_CHUNK` tokens. What it raises gives the prompt up;
-                the chunks that were fed are held, for a prompt that begins with them.
+            before_chunk: Called before each chunk of at most `MOST_A_CHUNK` tokens. An exception that it raises ends
+                the prompt; the chunks that were fed are kept, for a prompt that begins with them.
         """
         session = self.session
         held = self._held if self._held is not None and len(self._held) == int(session.length[0]) else None
         common = 0
         if held is not None:
-            # The last token is fed in any case, as its logits are wanted.
+            # The last token is always fed, because its logits are needed.
             most = min(len(held), len(ids) - 1)
             common = next((index for index in range(most) if held[index] != ids[index]), most)
             try:
                 session.rewind(len(held) - common)
-            except InputError:  # a layer has overwritten, or mixed, what would be needed again
+            except InputError:  # a layer has overwritten slots that would be needed again, or keeps a state
                 held = None
         if held is not None and not session.stepper.continues(common, len(ids)):
             held = None
@@ -337,11 +337,11 @@ class Completer:
         return common, logits
 
     def step(self, token: int, before_chunk: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """Logits [1, vocab] after one more token.
+        """Feed one token, and return logits [1, vocab].
 
         Args:
-            token: Its id.
-            before_chunk: See `feed`, where the sequence is computed again because RoPE changes.
+            token: Token id.
+            before_chunk: See `feed`; it is called if the sequence is computed again because RoPE changes.
         """
         session, held = self.session, self._held
         self._held = None
@@ -360,7 +360,7 @@ class Completer:
 def _judged(
     logits: torch.Tensor, token: int, alternatives: int | None
 ) -> tuple[float | None, tuple[tuple[int, float], ...]]:
-    """Log probability of a token, and of the most probable ones, under logits [vocab]."""
+    """Return the log probability of a token, and those of the most probable ones, under logits [vocab]."""
     if alternatives is None:
         return None, ()
     logprobs = logits.float().log_softmax(dim=-1)

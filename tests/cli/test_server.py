@@ -196,7 +196,7 @@ def test_an_answer_has_the_form_that_was_asked_for(client, greedy_answer: str) -
         ("completions", {**TEXT, "prompt": [[5], [6]]}, 400, "got 2 prompts"),
         ("completions", {**TEXT, "prompt": "\ud800"}, 400, "no UTF-8"),
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}, 400, "no UTF-8"),
-        ("completions", {**TEXT, "max_tokens": 500}, 400, f"the cache holds {MAX_CACHE_LEN}; ask for at most"),
+        ("completions", {**TEXT, "max_tokens": 500}, 400, f"the cache holds {MAX_CACHE_LEN}; request at most"),
         (
             "completions",
             {**TEXT, "prompt": "the " * 500},

@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused_when_it_is_submitted(model: Any) -> None:
     with pytest.raises(InputError, match="must be token ids for rows of a batch"):
         batch.submit(tokens(4), 3, stop=["x"])
     assert batch.waiting == 0
-    with pytest.raises(InputError, match="the prefill session has 2 rows"):
+    with pytest.raises(InputError, match="the prefill session must have 1 row, got 2"):
         ContinuousBatch(batch.decode, batch.decode)
     with pytest.raises(InputError, match="allocate both caches for the same model"):
         ContinuousBatch(live_session(model, False, 32), batch.decode)
@@ -130,7 +130,7 @@ def test_sessions_of_models_with_other_weights_are_refused() -> None:
     model, other = tiny_model("llama"), tiny_model("llama")
     with torch.no_grad():
         other.lm_head.weight.add_(1.0)
-    with pytest.raises(InputError, match="run models with other weights"):
+    with pytest.raises(InputError, match="must have the same weights"):
         ContinuousBatch(live_session(model, False, 32), live_session(other, False, 32, batch_size=2))
 
 

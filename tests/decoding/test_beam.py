@@ -46,12 +46,12 @@ def test_answers_are_those_of_transformers(beams: int, length: int) -> None:
 def test_one_prompt_only() -> None:
     model = tiny_model("llama")
     session: Any = live_session(model, False, 48, batch_size=2)
-    with pytest.raises(InputError, match="max_new_tokens is None; beams need a length to end at"):
+    with pytest.raises(InputError, match="max_new_tokens must be an int of at least 1 for beam search"):
         beam_search(session, tokens(4), None)
-    with pytest.raises(InputError, match="beam search takes one prompt"):
+    with pytest.raises(InputError, match="input_ids must be one prompt"):
         beam_search(session, tokens(4, batch_size=2), 3)
     session.prefill(tokens(4, batch_size=2))
-    with pytest.raises(InputError, match="beam search takes one prompt"):
+    with pytest.raises(InputError, match="input_ids must be one prompt"):
         beam_search(session, tokens(4, batch_size=2), 3)
     assert session.length.tolist() == [4, 4]  # a refused call changes nothing
 

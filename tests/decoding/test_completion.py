@@ -147,7 +147,7 @@ def test_the_cache_is_filled_and_not_more() -> None:
     assert len(list(completion)) == 4 and completion.finish_reason == "length"
     with pytest.raises(CacheFullError, match=f"prompt has {CAPACITY + 1} tokens, but the cache holds {CAPACITY}"):
         completer.complete([5] * (CAPACITY + 1))
-    with pytest.raises(CacheFullError, match="5 new ones were asked for.*ask for at most 4"):
+    with pytest.raises(CacheFullError, match="5 new ones were requested.*request at most 4"):
         completer.complete(ids, CompletionOptions(max_new_tokens=5))
 
 
