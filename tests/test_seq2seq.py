@@ -349,7 +349,7 @@ def test_generate_equals_the_models_own() -> None:
     [
         (lambda session: session.prefill(tokens(3)), "call session.encode"),
         (lambda session: session.generate(tokens(3)), "call session.encode"),
-        (lambda session: session.encode(tokens(21)), "the encoder takes 1 to 20"),
+        (lambda session: session.encode(tokens(21)), "must have a length of 1 to 20"),
         (lambda session: session.encode(input_features=tokens(3)), "encode takes input_ids"),
         (lambda session: session.encode(tokens(3), attention_mask=torch.tensor([[0, 1, 1]])), "pad on the right"),
         (lambda session: session.encode(tokens(3).int()), "must be torch.int64"),
@@ -380,6 +380,6 @@ def test_warm_up_runs_the_encoder_and_the_steps(family: str) -> None:
     assert called == {"encode", "prefill", "decode"}
     assert session.length.tolist() == [0]
     assert not any(tensor.any() for tensor in session.runner.state.values())
-    with pytest.raises(InputError, match="nothing was encoded yet"):
+    with pytest.raises(InputError, match="the encoder has not run yet"):
         session.prefill(tokens(2))
     assert largest_difference(session, model, family) <= TOLERANCE

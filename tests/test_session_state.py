@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(model: Any, tmp_path: 
     other = tiny_model("gemma3_text")
     with torch.no_grad():
         other.model.norm.weight.add_(0.5)
-    refused(live_session(other, False, 64), path, "computed with other weights")
+    refused(live_session(other, False, 64), path, "must have the weights of this session's model")
     cache = ExportableCache.from_model(model, 64, rollback_slots=3)
     refused(
         Session.from_model(model, cache),

@@ -1,1 +1,1 @@
-"""The running thing: a program, its position, and what a user calls."""
+"""Running programs: the session, its state, and the inputs of its steps."""

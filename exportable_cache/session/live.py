@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LiveOptions:
-    """How a model is run: keywords of `Session.from_model`, see there."""
+    """Options of a live model: keywords of `Session.from_model`."""
 
     compiling: CompileOptions = CompileOptions()
     prefill_chunk: int | None = None
@@ -46,19 +46,16 @@ def live_session(
     options: LiveOptions,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Session:
-    """A session at position 0 over a model and the cache that it is to write.
+    """Return a session at position 0 over a model and the cache that it writes.
 
     Raises:
-        InputError: If the two do not go together, or an option is out of range.
+        InputError: If the cache does not fit the model, or an option is out of range.
     """
     check_pair(model, cache)
     _check_unused(cache)
     if options.compiling.graph_cache is not None and (cache.ranks is not None or cache.residence is not None):
-        # Graphs have a rank's own numbers in them, and are told apart by what layers are, not by where they live.
-        raise InputError(
-            "compiled graphs of a parallel session, or over offloaded layers, are not kept on disk; leave out "
-            "graph_cache"
-        )
+        # Not kept, because graphs contain the rank's sizes, and their keys do not include the device of a layer.
+        raise InputError("graph_cache must be None for a parallel session, and for offloaded layers; leave it out")
     modalities = modalities_of(model, options.modalities, options.image_size)
     runner = ModuleRunner(
         model,
@@ -90,17 +87,17 @@ def live_session(
 
 
 def changing_rope(model: PreTrainedModel, cache: ExportableCache) -> RopeRule | None:
-    """Return when the factors of a model's RoPE change, None where no row of the cache gets that far."""
+    """Return the rule by which a model's RoPE changes, or None if no row of the cache gets that far."""
     rule = rope_rule(model)
     return rule if rule is not None and rule.is_reached(cache.max_length) else None
 
 
-#: Of each cache, what runs over it.
+#: The runner that writes each cache.
 _users: weakref.WeakKeyDictionary[ExportableCache, weakref.ref[ModuleRunner]] = weakref.WeakKeyDictionary()
 
 
 def _check_unused(cache: ExportableCache) -> None:
-    """Refuse a cache that a session writes already: neither would see what the other has written.
+    """Check that no other session writes the cache, because each would overwrite the other's tokens.
 
     Raises:
         InputError: If there is one that was not closed.
@@ -114,23 +111,24 @@ def _check_unused(cache: ExportableCache) -> None:
 
 
 def check_pair(model: PreTrainedModel, cache: ExportableCache) -> None:
-    """Refuse a model that does not run over this cache.
+    """Check that a model can run over a cache.
 
     Raises:
-        InputError: If it is in training mode, or the cache is of another kind, of other layers, elsewhere, or too long
-            for it.
+        InputError: If the model is in training mode, or the cache has another class, other layers, another device, or
+            more tokens than the model has positions.
     """
     if model.training:
         raise InputError(f"{type(model).__name__} is in training mode; call model.eval() first")
     if not isinstance(cache, ExportableCache):
         raise InputError(
-            f"cache is a {type(cache).__name__}; allocate one with ExportableCache.from_model(model, max_cache_len=...)"
+            f"cache must be an ExportableCache, got a {type(cache).__name__}; allocate one with "
+            "ExportableCache.from_model(model, max_cache_len=...)"
         )
     check_layers(model, cache)
     if cache.ranks is None and any(is_split(parameter) for parameter in model.parameters()):
         raise InputError(
-            "the model is split over several processes, and the cache was not allocated for one of them; use "
-            "ExportableCache.from_model(model, ...) on every rank"
+            "the cache must be allocated on every rank for a model that is split over processes; use "
+            "ExportableCache.from_model(model, ...) on each"
         )
     if cache.device != model.device:
         raise InputError(

@@ -1,4 +1,4 @@
-"""A session's state as a file, and as a copy: prefixes computed once and continued many times, on any target."""
+"""Saves and loads the state of a session, so that a prefix is computed once and continued on any target."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 # File format version. v2 describes layers by their parts instead of a class, v3 adds a checksum.
 _FORMAT = "exportable_cache.session_state.v3"
-#: Names of what an encoder gave, which the next prefill of its session takes.
+#: Prefix of the encoder output, which the next prefill of its session takes.
 _ENCODED = "encoded."
-#: Names of what rows remember of RoPE whose factors change with the length, see `RopeState`.
+#: Names of the tensors of `RopeState`.
 _ROPE_LENGTHS, _ROPE_FACTORS, _ROPE_TOKENS = "rope.lengths", "rope.factors", "rope.tokens."
 
 
 def runner_state(session: Session) -> Mapping[str, torch.Tensor]:
-    """The cache tensors that a session's runner steps on, by name as `layers.0.keys`.
+    """Return the cache tensors of a session's runner, by names such as `layers.0.keys`.
 
     Raises:
-        InputError: If its runtime keeps them to itself.
+        InputError: If its runtime does not give them out.
     """
     state = state_of(session.runner)
     if state is None:
@@ -43,10 +43,9 @@ def runner_state(session: Session) -> Mapping[str, torch.Tensor]:
 
 
 def save_state(session: Session, path: Path) -> None:
-    """Write the filled part of a session's cache, its lengths and the token still to be fed, atomically.
+    """Write the filled slots of a session's cache, its lengths and the pending tokens, atomically.
 
-    Slots that no row has reached are left out, so the file is as large as what it holds. Of a parallel session rank 0
-    writes one file, of the heads of all ranks: the same as one process writes.
+    Rank 0 of a parallel session writes one file with the heads of all ranks, which equals the file of one process.
     """
     sequence, ranks = session.stepper.state, session.stepper.ranks
     most = int(sequence.max_len_ever.max())
@@ -69,7 +68,7 @@ def save_state(session: Session, path: Path) -> None:
     described = {
         "format": _FORMAT,
         "layers": json.dumps([_describe(layer) for layer in session.layers]),
-        # One row's alone stands for itself, as earlier releases wrote it.
+        # The token of a single row is not in a list, because earlier releases wrote it so.
         "pending": json.dumps(unfed[0] if len(unfed) == 1 else unfed),
         "fingerprint": session.fingerprint or "",
         "images": json.dumps(sequence.images.to_lists()),
@@ -87,14 +86,14 @@ def save_state(session: Session, path: Path) -> None:
 
 
 def load_state(session: Session, path: Path) -> None:
-    """Continue where `save_state` was called, with the same model on any target. Everything is checked before a change.
+    """Load a state of the same model from any target. Everything is checked before a change.
 
-    Each rank of a parallel session reads its own heads out of the file, whatever number of ranks has written it; if one
-    refuses it, all do.
+    Each rank of a parallel session reads its heads from the file, for any number of ranks that wrote it. If one rank
+    refuses the file, all do.
 
     Raises:
         BundleError: If the file is missing, damaged or not a saved state.
-        InputError: If it is of another model, of other layers or another batch size, or longer than this cache.
+        InputError: If it has another model, other layers or another batch size, or is longer than this cache.
     """
     ranks = session.stepper.ranks
     if ranks is None:
@@ -116,7 +115,7 @@ def load_state(session: Session, path: Path) -> None:
 
 
 def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], SequenceState]:
-    """What a file holds of the tensors of this session, by name, and where its rows are.
+    """Read and check a file, and return its tensors for this session by name, and its sequence state.
 
     Raises:
         BundleError, InputError: See `load_state`.
@@ -126,7 +125,7 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
         saved_print = metadata["fingerprint"]
         if saved_print and session.fingerprint and saved_print != session.fingerprint:
             raise InputError(
-                f"{path} was computed with other weights than this session's model; save the state again with this one"
+                f"{path} must have the weights of this session's model, got others; save the state again with it"
             )
         saved = json.loads(metadata["layers"])
         ours = json.loads(json.dumps([_describe(layer) for layer in session.layers]))
@@ -162,7 +161,7 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
                 f"{path} has no {min(missing)}, which a {session.target!r} session keeps; save the state on that target"
             )
         if unknown:
-            raise ValueError(f"a tensor {min(unknown)!r}, which no layer has")
+            raise ValueError(f"tensor {min(unknown)!r} belongs to no layer")
         for name, tensor in state.items():
             tensors[name] = _fitting(session, name, tensors[name], tensor, path, (length, max_len_ever))
     encoded_here = tuple(tensor.to(session.device) for tensor in encoded)
@@ -170,13 +169,13 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
 
 
 def _of_rope(rope: RopeState) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file for what rows remember of RoPE; tokens of the rows whose tokens are known."""
+    """Return the tensors of a RoPE state for a file, with the tokens of the rows whose tokens are known."""
     known = {f"{_ROPE_TOKENS}{row}": ids.clone() for row, ids in enumerate(rope.tokens) if ids is not None}
     return {_ROPE_LENGTHS: rope.lengths.clone(), _ROPE_FACTORS: rope.factors.clone(), **known}
 
 
 def _rope_of(tensors: dict[str, torch.Tensor], length: torch.Tensor, vocab_size: int) -> RopeState | None:
-    """Take what rows remember of RoPE out of the tensors of a file, None of a model without.
+    """Pop the RoPE state from the tensors of a file; None for a model without one.
 
     Raises:
         ValueError: If no session could have saved it.
@@ -187,12 +186,12 @@ def _rope_of(tensors: dict[str, torch.Tensor], length: torch.Tensor, vocab_size:
         return None
     for name, tensor in ((_ROPE_LENGTHS, lengths), (_ROPE_FACTORS, factors)):
         if tensor.dtype != torch.int64 or tensor.shape != length.shape:
-            raise ValueError(f"{name} of {tensor.dtype} {list(tensor.shape)}")
+            raise ValueError(f"{name} must be int64 {list(length.shape)}, got {tensor.dtype} {list(tensor.shape)}")
     for ids in tokens:
         if ids is not None and (
             ids.dtype != torch.int64 or ids.dim() != 1 or bool(((ids < 0) | (ids >= vocab_size)).any())
         ):
-            raise ValueError(f"tokens that rows hold of {ids.dtype} {list(ids.shape)}, of a vocabulary of {vocab_size}")
+            raise ValueError(f"tokens of a row must be int64 ids below {vocab_size}, got {ids.dtype} {list(ids.shape)}")
     return RopeState(lengths, factors, tokens)
 
 
@@ -204,20 +203,23 @@ def _fitting(
     path: Path,
     rows: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Return the part of a saved state tensor that this session's has room for.
+    """Return the part of a saved state tensor that fits this session.
 
     Args:
-        saved: The tensor of the file, of all ranks.
-        tensor: The session's own.
-        rows: Tokens that each row holds, and the most that it ever held, int64 [batch] each.
+        session: The session.
+        name: Name of the tensor.
+        saved: Tensor of the file, for all ranks.
+        tensor: Tensor of the session.
+        path: The file, for messages.
+        rows: Length of each row, and the most that it ever held, int64 [batch] each.
 
     Raises:
         ValueError: If it has other slots than its rows have filled, or counts more tokens than fit.
-        InputError: If shape or dtype are not those of the session's.
+        InputError: If its shape or dtype differ from the session's.
     """
     layer, dim = _layer_of(session, name), _capacity_dim(session, name)
     given = list(saved.shape)
-    # Before slots are cut to what this session has.
+    # Checked first, because the slots are cut to those of this session below.
     if dim is not None:
         _check_slots(layer, name, saved, dim, rows)
     if session.stepper.ranks is not None:
@@ -225,7 +227,7 @@ def _fitting(
         saved = session.stepper.ranks.part(saved, *_cut(session, name))
     expected = list(tensor.shape)
     if dim is not None and saved.dim() == tensor.dim():
-        # More tokens once than this cache has slots: the slots after its length are no longer wanted.
+        # Rows may once have held more tokens than this cache has slots; slots after their length are not needed.
         saved = saved.narrow(dim, 0, min(saved.shape[dim], layer.policy.slot_count))
         expected[dim] = saved.shape[dim]
     if list(saved.shape) != expected or saved.dtype != tensor.dtype:
@@ -238,29 +240,29 @@ def _fitting(
     if kept in limits:
         most = limits[kept]
         if bool((saved < 0).any()) or (most is not None and bool((saved > most).any())):
-            raise ValueError(f"{name} of {saved.tolist()} tokens, of 0 to {most or 'any number'}")
+            raise ValueError(f"{name} must be from 0 to {most or 'any number'}, got {saved.tolist()}")
     return saved
 
 
 def _check_slots(
     layer: CacheLayer, name: str, saved: torch.Tensor, dim: int, rows: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    """Refuse a tensor that has other slots than its rows have filled.
+    """Check that a tensor has the slots that its rows have filled.
 
     Raises:
-        ValueError: Then.
+        ValueError: If it has others.
     """
     slots = saved.shape[dim] if dim < saved.dim() else 0
     longest, most = (int(tokens.max()) for tokens in rows)
     if layer.max_length is not None:
-        # Slots are positions. A cache that was larger than this one may have filled more, or have fewer than `most`
-        # says where its history is unknown.
+        # A range, because slots are positions: a larger cache may have filled more, and one of unknown history may
+        # have fewer than `most`.
         least = longest
     else:
         least = most = min(most, layer.policy.slot_count)
     if not least <= slots <= most:
         filled = str(least) if least == most else f"{least} to {most}"
-        raise ValueError(f"{name} of {slots} slots, where rows have filled {filled}")
+        raise ValueError(f"{name} must have {filled} slots, which its rows have filled, got {slots}")
 
 
 def _count_encoded(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -268,7 +270,7 @@ def _count_encoded(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def _check_parts(session: Session, name: str, whole: torch.Tensor, part: torch.Tensor, path: Path) -> None:
-    """Refuse a tensor of which ranks have no equal parts."""
+    """Check that a tensor splits into equal parts for the ranks."""
     dim, parts = _cut(session, name)
     if parts > 1 and (whole.dim() != part.dim() or whole.shape[dim] != part.shape[dim] * parts):
         raise InputError(
@@ -278,8 +280,8 @@ def _check_parts(session: Session, name: str, whole: torch.Tensor, part: torch.T
 
 
 def _cut(session: Session, name: str) -> tuple[int, int]:
-    """Along which dimension ranks have parts of a state tensor, and how many different ones: 1 where each has all."""
-    # Indexer keys and states are of no head that attention has.
+    """Return the dimension in which ranks split a state tensor, and the number of parts; 1 if each has all of it."""
+    # Indexer keys and states are not split, because they do not belong to attention heads.
     dims = _layer_of(session, name).state[name.split(".")[-1]].dims
     if "num_heads" not in dims:
         return 0, 1
@@ -287,23 +289,23 @@ def _cut(session: Session, name: str) -> tuple[int, int]:
 
 
 def _check_rows(session: Session, length: torch.Tensor, ever: torch.Tensor, unfed: tuple[int | None, ...]) -> None:
-    """Refuse rows that no session could have saved.
+    """Check the lengths and pending tokens of a file.
 
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If a value is out of range.
     """
     if length.dtype != torch.int64 or ever.dtype != torch.int64 or ever.shape != length.shape:
-        raise ValueError(f"lengths of {length.dtype} and {ever.dtype}, {list(ever.shape)}")
+        raise ValueError(f"lengths must be int64, one a row, got {length.dtype} and {ever.dtype} {list(ever.shape)}")
     if bool((length < 0).any()) or bool((ever < length).any()):
-        raise ValueError(f"lengths {length.tolist()}, at most {ever.tolist()}")
+        raise ValueError(f"lengths must be from 0 to {ever.tolist()}, got {length.tolist()}")
     if len(unfed) != len(length) or any(
         token is not None and (type(token) is not int or not 0 <= token < session.vocab_size) for token in unfed
     ):
-        raise ValueError(f"tokens to be fed {unfed}, of a vocabulary of {session.vocab_size}")
+        raise ValueError(f"pending tokens must be ids below {session.vocab_size}, got {unfed}")
 
 
 def _describe(layer: CacheLayer) -> dict:
-    """What must agree. How many tokens a full layer can hold need not: its slots are positions."""
+    """Return the config that must agree. The capacity of a full layer is left out, because its slots are positions."""
     config = layer.config()
     if layer.max_length is None:
         return config
@@ -312,12 +314,12 @@ def _describe(layer: CacheLayer) -> dict:
 
 
 def _layer_of(session: Session, name: str) -> CacheLayer:
-    """The layer of a state tensor `layers.0.keys`. Engines put a word of their own in front."""
+    """Return the layer of a state tensor such as `layers.0.keys`, which engines prefix with another word."""
     return session.layers[int(name.split(".")[-2])]
 
 
 def _capacity_dim(session: Session, name: str) -> int | None:
-    """Which dimension of a state tensor `layers.0.keys` counts slots of the decoder's tokens."""
+    """Return the dimension of a state tensor that counts slots of the decoder's tokens, or None."""
     layer = _layer_of(session, name)
     dims = layer.state[name.split(".")[-1]].dims
     return dims.index("capacity") if "capacity" in dims and layer.follows_decoder else None
@@ -325,5 +327,5 @@ def _capacity_dim(session: Session, name: str) -> int | None:
 
 def _filled(tensor: torch.Tensor, session: Session, name: str, most: int) -> torch.Tensor:
     dim = _capacity_dim(session, name)
-    # A layer may have slots behind its capacity, which no token ever reaches.
+    # A layer may have slots after its capacity, which no token reaches.
     return tensor if dim is None else tensor.narrow(dim, 0, min(most, _layer_of(session, name).policy.slot_count))

@@ -184,7 +184,7 @@ def test_inspect_says_what_is_taken(run, image_bundle, whisper_bundle):
         (
             "image_bundle",
             ["-p", f"{IMAGE}b", "--image", "x.png", "--chat"],
-            "says where the files go, as the chat template would",
+            "must not mark the files if the chat template does",
         ),
         (
             "image_bundle",
@@ -252,9 +252,9 @@ def test_refused_sound(tmp_path):
     slow = write_wav(tmp_path / "slow.wav", bytes(20), rate=8000)
     (tmp_path / "text.wav").write_text("no sound")
     for path, message in (
-        (slow, "has 8000 samples per second, the model takes 16000; convert it: ffmpeg"),
+        (slow, "must have 16000 samples per second, got 8000; convert it: ffmpeg"),
         (tmp_path / "text.wav", "as WAV"),
-        (write_wav(tmp_path / "empty.wav", b""), "holds no samples"),
+        (write_wav(tmp_path / "empty.wav", b""), "must have at least one sample"),
         (tmp_path, "is a folder"),
     ):
         with pytest.raises(InputError, match=message):

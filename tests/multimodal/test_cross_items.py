@@ -161,7 +161,7 @@ def test_pictures_come_in_any_turn_and_are_taken_back() -> None:
         both = {**second, "cross_attention_mask": torch.cat([earlier, mask], dim=2)}
         wanted = expected(both, following, cache)
         assert (found(session, second, following) - wanted).abs().max() < TOLERANCE
-        with pytest.raises(InputError, match=f"holds 2 pictures, the prompt has 1.* max_encoder_len={3 * SLOTS}"):
+        with pytest.raises(InputError, match=f"holds 2 images, the prompt has 1.* max_encoder_len={3 * SLOTS}"):
             session.prefill(**second)
         assert (found(saved, second, following) - wanted).abs().max() < TOLERANCE
 
@@ -176,9 +176,9 @@ def test_the_first_step_of_a_prompt_alone_takes_pictures() -> None:
 def test_what_is_refused_names_the_remedy() -> None:
     inputs = prompt((2, 3, 1), (2, 1))
     with opened(2 * SLOTS + 3) as session:
-        with pytest.raises(InputError, match=r"it must be \[batch, length, items, tiles\] = \[1, 8, 2, 2\]"):
+        with pytest.raises(InputError, match=r"must have shape \[batch, length, items, tiles\] = \[1, 8, 2, 2\]"):
             session.prefill(**{name: one for name, one in inputs.items() if name != "cross_attention_mask"})
-        with pytest.raises(InputError, match="each token sees the pictures that stand together nearest before it"):
+        with pytest.raises(InputError, match="each token attend to the nearest run of images before it"):
             session.prefill(**{**inputs, "cross_attention_mask": torch.ones_like(inputs["cross_attention_mask"])})
         assert session.prefill(**inputs).isfinite().all()
     with opened(SLOTS) as session, pytest.raises(InputError, match=f"the cache keeps 1; .*max_encoder_len={2 * SLOTS}"):

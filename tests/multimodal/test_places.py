@@ -42,14 +42,14 @@ def test_runs_and_ids() -> None:
 def test_chunks_end_outside_of_images(text: str, longest: int, sizes: list[int]) -> None:
     if text == "..##.. .##...":
         # Rows cross: no cut leaves both images whole.
-        with pytest.raises(InputError, match="the image at token 1 of the prompt takes 3 tokens"):
+        with pytest.raises(InputError, match="the image at token 1 of the prompt has 3 tokens"):
             whole_chunks(image_ids(is_image(text)), 2)
     assert whole_chunks(image_ids(is_image(text)), longest) == sizes
 
 
 def test_an_image_longer_than_a_step_is_refused() -> None:
     with pytest.raises(
-        InputError, match="the image at token 2 of the prompt takes 4 tokens.* at most 3; .*prefill_chunk=4"
+        InputError, match="the image at token 2 of the prompt has 4 tokens.* at most 3; .*prefill_chunk=4"
     ):
         whole_chunks(image_ids(is_image("..####..")), 3)
 

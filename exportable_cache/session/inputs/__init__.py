@@ -1,1 +1,1 @@
-"""What a user gives, turned into inputs of steps."""
+"""Stages that turn the prompts of a user into inputs of steps."""

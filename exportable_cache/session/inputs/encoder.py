@@ -1,4 +1,4 @@
-"""An encoder-decoder's encoder: what it checks, and what it gives for the decoder's first step."""
+"""The encoder of an encoder-decoder: checks its input and computes the hidden states for the decoder."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class EncoderStage:
-    """Runs the method `encode`, whose outputs every prefill takes; the decoder's own tokens are text.
+    """Runs the method `encode`, whose outputs are inputs of the decoder's first step.
 
     Args:
-        method: The encoder.
-        limits: Of the program.
+        method: The method `encode`.
+        limits: Limits of the program.
     """
 
     def __init__(self, method: ProgramMethod, limits: ProgramLimits) -> None:
@@ -36,10 +36,14 @@ class EncoderStage:
         self.device = limits.device
 
     def encode(self, inputs: dict[str, Any], stepper: ProgramStepper) -> torch.Tensor:
-        """Run the encoder over what a tokenizer or processor gives; `attention_mask` may be left out.
+        """Run the encoder over the output of a tokenizer or processor, and keep the result in the state.
+
+        Args:
+            inputs: Inputs by name; `attention_mask` is optional.
+            stepper: Stepper whose state gets the result as `encoded`.
 
         Returns:
-            Hidden states [batch, encoder_length, hidden_size], which the state has as `encoded` from now on.
+            Hidden states [batch, encoder_length, hidden_size].
 
         Raises:
             InputError: If an input is missing, unknown, or has a wrong shape, dtype or device; nothing has changed
@@ -67,27 +71,29 @@ class EncoderStage:
         return stepper.state.encoded[0]
 
     def check_encoded(self, state: SequenceState) -> None:
-        """Refuse a step for which nothing was encoded.
+        """Check that the encoder has run.
 
         Raises:
-            InputError: If so.
+            InputError: If it has not.
         """
         if not state.encoded:
-            raise InputError(f"nothing was encoded yet; call session.encode({self.method.inputs[0].name}=...) first")
+            raise InputError(
+                f"the encoder has not run yet; call session.encode({self.method.inputs[0].name}=...) first"
+            )
 
     def check_given(self, encoded: Sequence[torch.Tensor]) -> None:
-        """Refuse tensors of a file that this encoder cannot have given.
+        """Check the encoder output of a file.
 
         Raises:
-            ValueError: Then.
+            ValueError: If this encoder cannot have computed it.
         """
         check_tensors(encoded, self.method.outputs, {"batch": self.batch_size})
         hidden, lengths = encoded
         if bool((lengths < 0).any()) or bool((lengths > hidden.shape[1]).any()):
-            raise ValueError(f"{lengths.tolist()} states of an encoder, of 0 to {hidden.shape[1]}")
+            raise ValueError(f"encoder lengths must be from 0 to {hidden.shape[1]}, got {lengths.tolist()}")
 
     def update_cache(self, cache: ExportableEncoderDecoderCache, state: SequenceState) -> None:
-        """Tell a cache whether its cross-attention layers hold what the newest `encode` gave, and in how many slots."""
+        """Set the cross-attention flags of a cache, and the number of slots that the newest `encode` filled."""
         cache.is_updated = dict.fromkeys(range(len(cache)), state.has_begun)
         if state.has_begun and state.encoded:
             for layer in cache.cross_layers:
@@ -103,61 +109,62 @@ class EncoderStage:
         if spec.dtype == "int64":
             check_ids(spec.name, main_input, ("batch", "length"), self.limits)
         if not isinstance(main_input, torch.Tensor):
-            raise InputError(f"{spec.name} is a {type(main_input).__name__}; pass a {spec.dtype} tensor")
+            raise InputError(f"{spec.name} must be a {spec.dtype} tensor, got a {type(main_input).__name__}")
         least, most = self.method.min_length, self.method.max_length
         shape: dict[int | str, int | str] = {"batch": self.batch_size}
         expected = [shape.get(size, size) for size in spec.shape]
         found = list(main_input.shape)
         if len(found) != len(expected) or any(size not in (given, "length") for size, given in zip(expected, found)):
-            raise InputError(f"{spec.name} has shape {found}; it must be [{', '.join(map(str, expected))}]")
+            raise InputError(f"{spec.name} must have shape [{', '.join(map(str, expected))}], got {found}")
         least = 1 if self.method.pads else least
         if "length" in spec.shape and not least <= found[self._length_dim] <= most:
             raise InputError(
-                f"{spec.name} has length {found[self._length_dim]}; the encoder takes {least} to {most}: shorten the "
+                f"{spec.name} must have a length of {least} to {most}, got {found[self._length_dim]}; shorten the "
                 "input, or allocate or export with a larger max_encoder_len"
             )
         if "length" in spec.shape and found[self._length_dim] % self.method.multiple and not self.method.pads:
             raise InputError(
-                f"{spec.name} has length {found[self._length_dim]}; the encoder takes whole frames of "
-                f"{self.method.multiple}: cut it, or pad it with silence"
+                f"{spec.name} must have a length that is a multiple of {self.method.multiple}, got "
+                f"{found[self._length_dim]}; cut it, or pad it with silence"
             )
         if main_input.dtype != getattr(torch, spec.dtype):
             raise InputError(
-                f"{spec.name} is {main_input.dtype}; it must be torch.{spec.dtype}: pass "
+                f"{spec.name} must be torch.{spec.dtype}, got {main_input.dtype}; pass "
                 f"{spec.name}.to(torch.{spec.dtype})"
             )
         if main_input.device != self.device:
-            raise InputError(f"{spec.name} is on {main_input.device}, the session runs on {self.device}")
+            raise InputError(f"{spec.name} must be on {self.device}, got {main_input.device}; move it")
 
     def _check_mask(self, mask: torch.Tensor, length: int) -> None:
         if "attention_mask" not in self.method.input_names:
-            # Encoders of fixed length take none: silence is part of their input.
+            # An encoder of fixed length has no mask, because it reads the padding as silence.
             if self.method.min_length != self.method.max_length and not bool(mask.all()):
                 raise InputError(
-                    "attention_mask has padding, which this encoder does not take; pass each input at its own length"
+                    "attention_mask must be 1 everywhere for this encoder, got padding; pass inputs without padding"
                 )
             return
         if tuple(mask.shape) != (self.batch_size, length):
-            raise InputError(f"attention_mask has shape {list(mask.shape)}; it must be [{self.batch_size}, {length}]")
+            raise InputError(f"attention_mask must have shape [{self.batch_size}, {length}], got {list(mask.shape)}")
         real = mask.to(torch.bool)
         if not bool(real[:, 0].all()) or bool((real[:, 1:] & ~real[:, :-1]).any()):
             raise InputError(
-                "attention_mask must be 1 on each row's tokens and 0 behind them; pad on the right "
-                "(padding_side='right')"
+                "attention_mask must be 1 on each row's tokens and then 0; pad on the right (padding_side='right')"
             )
 
 
 def check_tensors(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> None:
-    """Refuse tensors that are not as specified.
+    """Check the number, shapes and dtypes of tensors.
 
     Args:
-        sizes: Sizes by name; those of other names may be any number of at least 1.
+        tensors: Tensors of a file.
+        specs: The specification of each.
+        sizes: Sizes by name; a size of another name may be any number of at least 1.
 
     Raises:
-        ValueError: Then.
+        ValueError: If one differs.
     """
     if len(tensors) != len(specs):
-        raise ValueError(f"{len(tensors)} tensors of an encoder, of {len(specs)}")
+        raise ValueError(f"the encoder output must have {len(specs)} tensors, got {len(tensors)}")
     for tensor, spec in zip(tensors, specs, strict=True):
         expected = [sizes.get(size, size) if isinstance(size, str) else size for size in spec.shape]
         found = list(tensor.shape)
@@ -166,17 +173,17 @@ def check_tensors(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], 
             for size, wanted in zip(found, expected, strict=True)
         )
         if not fits or tensor.dtype != getattr(torch, spec.dtype):
-            raise ValueError(f"{spec.name} of {tensor.dtype} {found}, where it is {spec.dtype} {expected}")
+            raise ValueError(f"{spec.name} must be {spec.dtype} {expected}, got {tensor.dtype} {found}")
 
 
 def start_tokens(generation_config: Any, batch_size: int, device: torch.device) -> torch.Tensor:
-    """What a decoder starts with, int64 [batch, 1]: the model's `decoder_start_token_id`, or its `bos_token_id`.
+    """Return the decoder's start tokens, int64 [batch, 1]: `decoder_start_token_id` or `bos_token_id` of the model.
 
     Raises:
-        InputError: If it states neither.
+        InputError: If it has neither.
     """
     for name in ("decoder_start_token_id", "bos_token_id"):
         token = getattr(generation_config, name, None)
         if isinstance(token, int):
             return torch.full((batch_size, 1), token, dtype=torch.int64, device=device)
-    raise InputError("the model states no decoder_start_token_id; pass the decoder's first tokens to generate")
+    raise InputError("the model has no decoder_start_token_id; pass the decoder's first tokens to generate")

@@ -1,4 +1,4 @@
-"""Where images lie in a prompt, which blocks stay whole, and the inputs that steps take for them."""
+"""Positions of images in a prompt, chunks that keep them whole, and the inputs that steps take for them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Placed:
-    """One image among the tokens of a row.
+    """An image among the tokens of a row.
 
     Attributes:
         start: Position of its first token in the cache.
-        end: Position after its last.
-        delta: What is added to positions in the cache after it to get rotary positions, of models whose images count as
+        end: Position after its last token.
+        delta: Difference between rotary positions and positions in the cache after it, for models whose images have
             fewer positions than tokens; 0 otherwise.
     """
 
@@ -39,50 +39,49 @@ class Placed:
 
 @dataclass(frozen=True)
 class PlacedImages:
-    """The images that the rows of a session hold, oldest first: `PlacedImages(((Placed(2, 6, -2),), ()))` at batch
-    size 2.
-    """
+    """Images in the rows of a session, oldest first: `PlacedImages(((Placed(2, 6, -2),), ()))` at batch size 2."""
 
     rows: tuple[tuple[Placed, ...], ...]
 
     @classmethod
     def none(cls, batch_size: int) -> PlacedImages:
-        """Of rows that hold text only."""
+        """Return the value for rows that hold text only."""
         return cls(((),) * batch_size)
 
     @classmethod
     def from_saved(cls, rows: list[list[list[int]]], lengths: Sequence[int]) -> PlacedImages:
-        """Return what `to_lists` gave, checked.
+        """Check the result of `to_lists` from a file, and return the images.
 
         Args:
+            rows: Start, end and delta of each image in each row.
             lengths: Most tokens that each row ever held.
 
         Raises:
-            ValueError: If it is something else, or an image lies outside of its row.
+            ValueError: If it is malformed, or an image lies outside its row.
         """
         found = cls(tuple(tuple(Placed(*image) for image in row) for row in rows))
         if len(found.rows) != len(lengths):
-            raise ValueError(f"images of {len(found.rows)} rows, of {len(lengths)}")
+            raise ValueError(f"images must have {len(lengths)} rows, got {len(found.rows)}")
         for row, length in zip(found.rows, lengths, strict=True):
             behind = 0
             for image in row:
                 numbers = (image.start, image.end, image.delta)
                 if any(type(number) is not int or abs(number) >= 2**62 for number in numbers):
-                    raise ValueError(f"an image at {numbers!r}")
+                    raise ValueError(f"an image must have three integers, got {numbers!r}")
                 if not behind <= image.start < image.end <= length:
-                    raise ValueError(f"an image at {image.start} to {image.end}, of {length} tokens")
+                    raise ValueError(f"an image is at {image.start} to {image.end}, in a row of {length} tokens")
                 behind = image.end
         return found
 
     def to_lists(self) -> list[list[list[int]]]:
-        """JSON."""
+        """Return the images as JSON."""
         return [[[image.start, image.end, image.delta] for image in row] for row in self.rows]
 
     def deltas(self, lengths: torch.Tensor) -> torch.Tensor:
-        """What is added to a position in the cache to get the rotary one of the next token, int64 [batch].
+        """Return what the next token's rotary position adds to its position in the cache, int64 [batch].
 
         Args:
-            lengths: int64 [batch], tokens of each row.
+            lengths: Number of tokens in each row, int64 [batch].
         """
         found = [
             next((image.delta for image in reversed(row) if image.end <= length), 0)
@@ -91,11 +90,11 @@ class PlacedImages:
         return torch.tensor(found, dtype=torch.int64)
 
     def followed_by(self, other: PlacedImages) -> PlacedImages:
-        """With those of later tokens."""
+        """Return these images followed by those of later tokens."""
         return PlacedImages(tuple(before + after for before, after in zip(self.rows, other.rows, strict=True)))
 
     def begun(self, lengths: torch.Tensor) -> PlacedImages:
-        """Those of which rows that hold `lengths` tokens, int64 [batch], hold at least the first."""
+        """Return the images of which rows of `lengths` tokens, int64 [batch], hold at least the first token."""
         return PlacedImages(
             tuple(
                 tuple(image for image in row if image.start < length)
@@ -104,10 +103,10 @@ class PlacedImages:
         )
 
     def up_to(self, lengths: torch.Tensor) -> PlacedImages:
-        """Those that are left when rows are cut to `lengths`, int64 [batch].
+        """Return the images that remain when rows are cut to `lengths`, int64 [batch].
 
         Raises:
-            InputError: If the cut goes through one: its tokens are no prompt by themselves.
+            InputError: If the cut goes through an image, because a part of an image is not a valid prompt.
         """
         for row, length in zip(self.rows, lengths.tolist(), strict=True):
             for image in row:
@@ -125,7 +124,7 @@ class PlacedImages:
 
 
 def runs(is_image: list[bool]) -> list[tuple[int, int]]:
-    """Start and end of each stretch of image tokens: `runs([False, True, True])` is `[(1, 3)]`."""
+    """Return start and end of each run of image tokens: `runs([False, True, True])` is `[(1, 3)]`."""
     found, start = [], None
     for index, value in enumerate([*is_image, False]):
         if value and start is None:
@@ -137,7 +136,7 @@ def runs(is_image: list[bool]) -> list[tuple[int, int]]:
 
 
 def image_ids(is_image: torch.Tensor) -> torch.Tensor:
-    """A number per stretch of image tokens, -1 on text: int64 [batch, length] of bool [batch, length]."""
+    """Return the index of each token's run of image tokens, -1 on text, int64 [batch, length]."""
     ids = torch.full(is_image.shape, -1, dtype=torch.int64)
     for row, values in enumerate(is_image.tolist()):
         for number, (start, end) in enumerate(runs(values)):
@@ -146,10 +145,10 @@ def image_ids(is_image: torch.Tensor) -> torch.Tensor:
 
 
 def placed_images(ids: torch.Tensor) -> PlacedImages:
-    """The images of a prompt, counted from its first token.
+    """Return the images of a prompt, with positions counted from its first token.
 
     Args:
-        ids: What `image_ids` gave.
+        ids: Result of `image_ids`.
     """
     return PlacedImages(
         tuple(tuple(Placed(start, end) for start, end in runs([i >= 0 for i in row])) for row in ids.tolist())
@@ -157,11 +156,11 @@ def placed_images(ids: torch.Tensor) -> PlacedImages:
 
 
 def whole_chunks(ids: torch.Tensor, longest: int) -> list[int]:
-    """Sizes of the chunks of a prompt, none of them ending inside an image of any row.
+    """Return the sizes of the chunks of a prompt, none of which ends inside an image of any row.
 
     Args:
-        ids: What `image_ids` gave.
-        longest: Most tokens of a chunk.
+        ids: Result of `image_ids`.
+        longest: Most tokens in a chunk.
 
     Raises:
         InputError: If an image is longer.
@@ -175,8 +174,8 @@ def whole_chunks(ids: torch.Tensor, longest: int) -> list[int]:
         if end == start:
             block = next((stop - start for stop in range(start + 1, length) if not inside[stop - 1]), length - start)
             raise InputError(
-                f"the image at token {start} of the prompt takes {block} tokens, which see each other and so go "
-                f"through in one step, and a step takes at most {longest}; make the session, or export, with "
+                f"the image at token {start} of the prompt has {block} tokens, which must be fed in one step because "
+                f"they attend to each other, and a step takes at most {longest}; make the session, or export, with "
                 f"prefill_chunk={block} or more"
             )
         sizes.append(end - start)
@@ -189,8 +188,8 @@ class Pattern:
     """Rotary positions of an item.
 
     Attributes:
-        positions: int64 [axes, tokens], counted from where it starts.
-        advance: From there to the token behind it.
+        positions: int64 [axes, tokens], counted from its start.
+        advance: Distance from its start to the token after it.
     """
 
     positions: torch.Tensor
@@ -198,14 +197,15 @@ class Pattern:
 
     @property
     def tokens(self) -> int:
-        """Of the item."""
+        """Number of tokens in the item."""
         return self.positions.shape[1]
 
 
 def grid_pattern(height: int, width: int) -> Pattern:
-    """An image of so many rows and columns of tokens: it stands still in time, its height and width count from where it
-    starts, and what follows goes on after the larger of both (`get_rope_index` in qwen2_vl/modeling_qwen2_vl.py,
-    transformers 5.23).
+    """Return the pattern of an image of `height` rows and `width` columns of tokens.
+
+    All tokens have one position in time, and those of height and width count from the start. The next token follows the
+    larger of both (`get_rope_index` in qwen2_vl/modeling_qwen2_vl.py, transformers 5.23).
     """
     rows, columns = torch.arange(height).repeat_interleave(width), torch.arange(width).repeat(height)
     return Pattern(torch.stack([torch.zeros_like(rows), rows, columns]), max(height, width))
@@ -214,18 +214,18 @@ def grid_pattern(height: int, width: int) -> Pattern:
 def rope_positions(
     kinds: torch.Tensor, lengths: Sequence[int], first: torch.Tensor, patterns: Sequence[Pattern]
 ) -> tuple[torch.Tensor, PlacedImages]:
-    """Positions of several axes, and where the items are, counted from each row's first token.
+    """Return the rotary positions of a prompt on several axes, and its items.
 
-    Text counts on by one on all of them; the tokens of an item have those of its pattern.
+    Text advances by one on all axes. The tokens of an item have the positions of its pattern.
 
     Args:
-        kinds: int64 [batch, length], which pattern each token is of, -1 on text; items whole.
-        lengths: Tokens of each row, which are its last.
-        first: int64 [batch], rotary position of each row's first token.
-        patterns: Of the kinds of items.
+        kinds: Index of each token's pattern, -1 on text, int64 [batch, length]. Items are complete.
+        lengths: Number of tokens in each row; they are at its end.
+        first: Rotary position of each row's first token, int64 [batch].
+        patterns: Pattern of each kind of item.
 
     Returns:
-        int64 [axes, batch, length]; and the items, their deltas counted from `first`.
+        Positions int64 [axes, batch, length]; and the items, counted from each row's first token.
     """
     positions = torch.zeros((patterns[0].positions.shape[0], *kinds.shape), dtype=torch.int64)
     placed = []
@@ -248,9 +248,7 @@ def rope_positions(
 
 
 def shifted(placed: PlacedImages, lengths: torch.Tensor, deltas: torch.Tensor) -> PlacedImages:
-    """The images of a prompt as they lie behind the `lengths` tokens of each row, whose rotary positions were off by
-    `deltas`.
-    """
+    """Return the images of a prompt after `lengths` tokens in each row, whose rotary positions differ by `deltas`."""
     return PlacedImages(
         tuple(
             tuple(Placed(image.start + length, image.end + length, image.delta + delta) for image in row)
@@ -260,12 +258,12 @@ def shifted(placed: PlacedImages, lengths: torch.Tensor, deltas: torch.Tensor) -
 
 
 class ItemPlaces:
-    """What the steps of a prompt with items take beside embeddings.
+    """Computes the inputs that the steps of a prompt with items take besides embeddings.
 
     Args:
-        stages: Of the items.
-        methods: Of the program.
-        device: Where inputs are expected.
+        stages: Stages of the items.
+        methods: Methods of the program.
+        device: Device of the inputs.
     """
 
     def __init__(
@@ -281,15 +279,15 @@ class ItemPlaces:
         self.sees_prompt = any(one.method.item is not None and one.method.item.sees == "prompt" for one in stages)
         axes = int(extra[POSITIONS].shape[0]) if self.has_axes else 0
         self.patterns = [_pattern(stage, axes) for stage in stages]
-        # Bundles from before say by an input of their steps alone that items are seen.
+        # A method without `item` is from an older bundle, whose items are all seen.
         seen = [stage.method.item is None or stage.method.item.sees for stage in stages]
         self.seen = torch.tensor([index for index, sees in enumerate(seen) if sees])
 
     def check(self, rows: TokenRows) -> None:
-        """Refuse prompts whose items cannot go through whole.
+        """Check that each item of a prompt fits one step.
 
         Raises:
-            InputError: If an item is longer than a step, or rows differ where that is not possible.
+            InputError: If an item is longer than a step, or its rows differ in length and must not.
         """
         if self.has_axes:
             self._check_contiguous(rows)
@@ -297,13 +295,13 @@ class ItemPlaces:
             return
         if not rows.are_even:
             raise InputError(
-                f"the rows hold {list(rows.lengths)} tokens, and items whose tokens see each other go through in one "
-                "step: pass rows of equal length"
+                f"rows must have equal length if the tokens of their items attend to each other, got "
+                f"{list(rows.lengths)}; pass rows of equal length"
             )
         whole_chunks(self._ids(rows), self.longest_step)
 
     def extend(self, steps: Steps, prompt: Prompt, stepper: ProgramStepper) -> Steps:
-        """The steps with what this program has to know of items; embeddings of any kind go with it."""
+        """Add the image indices, rotary positions and chunk sizes that this program takes with embeddings."""
         if steps.are_ids or not (self.has_axes or self.stays_whole):
             return steps
         rows = prompt.rows
@@ -326,13 +324,13 @@ class ItemPlaces:
                 for start, end in runs(row):
                     if (end - start) % pattern.tokens:
                         raise InputError(
-                            f"{end - start} tokens of id {stage.token} follow each other, {stage.method.name} gives "
-                            f"{pattern.tokens} embeddings of one item, whose positions belong together: build the "
-                            "prompt with the model's own processor"
+                            f"a run of token id {stage.token} must be a multiple of the {pattern.tokens} embeddings "
+                            f"that {stage.method.name} gives for an item, got {end - start}; build the prompt with the "
+                            "model's own processor"
                         )
 
     def _kinds(self, rows: TokenRows) -> torch.Tensor:
-        """Which stage's item each token is of, -1 on text: int64 [batch, length] on the host."""
+        """Return the index of the stage of each token's item, -1 on text: int64 [batch, length] on the host."""
         kinds = torch.full(rows.ids.shape, -1, dtype=torch.int64)
         for index, stage in enumerate(self.stages):
             kinds[rows.mask_of(stage.token).cpu()] = index
@@ -347,7 +345,7 @@ class ItemPlaces:
 
 
 def _pattern(stage: ItemStage, axes: int) -> Pattern:
-    """Positions of an item of a stage, on `axes` axes."""
+    """Return the rotary positions of an item on `axes` axes."""
     tokens, item, grid = stage.tokens_per_item, stage.method.item, stage.method.grid
     if item is not None and item.positions:
         return Pattern(torch.tensor(item.positions), item.advance)

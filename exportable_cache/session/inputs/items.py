@@ -1,4 +1,4 @@
-"""Images, video and sound in a prompt: each encoder's embeddings take the places of its placeholder tokens."""
+"""Images, video and audio in a prompt: the embeddings of each encoder replace its placeholder tokens."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from ..stepper import ProgramStepper
     from .stages import Prompt, Steps
 
-# What some processors give beside pixels that a program does not take: nothing is padded in items of one size.
+# Some processors give a mask of pixels. A program has no such input, because items of one size have no padding.
 _MASK = "pixel_attention_mask"
 
 
 class ItemStage:
-    """The items of one kind: what an encoder of a text decoder takes.
+    """Checks and encodes the items of one kind, such as images, for a text decoder.
 
     Args:
         method: The encoder, such as `encode_image`.
-        token: Id of its placeholder.
-        device: Where inputs are expected.
+        token: Id of its placeholder token.
+        device: Device of the inputs.
     """
 
     def __init__(self, method: ProgramMethod, token: int, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class ItemStage:
         self.device = device
         self.fixed = {} if method.item is None else {name: one.tensor() for name, one in method.item.fixed.items()}
         if method.grid is not None and not self.fixed:
-            # Bundles from before say no more.
+            # Older bundles have no `item`.
             self.fixed = {"image_grid_thw": torch.tensor([method.grid])}
         self.names: tuple[str, ...] = (*method.input_names, *self.fixed)
         if _MASK not in self.names and "pixel_values" in self.names:
@@ -49,24 +49,30 @@ class ItemStage:
 
     @property
     def tokens_per_item(self) -> int:
-        """Embeddings that the encoder gives for one item."""
+        """Number of embeddings of one item."""
         return int(self.method.outputs[0].shape[0])
 
     def check(self, rows: TokenRows, given: Mapping[str, Any]) -> Mapping[str, list[tuple[torch.Tensor, ...]]]:
-        """What the encoder takes, by item, for prompts with one placeholder per embedding.
+        """Check the items of a prompt, and return the encoder's inputs of each item by the method's name.
+
+        Args:
+            rows: The prompt, with one placeholder per embedding.
+            given: Outputs of the processor by name.
 
         Raises:
-            InputError: If it has another shape or dtype, or gives another number of embeddings than there are
-                placeholders, or goes with another grid, size or mask than the program was made for.
+            InputError: If a shape or dtype is wrong, the number of embeddings is not that of the placeholders, or the
+                grid, size or mask is not the one that the program was made for.
         """
         if _MASK in given and _MASK not in self.fixed and not bool(given[_MASK].all()):
-            raise InputError(f"{_MASK} has padding; pass images of the exported size")
+            raise InputError(f"{_MASK} must be 1 everywhere, got padding; pass images of the exported size")
         items: list[tuple[torch.Tensor, ...]] = []
         if any(name in given for name in self.method.input_names):
             parts = [self._checked(index, given) for index in range(len(self.method.inputs))]
             if len({len(part) for part in parts}) > 1:
                 counts = ", ".join(f"{name} of {len(part)}" for name, part in zip(self.method.input_names, parts))
-                raise InputError(f"got {counts} items; pass what the processor gives, as many of each")
+                raise InputError(
+                    f"all inputs must have the same number of items, got {counts}; pass the processor's outputs"
+                )
             items = list(zip(*parts, strict=True))
         for name, fixed in self.fixed.items():
             if name in given:
@@ -83,7 +89,7 @@ class ItemStage:
         return {self.method.name: items} if items else {}
 
     def extend(self, steps: Steps, prompt: Prompt, stepper: ProgramStepper) -> Steps:
-        """The steps with this encoder's embeddings in their places, where the prompt has any."""
+        """Replace the placeholders of a prompt by this encoder's embeddings."""
         if self.method.name not in prompt.items:
             return steps
         embeds = embedded(steps, stepper)
@@ -92,7 +98,7 @@ class ItemStage:
         return replace(steps, fed=embeds.masked_scatter(places, torch.cat(parts).to(embeds.dtype)))
 
     def _checked(self, index: int, given: Mapping[str, Any]) -> list[torch.Tensor]:
-        """One tensor per item, from those of all items joined as `modality.joined_items` does."""
+        """Split an input into one tensor per item; the inverse of `modality.joined_items`."""
         spec = self.method.inputs[index]
         shape = [int(size) for size in spec.shape]
         if spec.name not in given:
@@ -100,7 +106,7 @@ class ItemStage:
         tensor = given[spec.name]
         if not isinstance(tensor, torch.Tensor):
             raise InputError(
-                f"{spec.name} is a {type(tensor).__name__}; pass a {spec.dtype} tensor (return_tensors='pt')"
+                f"{spec.name} must be a {spec.dtype} tensor, got a {type(tensor).__name__}; use return_tensors='pt'"
             )
         found = None
         if tensor.dim() == len(shape) + 1:
@@ -116,12 +122,12 @@ class ItemStage:
         if found is None:
             rows = "items" if shape[0] == 1 else f"items * {shape[0]}"
             raise InputError(
-                f"{spec.name} has shape {list(tensor.shape)}; it must be [{', '.join([rows, *map(str, shape[1:])])}], "
-                "the size of the export"
+                f"{spec.name} must have shape [{', '.join([rows, *map(str, shape[1:])])}], the size of the export, got "
+                f"{list(tensor.shape)}"
             )
         if tensor.dtype != getattr(torch, spec.dtype) or tensor.device != self.device:
             raise InputError(
-                f"{spec.name} is {tensor.dtype} on {tensor.device}; it must be torch.{spec.dtype} on {self.device}"
+                f"{spec.name} must be torch.{spec.dtype} on {self.device}, got {tensor.dtype} on {tensor.device}"
             )
         return [part.contiguous() for part in found]
 
@@ -137,8 +143,8 @@ class ItemStage:
         row = fixed.reshape(-1, fixed.shape[-1])
         other = next((one for one in each if not bool((row == one).all(-1).any())), each)
         raise InputError(
-            f"{name} has {_short(other)}, {self.method.name} was made for {_short(row if len(row) > 1 else row[0])} of "
-            "each item: bring items to that size before the processor, or make the session, or export, with another "
+            f"{name} must be {_short(row if len(row) > 1 else row[0])} for each item of {self.method.name}, got "
+            f"{_short(other)}; resize items before the processor, or make the session, or export, with another "
             "image_size or example"
         )
 
@@ -148,7 +154,7 @@ def _short(tensor: torch.Tensor) -> str:
 
 
 def embedded(steps: Steps, stepper: ProgramStepper) -> torch.Tensor:
-    """The prompt as embeddings [batch, length, hidden_size], whether it is that already or still ids."""
+    """Return the prompt as embeddings [batch, length, hidden_size], and embed it if it is still ids."""
     if not steps.are_ids:
         return steps.fed
     longest = stepper.runner.methods["embed"].max_length
@@ -157,30 +163,31 @@ def embedded(steps: Steps, stepper: ProgramStepper) -> torch.Tensor:
 
 
 def recorded_placeholders(methods: Iterable[ProgramMethod], config: Mapping[str, Any]) -> dict[str, int]:
-    """Placeholder token by name of the method, as a bundle records it: of the method, or in the model's config."""
+    """Return the placeholder token of each method from its item, or else from the model's config."""
     found = {}
     for method in methods:
         if method.name.startswith("encode_"):
             kind = method.name.removeprefix("encode_")
-            # Llava's config writes the older name.
+            # The config of Llava uses the older name.
             token = config.get(f"{kind}_token_id", config.get(f"{kind}_token_index"))
             if method.item is not None:
                 token = method.item.token_id
             if not isinstance(token, int):
                 raise BundleError(
-                    f"the bundle has a method {method.name!r}, its config no {kind}_token_id; export the model again"
+                    f"the bundle has a method {method.name!r}, but its config has no {kind}_token_id; export the model "
+                    "again"
                 )
             found[method.name] = token
     return found
 
 
 class CrossItemStage(ItemStage):
-    """The pictures of a model with layers of cross-attention; each stands behind one placeholder.
+    """Checks and encodes the images that cross-attention layers attend to; each has one placeholder.
 
     Args:
         method: The encoder, `encode_image`.
-        token: Id of its placeholder.
-        device: Where inputs are expected.
+        token: Id of its placeholder token.
+        device: Device of the inputs.
     """
 
     def __init__(self, method: ProgramMethod, token: int, device: torch.device) -> None:
@@ -190,11 +197,15 @@ class CrossItemStage(ItemStage):
 
     @property
     def tokens_per_item(self) -> int:
-        """Placeholders of one item."""
+        """Number of placeholders of one item."""
         return 1
 
     def check(self, rows: TokenRows, given: Mapping[str, Any]) -> Mapping[str, list[tuple[torch.Tensor, ...]]]:
-        """What the encoder takes, by item, and behind it which tiles of the item are real, bool [tiles].
+        """Check the images of a prompt, and return the encoder's inputs of each, followed by its tiles, bool [tiles].
+
+        Args:
+            rows: The prompt.
+            given: Outputs of the processor by name.
 
         Raises:
             InputError: See `ItemStage.check`; or if there are several rows, or the mask is not the processor's.
@@ -204,18 +215,18 @@ class CrossItemStage(ItemStage):
             return found
         if rows.ids.shape[0] != 1:
             raise InputError(
-                f"the prompt has {rows.ids.shape[0]} rows, and layers of cross-attention see pictures in sessions of "
-                "one; use batch_size=1"
+                f"batch_size must be 1 for cross-attention to images, got a prompt of {rows.ids.shape[0]} rows; use "
+                "batch_size=1"
             )
         (items,) = found.values()
         tiles = self._tiles(rows, len(items), given.get(CROSS_MASK))
         return {self.method.name: [(*item, mine) for item, mine in zip(items, tiles, strict=True)]}
 
     def extend(self, steps: Steps, prompt: Prompt, stepper: ProgramStepper) -> Steps:
-        """The steps, the first with the states of all pictures, and each with what its tokens see.
+        """Add the states of all images to the first step, and to each step the images that its tokens attend to.
 
         Raises:
-            InputError: If there are more pictures than the cache keeps.
+            InputError: If there are more images than the cache keeps.
         """
         if self.method.name not in prompt.items:
             return steps
@@ -225,7 +236,7 @@ class CrossItemStage(ItemStage):
         most, held = shape[1] // slots, len(state.images.rows[0])
         if held + len(items) > most:
             raise InputError(
-                f"the session holds {held} pictures, the prompt has {len(items)}, and the cache keeps {most}; reset(), "
+                f"the session holds {held} images, the prompt has {len(items)}, and the cache keeps {most}; reset(), "
                 f"or allocate, or export, with max_encoder_len={slots * (held + len(items))}"
             )
         if state.encoded:
@@ -244,7 +255,7 @@ class CrossItemStage(ItemStage):
         behind = tuple(Placed(one.start + first, one.end + first) for one in placed)
         seen = _seen(state.images.rows[0] + behind, tiles[0], range(first, first + length))
         if not held:
-            # As upstream has it: attention of what comes before the first sees all of the prompt, its padding too.
+            # As in transformers, tokens before the first image attend to all images of the prompt, padding included.
             seen[: len(items) * self.tiles, : starts[0]] = -1
         return replace(
             steps,
@@ -254,23 +265,27 @@ class CrossItemStage(ItemStage):
         )
 
     def check_given(self, encoded: Sequence[torch.Tensor], methods: Mapping[str, ProgramMethod]) -> None:
-        """Refuse tensors of a file that this encoder cannot have given.
+        """Check the encoder output of a file.
+
+        Args:
+            encoded: States and tiles.
+            methods: Methods of the program.
 
         Raises:
-            ValueError: Then.
+            ValueError: If this encoder cannot have computed it.
         """
         states = replace(_states_spec(methods), dtype=self.method.outputs[0].dtype)
         most = states.sizes({"batch": 1})[1] // int(self.method.outputs[0].shape[0])
         check_tensors(encoded, (states, TensorSpec("tiles", "int64", (1, most, self.tiles))), {"batch": 1})
 
     def _tiles(self, rows: TokenRows, items: int, mask: Any) -> torch.Tensor:
-        """Which tiles of each item are real, bool [items, tiles], of the mask that a processor gives."""
+        """Check the mask of a processor, and return True for the real tiles of each item, bool [items, tiles]."""
         expected = [1, rows.ids.shape[1], items, self.tiles]
         if not isinstance(mask, torch.Tensor) or list(mask.shape) != expected:
             found = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
             raise InputError(
-                f"{CROSS_MASK} is {found}; it must be [batch, length, items, tiles] = {expected}: pass what the "
-                "processor gave for the prompt"
+                f"{CROSS_MASK} must have shape [batch, length, items, tiles] = {expected}, got {found}; pass the mask "
+                "that the processor gave with the prompt"
             )
         mask = mask[0].cpu() != 0
         tiles = mask.any(dim=0)
@@ -278,19 +293,22 @@ class CrossItemStage(ItemStage):
         rule = _seen([Placed(one, one + 1) for one in starts], tiles.to(torch.int64), range(mask.shape[0]))
         if not torch.equal(rule.bool().T, mask.flatten(1)):
             raise InputError(
-                f"{CROSS_MASK} is not that of a processor, where each token sees the pictures that stand together "
-                "nearest before it; pass what the processor gave for the prompt"
+                f"{CROSS_MASK} must let each token attend to the nearest run of images before it, as a processor's "
+                "mask does; pass the mask that the processor gave with the prompt"
             )
         return tiles
 
 
 def _states_spec(methods: Mapping[str, ProgramMethod]) -> TensorSpec:
-    """Return the input of the states of all pictures."""
+    """Return the specification of the input for the states of all images."""
     return next(spec for method in methods.values() for spec in method.inputs if spec.name == ITEM_STATES)
 
 
 def seen_by_next(state: SequenceState, spec_size: int, length: int) -> torch.Tensor:
-    """What the next `length` tokens of text see, int64 [batch, spec_size, length], spec_size being items * tiles."""
+    """Return 1 for the tiles that the next `length` text tokens attend to, int64 [batch, spec_size, length].
+
+    `spec_size` is items * tiles.
+    """
     batch_size = len(state.length)
     if not state.encoded:
         return torch.zeros(batch_size, spec_size, length, dtype=torch.int64)
@@ -304,20 +322,22 @@ def seen_by_next(state: SequenceState, spec_size: int, length: int) -> torch.Ten
 
 
 def _seen(images: Sequence[Placed], tiles: torch.Tensor, positions: range) -> torch.Tensor:
-    """1 where a token sees a tile, int64 [items * tiles, length]: those of the pictures that stand together, nearest at
-    or before it (`get_cross_attention_token_mask` in mllama/processing_mllama.py, transformers 5.23).
+    """Return 1 for the tiles that each token attends to, int64 [items * tiles, length].
+
+    These are the tiles of the nearest run of adjacent images at or before the token
+    (`get_cross_attention_token_mask` in mllama/processing_mllama.py, transformers 5.23).
 
     Args:
-        images: Held, oldest first; the place of each among `tiles` is its number.
-        tiles: int64 [items, tiles].
-        positions: Of the tokens.
+        images: Images of a row, oldest first, in the order of `tiles`.
+        tiles: 1 for real tiles, int64 [items, tiles].
+        positions: Positions of the tokens.
     """
     seen = torch.zeros(*tiles.shape, len(positions), dtype=torch.int64)
     first = 0
     for index, image in enumerate(images):
         if index and images[index - 1].end != image.start:
             first = index
-        # The next one ends this, or adds to it.
+        # Written to the end, because the next image overwrites or extends it.
         for column in range(max(image.start - positions.start, 0), len(positions)):
             seen[:, :, column] = 0
             seen[first : index + 1, :, column] = tiles[first : index + 1]

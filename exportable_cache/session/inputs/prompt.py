@@ -1,4 +1,4 @@
-"""Prompts with images and sound from files, put together by the model's own processor."""
+"""Prompts with images and audio from files, built by the model's own processor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ...program.methods import ProgramMethod
 
-# Attributes of processors: what stands for one item in a prompt.
+# Attributes of processors that hold the text of one item in a prompt.
 _MARKERS = {IMAGE: ("boi_token", "image_token"), AUDIO: ("audio_token",)}
 
 
@@ -35,22 +35,23 @@ def prompt_inputs(
     chat: bool = False,
     split_special_tokens: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """What `Session.generate_text` takes: the processor's tensors for a prompt, or for an encoder's input.
+    """Build the input of `Session.generate_text` from a prompt and files with the model's processor.
 
-    Text goes in as it is where it says itself where the files go, as `"What is <image>?"`; otherwise as the user's
-    message of the chat template, behind the files. For an encoder-decoder it is what the answer begins with.
+    Text that marks the positions of the files, such as `"What is <image>?"`, is used unchanged. Other text becomes the
+    user's message of the chat template, after the files. For an encoder-decoder it is the start of the response.
 
     Args:
-        methods: Of the program, which takes what is given.
-        text: May be empty for an encoder-decoder, which takes one file.
-        files: By kind, `image` and `audio`.
-        chat: Insist on the chat template.
-        split_special_tokens: False if control tokens that are spelled in a message of the chat template are what they
-            spell. They are refused otherwise, because processors cannot encode them as text.
+        processor: Processor of the model.
+        methods: Methods of the program that takes the result.
+        text: The prompt. It may be empty for an encoder-decoder, which takes one file.
+        files: Files by kind, `image` and `audio`.
+        chat: Require the chat template.
+        split_special_tokens: False to encode control tokens that are spelled in a chat message as control tokens. By
+            default they are refused, because processors cannot encode them as text.
 
     Raises:
-        InputError: If a file cannot be read, the text does not say where the files go and there is no chat template, a
-            chat is asked for where there can be none, or the processor refuses the prompt.
+        InputError: If a file cannot be read, the text does not mark the files and there is no chat template, a chat is
+            not possible, or the processor refuses the prompt.
         MissingDependencyError: If a package that reads a file is not installed.
     """
     images, sounds = files.get(IMAGE, ()), files.get(AUDIO, ())
@@ -61,12 +62,12 @@ def prompt_inputs(
     }
     if "encode" in methods:
         if chat:
-            raise InputError("a chat was asked for, but an encoder-decoder answers to the file alone; leave it out")
+            raise InputError("chat must be False for an encoder-decoder, which takes the file only; leave it out")
         return _encoder_inputs(processor, methods["encode"], text, items, options)
     if all(any(marker in text for marker in _markers(processor, kind)) for kind, given in items.items() if given):
         if chat:
             raise InputError(
-                f"the prompt {text!r:.80} says where the files go, as the chat template would; leave one of the two out"
+                f"the prompt must not mark the files if the chat template does, got {text!r:.80}; leave one out"
             )
         images_of_prompt = [items[IMAGE]] if images else None
         found = _processed(
@@ -87,9 +88,10 @@ def _chat_inputs(
     if processor.chat_template is None:
         kind = next(kind for kind, given in items.items() if given)
         marker = next(iter(_markers(processor, kind)), None)
-        remedy = f"put {marker} where each goes" if marker else "use its processor in Python"
+        remedy = f"put {marker} at the position of each" if marker else "use its processor in Python"
         raise InputError(
-            f"the prompt {text!r:.80} does not say where the {kind} goes, and the model has no chat template; {remedy}"
+            f"the prompt must mark the position of the {kind}, because the model has no chat template, got "
+            f"{text!r:.80}; {remedy}"
         )
     spelled = ControlTokens(processor.tokenizer).marked([{"role": "user", "content": text}]).found
     if split_special_tokens and spelled is not None:
@@ -126,13 +128,13 @@ def _encoder_inputs(
 
 
 def _processed(call: Any, *arguments: Any, **options: Any) -> Any:
-    # Every processor has checks of its own, under errors of many classes.
+    # Wrapped, because each processor raises errors of other classes.
     with tokenizer_errors("the model's processor refuses the prompt", "change it, or use the processor in Python"):
         return call(*arguments, **{name: value for name, value in options.items() if value is not None})
 
 
 def _of_dtypes(found: Mapping[str, torch.Tensor], methods: Mapping[str, ProgramMethod]) -> dict[str, torch.Tensor]:
-    """In the dtypes of the program, which may be of lower precision than what processors give."""
+    """Convert tensors to the dtypes of the program, which may have lower precision than those of processors."""
     dtypes = {spec.name: getattr(torch, spec.dtype) for method in methods.values() for spec in method.inputs}
     return {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in found.items()}
 
@@ -142,7 +144,7 @@ def _markers(processor: ProcessorMixin, kind: str) -> list[str]:
 
 
 def _size(processor: ProcessorMixin, methods: Mapping[str, ProgramMethod]) -> tuple[int, int] | None:
-    """Height and width in pixels of a program's images, where the processor would leave it open."""
+    """Return height and width in pixels of a program's images, or None if the processor chooses them."""
     grid = next((method.grid for method in methods.values() if method.grid is not None), None)
     if grid is None:
         return None
@@ -151,13 +153,14 @@ def _size(processor: ProcessorMixin, methods: Mapping[str, ProgramMethod]) -> tu
 
 
 def read_image(path: Path, size: tuple[int, int] | None = None) -> Image:
-    """An image in RGB, upright.
+    """Read an image, convert it to RGB and turn it upright.
 
     Args:
-        size: Height and width in pixels to resize it to; left as it is by default.
+        path: File of the image.
+        size: Height and width in pixels to resize it to; unchanged by default.
 
     Raises:
-        InputError: If there is no such file, or it is no image that Pillow reads.
+        InputError: If there is no such file, or Pillow cannot read it.
         MissingDependencyError: If Pillow is not installed.
     """
     try:
@@ -176,14 +179,14 @@ def read_image(path: Path, size: tuple[int, int] | None = None) -> Image:
 
 
 def read_sound(path: Path, sampling_rate: int) -> np.ndarray:
-    """Samples of a WAV file from -1 to 1, float32 [samples], the mean of its channels.
+    """Read a WAV file, and return the mean of its channels from -1 to 1, float32 [samples].
 
     Args:
-        sampling_rate: What the file must have; it is not resampled.
+        path: File of the audio.
+        sampling_rate: Required samples per second; the file is not resampled.
 
     Raises:
-        InputError: If there is no such file, it is no WAV file of integer samples, holds none, or has another sampling
-            rate.
+        InputError: If there is no such file, it has no integer samples in WAV format, or another sampling rate.
     """
     _check_file("audio", path)
     remedy = f"convert it: ffmpeg -i {path} -ar {sampling_rate} -c:a pcm_s16le {path.stem}-{sampling_rate}.wav"
@@ -194,19 +197,17 @@ def read_sound(path: Path, sampling_rate: int) -> np.ndarray:
     except (OSError, EOFError, wave.Error) as error:
         raise InputError(f"cannot read audio {str(path)!r} as WAV ({error}); {remedy}") from error
     if rate != sampling_rate:
-        raise InputError(
-            f"audio {str(path)!r} has {rate} samples per second, the model takes {sampling_rate}; {remedy}"
-        )
+        raise InputError(f"audio {str(path)!r} must have {sampling_rate} samples per second, got {rate}; {remedy}")
     if not content:
-        raise InputError(f"audio {str(path)!r} holds no samples; pass a file with sound")
+        raise InputError(f"audio {str(path)!r} must have at least one sample, got none; pass another file")
     return _samples(content, width).reshape(-1, channels).mean(axis=1)
 
 
 def _samples(content: bytes, width: int) -> np.ndarray:
-    """Integers of `width` bytes, little-endian, as float32. Those of one byte are unsigned."""
+    """Convert little-endian integers of `width` bytes to float32. Integers of one byte are unsigned."""
     if width == 1:
         return (np.frombuffer(content, np.uint8).astype(np.float32) - 128) / 128
-    # Into the upper bytes of 32 bits, which keeps the sign.
+    # Copied to the upper bytes of 32 bits, because that keeps the sign.
     whole = np.zeros((len(content) // width, 4), np.uint8)
     whole[:, 4 - width :] = np.frombuffer(content, np.uint8).reshape(-1, width)
     return whole.view("<i4")[:, 0].astype(np.float32) / 2**31
@@ -214,4 +215,4 @@ def _samples(content: bytes, width: int) -> np.ndarray:
 
 def _check_file(kind: str, path: Path) -> None:
     if not path.is_file():
-        raise InputError(f"{kind} {str(path)!r} is {'a folder' if path.is_dir() else 'not there'}; check the path")
+        raise InputError(f"{kind} {str(path)!r} {'is a folder' if path.is_dir() else 'does not exist'}; check the path")

@@ -1,4 +1,4 @@
-"""Input stages: each checks what a user gives of its kind and turns it into inputs of steps."""
+"""Input stages: each checks the inputs of one kind and turns them into inputs of steps."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is fed, checked but for what depends on where the session is.
+    """A checked prompt, independent of the session's position.
 
     Attributes:
-        rows: Its token ids.
-        items: What encoders are to be given for it, item by item, by name of the method.
+        rows: Token ids.
+        items: Inputs of the encoders for each item, by name of the method.
     """
 
     rows: TokenRows
@@ -37,15 +37,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Steps:
-    """A prompt as the steps take it.
+    """The inputs of the steps that feed a prompt.
 
     Attributes:
         fed: Token ids int64 [batch, length], or embeddings [batch, length, hidden_size].
-        rows: Where each row's tokens are.
-        sizes: Tokens of each step, where that is not free.
-        further: What steps take besides, by name of the input, [..., length].
-        first: What the first step takes besides, by name of the input.
-        placed: Where its images are, counted from its first token, their rotary offset from there.
+        rows: Token ids and lengths of the rows.
+        sizes: Number of tokens in each step; None if it is free.
+        extra: Further inputs of all steps by name, [..., length].
+        first: Further inputs of the first step by name.
+        placed: Images, with positions and rotary offsets counted from the first token.
     """
 
     fed: torch.Tensor
@@ -57,25 +57,25 @@ class Steps:
 
     @property
     def are_ids(self) -> bool:
-        """Whether tokens are fed by id."""
+        """True if tokens are fed by id."""
         return not self.fed.is_floating_point()
 
 
-# What processors give beside the main inputs, and says which tokens stand for something else.
+# Outputs of processors that mark the tokens which represent items.
 _KINDS = ("token_type_ids", "mm_token_type_ids")
 
 
 class InputStages:
-    """Text, which every program takes, and the stages of what else this one does.
+    """Checks the text of a prompt, and runs the stages of the program's other inputs.
 
     Args:
-        methods: Of the program, by name.
-        placeholders: Token id by name of the method whose embeddings it stands for, such as `{"encode_image": 32000}`.
-        limits: Of the program.
+        methods: Methods of the program by name.
+        placeholders: Placeholder token of each method that encodes items, such as `{"encode_image": 32000}`.
+        limits: Limits of the program.
 
     Attributes:
-        encoder: That of an encoder-decoder, None where there is none.
-        placeholders: Token ids that stand for something else than text.
+        encoder: Stage of an encoder-decoder's encoder; None without one.
+        placeholders: Token ids that represent items.
     """
 
     def __init__(
@@ -88,25 +88,26 @@ class InputStages:
         self._places = ItemPlaces(self._stages, methods, limits.device)
 
     def check(self, input_ids: Any, attention_mask: Any, given: Mapping[str, Any], state: SequenceState) -> Prompt:
-        """The prompt, with what was given beside its ids.
+        """Check the inputs of a prompt.
 
         Args:
-            input_ids, attention_mask: See `TokenRows.checked`.
-            given: By name, as a processor gives it.
-            state: For which an encoder has to have run, where there is one.
+            input_ids: See `TokenRows.checked`.
+            attention_mask: See `TokenRows.checked`.
+            given: Further outputs of a processor, by name.
+            state: State of the session. Its encoder must have run, if it has one.
 
         Raises:
-            InputError: If an input is unknown, or not what its stage takes. Nothing has changed then.
+            InputError: If an input is unknown, or its stage refuses it. Nothing has changed then.
         """
         check_names(given)
         rows = TokenRows.checked(input_ids, attention_mask, self.limits)
         if self.encoder is not None:
             self.encoder.check_encoded(state)
             if not rows.are_even:
-                # Decoders of encoders ask their cache for one length of all rows, the relative positions of T5 for one.
+                # Decoders ask the cache for one length of all rows, for example for the relative positions of T5.
                 raise InputError(
-                    f"the rows hold {list(rows.lengths)} tokens, and a decoder behind an encoder takes rows of equal "
-                    "length; feed as many tokens in every row"
+                    f"rows must have equal length for an encoder-decoder, got {list(rows.lengths)}; feed the same "
+                    "number of tokens in every row"
                 )
         if self._stages:
             return self._with_items(rows, given)
@@ -118,10 +119,14 @@ class InputStages:
         return Prompt(rows)
 
     def check_given(self, encoded: Sequence[torch.Tensor], methods: Mapping[str, ProgramMethod]) -> None:
-        """Refuse tensors of a file that no encoder of this program can have given; none at all are right.
+        """Check the encoder output of a file; it may be empty.
+
+        Args:
+            encoded: Tensors of the file.
+            methods: Methods of the program.
 
         Raises:
-            ValueError: Then.
+            ValueError: If no encoder of this program can have computed it.
         """
         if not encoded:
             return
@@ -130,11 +135,11 @@ class InputStages:
             return
         cross = next((stage for stage in self._stages if isinstance(stage, CrossItemStage)), None)
         if cross is None:
-            raise ValueError(f"{len(encoded)} tensors of an encoder, of a program without one")
+            raise ValueError(f"a program without an encoder must have no encoder output, got {len(encoded)} tensors")
         cross.check_given(encoded, methods)
 
     def steps(self, prompt: Prompt, stepper: ProgramStepper) -> Steps:
-        """A checked prompt as steps from where the session is; encoders run for what it holds."""
+        """Return the steps of a checked prompt from the session's position. This runs the encoders of its items."""
         steps = Steps(prompt.rows.ids, prompt.rows)
         for stage in self._stages:
             steps = stage.extend(steps, prompt, stepper)
@@ -149,24 +154,24 @@ class InputStages:
         self._places.check(rows)
         if self._places.sees_prompt and not items and any(name in given for name in _KINDS):
             raise InputError(
-                "the tokens of a prompt see each other where it has items, and this one has none; leave out token "
-                "types for one whose tokens see what came before"
+                "token types must be left out for a prompt without items, because they make its tokens attend to each "
+                "other"
             )
         names = [name for stage in self._stages for name in stage.names]
         for name in given:
             if name in _KINDS:
-                # Zeros say nothing: they mark a prefix that sees itself.
+                # Zeros are ignored, because they only mark a prefix that attends to itself.
                 if rows.are_even and bool((given[name] != 0).any()) and not torch.equal(given[name] != 0, is_item):
                     raise InputError(
-                        f"{name} marks other tokens than the prompt's placeholders; pass what the processor gave"
+                        f"{name} must mark the prompt's placeholders, got other tokens; pass the processor's outputs"
                     )
             elif name not in names:
                 taken = ", ".join(stage.names[0] for stage in self._stages)
-                raise InputError(f"prefill takes {taken} beside input_ids, got {name!r}; leave it out")
+                raise InputError(f"prefill takes {taken} besides input_ids, got {name!r}; leave it out")
         return Prompt(rows, items)
 
 
-#: Arguments of transformers' `generate` that have another name here.
+#: Arguments of transformers' `generate` that have another name here, with the remedy.
 _ELSEWHERE = {
     "do_sample": "temperature above 0 samples, 0 is greedy",
     "max_length": "pass max_new_tokens, which counts new tokens only",
@@ -181,15 +186,15 @@ _ELSEWHERE = {
 
 
 def check_names(given: Mapping[str, Any]) -> None:
-    """Refuse keywords whose values are no tensors: those are settings, which no stage of an input takes.
+    """Check that all keywords are tensors, because others are settings that no stage takes.
 
     Raises:
-        InputError: If there is one; it names the setting that does the same here, if there is one.
+        InputError: If one is a setting; the message names the argument for it, if there is one.
     """
     for name, value in given.items():
         if not isinstance(value, (torch.Tensor, list, tuple)) and not hasattr(value, "__array__"):
             remedy = _ELSEWHERE.get(name, "leave it out, or see the arguments of Session.generate")
-            raise InputError(f"{name} is {value!r:.60}, and sessions have no such argument; {remedy}")
+            raise InputError(f"{name} is not an argument of sessions, got {value!r:.60}; {remedy}")
 
 
 def _item_stage(method: ProgramMethod, token: int, limits: ProgramLimits) -> ItemStage:
