@@ -179,12 +179,12 @@ class ContinuousBatch:
         given = []
         for row, request in enumerate(self._rows):
             if request is not None:
-                mine = logits[row : row + 1]
+                row_logits = logits[row : row + 1]
                 if self.decode.stepper.crossed(row):
                     # Recomputed where RoPE's factors change, because transformers' `generate` does so.
                     tokens = request.input_ids.new_tensor([request.tokens])
-                    mine = self._prefill(row, torch.cat([request.input_ids, tokens], dim=1))
-                given.append((request, self._give(row, request, mine)))
+                    row_logits = self._prefill(row, torch.cat([request.input_ids, tokens], dim=1))
+                given.append((request, self._give(row, request, row_logits)))
         for row, request in enumerate(self._rows):
             if request is None:
                 self.decode.stepper.set_length(row, 0)

@@ -62,7 +62,7 @@ def beam_search(
     if max_new_tokens is None:
         raise InputError("max_new_tokens must be an int of at least 1 for beam search, got None")
     prompt = input_ids.expand(beams, -1).contiguous()
-    own_ends = session.check_request(prompt, max_new_tokens, ())
+    model_ends = session.check_request(prompt, max_new_tokens, ())
     settings = session.generation_settings
     penalty = settings.length_penalty if length_penalty is None else length_penalty
     sampler = sampler_after(session, Sampling(), TokenRows.whole(prompt), max_new_tokens)
@@ -74,7 +74,7 @@ def beam_search(
     tokens = prompt.new_empty(beams, 0)
     finished: list[Hypothesis] = []
     ends = torch.tensor(
-        sorted(own_ends if end_tokens is None else end_tokens), dtype=torch.int64, device=session.device
+        sorted(model_ends if end_tokens is None else end_tokens), dtype=torch.int64, device=session.device
     )
     for step in range(max_new_tokens):
         # Rules and penalties change the log probabilities, because transformers compares their sums.
@@ -85,8 +85,8 @@ def beam_search(
         has_ended = torch.isin(candidates, ends)
         for rank in range(beams):
             if bool(has_ended[rank]) and bool(torch.isfinite(best.values[rank])):
-                answer = [*tokens[rows[rank]].tolist(), int(candidates[rank])]
-                finished.append(Hypothesis(answer, float(best.values[rank]) / len(answer) ** penalty))
+                response = [*tokens[rows[rank]].tolist(), int(candidates[rank])]
+                finished.append(Hypothesis(response, float(best.values[rank]) / len(response) ** penalty))
         kept = (~has_ended).nonzero()[:beams, 0]
         rows, scores = rows[kept], best.values[kept]
         tokens = torch.cat([tokens[rows], candidates[kept][:, None]], dim=1)

@@ -76,7 +76,7 @@ class CompletionOptions:
         check_stops(self.stop)
 
 
-class _GivenUp(Exception):
+class _Cancelled(Exception):
     """Signals that the completion whose prompt is being fed was cancelled."""
 
 
@@ -99,22 +99,22 @@ class Completion(Iterator[Piece]):
         self._follower = follower
         self.prompt_tokens, self.reused_tokens, self.new_tokens = len(ids), 0, 0
         self.finish_reason: FinishReason | None = None
-        self._is_given_up = threading.Event()
+        self._is_cancelled = threading.Event()
         self._pieces = self._run(completer, list(ids), options)
 
     def __next__(self) -> Piece:
         try:
             return next(self._pieces)
         except BaseException:  # including StopIteration, because no piece follows
-            self._close_form()
+            self._close_follower()
             raise
 
     def close(self) -> None:
         """End the completion; the session keeps its tokens."""
         self._pieces.close()
-        self._close_form()
+        self._close_follower()
 
-    def _close_form(self) -> None:
+    def _close_follower(self) -> None:
         if self._follower is not None:
             self._follower.close()
 
@@ -123,11 +123,11 @@ class Completion(Iterator[Piece]):
 
         A piece that is being computed is the last one.
         """
-        self._is_given_up.set()
+        self._is_cancelled.set()
 
-    def _check_wanted(self) -> None:
-        if self._is_given_up.is_set():
-            raise _GivenUp
+    def _check_not_cancelled(self) -> None:
+        if self._is_cancelled.is_set():
+            raise _Cancelled
 
     def _run(self, completer: Completer, ids: list[int], options: CompletionOptions) -> Generator[Piece]:
         from ..session.generate import sampler_after
@@ -136,8 +136,8 @@ class Completion(Iterator[Piece]):
         session = completer.session
         limit = completer.limit(len(ids), options.max_new_tokens)
         try:
-            self.reused_tokens, logits = completer.feed(ids, self._check_wanted)
-        except _GivenUp:
+            self.reused_tokens, logits = completer.feed(ids, self._check_not_cancelled)
+        except _Cancelled:
             return
         rows = TokenRows.whole(torch.tensor([ids], device=session.device))
         sampler = sampler_after(session, options.sampling, rows, limit)
@@ -154,12 +154,12 @@ class Completion(Iterator[Piece]):
                 self.finish_reason, text = "stop", text + pieces.finish()
             elif self.new_tokens == limit:
                 self.finish_reason, text = "length", text + pieces.finish()
-            yield Piece(text, token, *_judged(logits[0], token, options.alternatives))
-            if self.finish_reason is not None or self._is_given_up.is_set():
+            yield Piece(text, token, *_logprobs(logits[0], token, options.alternatives))
+            if self.finish_reason is not None or self._is_cancelled.is_set():
                 return
             try:
-                logits = completer.step(token, self._check_wanted)
-            except _GivenUp:
+                logits = completer.step(token, self._check_not_cancelled)
+            except _Cancelled:
                 return
 
     def _completes(self, token: int) -> bool:
@@ -330,7 +330,7 @@ class Completer:
         try:
             with session.paced(MOST_A_CHUNK, before_chunk):
                 logits = session.prefill(torch.tensor([ids[common:]], device=session.device))
-        except _GivenUp:
+        except _Cancelled:
             self._held = ids[: int(session.length[0])]
             raise
         self._held = list(ids)
@@ -348,7 +348,7 @@ class Completer:
         try:
             with session.paced(MOST_A_CHUNK, before_chunk):
                 logits = session.decode_for_generation(torch.tensor([token], device=session.device))
-        except _GivenUp:
+        except _Cancelled:
             self._held = None if held is None else [*held, token][: int(session.length[0])]
             raise
         if held is not None:
@@ -357,7 +357,7 @@ class Completer:
         return logits
 
 
-def _judged(
+def _logprobs(
     logits: torch.Tensor, token: int, alternatives: int | None
 ) -> tuple[float | None, tuple[tuple[int, float], ...]]:
     """Return the log probability of a token, and those of the most probable ones, under logits [vocab]."""

@@ -53,7 +53,7 @@ def save_state(session: Session, path: Path) -> None:
     for name, tensor in runner_state(session).items():
         filled = _filled(tensor.detach(), session, name, most)
         if ranks is not None:
-            filled = ranks.whole(filled, *_cut(session, name))
+            filled = ranks.whole(filled, *_split_of(session, name))
             if ranks.rank != 0:
                 continue
         tensors[name] = filled.cpu().contiguous().clone()
@@ -61,7 +61,7 @@ def save_state(session: Session, path: Path) -> None:
         f"{_ENCODED}{index}": tensor.detach().cpu().contiguous().clone()
         for index, tensor in enumerate(sequence.encoded)
     }
-    tensors |= {} if sequence.rope is None else _of_rope(sequence.rope)
+    tensors |= {} if sequence.rope is None else _rope_tensors(sequence.rope)
     tensors["length"] = sequence.length.clone()
     tensors["high_water"] = sequence.max_len_ever.clone()
     unfed = list(sequence.unfed)
@@ -122,8 +122,8 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
     """
     tensors, metadata = read_tensors(path, "a session's state", _FORMAT, "save_state()")
     with damaged_if_malformed(path, "a session's state"):
-        saved_print = metadata["fingerprint"]
-        if saved_print and session.fingerprint and saved_print != session.fingerprint:
+        saved_fingerprint = metadata["fingerprint"]
+        if saved_fingerprint and session.fingerprint and saved_fingerprint != session.fingerprint:
             raise InputError(
                 f"{path} must have the weights of this session's model, got others; save the state again with it"
             )
@@ -147,7 +147,7 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
                 f"{path} holds {int(length.max())} tokens, this cache at most {session.max_length}; use a larger "
                 "max_cache_len"
             )
-        rope = _rope_of(tensors, length, session.vocab_size)
+        rope = _pop_rope(tensors, length, session.vocab_size)
         unfed = json.loads(metadata["pending"])
         unfed = tuple(unfed) if isinstance(unfed, list) else (unfed,) * len(length)
         _check_rows(session, length, max_len_ever, unfed)
@@ -163,18 +163,18 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
         if unknown:
             raise ValueError(f"tensor {min(unknown)!r} belongs to no layer")
         for name, tensor in state.items():
-            tensors[name] = _fitting(session, name, tensors[name], tensor, path, (length, max_len_ever))
+            tensors[name] = _part_for(session, name, tensors[name], tensor, path, (length, max_len_ever))
     encoded_here = tuple(tensor.to(session.device) for tensor in encoded)
     return tensors, SequenceState(length, max_len_ever, unfed, images, encoded_here, rope)
 
 
-def _of_rope(rope: RopeState) -> dict[str, torch.Tensor]:
+def _rope_tensors(rope: RopeState) -> dict[str, torch.Tensor]:
     """Return the tensors of a RoPE state for a file, with the tokens of the rows whose tokens are known."""
     known = {f"{_ROPE_TOKENS}{row}": ids.clone() for row, ids in enumerate(rope.tokens) if ids is not None}
     return {_ROPE_LENGTHS: rope.lengths.clone(), _ROPE_FACTORS: rope.factors.clone(), **known}
 
 
-def _rope_of(tensors: dict[str, torch.Tensor], length: torch.Tensor, vocab_size: int) -> RopeState | None:
+def _pop_rope(tensors: dict[str, torch.Tensor], length: torch.Tensor, vocab_size: int) -> RopeState | None:
     """Pop the RoPE state from the tensors of a file; None for a model without one.
 
     Raises:
@@ -195,7 +195,7 @@ def _rope_of(tensors: dict[str, torch.Tensor], length: torch.Tensor, vocab_size:
     return RopeState(lengths, factors, tokens)
 
 
-def _fitting(
+def _part_for(
     session: Session,
     name: str,
     saved: torch.Tensor,
@@ -224,7 +224,7 @@ def _fitting(
         _check_slots(layer, name, saved, dim, rows)
     if session.stepper.ranks is not None:
         _check_parts(session, name, saved, tensor, path)
-        saved = session.stepper.ranks.part(saved, *_cut(session, name))
+        saved = session.stepper.ranks.part(saved, *_split_of(session, name))
     expected = list(tensor.shape)
     if dim is not None and saved.dim() == tensor.dim():
         # Rows may once have held more tokens than this cache has slots; slots after their length are not needed.
@@ -236,9 +236,9 @@ def _fitting(
             "the same dtype and model"
         )
     limits = layer.length_limits()
-    kept = name.split(".")[-1]
-    if kept in limits:
-        most = limits[kept]
+    field = name.split(".")[-1]
+    if field in limits:
+        most = limits[field]
         if bool((saved < 0).any()) or (most is not None and bool((saved > most).any())):
             raise ValueError(f"{name} must be from 0 to {most or 'any number'}, got {saved.tolist()}")
     return saved
@@ -271,7 +271,7 @@ def _count_encoded(tensors: Mapping[str, torch.Tensor]) -> int:
 
 def _check_parts(session: Session, name: str, whole: torch.Tensor, part: torch.Tensor, path: Path) -> None:
     """Check that a tensor splits into equal parts for the ranks."""
-    dim, parts = _cut(session, name)
+    dim, parts = _split_of(session, name)
     if parts > 1 and (whole.dim() != part.dim() or whole.shape[dim] != part.shape[dim] * parts):
         raise InputError(
             f"{name} is {list(whole.shape)} in {path}, which is not {parts} times this rank's {list(part.shape)} "
@@ -279,7 +279,7 @@ def _check_parts(session: Session, name: str, whole: torch.Tensor, part: torch.T
         )
 
 
-def _cut(session: Session, name: str) -> tuple[int, int]:
+def _split_of(session: Session, name: str) -> tuple[int, int]:
     """Return the dimension in which ranks split a state tensor, and the number of parts; 1 if each has all of it."""
     # Indexer keys and states are not split, because they do not belong to attention heads.
     dims = _layer_of(session, name).state[name.split(".")[-1]].dims

@@ -149,7 +149,7 @@ def test_images_go_where_the_chat_template_says(run, image_bundle, pixels):
 
 
 def test_sound_is_encoded_and_the_answer_begins_with_the_prompt(run, whisper_bundle, sound):
-    samples = files.read_sound(sound, RATE)
+    samples = files.read_audio(sound, RATE)
     features = WhisperFeatureExtractor(feature_size=8, chunk_length=1)(samples, sampling_rate=RATE, return_tensors="pt")
     inputs = {"input_features": features["input_features"]}
     for prompt, options in (([], []), ([20, 21], ["-p", "AB"])):
@@ -245,7 +245,7 @@ def test_samples_of_every_width(tmp_path, width):
     values = np.array([-0.5, 0.0, 0.25])
     whole = (values * 2 ** (8 * width - 1)).astype(np.int64) + (128 if width == 1 else 0)
     content = b"".join(int(value).to_bytes(width, "little", signed=width > 1) for value in whole)
-    assert files.read_sound(write_wav(tmp_path / "x.wav", content, width), RATE).tolist() == values.tolist()
+    assert files.read_audio(write_wav(tmp_path / "x.wav", content, width), RATE).tolist() == values.tolist()
 
 
 def test_refused_sound(tmp_path):
@@ -258,7 +258,7 @@ def test_refused_sound(tmp_path):
         (tmp_path, "is a folder"),
     ):
         with pytest.raises(InputError, match=message):
-            files.read_sound(path, RATE)
+            files.read_audio(path, RATE)
 
 
 def test_images_need_pillow(tmp_path, monkeypatch):

@@ -63,14 +63,14 @@ class PlacedImages:
         if len(found.rows) != len(lengths):
             raise ValueError(f"images must have {len(lengths)} rows, got {len(found.rows)}")
         for row, length in zip(found.rows, lengths, strict=True):
-            behind = 0
+            end = 0
             for image in row:
                 numbers = (image.start, image.end, image.delta)
                 if any(type(number) is not int or abs(number) >= 2**62 for number in numbers):
                     raise ValueError(f"an image must have three integers, got {numbers!r}")
-                if not behind <= image.start < image.end <= length:
+                if not end <= image.start < image.end <= length:
                     raise ValueError(f"an image is at {image.start} to {image.end}, in a row of {length} tokens")
-                behind = image.end
+                end = image.end
         return found
 
     def to_lists(self) -> list[list[list[int]]]:
@@ -257,7 +257,7 @@ def shifted(placed: PlacedImages, lengths: torch.Tensor, deltas: torch.Tensor) -
     )
 
 
-class ItemPlaces:
+class ItemPositions:
     """Computes the inputs that the steps of a prompt with items take besides embeddings.
 
     Args:

@@ -79,11 +79,11 @@ class ItemStage:
                 self._check_fixed(name, given[name], fixed, len(items))
             elif items and not bool((fixed == 1).all()):
                 raise InputError(f"{self.method.name} takes {name} with {self.names[0]}; pass it too")
-        places = int(rows.mask_of(self.token).sum())
+        count = int(rows.mask_of(self.token).sum())
         embeddings = self.tokens_per_item * len(items)
-        if places != embeddings:
+        if count != embeddings:
             raise InputError(
-                f"the prompt has {places} tokens of id {self.token}, {self.method.name} gives {embeddings} embeddings "
+                f"the prompt has {count} tokens of id {self.token}, {self.method.name} gives {embeddings} embeddings "
                 "for them; build the prompt with the model's own processor"
             )
         return {self.method.name: items} if items else {}
@@ -94,8 +94,8 @@ class ItemStage:
             return steps
         embeds = embedded(steps, stepper)
         parts = [stepper.runner.run(self.method.name, *item)[0].clone() for item in prompt.items[self.method.name]]
-        places = prompt.rows.mask_of(self.token)[..., None]
-        return replace(steps, fed=embeds.masked_scatter(places, torch.cat(parts).to(embeds.dtype)))
+        is_item = prompt.rows.mask_of(self.token)[..., None]
+        return replace(steps, fed=embeds.masked_scatter(is_item, torch.cat(parts).to(embeds.dtype)))
 
     def _checked(self, index: int, given: Mapping[str, Any]) -> list[torch.Tensor]:
         """Split an input into one tensor per item; the inverse of `modality.joined_items`."""
@@ -220,7 +220,7 @@ class CrossItemStage(ItemStage):
             )
         (items,) = found.values()
         tiles = self._tiles(rows, len(items), given.get(CROSS_MASK))
-        return {self.method.name: [(*item, mine) for item, mine in zip(items, tiles, strict=True)]}
+        return {self.method.name: [(*item, real) for item, real in zip(items, tiles, strict=True)]}
 
     def extend(self, steps: Steps, prompt: Prompt, stepper: ProgramStepper) -> Steps:
         """Add the states of all images to the first step, and to each step the images that its tokens attend to.
@@ -252,8 +252,8 @@ class CrossItemStage(ItemStage):
         starts = prompt.rows.mask_of(self.token)[0].nonzero()[:, 0].tolist()
         placed = tuple(Placed(start, start + 1) for start in starts)
         first, length = int(state.length[0]), steps.fed.shape[1]
-        behind = tuple(Placed(one.start + first, one.end + first) for one in placed)
-        seen = _seen(state.images.rows[0] + behind, tiles[0], range(first, first + length))
+        added = tuple(Placed(one.start + first, one.end + first) for one in placed)
+        seen = _seen(state.images.rows[0] + added, tiles[0], range(first, first + length))
         if not held:
             # As in transformers, tokens before the first image attend to all images of the prompt, padding included.
             seen[: len(items) * self.tiles, : starts[0]] = -1

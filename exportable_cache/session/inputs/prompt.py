@@ -54,11 +54,11 @@ def prompt_inputs(
             not possible, or the processor refuses the prompt.
         MissingDependencyError: If a package that reads a file is not installed.
     """
-    images, sounds = files.get(IMAGE, ()), files.get(AUDIO, ())
-    options = {"sampling_rate": processor.feature_extractor.sampling_rate} if sounds else {}
+    images, audio = files.get(IMAGE, ()), files.get(AUDIO, ())
+    options = {"sampling_rate": processor.feature_extractor.sampling_rate} if audio else {}
     items = {
         IMAGE: [read_image(path, _size(processor, methods)) for path in images],
-        AUDIO: [read_sound(path, **options) for path in sounds],
+        AUDIO: [read_audio(path, **options) for path in audio],
     }
     if "encode" in methods:
         if chat:
@@ -178,7 +178,7 @@ def read_image(path: Path, size: tuple[int, int] | None = None) -> Image:
     return image if size is None else image.resize((size[1], size[0]), Image.Resampling.BICUBIC)
 
 
-def read_sound(path: Path, sampling_rate: int) -> np.ndarray:
+def read_audio(path: Path, sampling_rate: int) -> np.ndarray:
     """Read a WAV file, and return the mean of its channels from -1 to 1, float32 [samples].
 
     Args:
@@ -208,9 +208,9 @@ def _samples(content: bytes, width: int) -> np.ndarray:
     if width == 1:
         return (np.frombuffer(content, np.uint8).astype(np.float32) - 128) / 128
     # Copied to the upper bytes of 32 bits, because that keeps the sign.
-    whole = np.zeros((len(content) // width, 4), np.uint8)
-    whole[:, 4 - width :] = np.frombuffer(content, np.uint8).reshape(-1, width)
-    return whole.view("<i4")[:, 0].astype(np.float32) / 2**31
+    padded = np.zeros((len(content) // width, 4), np.uint8)
+    padded[:, 4 - width :] = np.frombuffer(content, np.uint8).reshape(-1, width)
+    return padded.view("<i4")[:, 0].astype(np.float32) / 2**31
 
 
 def _check_file(kind: str, path: Path) -> None:

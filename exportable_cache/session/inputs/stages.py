@@ -11,7 +11,7 @@ import torch
 from ...errors import InputError
 from ..rows import TokenRows
 from .encoder import EncoderStage
-from .image import ItemPlaces
+from .image import ItemPositions
 from .items import CrossItemStage, ItemStage
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class InputStages:
         self.encoder = EncoderStage(methods["encode"], limits) if "encode" in methods else None
         self.placeholders = tuple(placeholders.values())
         self._stages = tuple(_item_stage(methods[name], token, limits) for name, token in placeholders.items())
-        self._places = ItemPlaces(self._stages, methods, limits.device)
+        self._positions = ItemPositions(self._stages, methods, limits.device)
 
     def check(self, input_ids: Any, attention_mask: Any, given: Mapping[str, Any], state: SequenceState) -> Prompt:
         """Check the inputs of a prompt.
@@ -143,7 +143,7 @@ class InputStages:
         steps = Steps(prompt.rows.ids, prompt.rows)
         for stage in self._stages:
             steps = stage.extend(steps, prompt, stepper)
-        return self._places.extend(steps, prompt, stepper) if self._stages else steps
+        return self._positions.extend(steps, prompt, stepper) if self._stages else steps
 
     def _with_items(self, rows: TokenRows, given: Mapping[str, Any]) -> Prompt:
         is_item = torch.zeros_like(rows.ids, dtype=torch.bool)
@@ -151,8 +151,8 @@ class InputStages:
         for stage in self._stages:
             items |= stage.check(rows, {name: given[name] for name in given if name in stage.names})
             is_item |= rows.mask_of(stage.token)
-        self._places.check(rows)
-        if self._places.sees_prompt and not items and any(name in given for name in _KINDS):
+        self._positions.check(rows)
+        if self._positions.sees_prompt and not items and any(name in given for name in _KINDS):
             raise InputError(
                 "token types must be left out for a prompt without items, because they make its tokens attend to each "
                 "other"
