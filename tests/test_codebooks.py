@@ -72,13 +72,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
     model = model_of("musicgen")
     ids = tokens(model)
     with session_over(model) as session:
-        with pytest.raises(InputError, match=r"3 ids for each token; this model takes 4"):
+        with pytest.raises(InputError, match=r"must have 4 ids for each token, got 3"):
             session.prefill(ids[:, :6, :3])
         with pytest.raises(InputError, match=r"must be \[batch, length, codebooks\]"):
             session.prefill(ids[:, :6, 0])
         with pytest.raises(InputError, match=r"must be \[batch, codebooks\]"):
             session.decode(ids[:, 0, 0])
-        with pytest.raises(InputError, match="129, outside the vocabulary of 0 to 128"):
+        with pytest.raises(InputError, match="from 0 to 128, got 129"):
             session.prefill(torch.full((1, 2, 4), 129))
         with pytest.raises(InputError, match="4 ids, one per codebook"):
             list(session.generate(ids[:, :6], max_new_tokens=2))

@@ -115,7 +115,7 @@ def test_verify_refuses_another_type_or_vocabulary(bundle: Bundle) -> None:
         ),
         (torch.empty(1, 0, dtype=torch.int64), InputError, "empty"),
         (tokens(4, batch_size=2), InputError, "2 rows.*runs 1"),
-        (tokens(4).int(), InputError, "torch.int32; it must be torch.int64"),
+        (tokens(4).int(), InputError, "must be torch.int64, got torch.int32"),
         (torch.tensor([[VOCAB]]), InputError, f"token id {VOCAB}"),
     ],
 )
@@ -173,7 +173,7 @@ def test_rows(tmp_path: Path) -> None:
     ids = tokens(20, batch_size=2)
     session = load(bundle.path)
     torch.testing.assert_close(session.prefill(ids), reference_logits(model, ids, 20)[:, 0], atol=1e-4, rtol=0)
-    with pytest.raises(InputError, match="1 rows, this session runs 2"):
+    with pytest.raises(InputError, match="must have 2 rows, got 1"):
         session.prefill(tokens(3))
 
 

@@ -226,27 +226,27 @@ def test_rewind_of_more_than_held_is_refused(model: Any) -> None:
 Call = Callable[[Session], Any]
 
 REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
-    "empty prompt": (lambda s: s.prefill(torch.empty(1, 0, dtype=torch.int64)), InputError, r"\[1, 0\].*empty.*one token"),
-    "batch": (lambda s: s.prefill(tokens(4, batch_size=2)), InputError, "2 rows.*runs 1.*batch_size=2"),
-    "decode batch": (lambda s: s.decode(torch.tensor([3, 4])), InputError, "2 rows.*runs 1"),
-    "prompt rank": (lambda s: s.prefill(torch.tensor([3, 4])), InputError, r"shape \[2\]; it must be \[batch, length\]"),
-    "decode rank": (lambda s: s.decode(torch.tensor([[3]])), InputError, r"shape \[1, 1\]; it must be \[batch\]"),
-    "int32": (lambda s: s.prefill(tokens(4).int()), InputError, r"torch.int32; it must be torch.int64.*\.to\(torch.int64\)"),
-    "float": (lambda s: s.decode(torch.tensor([3.0])), InputError, "torch.float32; it must be torch.int64"),
-    "list": (lambda s: s.prefill([[3, 4]]), InputError, "is a list; pass an int64 tensor"),
-    "device": (lambda s: s.prefill(tokens(4).to("meta")), InputError, r"on meta, the session runs on cpu; pass .*\('cpu'\)"),
+    "empty prompt": (lambda s: s.prefill(torch.empty(1, 0, dtype=torch.int64)), InputError, r"one token per row, got shape \[1, 0\].*empty"),
+    "batch": (lambda s: s.prefill(tokens(4, batch_size=2)), InputError, "must have 1 rows, got 2.*batch_size=2"),
+    "decode batch": (lambda s: s.decode(torch.tensor([3, 4])), InputError, "must have 1 rows, got 2"),
+    "prompt rank": (lambda s: s.prefill(torch.tensor([3, 4])), InputError, r"shape \[batch, length\] with batch 1, got \[2\]"),
+    "decode rank": (lambda s: s.decode(torch.tensor([[3]])), InputError, r"shape \[batch\] with batch 1, got \[1, 1\]"),
+    "int32": (lambda s: s.prefill(tokens(4).int()), InputError, r"must be torch.int64, got torch.int32.*\.to\(torch.int64\)"),
+    "float": (lambda s: s.decode(torch.tensor([3.0])), InputError, "must be torch.int64, got torch.float32"),
+    "list": (lambda s: s.prefill([[3, 4]]), InputError, "must be an int64 tensor .* got a list"),
+    "device": (lambda s: s.prefill(tokens(4).to("meta")), InputError, r"must be on cpu, got meta; pass .*\('cpu'\)"),
     "token too large": (
-        lambda s: s.prefill(torch.tensor([[3, 4, VOCAB]])), InputError, rf"ids\[0, 2\] is token id {VOCAB}.*0 to {VOCAB - 1}"
+        lambda s: s.prefill(torch.tensor([[3, 4, VOCAB]])), InputError, rf"ids\[0, 2\] must be .*0 to {VOCAB - 1}, got {VOCAB}"
     ),
-    "negative token": (lambda s: s.decode(torch.tensor([-1])), InputError, r"tokens\[0\] is token id -1, outside"),
+    "negative token": (lambda s: s.decode(torch.tensor([-1])), InputError, r"tokens\[0\] must be a token id .* got -1"),
     "too long": (lambda s: s.prefill(tokens(55)), CacheFullError, "holds 10 of at most 64 tokens, 55 more do not fit.*reset"),
     "longer than the cache": (lambda s: s.prefill(tokens(65)), CacheFullError, "65 more do not fit; shorten.*at least 75"),
     "generate prompt": (lambda s: s.generate(tokens(55)), CacheFullError, "55 more do not fit"),
     "generate steps": (lambda s: s.generate(tokens(50), 6), CacheFullError, "max_new_tokens may be at most 5, got 6"),
-    "no new tokens": (lambda s: s.generate(tokens(5), 0), InputError, "max_new_tokens is 0; it must be an int of at least 1"),
+    "no new tokens": (lambda s: s.generate(tokens(5), 0), InputError, "max_new_tokens must be an int of at least 1.* got 0"),
     "temperature": (lambda s: s.generate(tokens(5), temperature=-1.0), InputError, "temperature must be .*got -1.0"),
-    "stop token": (lambda s: s.generate(tokens(5), stop=VOCAB), InputError, f"stop has {VOCAB}.*0 to {VOCAB - 1}"),
-    "empty stop": (lambda s: s.generate(tokens(5), stop=[""]), InputError, "stop has ''.*at least one character"),
+    "stop token": (lambda s: s.generate(tokens(5), stop=VOCAB), InputError, f"stop must be .*0 to {VOCAB - 1}.* got {VOCAB}"),
+    "empty stop": (lambda s: s.generate(tokens(5), stop=[""]), InputError, "stop must be .*at least one character, got ''"),
     "stop without tokenizer": (lambda s: s.generate(tokens(5), stop="x"), InputError, "stop string needs a tokenizer"),
     "text without tokenizer": (lambda s: s.generate_text("hi"), InputError, "text needs a tokenizer.*use generate"),
 }  # fmt: skip

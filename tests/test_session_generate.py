@@ -339,7 +339,7 @@ def test_refused_chat_does_not_reset(byte_model: Any) -> None:
 def test_text_refusals(byte_model: Any) -> None:
     with pytest.raises(InputError, match="the prompt is empty"):
         text_session(byte_model).generate_text("")
-    with pytest.raises(InputError, match="text is generated at batch size 1, this session has 2"):
+    with pytest.raises(InputError, match="prompt must be a list of 2 prompts"):
         text_session(byte_model, batch_size=2).generate_text("hi")
     with pytest.raises(InputError, match="no chat template"):
         text_session(byte_model).generate_text([{"role": "user", "content": "hi"}])

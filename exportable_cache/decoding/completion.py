@@ -251,7 +251,7 @@ class Completer:
             raise InputError("the prompt is empty; pass at least one token")
         wrong = next((token for token in ids if not 0 <= token < self.session.vocab_size), None)
         if wrong is not None:
-            raise InputError(f"token id {wrong} is outside the vocabulary of 0 to {self.session.vocab_size - 1}")
+            raise InputError(f"token ids must be from 0 to {self.session.vocab_size - 1}, got {wrong}")
         self.limit(len(ids), options.max_new_tokens)
         return Completion(self, ids, options, follower)
 

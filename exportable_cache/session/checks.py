@@ -42,8 +42,8 @@ def check_no_autocast(device: torch.device) -> None:
     """
     if torch.is_autocast_enabled(device.type):
         raise InputError(
-            "torch.autocast is on, but a session computes in the dtypes that its program was made with; leave the "
-            f"autocast block, and load or export the model in {torch.get_autocast_dtype(device.type)} instead"
+            "torch.autocast must be off, because a session computes in the dtypes that its program was made with; "
+            f"leave the autocast block, and load or export the model in {torch.get_autocast_dtype(device.type)} instead"
         )
 
 
@@ -96,34 +96,34 @@ def check_ids(name: str, ids: torch.Tensor, dims: tuple[str, ...], limits: Progr
     shape = f"[{', '.join(dims)}]"
     if not isinstance(ids, torch.Tensor):
         raise InputError(
-            f"{name} is a {type(ids).__name__}; pass an int64 tensor {shape}, as torch.tensor makes of a list"
+            f"{name} must be an int64 tensor {shape}, got a {type(ids).__name__}; convert a list with torch.tensor"
         )
     if ids.dim() != len(dims):
         rows = f" with batch {batch_size}" if "batch" in dims else ""
-        raise InputError(f"{name} has shape {list(ids.shape)}; it must be {shape}{rows}")
+        raise InputError(f"{name} must have shape {shape}{rows}, got {list(ids.shape)}")
     if "batch" in dims and ids.shape[0] != batch_size:
         raise InputError(
-            f"{name} has {ids.shape[0]} rows, this session runs {batch_size}; pass {batch_size} rows, "
-            f"or allocate or export with batch_size={ids.shape[0]}"
+            f"{name} must have {batch_size} rows, got {ids.shape[0]}; pass {batch_size} rows, or allocate or export "
+            f"with batch_size={ids.shape[0]}"
         )
     if "codebooks" in dims and ids.shape[-1] != limits.codebooks:
-        raise InputError(
-            f"{name} has {ids.shape[-1]} ids for each token; this model takes {limits.codebooks}: pass {shape}"
-        )
+        raise InputError(f"{name} must have {limits.codebooks} ids for each token, got {ids.shape[-1]}; pass {shape}")
     if ids.dtype != torch.int64:
-        raise InputError(f"{name} is {ids.dtype}; it must be torch.int64: pass {name}.to(torch.int64)")
+        raise InputError(f"{name} must be torch.int64, got {ids.dtype}; pass {name}.to(torch.int64)")
     if ids.layout is not torch.strided:
-        raise InputError(f"{name} is {ids.layout}; it must be dense: pass {name}.to_dense()")
+        raise InputError(f"{name} must be dense, got {ids.layout}; pass {name}.to_dense()")
     if ids.device != device:
-        raise InputError(f"{name} is on {ids.device}, the session runs on {device}; pass {name}.to({str(device)!r})")
+        raise InputError(f"{name} must be on {device}, got {ids.device}; pass {name}.to({str(device)!r})")
     if ids.numel() == 0:
-        raise InputError(f"{name} has shape {list(ids.shape)}: the prompt is empty; pass at least one token per row")
+        raise InputError(
+            f"{name} must have at least one token per row, got shape {list(ids.shape)}: the prompt is empty"
+        )
     wrong = (ids < 0) | (ids >= vocab_size)
     if bool(wrong.any()):
         where = wrong.nonzero()[0].tolist()
         raise InputError(
-            f"{name}{where} is token id {int(ids[tuple(where)])}, outside the vocabulary of 0 to {vocab_size - 1}; "
-            "tokenize with the model's own tokenizer"
+            f"{name}{where} must be a token id from 0 to {vocab_size - 1}, got {int(ids[tuple(where)])}; tokenize with "
+            "the model's own tokenizer"
         )
 
 
@@ -150,7 +150,7 @@ def check_max_new_tokens(max_new_tokens: int | None) -> None:
         return
     if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
         raise InputError(
-            f"max_new_tokens is {max_new_tokens!r}; it must be an int of at least 1, or None for as many as fit"
+            f"max_new_tokens must be an int of at least 1, or None for as many as fit, got {max_new_tokens!r}"
         )
 
 
@@ -216,7 +216,7 @@ def split_stops(stop: int | str | Sequence[int | str] | None, vocab_size: int) -
             tokens.append(item)
         else:
             raise InputError(
-                f"stop has {item!r}; pass token ids from 0 to {vocab_size - 1}, or strings of at least one character"
+                f"stop must be token ids from 0 to {vocab_size - 1}, or strings of at least one character, got {item!r}"
             )
     check_stops(strings)
     return tokens, strings

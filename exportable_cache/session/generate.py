@@ -211,14 +211,14 @@ def _prompts(session: Session, prompt: Any) -> tuple[Any, bool]:
     if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], Mapping):
         if len(prompt) != session.batch_size:
             raise InputError(
-                f"got a list of {len(prompt)} prompts, this session runs {session.batch_size} rows; pass one prompt "
-                "per row"
+                f"a list of prompts must have one per row, {session.batch_size}, got {len(prompt)}; pass "
+                f"{session.batch_size} prompts"
             )
         return list(prompt), True
     if session.batch_size != 1:
         raise InputError(
-            f"text is generated at batch size 1, this session has {session.batch_size}; pass a list of "
-            f"{session.batch_size} prompts, or use generate with token ids"
+            f"prompt must be a list of {session.batch_size} prompts for {session.batch_size} rows, got one; pass a "
+            "list, or use generate with token ids"
         )
     return [prompt], False
 
@@ -273,21 +273,21 @@ def _encoder_steps(
 
 def _check_draft(session: Session, draft: Draft, strings: Sequence[str] = ()) -> None:
     if session.has_encoder:
-        raise InputError("drafts are for text decoders; leave out draft with an encoder-decoder")
+        raise InputError("draft must be None for an encoder-decoder; leave it out")
     if session.batch_size != 1:
-        raise InputError(f"a draft serves batch size 1, this session has {session.batch_size}; decode without one")
+        raise InputError(f"batch_size must be 1 for a draft, got {session.batch_size}; decode without one")
     if strings:
-        raise InputError("a draft takes stop tokens, not stop strings; use generate_text, which stops at strings")
+        raise InputError("stop must be token ids with a draft, got strings; use generate_text, which stops at strings")
     if session.score_length == 0:
         raise InputError(
-            f"a draft needs a program that judges several tokens at once; make the session, or export, with "
+            f"score_length must be at least 2 for a draft, got 0; make the session, or export, with "
             f"score_length={draft.max_tokens + 1}"
         )
     drafts = draft.session.vocab_size if isinstance(draft, DraftModel) else session.vocab_size
     if drafts != session.vocab_size:
         raise InputError(
-            f"the draft model has {drafts} tokens, this model {session.vocab_size}; use a draft model with the same "
-            "vocabulary"
+            f"the draft model must have the vocabulary of this model, {session.vocab_size} tokens, got {drafts}; use "
+            "another draft model"
         )
     check_can_rewind(session, min(draft.max_tokens, session.score_length - 1))
     of_one_process = isinstance(draft, DraftModel) and getattr(draft.session.stepper, "ranks", None) is None

@@ -103,8 +103,8 @@ class TokenRows:
             raise InputError("attention_mask must be None for a list of prompts, which have no padding; leave it out")
         if len(prompts) != limits.batch_size:
             raise InputError(
-                f"got a list of {len(prompts)} prompts, this session runs {limits.batch_size} rows; pass one prompt "
-                f"per row, or allocate or export with batch_size={len(prompts)}"
+                f"a list of prompts must have one per row, {limits.batch_size}, got {len(prompts)}; pass "
+                f"{limits.batch_size} prompts, or allocate or export with batch_size={len(prompts)}"
             )
         rows = []
         for index, prompt in enumerate(prompts):
@@ -141,7 +141,7 @@ def _real(attention_mask: Any, ids: torch.Tensor) -> torch.Tensor:
         columns = mask.nonzero()[:, 0].tolist()
         if not columns:
             raise InputError(
-                f"attention_mask leaves no token in row {row}: the prompt is empty; pass at least one token"
+                f"attention_mask must leave at least one token in each row, got none in row {row}: the prompt is empty"
             )
         if columns[-1] - columns[0] + 1 != len(columns):
             raise InputError(
@@ -154,7 +154,7 @@ def _as_tensor(name: str, prompt: Any, device: torch.device) -> torch.Tensor:
     if not isinstance(prompt, (list, tuple)) or not all(
         isinstance(token, int) and not isinstance(token, bool) for token in prompt
     ):
-        raise InputError(f"{name} is {prompt!r:.60}; pass int64 tensors [length], or lists of token ids")
+        raise InputError(f"{name} must be an int64 tensor [length] or a list of token ids, got {prompt!r:.60}")
     return torch.tensor(prompt, dtype=torch.int64, device=device)
 
 

@@ -204,7 +204,7 @@ class SequenceState:
             InputError: If a row holds fewer, or a layer or an image does not allow it.
         """
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
-            raise InputError(f"cannot rewind {tokens!r} tokens; pass an int of at least 0")
+            raise InputError(f"tokens must be an int of at least 0, got {tokens!r}")
         lengths = self.length.tolist()
         if tokens > min(lengths):
             raise InputError(f"cannot rewind {tokens} tokens, rows hold {lengths}; rewind at most {min(lengths)}")

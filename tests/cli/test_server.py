@@ -188,7 +188,7 @@ def test_an_answer_has_the_form_that_was_asked_for(client, greedy_answer: str) -
         ("completions", {**TEXT, "prompt": {"a": 1}}, 400, "prompt must be text or a list of token ids, got {'a': 1}"),
         ("completions", {**TEXT, "prompt": [True]}, 400, "prompt must be text or a list of token ids"),
         ("completions", {**TEXT, "prompt": ""}, 400, "the prompt is empty"),
-        ("completions", {**TEXT, "prompt": [10**9]}, 400, "token id 1000000000 is outside the vocabulary"),
+        ("completions", {**TEXT, "prompt": [10**9]}, 400, "got 1000000000"),
         ("completions", {**TEXT, "prompt": ["x", "y"]}, 400, "got 2 prompts"),
         ("completions", {**TEXT, "\ud800": 1}, 400, "\\ud800 must be left out"),
         ("chat/completions", {**CHAT, "response_format": schema_of({"\ud800": 1})}, 400, "cannot be enforced"),

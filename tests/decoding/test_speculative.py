@@ -252,7 +252,7 @@ def test_what_cannot_work_is_refused_before_a_step(model: Any) -> None:
         session_of(model, slack=2, score_length=8).generate(prompt, draft=draft)
     with pytest.raises(InputError, match="score_length=7"):
         session_of(model, score_length=0).generate(prompt, draft=draft)
-    with pytest.raises(InputError, match="stop tokens, not stop strings"):
+    with pytest.raises(InputError, match="stop must be token ids with a draft"):
         session = session_of(model)
         session.tokenizer = object()
         session.generate(prompt, stop="x", draft=PromptLookup(2))
@@ -260,7 +260,7 @@ def test_what_cannot_work_is_refused_before_a_step(model: Any) -> None:
         with pytest.raises(InputError, match="of prompt lookup must be"):
             PromptLookup(**wrong)
     with pytest.raises(
-        InputError, match="the draft model has 64 tokens, this model 128; use a draft model with the same"
+        InputError, match="the vocabulary of this model, 128 tokens, got 64"
     ):
         other = DraftModel(session_of(tiny_model("llama", vocab_size=64)), 2)
         session_of(model).generate(prompt, draft=other)

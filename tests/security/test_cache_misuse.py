@@ -193,7 +193,7 @@ def test_numbers_that_are_none(given) -> None:
 def test_ids_that_are_not_dense() -> None:
     model = tiny_model("llama")
     session = Session.from_model(model, ExportableCache.from_model(model, 32))
-    with pytest.raises(InputError, match=r"it must be dense: pass input_ids.to_dense\(\)"):
+    with pytest.raises(InputError, match=r"must be dense, .*pass input_ids.to_dense\(\)"):
         session.prefill(torch.tensor([[1, 2]]).to_sparse())
     with pytest.raises(InputError, match=r"cannot be copied; fork\(\) it"):
         copy.deepcopy(session)
