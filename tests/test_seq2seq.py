@@ -134,7 +134,7 @@ def test_text_is_padded_to_whole_blocks_of_the_encoder() -> None:
     for length in (1, 4, 7, 12):
         hidden = session.encode(**encoder_inputs(model, length))
         assert hidden.shape[1] == max(8, -(-length // 4) * 4) and session.stepper.state.encoded[1].tolist() == [length]
-    with pytest.raises(InputError, match="the encoder takes 1 to 12"):
+    with pytest.raises(InputError, match="must have a length of 1 to 12, got 13"):
         session.encode(**encoder_inputs(model, 13))
 
 
