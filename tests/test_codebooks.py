@@ -74,9 +74,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with session_over(model) as session:
         with pytest.raises(InputError, match=r"must have 4 ids for each token, got 3"):
             session.prefill(ids[:, :6, :3])
-        with pytest.raises(InputError, match=r"must be \[batch, length, codebooks\]"):
+        with pytest.raises(InputError, match=r"must have shape \[batch, length, codebooks\]"):
             session.prefill(ids[:, :6, 0])
-        with pytest.raises(InputError, match=r"must be \[batch, codebooks\]"):
+        with pytest.raises(InputError, match=r"must have shape \[batch, codebooks\]"):
             session.decode(ids[:, 0, 0])
         with pytest.raises(InputError, match="from 0 to 128, got 129"):
             session.prefill(torch.full((1, 2, 4), 129))

@@ -318,7 +318,7 @@ def test_images_are_held_once_their_step_ran(family: str, monkeypatch: pytest.Mo
 def test_refused_grids_and_sizes() -> None:
     session, model = live("qwen2_5_vl")
     inputs = prompt(model, 1, 5, 6)
-    with pytest.raises(InputError, match=r"image_grid_thw must be \[1, 4, 6\] for each item of encode_image, got \[1, 6, 4\]"):
+    with pytest.raises(InputError, match=r"image_grid_thw must be \[1, 4, 6\] for each item .* got \[1, 6, 4\]"):
         session.prefill(**{**inputs, "image_grid_thw": torch.tensor([[1, 6, 4]])})
     with pytest.raises(InputError, match=r"must be \[items \* 24, 96\]"):
         session.prefill(**{**inputs, "pixel_values": inputs["pixel_values"][:20]})

@@ -302,7 +302,7 @@ def test_a_step_that_fails_leaves_the_length(model: Any, monkeypatch: pytest.Mon
 
 def test_wrong_model_or_cache_is_refused(model: Any) -> None:
     cache = ExportableCache.from_model(model, CAPACITY)
-    with pytest.raises(InputError, match="cache is a dict; allocate one with ExportableCache.from_model"):
+    with pytest.raises(InputError, match="cache must be an ExportableCache, got a dict; allocate one with"):
         Session.from_model(model, {})
     with pytest.raises(InputError, match="the cache must have 3 layers like the model, got 2"):
         Session.from_model(tiny_model("llama", num_hidden_layers=3), cache)
