@@ -320,18 +320,18 @@ def test_refused_grids_and_sizes() -> None:
     inputs = prompt(model, 1, 5, 6)
     with pytest.raises(InputError, match=r"image_grid_thw must be \[1, 4, 6\] for each item .* got \[1, 6, 4\]"):
         session.prefill(**{**inputs, "image_grid_thw": torch.tensor([[1, 6, 4]])})
-    with pytest.raises(InputError, match=r"must be \[items \* 24, 96\]"):
+    with pytest.raises(InputError, match=r"must have shape \[items \* 24, 96\]"):
         session.prefill(**{**inputs, "pixel_values": inputs["pixel_values"][:20]})
     with pytest.raises(InputError, match="must mark the prompt's placeholders"):
         session.prefill(**{**inputs, "mm_token_type_ids": 1 - inputs["mm_token_type_ids"]})
     assert session.length.tolist() == [0]
-    anything = "takes images of any size, a program those of one"
+    anything = "image_size must be given for .*a program takes images of one size"
     for size, message in ((None, anything), (20, "a multiple of 8"), ((8, 8, 8), "a multiple of 8")):
         with pytest.raises(InputError, match=message):
             modalities_of(model, ["image"], size)
-    with pytest.raises(InputError, match="takes images of 16 x 16 pixels; leave it out"):
+    with pytest.raises(InputError, match="image_size must be 16 x 16 pixels"):
         modalities_of(tiny_multimodal("llava"), ["image"], 32)
-    with pytest.raises(InputError, match="no images are taken"):
+    with pytest.raises(InputError, match="image_size is only used for images"):
         modalities_of(model, [], 32)
 
 

@@ -185,7 +185,9 @@ def test_what_is_refused_names_the_remedy() -> None:
         session.prefill(**inputs)
     with pytest.raises(InputError, match=f"max_encoder_len must be at least {SLOTS}.*got {SLOTS - 1}"):
         opened(SLOTS - 1)
-    with pytest.raises(UnsupportedModelError, match="`aspect_ratio_ids` must be provided.* pass what its processor"):
+    with pytest.raises(
+        UnsupportedModelError, match="`aspect_ratio_ids` must be provided.* pass the output of its processor"
+    ):
         opened(modalities={"image": {"pixel_values": inputs["pixel_values"][:, :1]}})
     with pytest.raises(InputError, match="takes no video"):
         opened(modalities=["video"])
@@ -198,7 +200,7 @@ def test_what_is_refused_names_the_remedy() -> None:
     rows = {name: torch.cat([one, one]) for name, one in inputs.items()}
     cache = ExportableCache.from_model(model(), 16, batch_size=2)
     with Session.from_model(model(), cache, modalities=["image"]) as session:
-        with pytest.raises(InputError, match="the prompt has 2 rows.*use batch_size=1"):
+        with pytest.raises(InputError, match="got a prompt of 2 rows.*use batch_size=1"):
             session.prefill(**rows)
         torch.testing.assert_close(*session.prefill(rows["input_ids"][:, 3:4]))
 
