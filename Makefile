@@ -95,6 +95,7 @@ demo: $(VENV)/.installed
 check: $(VENV)/.installed-test
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+	@$(BIN)/python -m tests.support.language
 	@$(BIN)/mypy
 	@! grep -q '^\[tool\.importlinter' pyproject.toml || $(BIN)/lint-imports
 	@$(PYTEST) -q $(PROJECT_TESTS)

@@ -1,4 +1,4 @@
-"""The process of one rank of a program in parts that is verified: it runs the steps that it is told."""
+"""Process of one rank of a tensor-parallel program under verification."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 def main() -> None:
     """Serve the process at the other end of the standard streams, until it closes them."""
     replies = os.fdopen(os.dup(1), "wb")
-    # What torch's libraries print is no reply.
+    # Output of torch's libraries must not mix with the replies.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     start = pickle.load(sys.stdin.buffer)
     rank = start["rank"]

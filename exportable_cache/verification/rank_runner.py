@@ -1,4 +1,4 @@
-"""All ranks of a program in parts, as one runner: a process for each, which this one tells what to run."""
+"""Runner of a tensor-parallel program for verification, with one process per rank."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
     from ..program.methods import ProgramMethod
 
-#: A step of a large model, or the opening of its program, on a slow machine.
+#: Limit of a step of a large model, or of opening its program, on a slow machine.
 _MOST_SECONDS = 600
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from exportable_cache.verification.rank_process import main; main()"
 
 
 class RankProcesses:
-    """A program over ranks, run by processes on this machine; it gives what rank 0 gives.
+    """A runner of a tensor-parallel program, with a process per rank on this machine; it returns rank 0's results.
 
     Args:
-        bundle: Of several ranks; its manifest need not be written yet.
+        bundle: A bundle with several ranks; its manifest need not be written yet.
 
     Raises:
         BundleError: If it is machine code that is not trusted.
@@ -64,10 +64,10 @@ class RankProcesses:
             raise
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """One call, on all ranks. See `Runner.run`.
+        """Run a method on all ranks, see `Runner.run`.
 
         Raises:
-            VerificationError: If one of them fails, with what it says.
+            VerificationError: If one of them fails, with its error.
         """
         for process in self._processes:
             _send(process, (method, inputs))
@@ -96,7 +96,7 @@ class RankProcesses:
             for stream in (process.stdin, process.stdout):
                 try:
                     stream.close()  # type: ignore[union-attr]
-                except OSError:  # what was not sent has nobody to read it
+                except OSError:  # unsent data is lost, because the process has ended
                     pass
         for process in self._processes:
             try:
@@ -119,5 +119,4 @@ def _send(process: subprocess.Popen[bytes], value: Any) -> None:
         pickle.dump(value, process.stdin)
         process.stdin.flush()
     except BrokenPipeError:
-        # Its reply says why.
-        pass
+        pass  # its reply has the reason
