@@ -259,9 +259,7 @@ def test_what_cannot_work_is_refused_before_a_step(model: Any) -> None:
     for wrong in ({"max_tokens": 0}, {"ngram": 1.5}):
         with pytest.raises(InputError, match="of prompt lookup must be"):
             PromptLookup(**wrong)
-    with pytest.raises(
-        InputError, match="the vocabulary of this model, 128 tokens, got 64"
-    ):
+    with pytest.raises(InputError, match="the vocabulary of this model, 128 tokens, got 64"):
         other = DraftModel(session_of(tiny_model("llama", vocab_size=64)), 2)
         session_of(model).generate(prompt, draft=other)
     with pytest.raises(InputError, match="score takes up to 6 tokens at once, got 7"):
