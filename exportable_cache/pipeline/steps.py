@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from ..models.loading.loading import LoadedModel
     from ..program.spec import ProgramSpec
     from ..session.session import Session
-    from ..verification.stored import FedPrompt
+    from ..verification.report import FedPrompt
     from .dtypes import DtypeChoice
     from .spec import ExportSpec
 

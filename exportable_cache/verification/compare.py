@@ -25,9 +25,17 @@ from .references import (
     rounding_effect,
     takes_no_cache,
 )
-from .report import VerifiedEncoder, VerifiedPrompt, VerifyReport, largest
+from .report import (
+    KEPT_STEPS,
+    FedPrompt,
+    StoredDistance,
+    VerifiedEncoder,
+    VerifiedPrompt,
+    VerifyReport,
+    distance_from_stored,
+    largest,
+)
 from .spec import VerifySpec
-from .stored import KEPT_STEPS, FedPrompt, StoredDistance, distance_from_stored
 from .tolerance import default_tolerance
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ...program.spec import Form, ProgramSpec
-from ..options import TargetOptions
+from ..registry import TargetOptions
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from ...common.compat.torch import module_tensors
 from ...common.method_io import TensorSpec
 from ...common.tensors import kind_of_tensor
-from ...generation.choosing_steps import Choice, ChoosingSteps
+from ...generation.multi_step import Choice, ChoosingSteps
 
 if TYPE_CHECKING:
     from torch import nn

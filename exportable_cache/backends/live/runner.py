@@ -16,7 +16,7 @@ from ...cache.attention.implementation import borrow_attention
 from ...common.compat import torch as private
 from ...common.process.tuning import torch_threads, warn_if_threads_spin
 from ...errors import InputError, UnsupportedModelError, describe_trace_error
-from ...generation.choosing_steps import Choice, of_step
+from ...generation.multi_step import Choice, of_step
 from ...program.lengths import shared_methods, slots_to_read
 from ...program.program import ResidentModule, front_module, program_methods
 from ...program.spec import ProgramSpec
