@@ -102,13 +102,13 @@ def test_peak_rss_counts_bytes():
     ("arguments", "words"),
     [
         ({"steps": 0}, ("steps", "0", "1 to 61")),
-        ({"steps": LIMIT}, ("steps", str(LIMIT), "1 to 61", "fits")),
+        ({"steps": LIMIT}, ("steps", str(LIMIT), "1 to 61", "to fit the cache")),
         ({"prompt_length": LIMIT + 1}, ("prompt_length", "65", "1 to 64")),
         ({"positions": [0, LIMIT], "steps": 1}, ("position", "64", "0 to 60")),
         ({"positions": [-1]}, ("position", "-1", "0 to")),
         ({"positions": []}, ("positions", "empty")),
-        ({"seed": 10**23 - 1}, ("seed", str(10**23 - 1), "64 bits")),
-        ({"seed": None}, ("seed", "None", "64 bits")),
+        ({"seed": 10**23 - 1}, ("seed", str(10**23 - 1), str(2**64 - 1))),
+        ({"seed": None}, ("seed", "None", str(2**64 - 1))),
     ],
 )
 def test_bench_refuses_what_does_not_fit_before_running(arguments, words):

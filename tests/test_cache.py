@@ -293,9 +293,9 @@ def test_bad_models() -> None:
         ExportableCache.from_config(AutoConfig.for_model("t5", num_layers=1), max_cache_len=8)
     with pytest.raises(InputError, match="at least one layer"):
         ExportableCache([])
-    with pytest.raises(InputError, match="layer 0 is a str"):
+    with pytest.raises(InputError, match="layers must be CacheLayers, got a str at index 0"):
         ExportableCache(["layer"])
-    with pytest.raises(InputError, match=r"batch sizes \[1, 2\]"):
+    with pytest.raises(InputError, match=r"layers must have one batch size, got \[1, 2\]"):
         ExportableCache([full_layer(1, 1, 1, 1), full_layer(2, 1, 1, 1)])
 
 

@@ -257,7 +257,9 @@ def test_what_cannot_be_read_is_refused_before_the_weights(
 def test_a_live_quantised_model_is_refused_with_the_remedy() -> None:
     model = tiny_model("llama")
     model.config.quantization_config = {"quant_method": "mxfp4"}
-    with pytest.raises(UnsupportedModelError, match=r"quantised \(mxfp4.*pass its folder.*or model.dequantize\(\)"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"must not be quantised, got mxfp4.*pass its folder.*or model.dequantize\(\)"
+    ):
         load_model(model)
 
 

@@ -99,7 +99,7 @@ def test_verify_finds_other_weights(bundle: Bundle, model: Any) -> None:
 
 
 def test_verify_refuses_another_type_or_vocabulary(bundle: Bundle) -> None:
-    with pytest.raises(InputError, match="made from a 'gemma3_text' model, this one is 'llama'"):
+    with pytest.raises(InputError, match="must be of type 'gemma3_text', from which .* got 'llama'"):
         verify(bundle, tiny_model("llama"))
     with pytest.raises(InputError, match="vocabulary of 128 tokens, the model of 200"):
         verify(bundle, tiny_model("gemma3_text", vocab_size=200))
@@ -114,9 +114,9 @@ def test_verify_refuses_another_type_or_vocabulary(bundle: Bundle) -> None:
             f"holds 10 of at most {BUNDLE_CAPACITY} tokens, {BUNDLE_CAPACITY - 9} more do not fit",
         ),
         (torch.empty(1, 0, dtype=torch.int64), InputError, "empty"),
-        (tokens(4, batch_size=2), InputError, "2 rows.*runs 1"),
+        (tokens(4, batch_size=2), InputError, "input_ids must have 1 rows, got 2"),
         (tokens(4).int(), InputError, "must be torch.int64, got torch.int32"),
-        (torch.tensor([[VOCAB]]), InputError, f"token id {VOCAB}"),
+        (torch.tensor([[VOCAB]]), InputError, f"must be a token id from 0 to {VOCAB - 1}, got {VOCAB}"),
     ],
 )
 def test_refused_prompts_change_nothing(
@@ -251,13 +251,17 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "chunk": ({"prefill_chunk": 0}, InputError, "prefill_chunk must be .*got 0"),
     "dtype": ({"dtype": "int8"}, InputError, "dtype must be .*, got 'int8'"),
     "no folder": ({"output_dir": None}, InputError, "output_dir must be given"),
-    "empty folder": ({"output_dir": ""}, InputError, "output_dir is '', which is no name.*; name the folder to write"),
+    "empty folder": (
+        {"output_dir": ""},
+        InputError,
+        "output_dir must name .*got ''; name the folder to write",
+    ),
     "working folder": (
         {"output_dir": Path("")},
         InputError,
-        "output_dir is '.', which is no name.*; name the folder to write",
+        "output_dir must name a new folder, got '.'; name the folder to write",
     ),
-    "root": ({"output_dir": "/"}, InputError, "output_dir is '/', which is no name"),
+    "root": ({"output_dir": "/"}, InputError, "output_dir must name a new folder, got '/'"),
 }
 
 

@@ -126,7 +126,7 @@ def test_a_plain_model_call(family: str) -> None:
 def test_states_are_not_wound_back() -> None:
     session = live_session(kind_model("lfm2"), False, 32)
     session.prefill(tokens(6))
-    with pytest.raises(InputError, match="a layer's state sums up all that was seen, at most 0 can be taken back"):
+    with pytest.raises(InputError, match="a layer's state sums up all tokens, at most 0 can be taken back"):
         session.rewind(1)
     assert session.length.tolist() == [6]
 

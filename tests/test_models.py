@@ -137,7 +137,7 @@ def test_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, capfd: pytest
 
 @pytest.mark.parametrize("model", [3, None, torch.nn.Linear(2, 2)])
 def test_other_objects(model: Any) -> None:
-    refused(InputError, f"model is a {type(model).__name__}", "pass 'demo'", model=model)
+    refused(InputError, "model must be 'demo'", f"got {type(model).__name__}", model=model)
 
 
 def edit(folder: Path, **fields: Any) -> None:
@@ -154,7 +154,7 @@ def test_unknown_model_type(copy: Path) -> None:
 
 def test_no_causal_lm(copy: Path) -> None:
     (copy / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    refused(UnsupportedModelError, "'vit' has no causal LM", model=copy)
+    refused(UnsupportedModelError, "'vit' has neither a causal LM", model=copy)
 
 
 def test_no_model_type(copy: Path) -> None:

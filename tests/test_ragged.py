@@ -290,7 +290,7 @@ def test_decoders_of_an_encoder_take_rows_of_one_length() -> None:
     cache = ExportableCache.from_model(model, 32, batch_size=2, max_encoder_len=20)
     session = Session.from_model(model, cache, prefill_chunk=CHUNK)
     session.encode(**encoder_inputs(model, 9, 2))
-    with pytest.raises(InputError, match=r"the rows hold \[6, 2\] tokens, .* rows of equal length"):
+    with pytest.raises(InputError, match=r"rows must have equal length for an encoder-decoder, got \[6, 2\]"):
         session.prefill(*padded([tokens(6), tokens(2, seed=1)], "left"))
     assert session.length.tolist() == [0, 0]
 

@@ -360,10 +360,10 @@ def test_end_token_gives_no_text(byte_model: Any) -> None:
 @pytest.mark.parametrize(
     ("argument", "remedy"),
     [
-        ({"do_sample": True}, "do_sample is True, and sessions have no such argument; temperature above 0 samples"),
+        ({"do_sample": True}, "do_sample is not an argument of sessions, got True; temperature above 0 samples"),
         ({"num_beams": 4}, "beam_search"),
         ({"max_length": 9}, "pass max_new_tokens"),
-        ({"nonsense": None}, "nonsense is None, and sessions have no such argument; leave it out"),
+        ({"nonsense": None}, "nonsense is not an argument of sessions, got None; leave it out"),
     ],
 )
 def test_an_argument_of_transformers_generate_is_refused_by_name(model: Any, argument: dict, remedy: str) -> None:

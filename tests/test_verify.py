@@ -344,8 +344,8 @@ def test_given_tolerance_decides(model: Any) -> None:
     ("options", "message"),
     [
         ({"prompts": [60], "decode_steps": 5}, "at most 64 tokens, got 60 and 5"),
-        ({"prompts": [0]}, "prompt of 0 tokens"),
-        ({"decode_steps": -1}, "-1 decode steps"),
+        ({"prompts": [0]}, "got 0 and 24"),
+        ({"decode_steps": -1}, "got 3 and -1"),
         ({"tolerance": 0.0}, "tolerance must be above 0, got 0.0"),
         ({"tolerance": float("nan")}, "tolerance must be above 0, got nan"),
         ({"seed": 10**23 - 1}, f"seed must be an int from .* to .*, got {10**23 - 1}"),

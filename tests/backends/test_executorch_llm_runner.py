@@ -81,5 +81,5 @@ def test_programs_that_the_runner_could_not_run_are_refused() -> None:
         ProgramSpec(forward=True, modalities=modalities_of(model, ["image"], (16, 24))),
     )
     assert runner_metadata(program, required=False) == {}
-    with pytest.raises(InputError, match="forward takes input_ids, input_pos, rope_deltas; export without llm_runner"):
+    with pytest.raises(InputError, match="got inputs input_ids, input_pos, rope_deltas; export without llm_runner"):
         runner_metadata(program)

@@ -103,7 +103,7 @@ def test_plan_refuses_in_one_sentence_and_still_prints_json(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "words"), [("nonsense", ("'nonsense'", "does not know")), ("vit", ("'vit'", "no causal LM"))]
+    ("model_type", "words"), [("nonsense", ("'nonsense'", "does not know")), ("vit", ("'vit'", "neither a causal LM"))]
 )
 def test_plan_refuses_unknown_model_types(run, tmp_path, model_type, words):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))

@@ -194,8 +194,8 @@ def test_an_answer_has_the_form_that_was_asked_for(client, greedy_answer: str) -
         ("chat/completions", {**CHAT, "response_format": schema_of({"\ud800": 1})}, 400, "cannot be enforced"),
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "\ud800": 1}]}, 400, "UTF-8"),
         ("completions", {**TEXT, "prompt": [[5], [6]]}, 400, "got 2 prompts"),
-        ("completions", {**TEXT, "prompt": "\ud800"}, 400, "no UTF-8"),
-        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}, 400, "no UTF-8"),
+        ("completions", {**TEXT, "prompt": "\ud800"}, 400, "must be UTF-8"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}, 400, "must be UTF-8"),
         ("completions", {**TEXT, "max_tokens": 500}, 400, f"the cache holds {MAX_CACHE_LEN}; request at most"),
         (
             "completions",
@@ -239,7 +239,7 @@ def test_sampling_is_checked_at_any_temperature(server_address: str, temperature
     for kind, asked in (("chat/", CHAT), ("", TEXT)):
         body = {**asked, "temperature": temperature, field: value}
         status, document = post(server_address, f"/v1/{kind}completions", body)
-        assert status == 400 and document["error"]["message"].startswith(f"{field} is "), document
+        assert status == 400 and document["error"]["message"].startswith(f"{field} must be "), document
 
 
 def test_what_clients_send_and_changes_nothing_is_answered(client, greedy_answer: str) -> None:

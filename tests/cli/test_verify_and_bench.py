@@ -98,7 +98,7 @@ def test_verify_signs_again_what_is_signed(run, exported, tiny_folder, tmp_path)
     [
         (["--tolerance", "-1"], ("--tolerance", "-1", "at least 0")),
         (["--tolerance", "0"], ("tolerance", "0", "above 0")),
-        (["--decode-steps", "46"], ("46 decode steps", str(MAX_CACHE_LEN))),
+        (["--decode-steps", "46"], ("got 3 and 46", str(MAX_CACHE_LEN))),
     ],
 )
 def test_verify_refuses_bad_arguments(run, exported, tiny_folder, arguments, words):

@@ -163,7 +163,7 @@ def test_dtype_is_checked_at_construction() -> None:
         ),
         (lambda config: config.pop("storage"), "storage of a layer is None, but its policy .* needs one"),
         (lambda config: config.pop("policy"), "it needs a policy"),
-        (lambda config: config["storage"].update(dtype="int64"), "dtype of a cache layer is 'int64'"),
+        (lambda config: config["storage"].update(dtype="int64"), "dtype of a cache layer must be .* got 'int64'"),
         (lambda config: config.update(colour={}), "colour"),
     ],
 )

@@ -40,7 +40,7 @@ def test_steps_of_several_tokens_are_the_prompt_until_one_of_one(pieces: list[in
 def test_nothing_is_taken_back() -> None:
     one = layer()
     one.update(torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8))
-    with pytest.raises(InputError, match="where the prompt ended"):
+    with pytest.raises(InputError, match="the prompt's length is not kept"):
         one.crop(-1)
     one.reset()
     assert int(one.prompt_length) == 0

@@ -57,7 +57,7 @@ def test_what_a_processor_gives_sizes_a_session(name: str) -> None:
     cache = ExportableCache.from_model(model, 96)
     session = Session.from_model(model, cache, modalities={"audio": heard(processor, f"ab{token}", seed=1)})
     check(session, model, heard(processor, f"xyz{token}w", seed=2))
-    with pytest.raises(InputError, match="for each item of encode_image, got"):
+    with pytest.raises(InputError, match="with sum 100 for each item of encode_audio, got .* with sum 50"):
         session.prefill(**heard(processor, f"ab{token}", seed=3, seconds=0.5))
 
 

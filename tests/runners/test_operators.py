@@ -95,7 +95,7 @@ def test_a_list_has_what_bundles_call_and_the_runtime_has_not(hybrid: Bundle, tm
     assert named == found.operators and "llama::custom_sdpa.out" in found.whole
     rest = called_operators(hybrid.path / "program.pte") - set(named)
     assert all(signatures.is_in_runtime(name) for name in rest) and rest
-    with pytest.raises(BundleError, match="is for pt2; export it with --target executorch"):
+    with pytest.raises(BundleError, match="must be for executorch, got .* for pt2; export it with --target executorch"):
         list_operators([Bundle.open(exported_bundle(tiny_model("llama"), "pt2", prefill_chunk=16))])
     with pytest.raises(BundleError, match="cannot write"):
         write_list(found, [hybrid], tmp_path / "listed.txt" / "listed.txt")
@@ -167,7 +167,7 @@ def test_kernels_that_are_registered_by_a_list_give_the_same_tokens(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("aten::add.out add_out 1 const Tensor&; exec(1)\n", "for this line in it: 'aten::add.out add_out 1 const"),
+        ("aten::add.out add_out 1 const Tensor&; exec(1)\n", "because of this line: 'aten::add.out add_out 1 const"),
         ("aten::add.out add_out 9 Tensor&\n", "is not a list of operators"),
         ("aten::add.out add_out 1 Tensor&, $ENV{HOME}\n", "is not a list of operators"),
         ("aten::a.out a_out 1 Tensor&\naten::add.out add_out 1 Tensor&\naten::b.out b_out 1 Tensor&\n",

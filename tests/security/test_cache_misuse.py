@@ -203,12 +203,12 @@ def test_a_sliding_layer_without_a_window() -> None:
     config = copy.deepcopy(tiny_model("mistral").config)
     config.sliding_window = None
     config.layer_types = ["sliding_attention"] * config.num_hidden_layers
-    with pytest.raises((InputError, UnsupportedModelError), match=r"sliding_window.* is None"):
+    with pytest.raises((InputError, UnsupportedModelError), match=r"sliding_window.* must be a positive int, got None"):
         ExportableCache.from_config(config, 32)
     model = tiny_model("mistral")
     model.config.sliding_window = None
     model.config.layer_types = ["sliding_attention"] * config.num_hidden_layers
-    with pytest.raises((InputError, UnsupportedModelError), match=r"sliding_window.* is None"):
+    with pytest.raises((InputError, UnsupportedModelError), match=r"sliding_window.* must be a positive int, got None"):
         ExportableCache.from_model(model, 32)
     # A model that says nothing of windows keeps every token.
     del model.config.layer_types

@@ -126,10 +126,10 @@ def test_of_several_templates_the_default_is_taken() -> None:
 def test_half_a_character_amid_a_message_is_refused() -> None:
     tokenizer = byte_tokenizer(chat=True)
     tokenizer.chat_template = "{{ messages[0].content[0].text }}"
-    with pytest.raises(InputError, match="no UTF-8"):
+    with pytest.raises(InputError, match="must be UTF-8"):
         encode_prompt(tokenizer, [{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}])
 
 
 def test_a_prompt_that_is_no_utf8_is_refused() -> None:
-    with pytest.raises(InputError, match=r"no UTF-8: character 2 is '\\udcff'"):
+    with pytest.raises(InputError, match=r"must be UTF-8, got '\\udcff' at character 2"):
         encode_prompt(byte_tokenizer(), "ab\udcff")

@@ -179,7 +179,7 @@ def test_a_planted_graph_is_not_read(tmp_path: Path, home: Path, caplog: pytest.
     )
     # What was written for another place.
     assert "not written with this user's key" in read(ours, name="y.graph")
-    assert "is not read" in read(ours, mode=0o666)
+    assert "is ignored" in read(ours, mode=0o666)
     assert "can be written by others" in read(ours, folder_mode=0o777)
     assert not made.exists()
     read(ours)

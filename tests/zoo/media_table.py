@@ -14,21 +14,20 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "media.md"
 TARGETS = ("eager", "pt2", "executorch")
 #: Of an outcome, in docs/media.json.
 _KEPT = ("status", "difference", "reason")
-_HEAD = """# Pictures, film and sound, model by model
+_HEAD = """# Images, video and audio by architecture
 
-Made by `make zoo-media` on transformers {version}: tiny random models of every architecture that takes pictures, film or sound
-beside text, each kind in prompts with one item, with two, and with one behind a chunk of text, teacher-forced over {steps}
-tokens against the whole model in eager attention. "pass" is a largest |logit difference| of at most 1e-4, or 1e-5 of logits
-above 10. Pixels, grids, sizes and masks are made from the configs (`tests/zoo/media_items.py`); no processor has run.
+Made by `make zoo-media` on transformers {version}: tiny random models of every architecture that takes images, video or audio, each kind
+in prompts with one item, with two, and with one after a chunk of text. Logits of {steps} tokens are compared, teacher-forced, with the
+whole model in eager attention. "pass" is a largest |logit difference| of at most 1e-4, or 1e-5 of logits above 10. Pixels, grids, sizes
+and masks are made from the configs (`tests/zoo/media_items.py`); no processor has run.
 
 {counts}
 
-What each mechanism is: *places*, embeddings at the places of placeholder tokens; *sizes*, grids, sizes or masks that go with an
-item and fix the program; *features beside*, features that the decoder takes beside the embeddings, by layer or for each token;
-*axes*, positions of several axes; *sees item*, *sees prompt*, tokens of an item, or of the whole prompt, that see each other;
-*cross-attention*, layers between those of self-attention that see items.
-An empty cell was not run: pt2 and ExecuTorch run what passes in eager sessions. Where a reason speaks of shapes or of a missing
-argument, what is made from the config may be what does not fit: a processor's own output was not tried.
+Mechanisms: *places*, embeddings replace placeholder tokens; *sizes*, grids, sizes or masks belong to an item and determine the program;
+*features beside*, the decoder takes features in addition to the embeddings, by layer or for each token; *axes*, positions have several
+axes; *sees item*, *sees prompt*, tokens of an item, or of the whole prompt, see each other; *cross-attention*, layers between those of
+self-attention attend to items. An empty cell was not run, because pt2 and ExecuTorch run what passes in eager sessions. If a reason is
+about shapes or a missing argument, the input made from the config may be wrong: a processor's output was not tried.
 
 """
 

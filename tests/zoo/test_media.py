@@ -33,7 +33,7 @@ MECHANISMS = {
 }
 #: Refused, and what the reason must say.
 REFUSED = {
-    ("hunyuan_vl", "image"): "the positions of its tokens depend on more than where an item starts",
+    ("hunyuan_vl", "image"): "the positions of an item's tokens depend on more than its start",
     ("blip", "image"): "has no placeholder token for image",
 }
 

@@ -150,7 +150,9 @@ class ItemStage:
 
 
 def _short(tensor: torch.Tensor) -> str:
-    return str(tensor.tolist()) if tensor.numel() <= 12 else f"shape {list(tensor.shape)}"
+    if tensor.numel() <= 12:
+        return str(tensor.tolist())
+    return f"values of shape {list(tensor.shape)} with sum {tensor.sum().item():g}"
 
 
 def embedded(steps: Steps, stepper: ProgramStepper) -> torch.Tensor:

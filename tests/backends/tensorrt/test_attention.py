@@ -107,6 +107,6 @@ def test_one_half_precision_query_over_many_keys_builds_and_stays_tensorrts_atte
 
 def test_the_builder_still_fails_on_it_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     # When this fails, the query need not be doubled any longer.
-    monkeypatch.setattr(attention, "_MOST_KEYS_OF_ONE_QUERY", MANY)
+    monkeypatch.setattr(attention, "_MAX_KEYS_OF_ONE_QUERY", MANY)
     with pytest.raises(UnsupportedModelError, match="Expected 3 live inputs, got 4"):
         toy_network(attend, operands(MANY, torch.float16)).build_plan()
