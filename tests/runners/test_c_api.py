@@ -108,7 +108,7 @@ def test_what_is_refused_has_a_code_and_a_sentence(called) -> None:
         (1, "takes token ids only, got pixel_values"),
         (1, "shape[1] is 0"),
         (1, "shape[1] is 4611686018427387904"),
-        (1, "dtype is 7"),
+        (1, "dtype must be EC_FLOAT32 or EC_INT64, got 7"),
         (1, "data is null"),
         (1, "threads is 0; it must be from 1 to 512"),
         (1, "threads is 513; it must be from 1 to 512"),
