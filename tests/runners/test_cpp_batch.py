@@ -232,7 +232,12 @@ def test_refused_before_the_call_with_the_numbers(bundle, session, probe: Probe)
     refused(replies[6], "cache_full", "holds 70 of at most 96 tokens, 27 more do not fit")
     assert "row 0 holds 70 tokens and waits" in str(waiting.value)
     refused(replies[7], "input", "row 0 holds 70 tokens and waits while a longer row is fed 19 at once", "lose some")
-    refused(replies[8], "input", "row 0 holds 70 tokens and waits while a longer row is fed 28 at once", "do not fit after them")
+    refused(
+        replies[8],
+        "input",
+        "row 0 holds 70 tokens and waits while a longer row is fed 28 at once",
+        "do not fit after them",
+    )
     refused(replies[9], "cache_full", "max_new_tokens may be at most 26, got 27")
     refused(replies[10], "input", "prompt_lookup serves one row", "runs 3", "use a Session")
     refused(replies[11], "input", "allowed_tokens serves one row")
