@@ -148,7 +148,7 @@ Table root(Bytes& file, uint64_t start) { return {file, start + file.number<uint
 void within(Bytes& file, const std::vector<int32_t>& indices, size_t size, const std::string& what, int32_t least = 0) {
   for (const int32_t index : indices) {
     if (index < least || index >= static_cast<int64_t>(size)) {
-      return file.complain(what + " names number " + std::to_string(index) + " of " + std::to_string(size));
+      return file.complain(what + ": index " + std::to_string(index) + " is out of range (" + std::to_string(size) + " entries)");
     }
   }
 }
