@@ -98,7 +98,7 @@ check: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.support.language
 	@$(BIN)/mypy
 	@! grep -q '^\[tool\.importlinter' pyproject.toml || $(BIN)/lint-imports
-	@$(PYTEST) -q --project $(PROJECT_TESTS)
+	@$(PYTEST) -q $(PROJECT_TESTS)
 
 # A file stays on one worker, whose fixtures its tests share; long files first, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

@@ -27,6 +27,7 @@ for _name in ("EXPORTABLE_CACHE_DEBUG", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_IN
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -97,12 +98,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Until everything is imported there is nothing to be collected.
     gc.disable()
-    if not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        names_paths = config.workerinput["names_paths"]
+    else:
         drop_other_generations()
-        if config.args_source is pytest.Config.ArgsSource.ARGS:
-            # Set here because workers get these options, and paths that are always explicit.
-            for lane in _LANES:
-                setattr(config.option, lane, True)
+        names_paths = config.args_source is pytest.Config.ArgsSource.ARGS
+    if names_paths:
+        for lane in _LANES:
+            setattr(config.option, lane, True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker if the command line names paths, because its own always do, and it parses the options again."""
+    node.workerinput["names_paths"] = node.config.args_source is pytest.Config.ArgsSource.ARGS
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

@@ -67,7 +67,7 @@ def test_a_region_is_loaded_from_code_of_its_own(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_loader_imports_modules_that_exist() -> None:
-    """Its caller ignores errors, so a wrong name would only make the first load slower."""
+    """Check the names, because the caller ignores errors and a wrong one only makes the first load slower."""
     import_loader()
     assert "exportable_cache.backends.live.clone_layers" in sys.modules
 

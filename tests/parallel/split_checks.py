@@ -61,7 +61,7 @@ def _keys_of(running: Session) -> list[dict[str, Any]]:
 
 
 def files_read(me: Rank) -> dict[str, Any]:
-    """What a rank reads of a bundle, whole; where it has its own part alone; and where the last rank's is damaged."""
+    """Return the files a rank reads, and what it opens: its part alone, and a part that is damaged."""
     read: list[str] = []
     digests_of = files.digests_of
 
