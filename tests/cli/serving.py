@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,8 +89,8 @@ def post(address: str, path: str, body: Any, headers: dict[str, str] = JSON) -> 
         return status, text
 
 
-def begun_and_left(address: str, body: dict[str, Any], read: int, stays: float = 0) -> None:
-    """Send a request, read some bytes of the answer, and go after some seconds."""
+def begun_and_left(address: str, body: dict[str, Any], read: int, until: Callable[[], bool] = lambda: True) -> None:
+    """Send a request, read some bytes of the response, and disconnect as soon as a condition holds."""
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         text = json.dumps(body)
@@ -99,4 +99,7 @@ def begun_and_left(address: str, body: dict[str, Any], read: int, stays: float =
         connection.sendall("\r\n".join([*head, "", text]).encode())
         if read:
             assert connection.recv(read)
-        time.sleep(stays)
+        deadline = time.monotonic() + 60
+        while not until():
+            assert time.monotonic() < deadline, "the condition did not become true"
+            time.sleep(0.01)

@@ -96,15 +96,18 @@ def test_a_client_that_goes_during_its_prompt_ends_it_after_a_chunk(server_bundl
 
     session.runner.run = slow  # type: ignore[method-assign]
     with served(session) as address:
-        # 7 chunks of 16 tokens; the client goes during the second or third.
+        # 7 chunks of 16 tokens; the client disconnects during the second.
         prompt = list(range(1, 113))
-        begun_and_left(address, {"model": "demo", "prompt": prompt, "stream": stream}, read=0, stays=0.3)
+        request = {"model": "demo", "prompt": prompt, "stream": stream}
+        begun_and_left(address, request, read=0, until=lambda: len(chunks) == 2)
         answer = client_of(address).completions.create(**TEXT, max_tokens=1, temperature=0)
+        # At most two more chunks begin before the server notices; the single token of TEXT is decoded.
         assert answer.usage.completion_tokens == 1 and 2 <= len(chunks) <= 4
-        # What was fed is there for a client that comes again.
-        begun_and_left(address, {"model": "demo", "prompt": prompt, "stream": stream}, read=0, stays=0.3)
+        # Tokens that were fed are reused for a client that repeats the prompt.
+        count = len(chunks)
+        begun_and_left(address, request, read=0, until=lambda: len(chunks) == count + 2)
         again = client_of(address).completions.create(model="demo", prompt=prompt, max_tokens=1, temperature=0)
-        assert again.usage.prompt_tokens_details.cached_tokens in (32, 48)
+        assert 32 <= again.usage.prompt_tokens_details.cached_tokens <= 64
         assert (
             again.choices[0].text
             == client_of(address)
