@@ -19,6 +19,7 @@ from .attention import ATTENTION_NAMES
 from .checks import check_rollback, check_room, check_rows_agree, check_some, is_traced
 from .layers import CacheLayer, LinearLayer, layer_from
 from .layout import PORTABLE
+from .offload import OffloadedLayer
 from .step import PLAIN
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class LayeredCache(Cache):
         self.model_types: tuple[str, ...] | None = None
         self._config: PreTrainedConfig | None = None
         #: Copies offloaded layers to the device; None if all layers are on it.
-        self.residence = next((layer.residence for layer in layers if layer.residence is not None), None)
+        self.offloader = next((layer.offloader for layer in layers if isinstance(layer, OffloadedLayer)), None)
 
     @classmethod
     def from_layers(cls, layers: Any) -> Self:
@@ -82,7 +83,7 @@ class LayeredCache(Cache):
         cache.offloading = False
         cache.model_types = None
         cache._config = None
-        cache.residence = None
+        cache.offloader = None
         return cache
 
     @property
@@ -244,24 +245,24 @@ class LayeredCache(Cache):
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every state tensor with its name, such as `layers.0.keys`."""
-        self._bring_home()
+        self._copy_back()
         for index, layer in enumerate(self.layers):
             for name, tensor in layer.named_state():
                 yield f"layers.{index}.{name}", tensor
 
-    def _bring_home(self) -> None:
+    def _copy_back(self) -> None:
         """Copy back the last offloaded layer of a step, which in plain use is still on the device."""
-        if self.residence is not None:
-            self.residence.finish()
+        if self.offloader is not None:
+            self.offloader.finish()
 
     def reset(self) -> None:
         """Empty every layer, in place."""
-        self._bring_home()
+        self._copy_back()
         super().reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """See `CacheLayer.reorder_cache`."""
-        self._bring_home()
+        self._copy_back()
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # no tensor is an instance of LongTensor
 
     def stored_state(self) -> dict[str, torch.Tensor]:
@@ -276,10 +277,10 @@ class LayeredCache(Cache):
     @property
     def resident_nbytes(self) -> int:
         """Bytes of state on the device; with offloaded layers, two buffers and the lengths."""
-        if self.residence is None:
+        if self.offloader is None:
             return self.nbytes
         lengths = (tensor for layer in self.layers for _, tensor in layer.named_state() if tensor.dim() == 1)
-        return self.residence.nbytes + sum(length.nbytes for length in lengths)
+        return self.offloader.nbytes + sum(length.nbytes for length in lengths)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens of every row, in every layer or in none.

@@ -81,7 +81,7 @@ class CacheSpec:
         max_encoder_len: Longest input of an encoder, in tokens, frames or samples; slots for images of
             cross-attention layers; None for the default, two images there.
         offload: Keep layers in host memory ("host") or in files in this folder, and two of them on the device, see
-            `Residence`; None for all on the device.
+            `offload.offloaded`; None for all on the device.
         sinks: Both numbers of attention sinks, None where there are none.
 
     Raises:

@@ -15,7 +15,7 @@ from ..cache.attention.functions import ATTENTION, register_attention
 from ..cache.attention.implementation import set_attention
 from ..cache.cache import LayeredCache
 from ..cache.encoder_decoder import EncoderDecoderLayeredCache
-from ..cache.offload import Residence
+from ..cache.offload import offloaded
 from ..cache.spec import CacheSpec
 from ..common.compat.transformers import pipeline_stage, set_attention_implementation
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
@@ -354,11 +354,7 @@ def _built(
         raise UnsupportedModelError(
             f"offload must be left out for {type(model).__name__}, whose layers read keys of other layers; leave it out"
         )
-    layers = [layer_spec.build(spec, dtype, "meta") for layer_spec in layer_specs]
-    kept = [layer for layer in layers if not layer.is_dummy]
-    if kept:
-        Residence(kept, spec.offload, device)
-    return layers
+    return offloaded([layer_spec.build(spec, dtype, "meta") for layer_spec in layer_specs], spec.offload, device)
 
 
 @contextmanager

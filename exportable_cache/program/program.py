@@ -198,12 +198,12 @@ class ResidentModule(ProgramModule):
             length=known_length(inputs["input_pos"]),
         )
         cache = self.layout.with_state(tensors, context)
-        residence = self.layout.residence
-        if residence is None:
+        offloader = self.layout.offloader
+        if offloader is None:
             return self.run(cache, **inputs)
-        residence.forget()
+        offloader.forget()
         logits = self.run(cache, **inputs)
-        residence.finish()
+        offloader.finish()
         return logits
 
 
@@ -309,8 +309,8 @@ class Program:
     def __init__(self, model: PreTrainedModel, cache: ExportableCache, spec: ProgramSpec | None = None) -> None:
         if model.training:
             raise InputError(f"{type(model).__name__} is in training mode; call model.eval() before exporting it")
-        if cache.residence is not None or cache.ranks is not None:
-            what = "offloaded layers" if cache.residence is not None else "the heads of one rank"
+        if cache.offloader is not None or cache.ranks is not None:
+            what = "offloaded layers" if cache.offloader is not None else "the heads of one rank"
             raise InputError(f"a program on disk keeps its own cache, and this one has {what}; allocate another one")
         spec = ProgramSpec() if spec is None else spec
         self.model = model

@@ -53,7 +53,7 @@ def live_session(
     """
     check_pair(model, cache)
     _check_unused(cache)
-    if options.compiling.graph_cache is not None and (cache.ranks is not None or cache.residence is not None):
+    if options.compiling.graph_cache is not None and (cache.ranks is not None or cache.offloader is not None):
         # Not kept, because graphs contain the rank's sizes, and their keys do not include the device of a layer.
         raise InputError("graph_cache must be None for a parallel session, and for offloaded layers; leave it out")
     modalities = modalities_of(model, options.modalities, options.image_size)

@@ -388,7 +388,7 @@ def background_compiler(
                 f'compile="background" is not supported for a model that is split over {cache.ranks.size} processes, '
                 'because the compiler process is not part of the process group; pass compile=True, or "wait"'
             )
-        if cache.residence is not None:
+        if cache.offloader is not None:
             raise InputError('compile="background" is not supported for offloaded layers; pass compile=True, or "wait"')
         check_background(cache, options.mode)
         return BackgroundCompiler(model, cache, spec, options)

@@ -101,7 +101,7 @@ class StepCompiler:
             operators.begin()
         # Not with ranks or offloading, because their layers pass more than hidden states. Not without a graph cache,
         # because graphs that are not kept have guards on the layers' classes, which tracing only three changes.
-        is_plain = self._cache.residence is None and self._cache.ranks is None
+        is_plain = self._cache.offloader is None and self._cache.ranks is None
         clones = is_plain and self.graph_cache is not None
         equal = EqualLayers(self._model, self._cache) if clones else None
         return LayeredBackend(equal)

@@ -31,6 +31,7 @@ __all__ = [
     "label_of",
     "layer_class",
     "layer_from",
+    "register_layer",
     "rounding_storage",
 ]
 
@@ -63,11 +64,17 @@ def rounding_storage(layers: Iterable[CacheLayer]) -> Storage | None:
     return next(found, None)
 
 
-def _register(cls: type[CacheLayer]) -> None:
+def register_layer(cls: type[CacheLayer], rebuilt_as: type[CacheLayer] | None = None) -> None:
+    """Register a class of layers as pytree nodes.
+
+    Args:
+        cls: The class.
+        rebuilt_as: Class of the unflattened layers; the same class by default.
+    """
     register_node(
         cls,
         lambda layer: (list(layer.named_state()), layer.config()),
-        lambda children, config: _unflatten(cls, children, config),
+        lambda children, config: _unflatten(rebuilt_as or cls, children, config),
         name=f"exportable_cache.{cls.__name__}",
     )
 
@@ -80,4 +87,4 @@ def _unflatten(cls: type[CacheLayer], children: list[Any], config: Mapping[str, 
 
 
 for _class in (CacheLayer, CrossLayer, IndexedLayer, ItemsLayer, LinearLayer, PromptLayer):
-    _register(_class)
+    register_layer(_class)

@@ -139,8 +139,6 @@ class IndexedLayer(CacheLayer):
         Returns:
             All slots that are read, [batch_size, slots, index_head_dim]; the mask hides those past the newest token.
         """
-        if self.residence is not None:
-            return self.residence.turn(self).update_indexer(indexer_key_states)
         query_length = indexer_key_states.shape[1]
         start = self.cumulative_length if self.context.start is None else self.context.start
         if self.context.start is None and self._awaiting == "indexer":

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ..component import Component
-    from ..offload import Residence
     from ..step import StepContext
+
+    Layer = TypeVar("Layer", bound="CacheLayer")
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,6 @@ class CacheLayer(CacheLayerMixin):
     values: torch.Tensor
     # The types differ because transformers annotates lengths as int, although its static layers keep a tensor.
     cumulative_length: torch.Tensor  # type: ignore[assignment]
-    #: Offloading: the residence of its tensors, its index there, and its copy on the device.
-    residence: Residence | None = None
-    place: int = 0
-    twin: Self | None
 
     def __init__(
         self,
@@ -244,11 +241,15 @@ class CacheLayer(CacheLayerMixin):
             tensors: State by name; a missing name becomes None.
             context: Context of the step. Its start, if any, is the length of layers that follow the decoder.
         """
-        layer = type(self).__new__(type(self))
+        return self._as(type(self), tensors, context)
+
+    def _as(self, cls: type[Layer], tensors: Mapping[str, Any], context: StepContext) -> Layer:
+        """Return a layer of another class and of the same parts, around other tensors."""
+        # The parts are not composed again, because a step is traced.
+        layer = cls.__new__(cls)
         for name in self.composed_of:
             setattr(layer, name, getattr(self, name))
         layer.state, layer._config = self.state, self._config
-        layer.residence, layer.place = self.residence, self.place
         layer._hold(tensors, context)
         return layer
 
@@ -274,7 +275,6 @@ class CacheLayer(CacheLayerMixin):
             max_len_ever: Most tokens that a row ever held; None if the history of the tensors is unknown.
         """
         self.context = context
-        self.twin = None
         # True for cross-attention too, because models ask an initialized layer for its keys (Mllama).
         self.is_initialized = not self.policy.is_dummy
         # Known on the host, and changed by `crop` only.
@@ -307,7 +307,7 @@ class CacheLayer(CacheLayerMixin):
         return self._with_attributes(vars(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # Stored in `memo` first, because a copied residence refers to its layers.
+        # Stored in `memo` first, because an attribute may refer to the layer.
         layer = memo[id(self)] = self._with_attributes({})
         layer.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         return layer
@@ -382,8 +382,6 @@ class CacheLayer(CacheLayerMixin):
             CacheFullError: If the tokens do not fit; nothing was written.
             InputError: If shape, dtype or device differ from the layer's, or the layer keeps no keys.
         """
-        if self.residence is not None:
-            return self.residence.turn(self).update(key_states, value_states, *args, **kwargs)
         self.check_update(key_states, value_states)
         return self.layout.update(self, key_states, value_states)
 

@@ -239,8 +239,6 @@ class LinearLayer(CacheLayer):
 
     def get_conv_state(self, state_idx: int = 0) -> torch.Tensor | None:
         """Return the state [batch_size, channels, kernel_size], which a step of one token may write in place."""
-        if self.residence is not None:
-            return self.residence.turn(self).get_conv_state(state_idx)
         state = _given_out(self._enter(f"conv_state_{state_idx}")) if self._has("conv", state_idx) else None
         # Counted here, because a step of one token only reads the state and writes it in place; a step of several
         # corrects the count in `update_conv_state`.
@@ -251,8 +249,6 @@ class LinearLayer(CacheLayer):
 
     def get_recurrent_state(self, state_idx: int = 0) -> torch.Tensor | None:
         """Return the state [batch_size, ...] to read, and to write in place in a step of one token."""
-        if self.residence is not None:
-            return self.residence.turn(self).get_recurrent_state(state_idx)
         return _given_out(self._enter(f"recurrent_state_{state_idx}")) if self._has("recurrent", state_idx) else None
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
@@ -269,8 +265,6 @@ class LinearLayer(CacheLayer):
         Raises:
             InputError: In eager mode, if rows or channels are not those of the state.
         """
-        if self.residence is not None:
-            return self.residence.turn(self).update_conv_state(conv_states, state_idx, **kwargs)
         name = f"conv_state_{state_idx}"
         held = getattr(self, name)
         if not is_traced(held):
@@ -300,8 +294,6 @@ class LinearLayer(CacheLayer):
             state_idx: Index of the state.
             **kwargs: `tokens`, the number of new tokens, for a layer without convolutions.
         """
-        if self.residence is not None:
-            return self.residence.turn(self).update_recurrent_state(recurrent_states, state_idx, **kwargs)
         name = f"recurrent_state_{state_idx}"
         check_rows(getattr(self, name).shape[0], recurrent_states.shape[0])
         self._entered.add(name)
@@ -311,8 +303,8 @@ class LinearLayer(CacheLayer):
         state = getattr(self, name)
         needs_both = recurrent_states.requires_grad and not torch.compiler.is_compiling()
         if self.context.in_place and needs_both and state.nbytes == state.untyped_storage().nbytes():
-            # New memory, because backward() needs the state that the model has read. Offloaded layers share memory, so
-            # backward() over them fails.
+            # New memory, because backward() needs the state that the model has read. It fails for a state that shares
+            # its memory with other tensors.
             state.data = recurrent_states.detach().to(state.dtype, copy=True)
             return recurrent_states
         return self._store(name, recurrent_states)

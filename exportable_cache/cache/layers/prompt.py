@@ -42,8 +42,6 @@ class PromptLayer(CacheLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `CacheLayer.update`."""
-        if self.residence is not None:
-            return self.residence.turn(self).update(key_states, value_states, *args, **kwargs)
         self.check_update(key_states, value_states)
         # As a difference, see `CrossLayer.update`.
         change = self.prompt_after(key_states.shape[2]) - self.prompt_length

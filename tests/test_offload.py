@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.cache.layers import CacheLayer
 from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.pipeline.spec import ExportSpec
@@ -42,7 +43,7 @@ def offloaded(model: Any, home: str | Path = "host", rows: int = 1, **options: A
 
 
 def places_of(cache: ExportableCache) -> list[range]:
-    return [range(one.data_ptr(), one.data_ptr() + one.nbytes) for one in cache.residence.buffers]
+    return [range(one.data_ptr(), one.data_ptr() + one.nbytes) for one in cache.offloader.buffers]
 
 
 @pytest.mark.parametrize("kind", among(KINDS, ["gemma3_text", "qwen3_next"]))
@@ -76,17 +77,17 @@ def test_what_attention_reads_is_at_one_of_two_places(monkeypatch: pytest.Monkey
     model = model_of("gemma3_text")
     cache = offloaded(model)
     places, seen = places_of(cache), []
-    original = type(cache.layers[0]).update
+    original = CacheLayer.update
 
     def update(layer: Any, *states: Any, **kwargs: Any) -> Any:
         keys, values = original(layer, *states, **kwargs)
         # A ring gives several tokens what it held beside them.
-        if layer.residence is None and states[0].shape[2] == 1:
+        if type(layer) is CacheLayer and states[0].shape[2] == 1:
             seen.append([index for index, place in enumerate(places) if keys.data_ptr() in place][0])
             assert values.data_ptr() in places[seen[-1]]
         return keys, values
 
-    monkeypatch.setattr(type(cache.layers[0]), "update", update)
+    monkeypatch.setattr(CacheLayer, "update", update)
     session = Session.from_model(model, cache)
     session.prefill(tokens(4))
     for token in range(3, 8):
@@ -156,10 +157,21 @@ def test_plain_use_and_a_copy() -> None:
     assert torch.equal(model(ids[:, :1], past_key_values=other).logits, after)
     assert torch.equal(other.layers[1].keys, cache.layers[1].keys)
     assert other.layers[1].keys.data_ptr() != cache.layers[1].keys.data_ptr()
-    assert other.residence._layers[1] is other.layers[1] and other.residence is not cache.residence
+    assert other.offloader.layers[1] is other.layers[1] and other.offloader is not cache.offloader
     cache.reset()
     assert not any(bool(tensor.any()) for _, tensor in cache.named_state())
     assert difference(step, expected, ids, PROMPT) < 1e-5
+
+
+def test_a_copy_after_steps_has_buffers_of_its_own() -> None:
+    """More layers than buffers, so that a buffer does not hold what a layer left there."""
+    model, ids = tiny_model("llama", num_hidden_layers=5), tokens(LENGTH)
+    cache = offloaded(model)
+    model(ids[:, :PROMPT], past_key_values=cache)
+    other = copy.deepcopy(cache)
+    for index in range(PROMPT, PROMPT + 3):
+        first, second = (model(ids[:, index : index + 1], past_key_values=one).logits for one in (cache, other))
+        assert torch.equal(first, second)
 
 
 def test_a_step_that_was_cut_off_leaves_the_next_right(monkeypatch: pytest.MonkeyPatch) -> None:
