@@ -37,7 +37,17 @@ def interrupt(_: object) -> None:
     raise KeyboardInterrupt("from the callback")
 
 
-_NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "has_seed", "prompt_lookup")
+_NUMBERS = (
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+    "has_seed",
+    "prompt_lookup",
+    "min_p",
+    "repetition_penalty",
+)
 
 
 def fields(options: Options) -> dict[str, Any]:
@@ -184,7 +194,13 @@ def calls(library: str, bundle: str, folder: Path, asked: dict[str, Any]) -> dic
     session.cancel()
     found["closed"] = outcome(session.reset)
     every = {"max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.25, "seed": 2**64 - 1}
-    every |= {"stop_tokens": [5, 6], "stop_strings": ["a", "é"], "prompt_lookup": 7}
+    every |= {
+        "stop_tokens": [5, 6],
+        "stop_strings": ["a", "é"],
+        "prompt_lookup": 7,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+    }
     found["options"] = [every, fields(Options(**every)), fields(Options())]
     library_file.ABI += 1
     found["another interface"] = outcome(lambda: Session(bundle, library))

@@ -26,6 +26,9 @@ def sample(*options: str, count: int = DRAWS, logits: torch.Tensor = LOGITS) -> 
         {"temperature": 1.0, "top_p": 0.0001},
         {"temperature": 1.0, "top_p": 1.0},
         {"temperature": 0.7, "top_k": 4, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.25},
+        {"temperature": 1.5, "min_p": 0.5, "top_k": 6, "top_p": 0.9},
+        {"temperature": 1.0, "min_p": 1.0},
     ],
 )
 def test_frequencies_are_the_probabilities(probe: Probe, options: dict[str, float]) -> None:

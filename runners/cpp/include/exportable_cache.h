@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 /* Grows with each addition; another upper half means that callers have to be compiled again. */
-#define EC_ABI_VERSION 0x00010003u
+#define EC_ABI_VERSION 0x00010004u
 
 typedef struct ec_session ec_session;
 
@@ -74,6 +74,8 @@ typedef struct ec_options {
   int64_t prompt_lookup;           /* most tokens proposed per step from the text itself; 0: none */
   ec_allow_tokens allowed_tokens;  /* null: all are allowed */
   void* allowed_user;              /* passed to allowed_tokens */
+  double min_p;                    /* 0: no limit; otherwise only tokens at least min_p times as probable as the most probable one */
+  double repetition_penalty;       /* 0: the checkpoint's; above 1, tokens of the prompt and the generation become less likely */
 } ec_options;
 
 /* Result of a generation; times in seconds. */

@@ -60,6 +60,8 @@ Result<GenerateOptions> options_of(const ec_options* given) {
     options.stop_strings.emplace_back(known.stop_strings[index]);
   }
   options.prompt_lookup = known.prompt_lookup;
+  if (known.min_p != 0) options.sampling.min_p = known.min_p;
+  if (known.repetition_penalty != 0) options.sampling.repetition_penalty = known.repetition_penalty;
   if (known.allowed_tokens != nullptr) {
     options.allowed_tokens = [allow = known.allowed_tokens, user = known.allowed_user](std::span<const int64_t> tokens,
                                                                                        std::span<uint32_t> mask) -> Result<bool> {

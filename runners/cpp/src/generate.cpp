@@ -1,5 +1,6 @@
 // Generation: prefill, choose a token, feed it, until a stop.
 #include <algorithm>
+#include <cmath>
 #include <set>
 
 #include <exportable_cache/session.h>
@@ -72,7 +73,7 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
   // The newest token needs no slot.
   std::optional<int64_t> most = *limit;
   if (room()) most = std::min(most.value_or(*room() + 1), *room() + 1);
-  TokenRules rules(manifest_, {held, prompt_size, most, manifest_.encoder ? encoded_tokens_ : prompt});
+  TokenRules rules(manifest_, {held, prompt_size, most, options.sampling.repetition_penalty, manifest_.encoder ? encoded_tokens_ : prompt});
   std::vector<int64_t> context = std::move(prompt);
   int64_t proposed = 0, accepted = 0;
   std::vector<int64_t> judged;  // tokens of `logits`: the newest one, and its proposed successors
@@ -93,6 +94,12 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
         return ruled.error();
       }
       const int64_t token = sampler->choose(*ruled, mask.words());
+      if (!std::isfinite((*ruled)[static_cast<size_t>(token)])) {
+        length_ -= static_cast<int64_t>(rows - used) - 1;
+        return fail(ErrorCode::kRuntime, "the logits are not finite at position ", length_ - 1,
+                    ", so no token can be chosen: the model overflows there, or its weights or its cache hold infinities or "
+                    "not-a-number; export it in float32");
+      }
       ++used;
       if (generation.tokens.empty()) first = Clock::now();
       generation.tokens.push_back(token);

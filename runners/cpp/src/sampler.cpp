@@ -16,9 +16,16 @@ Result<Sampler> Sampler::make(const Sampling& sampling) {
   if (sampling.top_p && !(*sampling.top_p > 0 && *sampling.top_p <= 1)) {
     return fail(ErrorCode::kInput, "top_p is ", *sampling.top_p, "; it must be above 0 and at most 1, or left out for all tokens");
   }
-  if (sampling.temperature == 0 && (sampling.top_k || sampling.top_p)) {
-    return fail(ErrorCode::kInput, "temperature is 0, which is greedy and ignores top_k and top_p; ",
-                "pass a temperature above 0, or leave both out");
+  if (sampling.min_p && !(*sampling.min_p >= 0 && *sampling.min_p <= 1)) {
+    return fail(ErrorCode::kInput, "min_p is ", *sampling.min_p, "; it must be from 0 to 1, or left out for all tokens");
+  }
+  if (sampling.repetition_penalty && !(std::isfinite(*sampling.repetition_penalty) && *sampling.repetition_penalty > 0)) {
+    return fail(ErrorCode::kInput, "repetition_penalty is ", *sampling.repetition_penalty,
+                "; it must be a number above 0 (1 changes nothing)");
+  }
+  if (sampling.temperature == 0 && (sampling.top_k || sampling.top_p || sampling.min_p)) {
+    return fail(ErrorCode::kInput, "temperature is 0, which is greedy and ignores top_k, top_p and min_p; ",
+                "pass a temperature above 0, or leave them out");
   }
   return Sampler(sampling);
 }
@@ -60,6 +67,12 @@ int64_t Sampler::choose(std::span<const float> logits, std::span<const uint32_t>
     while (kept < candidates_.size() && before < *sampling_.top_p * total) before += candidates_[kept++].first;
     candidates_.resize(kept);
     total = before;
+  }
+  if (sampling_.min_p) {
+    // The largest weight is 1.
+    std::erase_if(candidates_, [least = *sampling_.min_p](const auto& one) { return one.first < least; });
+    total = 0;
+    for (const auto& [weight, token] : candidates_) total += weight;
   }
   // 53 random bits as a number in [0, 1), because std::uniform_real_distribution differs between standard libraries.
   double left = static_cast<double>(generator_() >> 11) * 0x1p-53 * total;

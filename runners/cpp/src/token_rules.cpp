@@ -82,12 +82,13 @@ void TokenRules::decay(int64_t length) {
 Result<std::span<const float>> TokenRules::apply(std::span<const float> logits, std::span<const int64_t> tokens,
                                                  std::span<const uint32_t> mask) {
   const GenerationSettings& settings = manifest_.settings;
-  if (!settings.has_rules()) return logits;
+  const double penalty = start_.repetition_penalty.value_or(settings.repetition_penalty);
+  if (!settings.has_rules() && penalty == 1) return logits;
   scores_.assign(logits.begin(), logits.end());
   const auto length = static_cast<int64_t>(tokens.size());
   bias(tokens);
   if (settings.encoder_repetition_penalty != 1) repeat(start_.encoded, 1 / settings.encoder_repetition_penalty);
-  if (settings.repetition_penalty != 1) repeat(tokens, settings.repetition_penalty);
+  if (penalty != 1) repeat(tokens, penalty);
   if (settings.no_repeat_ngram_size > 0) ban_ngrams(tokens, tokens, settings.no_repeat_ngram_size);
   if (settings.encoder_no_repeat_ngram_size > 0) ban_ngrams(tokens, start_.encoded, settings.encoder_no_repeat_ngram_size);
   for (const std::vector<int64_t>& words : settings.bad_words) {

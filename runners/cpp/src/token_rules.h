@@ -14,6 +14,7 @@ struct RowStart {
   int64_t held = 0;                 // tokens in the cache before the prompt
   int64_t prompt = 0;               // tokens of the prompt
   std::optional<int64_t> limit{};   // the limit of new tokens
+  std::optional<double> repetition_penalty{};  // replaces that of the checkpoint
   std::vector<int64_t> encoded{};   // input of the encoder, or the prompt of a decoder-only model; empty if that is not text
 };
 

@@ -82,6 +82,8 @@ GenerateOptions options_of(const Fields& fields, size_t first) {
     if (name == "temperature") options.sampling.temperature = std::stod(value);
     if (name == "top_k") options.sampling.top_k = integer(value);
     if (name == "top_p") options.sampling.top_p = std::stod(value);
+    if (name == "min_p") options.sampling.min_p = std::stod(value);
+    if (name == "repetition_penalty") options.sampling.repetition_penalty = std::stod(value);
     if (name == "seed") options.sampling.seed = std::stoull(value);
     if (name == "multiples_of") {
       options.allowed_tokens = [step = static_cast<size_t>(integer(value))](std::span<const int64_t>, std::span<uint32_t> mask) {

@@ -55,6 +55,8 @@ class OptionsStruct(ctypes.Structure):
         ("prompt_lookup", c_int64),
         ("allowed_tokens", AllowTokens),
         ("allowed_user", c_void_p),
+        ("min_p", c_double),
+        ("repetition_penalty", c_double),
     ]
 
 

@@ -68,6 +68,9 @@ class Options:
         stop_tokens, stop_strings: Stops in addition to the model's end tokens; strings are not returned.
         prompt_lookup: Most tokens proposed per step from the text itself; 0 for none.
         allowed_tokens: Called before each choice, see `AllowedTokens`; None if all are allowed.
+        min_p: Sample from tokens at least this times as probable as the most probable one; 0 for all.
+        repetition_penalty: Above 1, tokens of the prompt and of the generation become less likely; None for the
+            checkpoint's.
     """
 
     max_new_tokens: int | None = None
@@ -79,6 +82,8 @@ class Options:
     stop_strings: Sequence[str] = ()
     prompt_lookup: int = 0
     allowed_tokens: AllowedTokens | None = None
+    min_p: float = 0.0
+    repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
         # In C, 0 means no limit, and values out of an integer's range would be truncated.
@@ -90,6 +95,8 @@ class Options:
         ):
             if value is not None and not least <= value < 2**63:
                 raise Failure(Status.INPUT, f"{name} must be from {least} to 2**63 - 1, got {value}")
+        if self.repetition_penalty == 0:
+            raise Failure(Status.INPUT, "repetition_penalty must be a number above 0 (1 changes nothing), got 0")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise Failure(Status.INPUT, f"seed must be from 0 to 2**64 - 1, got {self.seed}")
 
@@ -99,6 +106,7 @@ class Options:
         found.size = ctypes.sizeof(found)
         found.max_new_tokens, found.top_k = self.max_new_tokens or 0, self.top_k or 0
         found.temperature, found.top_p, found.prompt_lookup = self.temperature, self.top_p, self.prompt_lookup
+        found.min_p, found.repetition_penalty = self.min_p, self.repetition_penalty or 0.0
         found.seed, found.has_seed = self.seed or 0, int(self.seed is not None)
         tokens = (ctypes.c_int64 * len(self.stop_tokens))(*self.stop_tokens)
         strings = (ctypes.c_char_p * len(self.stop_strings))(*map(encoded, self.stop_strings))

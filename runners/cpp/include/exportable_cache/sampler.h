@@ -18,13 +18,16 @@ struct Sampling {
   std::optional<int64_t> top_k{};  // sample from the k most probable tokens
   std::optional<double> top_p{};   // sample from the fewest most probable tokens whose probabilities reach p, after top_k
   std::optional<uint64_t> seed{};  // of the draws; without one they differ from run to run
+  std::optional<double> min_p{};   // sample from tokens at least min_p times as probable as the most probable one, after top_p
+  /// Replaces that of the checkpoint: above 1, tokens of the prompt and of the generation so far become less likely.
+  std::optional<double> repetition_penalty{};
 };
 
 /// Samples tokens. The same seed, logits and order of calls give the same tokens on every platform with IEEE floats, because the
 /// standard fixes the output of std::mt19937_64, and its bits are converted to a number here.
 class Sampler {
  public:
-  /// Error kInput if a value is out of range, or top_k or top_p is given for greedy decoding.
+  /// Error kInput if a value is out of range, or top_k, top_p or min_p is given for greedy decoding.
   static Result<Sampler> make(const Sampling& sampling);
 
   /// The next token, from logits [vocab]. Greedy decoding takes the first of equally large logits.
