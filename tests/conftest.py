@@ -22,6 +22,9 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ["COLUMNS"] = "160"
 # What was checked before is noted beside pytest's own cache, not in the user's.
 os.environ["EXPORTABLE_CACHE_HOME"] = os.path.join(os.path.dirname(__file__), "..", ".pytest_cache", "home")
+# Commands in this process would load the native runner, which cannot be loaded after ExecuTorch's bindings. Tests of it
+# choose it.
+os.environ["EXPORTABLE_CACHE_RUNTIME"] = "torch"
 for _name in ("EXPORTABLE_CACHE_DEBUG", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(_name, None)
 

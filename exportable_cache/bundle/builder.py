@@ -44,7 +44,8 @@ from .entries import (
     Tensor,
 )
 from .files import CHAT_TURNS, READS_ALIKE, TOKENIZER_FILE, digests_of
-from .manifest import MANIFEST_FILE, SCHEMA_VERSION, Manifest, installed_versions
+from .manifest import Manifest
+from .manifest_file import MANIFEST_FILE, SCHEMA_VERSION, installed_versions
 from .signing import SIGNATURE_FILE
 
 if TYPE_CHECKING:

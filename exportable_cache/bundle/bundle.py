@@ -16,11 +16,11 @@ from ..common.fs.files import atomic_path
 from ..common.progress import silent
 from ..errors import BundleError, InputError
 from . import signing
-from .entries import rank_folder
 from .files import READS_ALIKE, TOKENIZER_FILE, TOKENIZER_FOLDER, check_listed
 from .files import check_files as check_digests
-from .manifest import MANIFEST_FILE, SCHEMA_VERSION, Manifest
-from .manifest import check_versions as check_installed
+from .manifest import Manifest
+from .manifest_file import MANIFEST_FILE, SCHEMA_VERSION, rank_folder
+from .manifest_file import check_versions as check_installed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -103,7 +103,7 @@ class Bundle:
             signed_by = signing.fingerprint(public)
         check_listed(folder, manifest)
         if check_versions:
-            check_installed(manifest, backend_for(manifest.target).packages)
+            check_installed(manifest.packages, backend_for(manifest.target).packages)
         unread = None
         if check_files:
             # Read every file if a key is given, because a signature vouches for the current content.

@@ -97,11 +97,6 @@ class RankedProgram(Entry):
     weights_bytes: Count
 
 
-def rank_folder(rank: int) -> str:
-    """Return the name of a rank's folder in a bundle."""
-    return f"rank-{rank}"
-
-
 def names_of(names: Iterable[str]) -> str:
     """Return names for a message."""
     return ", ".join(names) or "none"

@@ -9,20 +9,18 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..common.fs.files import atomic_path
 from ..common.fs.user_files import home_folder
 from ..errors import BundleError, InputError
-from .entries import rank_folder
+from .manifest_file import rank_folder
 
 if TYPE_CHECKING:
     from ..common.progress import Progress
-    from .manifest import Manifest
-
 
 #: Largest number of known digests; the oldest are dropped.
 MOST_RECORDS = 4096
@@ -44,6 +42,34 @@ READS_ALIKE = "reads_alike"
 CHAT_TURNS = "chat_turns"
 #: Suffixes of programs and weights. Other unlisted files, such as a README, are never read.
 _READ = (".pt", ".pt2", ".pte", ".ptd", ".plan", ".so", ".safetensors")
+
+
+class ListedFile(Protocol):
+    """An entry of a manifest's `files`."""
+
+    @property
+    def sha256(self) -> str:
+        """Digest in hex."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Size."""
+        ...
+
+
+class Listing(Protocol):
+    """The part of a manifest that lists files."""
+
+    @property
+    def files(self) -> Mapping[str, ListedFile]:
+        """The files by their name inside the folder."""
+        ...
+
+    @property
+    def ranks(self) -> Any:
+        """An object with `size` for a program in several parts, otherwise None."""
+        ...
 
 
 def version_of(status: os.stat_result) -> tuple[int, int, int, int, int]:
@@ -121,7 +147,7 @@ def _private(status: os.stat_result) -> bool:
 
 
 def check_files(
-    folder: Path, manifest: Manifest, progress: Progress, known: bool = False, names: Sequence[str] | None = None
+    folder: Path, manifest: Listing, progress: Progress, known: bool = False, names: Sequence[str] | None = None
 ) -> None:
     """Check files against their size and SHA-256 in the manifest.
 
@@ -193,7 +219,7 @@ def digests_of(paths: Sequence[Path], progress: Progress, records: KnownDigests 
         return list(threads.map(digest_of, paths))
 
 
-def check_listed(folder: Path, manifest: Manifest) -> None:
+def check_listed(folder: Path, manifest: Listing) -> None:
     """Refuse links, and files that would be read although the manifest does not list them.
 
     A tokenizer reads every known file in its folder: an `added_tokens.json` changes tokens, a `chat_template.jinja` the

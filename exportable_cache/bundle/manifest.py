@@ -1,13 +1,10 @@
-"""The manifest of a bundle, manifest.json: its fields, checks, and the package versions it requires."""
+"""The manifest of a bundle: the fields of manifest.json, and their checks."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import platform
-from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError, computed_field, field_validator, model_validator
@@ -15,15 +12,9 @@ from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from ..backends.base import ProgramDescription
-from ..common.fs.files import PARTIAL, retired_folder
 from ..errors import BundleError, first_line
-from .entries import Count, Dtype, Entry, File, Layer, ProgramEntry, Quantized, RankedProgram, RoundedCache, rank_folder
-
-# Version 2 describes layers by their parts instead of a class name.
-SCHEMA_VERSION = 2
-MANIFEST_FILE = "manifest.json"
-#: Packages that every program depends on.
-_PACKAGES = ("exportable-cache", "torch", "transformers")
+from .entries import Count, Dtype, Entry, File, Layer, ProgramEntry, Quantized, RankedProgram, RoundedCache
+from .manifest_file import MANIFEST_FILE, check_file_name, checksum_of, rank_folder, read_fields
 
 
 class Manifest(Entry):
@@ -67,12 +58,7 @@ class Manifest(Entry):
     @classmethod
     def _inside(cls, files: dict[str, File]) -> dict[str, File]:
         for name in files:
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts:
-                raise ValueError(f"file {name!r} lies outside the bundle")
-            # Other names raise errors in file systems, or are shortened to another file's name.
-            if not name.isprintable() or any(len(part.encode()) > 255 for part in path.parts) or len(name) > 1024:
-                raise ValueError(f"file {name[:64]!r}... must have a name of printable characters, at most 255 bytes")
+            check_file_name(name)
         return files
 
     @field_validator("generation_config")
@@ -175,56 +161,12 @@ class Manifest(Entry):
 
     @classmethod
     def read(cls, folder: Path, check: Callable[[bytes], None] | None = None) -> Manifest:
-        """Read manifest.json.
-
-        Args:
-            folder: The bundle.
-            check: Called with the file's bytes before they are parsed; raises to refuse them.
+        """Read and check manifest.json, see `read_fields`.
 
         Raises:
             BundleError: If the file is missing, unreadable, damaged, or of another schema version.
         """
-        path = folder / MANIFEST_FILE
-        if not folder.is_dir():
-            retired = retired_folder(folder)
-            if retired is not None:
-                raise BundleError(
-                    f"there is no folder {folder}, but an export that was killed while replacing it left the previous "
-                    f"bundle; rename {retired} to {folder.name}, or export the model again"
-                )
-            raise BundleError(f"there is no folder {folder}; export a model to it first")
-        if not path.is_file():
-            raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_FILE}; pass a folder that export wrote")
-        # Killed between writing the manifest and the rename, an export leaves a folder that looks whole.
-        if folder.name.startswith(".") and folder.name.endswith(PARTIAL):
-            raise BundleError(
-                f"{folder} is the remainder of an interrupted export; delete it, and export the model again"
-            )
-        try:
-            content = path.read_bytes()
-            if check is not None:
-                check(content)
-            fields = json.loads(content)
-            # Refuse lone surrogates, which JSON can spell but UTF-8 cannot.
-            json.dumps(fields, ensure_ascii=False).encode()
-        except (OSError, ValueError, RecursionError, MemoryError) as error:
-            raise BundleError(f"cannot read {path}: {error}; export the model again") from error
-        if not isinstance(fields, dict):
-            raise BundleError(f"{path} is damaged: it must hold a JSON object; export the model again")
-        # Checked first, because other versions have other fields.
-        version = fields.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise BundleError(
-                f"{path} has schema version {version!r}, this release reads {SCHEMA_VERSION}; "
-                "export the model again, or install the release that wrote it"
-            )
-        recorded, found = fields.pop("checksum", None), checksum_of(fields)
-        if recorded != found:
-            says = f"it records {recorded[:12]}..." if isinstance(recorded, str) else "it records none"
-            raise BundleError(
-                f"{path} is damaged: checksum: its content has sha256 {found[:12]}..., {says}; "
-                "copy the bundle again, or export the model again"
-            )
+        fields = read_fields(folder, check)
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -232,55 +174,4 @@ class Manifest(Entry):
             where = ".".join(str(part) for part in first["loc"])
             what = first["msg"].removeprefix("Value error, ")
             what = f"{where}: {what}" if where else what
-            raise BundleError(f"{path} is damaged: {what}; export the model again") from error
-
-
-def checksum_of(fields: Mapping[str, Any]) -> str:
-    """Return the sha256 of a manifest's fields except `checksum`, as sorted JSON without white space."""
-    content = {name: value for name, value in fields.items() if name != "checksum"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
-
-
-def installed_versions(packages: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the installed versions of Python, of packages that every program depends on, and of `packages`."""
-    versions = {"python": platform.python_version()}
-    for name in dict.fromkeys((*_PACKAGES, *packages)):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def check_versions(manifest: Manifest, packages: Sequence[str]) -> None:
-    """Check that the installed `packages` have the versions that a bundle was made with.
-
-    Raises:
-        BundleError: If a version differs by more than a patch release. A build label such as `+cpu` is ignored.
-    """
-    installed = installed_versions(tuple(packages))
-    for name in packages:
-        recorded, found = manifest.packages.get(name), installed.get(name)
-        if recorded is None or found is None or _series(recorded) != _series(found):
-            # Name torch as well, because a release of executorch needs one series of it.
-            wanted = [one for one in dict.fromkeys((name, "torch")) if _differs(manifest.packages, installed, one)]
-            releases = " ".join(f"{one}=={_public(manifest.packages[one])}" for one in wanted)
-            remedy = f"pip install {releases}, " if recorded and releases else ""
-            raise BundleError(
-                f"the bundle was made with {name} {recorded or '(not recorded)'}, but {found or 'no version'} is "
-                f"installed; {remedy}export the model again, or try anyway with check_versions=False "
-                "(--ignore-versions)"
-            )
-
-
-def _differs(recorded: Mapping[str, str], installed: Mapping[str, str], name: str) -> bool:
-    return name in recorded and _series(recorded[name]) != _series(installed.get(name, ""))
-
-
-def _public(version: str) -> str:
-    return version.partition("+")[0]
-
-
-def _series(version: str) -> list[str]:
-    """Return major and minor version, because patch releases of one series read each other's files."""
-    return _public(version).split(".")[:2]
+            raise BundleError(f"{folder / MANIFEST_FILE} is damaged: {what}; export the model again") from error

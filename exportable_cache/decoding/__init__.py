@@ -7,12 +7,12 @@ from ..generation.sampling import (
     Sampler,
     Sampling,
     SamplingSettings,
-    check_seed,
     draw,
     penalise,
     sample,
     sorted_distribution,
 )
+from ..generation.sampling_options import check_seed
 from ..generation.speculative import (
     Draft,
     DraftModel,

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..errors import InputError, first_line
 
 if TYPE_CHECKING:
+    import torch
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
 
     from ..models.tokenizers.text import TextTokenizer
@@ -190,6 +189,8 @@ class RowRules:
         Raises:
             InputError: If a setting names a token that has no logit.
         """
+        import torch
+
         rows = zip(self._ids, self._processors, logits.float().unbind(0), strict=True)
         try:
             return torch.cat([processors(ids, row[None].clone()) for ids, processors, row in rows])  # type: ignore[arg-type]
@@ -201,6 +202,8 @@ class RowRules:
 
     def see(self, tokens: torch.Tensor) -> None:
         """Add the chosen tokens, int64 [batch]."""
+        import torch
+
         self._ids = [
             torch.cat([ids, token.reshape(1, 1).to(ids)], dim=1) for ids, token in zip(self._ids, tokens, strict=True)
         ]
@@ -342,6 +345,8 @@ def _processor(name: str) -> Any:
 
 
 def _ends_of(row: RowStart, settings: CheckpointSettings) -> torch.Tensor | None:
+    import torch
+
     return torch.tensor(settings.ends, device=row.ids.device) if settings.ends else None
 
 

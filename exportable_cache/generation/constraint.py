@@ -15,13 +15,11 @@ from decimal import Decimal
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
-import numpy as np
-import torch
-
 from ..common.process.limited import LimitedProcess, WorkFailed
 from ..errors import InputError, MissingDependencyError, first_line
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
     from ..models.tokenizers.text import TextTokenizer
@@ -197,12 +195,25 @@ class Follower:
         Raises:
             InputError: If no token is allowed, or the follower is closed.
         """
+        import numpy as np
+        import torch
+
         self._check_open()
         packed = np.frombuffer(self._allowed, dtype=np.uint8)
         allowed = torch.from_numpy(np.unpackbits(packed, bitorder="little")[: self._vocab_size]).bool()
         if not allowed.any():
             raise InputError("the constraint allows no token of this model here; pass another constraint")
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+
+    @property
+    def mask(self) -> bytes:
+        """The allowed tokens, one bit each: bit `token % 8` of byte `token // 8`.
+
+        Raises:
+            InputError: If the follower is closed.
+        """
+        self._check_open()
+        return self._allowed
 
     def take(self, token: int) -> None:
         """Advance by a token.

@@ -8,10 +8,9 @@ killed at a deadline. It is kept, because starting it takes a tenth of a second.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ..common.process.limited import LimitedProcess, WorkEnded, WorkFailed
 from ..errors import InputError
@@ -144,7 +143,9 @@ def _plain(value: Any) -> Any:
     for kind, convert in _SCALARS:
         if isinstance(value, kind):
             return convert(value)
-    if isinstance(value, np.generic):
+    # Only looked up, because a process without numpy has none of its numbers.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
         return _plain(value.item())
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from ..errors import InputError
 from ..models.tokenizers.text import tokenizer_errors
 from ..models.tokenizers.untrusted import check_cost
@@ -16,6 +14,7 @@ from .templates import render_chat
 from .token_text import StopStrings, TextStream
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
     from ..models.tokenizers.text import TextTokenizer
@@ -30,7 +29,22 @@ def encode_prompt(
     starts: bool = True,
     split_special_tokens: bool = True,
 ) -> torch.Tensor:
-    """Return the token ids of a prompt.
+    """Return the token ids of a prompt, int64 [1, length], see `encode_ids`."""
+    # Imported here, because the native runner encodes prompts without torch.
+    import torch
+
+    ids = encode_ids(tokenizer, prompt, starts=starts, split_special_tokens=split_special_tokens)
+    return torch.tensor([ids], dtype=torch.int64).reshape(1, -1)
+
+
+def encode_ids(
+    tokenizer: PreTrainedTokenizerBase | TextTokenizer,
+    prompt: str | Sequence[Mapping[str, Any]],
+    *,
+    starts: bool = True,
+    split_special_tokens: bool = True,
+) -> list[int]:
+    """Return the token ids of a prompt; there may be none.
 
     Args:
         tokenizer: The tokenizer, with its chat template.
@@ -39,9 +53,6 @@ def encode_prompt(
         starts: True if text begins a sequence, and so gets the tokenizer's special tokens (templates write their own).
         split_special_tokens: True to treat control tokens in messages as text, so that a user cannot forge another
             turn. In a prompt of text they are always tokens.
-
-    Returns:
-        int64 [1, length]; length may be 0.
 
     Raises:
         InputError: If the prompt is neither, is not valid Unicode, or the tokenizer has no chat template for messages,
@@ -76,7 +87,7 @@ def encode_prompt(
         raise InputError(
             f"prompt must be text, or chat messages as a list of mappings with 'role' and 'content', got {prompt!r:.80}"
         )
-    return torch.tensor([ids], dtype=torch.int64).reshape(1, -1)
+    return list(ids)
 
 
 def _texts(value: Any) -> Iterator[str]:

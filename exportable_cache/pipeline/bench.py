@@ -14,7 +14,7 @@ import torch
 
 from ..common.progress import silent
 from ..errors import InputError
-from ..generation.sampling import check_seed
+from ..generation.sampling_options import check_seed
 from ..verification.references import encoder_lengths, random_inputs
 
 if TYPE_CHECKING:

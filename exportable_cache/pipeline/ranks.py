@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..bundle.builder import weights_bytes
-from ..bundle.entries import RankedProgram, rank_folder
+from ..bundle.entries import RankedProgram
+from ..bundle.manifest_file import rank_folder
 from ..common.compat.torch_distributed import placeholder_group
 from ..errors import UnsupportedModelError
 from ..models.layers.specs import layer_specs_from_config, layer_specs_from_model

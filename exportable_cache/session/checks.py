@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..errors import CacheFullError, InputError
+
+if TYPE_CHECKING:
+    import torch
 
 #: Limits of stop strings, because the text of each token is searched for all of them.
 MOST_STOPS, MOST_STOP_CHARACTERS = 64, 1024
@@ -40,6 +42,8 @@ def check_no_autocast(device: torch.device) -> None:
     Raises:
         InputError: Under `torch.autocast`.
     """
+    import torch
+
     if torch.is_autocast_enabled(device.type):
         raise InputError(
             "torch.autocast must be off, because a session computes in the dtypes that its program was made with; "
@@ -92,6 +96,8 @@ def check_ids(name: str, ids: torch.Tensor, dims: tuple[str, ...], limits: Progr
     Raises:
         InputError: If the type, shape, dtype or device is wrong, there is no token, or an id is outside the vocabulary.
     """
+    import torch
+
     batch_size, vocab_size, device = limits.batch_size, limits.vocab_size, limits.device
     shape = f"[{', '.join(dims)}]"
     if not isinstance(ids, torch.Tensor):

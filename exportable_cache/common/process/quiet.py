@@ -6,6 +6,7 @@
 | torch's pytrees | `register_constant()` of an enum is deprecated | torchao calls it |
 | executorch.exir | a mutated buffer has no initial state | a cache has none |
 | ExecuTorch's thread pool | files that name a phone's processor are missing | a PC never has them |
+| ExecuTorch's tokenizers | a fallback for regular expressions is registered | texts are encoded elsewhere |
 
 Nothing here imports torch, so that the command line starts without it.
 """
@@ -17,6 +18,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
@@ -37,6 +39,11 @@ _WARNINGS = (r"Mutation on a buffer in the model is detected",)
 _HIDDEN_START = "[cpuinfo_utils.cpp:"
 _HIDDEN_LINE = re.compile(
     r"\[cpuinfo_utils\.cpp:\d+\] (Reading file|Failed to open midr file|CPU info and manual query) .*\n"
+)
+
+# The same from C++, and what its tokenizers write when they are loaded.
+_HIDDEN_NATIVE = re.compile(
+    rb"\[cpuinfo_utils\.cpp:\d+\] .*\n|[IE] tokenizers:regex\.cpp:\d+\] Registering override fallback regex\n"
 )
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
@@ -96,6 +103,32 @@ def known_lines_hidden() -> Iterator[None]:
             yield
     finally:
         stream.finish()
+
+
+@contextmanager
+def native_lines_hidden() -> Iterator[None]:
+    """Drop known lines that libraries write to the process's descriptor of stderr, and pass on the others at the end.
+
+    A process that is killed within the block loses what was written.
+    """
+    try:
+        kept = None if _SHOWN.get() else os.dup(2)
+    except OSError:  # stderr is closed
+        kept = None
+    if kept is None:
+        yield
+        return
+    with tempfile.TemporaryFile() as file:
+        sys.stderr.flush()
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            file.seek(0)
+            with suppress(OSError):
+                os.write(kept, _HIDDEN_NATIVE.sub(b"", file.read()))
+            os.close(kept)
 
 
 def forget(stream: TextIO | None) -> None:

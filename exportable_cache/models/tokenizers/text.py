@@ -54,8 +54,12 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException" and type(error).__module__ == "pyo3_runtime"
 
 
-#: File name of the tokenizer in a bundle's folder.
+#: File name of the tokenizer in a bundle's folder, of its chat template, and the folder of further templates.
 FILE = "tokenizer.json"
+TEMPLATE_FILE = "chat_template.jinja"
+_TEMPLATES_FOLDER = "additional_chat_templates"
+#: The special tokens that have a name in every tokenizer.
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Texts in which tokenizers differ: leading, trailing and repeated spaces, new lines, digits, composed and decomposed
 # accents, scripts without spaces, joined emoji, a byte order mark, and the empty text.
 _PROBES = (
@@ -112,12 +116,45 @@ class TextTokenizer:
     @cached_property
     def eos_token_id(self) -> int | None:
         """Id of the end token in `tokenizer_config.json`, or None."""
+        text = _content(self._config.get("eos_token"))
+        return None if text is None else self._tokenizer.token_to_id(text)
+
+    @cached_property
+    def special_tokens_map(self) -> dict[str, str]:
+        """Named special tokens, such as `eos_token`, by their name."""
+        others = [name for name in self._config if name.endswith("_token") and name not in _NAMED_TOKENS]
+        if any(_content(self._config[name]) is not None for name in others) or isinstance(
+            self._config.get("extra_special_tokens"), dict
+        ):
+            # Names of the model's own.
+            return self.whole.special_tokens_map
+        named = {name: _content(self._config.get(name)) for name in _NAMED_TOKENS}
+        return {name: text for name, text in named.items() if text is not None}
+
+    @cached_property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The chat template, several by name, or None."""
+        path = self._folder / TEMPLATE_FILE
+        if (self._folder / _TEMPLATES_FOLDER).exists() or (not path.is_file() and "chat_template" in self._config):
+            return self.whole.chat_template
         try:
-            named = json.loads((self._folder / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-        text = named.get("content") if isinstance(named, dict) else named
-        return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+            return path.read_text(encoding="utf-8") if path.is_file() else None
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot read {path}: {first_line(error)}; export the model again") from error
+
+    @cached_property
+    def chat_control_tokens(self) -> list[str] | None:
+        """The added tokens that the template writes, if the tokenizer lists them."""
+        return self._config.get("chat_control_tokens")
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        """Content of `tokenizer_config.json`; empty if there is none."""
+        try:
+            found = json.loads((self._folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     @cached_property
     def whole(self) -> PreTrainedTokenizerBase:
@@ -146,16 +183,20 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase | TextTokenizer, *methods: 
 
 
 def reads_alike(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if `tokenizer.json` alone gives the same tokens and texts as transformers' tokenizer of the folder.
+    """Return True if the folder's files alone give the same as transformers' tokenizer of the folder.
 
-    They are compared on various texts that contain every special token, and on random tokens, because options of
-    transformers' classes, such as one that adds a first token, are not in the file.
+    Tokens and texts are compared on various texts that contain every special token, and on random tokens, because
+    options of transformers' classes, such as one that adds a first token, are not in the file.
     """
     if not (folder / FILE).is_file():
         return False
     try:
         with tokenizer_errors("the tokenizer cannot be used"):
-            return _gives_the_same(_read(folder), tokenizer)
+            alone = TextTokenizer(folder, lambda: tokenizer)
+            named = (alone.special_tokens_map, alone.chat_template)
+            if named != (tokenizer.special_tokens_map, tokenizer.chat_template):
+                return False
+            return _gives_the_same(alone.backend_tokenizer, tokenizer)
     except InputError:
         return False
 
@@ -177,6 +218,12 @@ def _gives_the_same(alone: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> boo
         for tokens in drawn
         for skips in (True, False)
     )
+
+
+def _content(named: Any) -> str | None:
+    """Return the text of a special token in `tokenizer_config.json`, or None."""
+    text = named.get("content") if isinstance(named, dict) else named
+    return text if isinstance(text, str) else None
 
 
 def _read(folder: Path) -> Tokenizer:

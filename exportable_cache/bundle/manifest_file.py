@@ -1,0 +1,149 @@
+"""The file manifest.json of a bundle: its bytes, checksum, and the package versions it records.
+
+Nothing here imports torch or pydantic, so that a program can start without them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ..common.fs.files import PARTIAL, retired_folder
+from ..errors import BundleError
+
+# Version 2 describes layers by their parts instead of a class name.
+SCHEMA_VERSION = 2
+MANIFEST_FILE = "manifest.json"
+#: Packages that every program depends on.
+_PACKAGES = ("exportable-cache", "torch", "transformers")
+
+
+def rank_folder(rank: int) -> str:
+    """Return the name of a rank's folder in a bundle."""
+    return f"rank-{rank}"
+
+
+def check_file_name(name: str) -> None:
+    """Check the name of a file in a manifest.
+
+    Raises:
+        ValueError: If it is outside the bundle, or no file system has such a name.
+    """
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"file {name!r} lies outside the bundle")
+    # Other names raise errors in file systems, or are shortened to another file's name.
+    if not name.isprintable() or any(len(part.encode()) > 255 for part in path.parts) or len(name) > 1024:
+        raise ValueError(f"file {name[:64]!r}... must have a name of printable characters, at most 255 bytes")
+
+
+def read_fields(folder: Path, check: Callable[[bytes], None] | None = None) -> dict[str, Any]:
+    """Read the fields of manifest.json, without its checksum, which is compared.
+
+    Args:
+        folder: The bundle.
+        check: Called with the file's bytes before they are parsed; raises to refuse them.
+
+    Raises:
+        BundleError: If the file is missing, unreadable, damaged, or of another schema version.
+    """
+    path = folder / MANIFEST_FILE
+    if not folder.is_dir():
+        retired = retired_folder(folder)
+        if retired is not None:
+            raise BundleError(
+                f"there is no folder {folder}, but an export that was killed while replacing it left the previous "
+                f"bundle; rename {retired} to {folder.name}, or export the model again"
+            )
+        raise BundleError(f"there is no folder {folder}; export a model to it first")
+    if not path.is_file():
+        raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_FILE}; pass a folder that export wrote")
+    # Killed between writing the manifest and the rename, an export leaves a folder that looks whole.
+    if folder.name.startswith(".") and folder.name.endswith(PARTIAL):
+        raise BundleError(f"{folder} is the remainder of an interrupted export; delete it, and export the model again")
+    try:
+        content = path.read_bytes()
+        if check is not None:
+            check(content)
+        fields = json.loads(content)
+        # Refuse lone surrogates, which JSON can spell but UTF-8 cannot.
+        json.dumps(fields, ensure_ascii=False).encode()
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        raise BundleError(f"cannot read {path}: {error}; export the model again") from error
+    if not isinstance(fields, dict):
+        raise BundleError(f"{path} is damaged: it must hold a JSON object; export the model again")
+    # Checked first, because other versions have other fields.
+    version = fields.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise BundleError(
+            f"{path} has schema version {version!r}, this release reads {SCHEMA_VERSION}; "
+            "export the model again, or install the release that wrote it"
+        )
+    recorded, found = fields.pop("checksum", None), checksum_of(fields)
+    if recorded != found:
+        says = f"it records {recorded[:12]}..." if isinstance(recorded, str) else "it records none"
+        raise BundleError(
+            f"{path} is damaged: checksum: its content has sha256 {found[:12]}..., {says}; "
+            "copy the bundle again, or export the model again"
+        )
+    return fields
+
+
+def checksum_of(fields: Mapping[str, Any]) -> str:
+    """Return the sha256 of a manifest's fields except `checksum`, as sorted JSON without white space."""
+    content = {name: value for name, value in fields.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
+
+
+def installed_versions(packages: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return the installed versions of Python, of packages that every program depends on, and of `packages`."""
+    versions = {"python": platform.python_version()}
+    for name in dict.fromkeys((*_PACKAGES, *packages)):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def check_versions(recorded: Mapping[str, str], packages: Sequence[str]) -> None:
+    """Check that the installed `packages` have the versions that a bundle was made with.
+
+    Args:
+        recorded: Versions in the manifest.
+        packages: Packages to compare.
+
+    Raises:
+        BundleError: If a version differs by more than a patch release. A build label such as `+cpu` is ignored.
+    """
+    installed = installed_versions(tuple(packages))
+    for name in packages:
+        made_with, found = recorded.get(name), installed.get(name)
+        if made_with is None or found is None or _series(made_with) != _series(found):
+            # Name torch as well, because a release of executorch needs one series of it.
+            wanted = [one for one in dict.fromkeys((name, "torch")) if _differs(recorded, installed, one)]
+            releases = " ".join(f"{one}=={_public(recorded[one])}" for one in wanted)
+            remedy = f"pip install {releases}, " if made_with and releases else ""
+            raise BundleError(
+                f"the bundle was made with {name} {made_with or '(not recorded)'}, but {found or 'no version'} is "
+                f"installed; {remedy}export the model again, or try anyway with check_versions=False "
+                "(--ignore-versions)"
+            )
+
+
+def _differs(recorded: Mapping[str, str], installed: Mapping[str, str], name: str) -> bool:
+    return name in recorded and _series(recorded[name]) != _series(installed.get(name, ""))
+
+
+def _public(version: str) -> str:
+    return version.partition("+")[0]
+
+
+def _series(version: str) -> list[str]:
+    """Return major and minor version, because patch releases of one series read each other's files."""
+    return _public(version).split(".")[:2]

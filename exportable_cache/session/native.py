@@ -1,0 +1,381 @@
+"""ExecuTorch bundles in the C++ runner, without torch: text starts in a fraction of the time.
+
+The runner is `exportable_cache_runner`, over a library that `exportable-cache native build` compiles. A bundle that it
+does not run raises `NotNative`, and is opened by `Session` instead.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..bundle.checked import CheckedBundle
+from ..common.native.kernels import TARGET_VARIABLE
+from ..common.native.kernels import VARIABLE as KERNELS_VARIABLE
+from ..common.process.quiet import native_lines_hidden
+from ..common.progress import silent
+from ..errors import BundleError, CacheFullError, ExportableCacheError, InputError
+from ..generation.checkpoint_settings import CheckpointSettings
+from ..generation.sampling_options import SamplingOptions
+from ..generation.text import TextPieces
+from .checks import check_max_new_tokens, check_stops
+
+if TYPE_CHECKING:
+    from exportable_cache_runner import Failure, Options, Statistics
+    from exportable_cache_runner import Session as RunnerSession
+
+    from ..common.progress import Progress
+    from ..generation.constraint import Follower
+    from ..models.tokenizers.text import TextTokenizer
+
+#: Variable that chooses what runs ExecuTorch bundles: `native`, `torch`, or `auto`, which is the native runner where it
+#: can run the bundle.
+RUNTIME_VARIABLE = "EXPORTABLE_CACHE_RUNTIME"
+#: Variable with the path of the runner's library, see `exportable_cache_runner.library`.
+_LIBRARY_VARIABLE = "EXPORTABLE_CACHE_RUNNER"
+_RUNTIMES = ("auto", "native", "torch")
+_BUILD = "exportable-cache native build"
+
+
+GREEDY = SamplingOptions()
+
+
+class NotNative(Exception):
+    """A bundle that the native runner does not run here.
+
+    Attributes:
+        reason: One line for the user; "" if nothing is to be said, because the program is for another target or the
+            user chose torch's runtime.
+    """
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def open_native(
+    path: str | os.PathLike,
+    *,
+    check_versions: bool = True,
+    known: bool = False,
+    key: str | os.PathLike | None = None,
+    text: bool = True,
+    progress: Progress = silent,
+) -> NativeSession:
+    """Check a bundle as `Bundle.open` does, and open it in the native runner at position 0, without importing torch.
+
+    A program for ExecuTorch has no machine code, so there is nothing to trust.
+
+    Args:
+        path: The folder.
+        check_versions: See `Bundle.open`.
+        known: See `Bundle.open`.
+        key: See `Bundle.open`.
+        text: True if the tokenizer is needed.
+        progress: Called with the bytes read.
+
+    Raises:
+        NotNative: If another runtime has to run it.
+        BundleError, InputError, MissingDependencyError: See `Bundle.open`. `InputError` also if the variable
+            `EXPORTABLE_CACHE_RUNTIME` is `native` and the runner does not run the bundle.
+    """
+    runtime = os.environ.get(RUNTIME_VARIABLE) or "auto"
+    if runtime not in _RUNTIMES:
+        raise InputError(f"{RUNTIME_VARIABLE} must be one of {', '.join(_RUNTIMES)}, got {runtime!r}")
+    if runtime == "torch":
+        raise NotNative
+    try:
+        return _open(path, check_versions, known, key, text, progress)
+    except NotNative as found:
+        if runtime == "native":
+            raise InputError(
+                f"{RUNTIME_VARIABLE} must not be 'native' for {path}, got it: {found.reason}; unset it"
+            ) from None
+        raise
+
+
+def _open(
+    path: str | os.PathLike,
+    check_versions: bool,
+    known: bool,
+    key: str | os.PathLike | None,
+    text: bool,
+    progress: Progress,
+) -> NativeSession:
+    bundle = CheckedBundle.read(path, key)
+    if bundle.target != "executorch":
+        raise NotNative
+    reason = _why_not(bundle, text)
+    if reason:
+        raise NotNative(reason)
+    bundle.check(check_versions, known, progress)
+    from exportable_cache_runner import Failure
+    from exportable_cache_runner import Session as RunnerSession
+
+    # Attention of ExecuTorch's wheel calls MKL in each of the runtime's threads.
+    os.environ.setdefault("MKL_NUM_THREADS", "1")
+    try:
+        with native_lines_hidden():
+            session = RunnerSession(bundle.path)
+    except Failure as error:
+        raise NotNative(str(error)) from None
+    try:
+        return NativeSession.of(bundle, session, text)
+    except BaseException:
+        session.close()
+        raise
+
+
+def _why_not(bundle: CheckedBundle, text: bool) -> str:
+    """Return why the native runner does not run a bundle here, or ""; the runner checks the program itself."""
+    fields = bundle.fields
+    program, options = _mapping(fields, "program"), _mapping(fields, "options")
+    if fields.get("ranks") is not None:
+        return "the program has a part for each of several processes, which the native runner does not run"
+    if program.get("batch_size") != 1:
+        return f"the native runner runs one row, and the program {program.get('batch_size')}"
+    if options.get("delegate") not in (None, "xnnpack"):
+        return f"the native runner has no delegate {options.get('delegate')!r}"
+    if "encode" in _mapping(program, "methods"):
+        return "the native runner of this command does not run encoder-decoders"
+    if text and fields.get("tokenizer") is not None and not bundle.reads_alike:
+        return "the tokenizer needs transformers"
+    if not os.environ.get(_LIBRARY_VARIABLE):
+        chosen = [name for name in (KERNELS_VARIABLE, TARGET_VARIABLE) if os.environ.get(name)]
+        if chosen:
+            return f"{chosen[0]} chooses kernels for torch's runtime"
+    if find_spec("exportable_cache_runner") is None:
+        return f"the native runner is not installed; build it: {_BUILD}"
+    return ""
+
+
+@dataclass
+class NativeSession:
+    """A program in the native runner, with the tokenizer and the generation settings of its bundle.
+
+    It has one sequence, and is used by one thread at a time, except for `cancel`.
+
+    Attributes:
+        path: Folder of the bundle.
+        runner: The runner's session.
+        vocab_size: Token ids run from 0 to vocab_size - 1.
+        settings: Settings of the checkpoint.
+        tokenizer: The tokenizer; None if the model was exported without one, or none was asked for.
+        fields: The manifest as JSON.
+    """
+
+    path: Path
+    runner: RunnerSession
+    vocab_size: int
+    settings: CheckpointSettings
+    tokenizer: TextTokenizer | None
+    fields: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, bundle: CheckedBundle, runner: RunnerSession, text: bool) -> NativeSession:
+        """Return the session of an opened bundle.
+
+        Raises:
+            NotNative: If the runner does not follow a setting as `Session` does.
+            InputError: If a setting of the checkpoint is not valid.
+        """
+        fields = bundle.fields
+        tokenizer = bundle.text_tokenizer() if text and fields.get("tokenizer") is not None else None
+        config, vocab_size = _Config(_mapping(fields, "generation_config")), int(fields["vocab_size"])
+        settings = CheckpointSettings.read(config, vocab_size, tokenizer)  # type: ignore[arg-type]
+        if config.eos_token_id is None and settings.ends and settings.rules:
+            raise NotNative("the generation config has rules for end tokens, and only the tokenizer names one")
+        return cls(bundle.path, runner, vocab_size, settings, tokenizer, fields)
+
+    def close(self) -> None:
+        """Release the memory; a second call does nothing."""
+        self.runner.close()
+
+    @property
+    def length(self) -> int:
+        """Number of cached tokens."""
+        return self.runner.length
+
+    @property
+    def max_length(self) -> int | None:
+        """The limit of cached tokens; None for no limit."""
+        return self.runner.max_length
+
+    def prefill(self, tokens: Sequence[int]) -> array[float]:
+        """Feed tokens after the cached ones, and return the logits of the last one, [vocabulary], float32."""
+        with _failures():
+            return self.runner.prefill(tokens)
+
+    def reset(self) -> None:
+        """Start again at position 0."""
+        self.runner.reset()
+
+    def cancel(self) -> None:
+        """End the running generation, from any thread."""
+        self.runner.cancel()
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        on_token: Callable[[int], object] | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        sampling: SamplingOptions = GREEDY,
+        prompt_lookup: int = 0,
+        follower: Follower | None = None,
+    ) -> Statistics:
+        """Generate tokens after the cached ones and a prompt.
+
+        Args:
+            ids: Token ids of the prompt.
+            on_token: Called with each token; False ends the generation.
+            max_new_tokens: The limit; None for the checkpoint's, or else as many as fit.
+            sampling: Settings of the sampler. A seed draws other numbers than torch's generator.
+            prompt_lookup: Most tokens proposed per step from the text itself; 0 for none.
+            follower: Follows a constraint of the text; the caller closes it.
+
+        Raises:
+            InputError: If the prompt or an option is out of range.
+            CacheFullError: If the prompt, or the prompt with `max_new_tokens`, does not fit.
+        """
+        check_max_new_tokens(max_new_tokens)
+        with _failures():
+            options = self._options(max_new_tokens, sampling, prompt_lookup, follower)
+            return self.runner.generate(ids, options, on_token)[1]
+
+    def generate_text(
+        self,
+        ids: Sequence[int],
+        on_text: Callable[[str], object],
+        *,
+        stop: Sequence[str] = (),
+        continues: bool = True,
+        on_token: Callable[[int], object] | None = None,
+        follower: Follower | None = None,
+        **options: Any,
+    ) -> Statistics:
+        """Generate text after the cached tokens and a prompt; pieces are those of `Session.generate_text`.
+
+        Args:
+            ids: Token ids of the prompt.
+            on_text: Called with each piece of text, which never ends inside a character; False ends the generation.
+            stop: Texts that end the generation, and are not returned.
+            continues: True if the text continues that of the prompt; False for a text of its own, such as the response
+                to chat messages.
+            on_token: Called with each token, before its text.
+            follower: See `generate`.
+            **options: Further options of `generate`.
+
+        Raises:
+            InputError, CacheFullError: See `generate`.
+        """
+        check_stops(stop)
+        pieces = TextPieces(self.text_tokenizer, self.end_tokens, stop, ids if continues else ())
+        ends, goes_on = self.end_tokens, True
+
+        def give(piece: str) -> None:
+            nonlocal goes_on
+            if piece and on_text(piece) is False:
+                goes_on = False
+
+        def take(token: int) -> bool:
+            if on_token is not None and on_token(token) is False:
+                return False
+            give(pieces.push(token))
+            # An end token ends the generation anyway.
+            return goes_on and (not pieces.ended or token in ends)
+
+        statistics = self.generate(ids, take, follower=follower, **options)
+        if goes_on:
+            give(pieces.finish())
+        return statistics
+
+    @property
+    def text_tokenizer(self) -> TextTokenizer:
+        """The tokenizer.
+
+        Raises:
+            InputError: If there is none.
+        """
+        if self.tokenizer is None:
+            raise InputError(
+                "text needs a tokenizer and this bundle has none; export the model with its own, or use token ids"
+            )
+        return self.tokenizer
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a generation."""
+        return frozenset(self.settings.ends)
+
+    def _options(
+        self, max_new_tokens: int | None, sampling: SamplingOptions, prompt_lookup: int, follower: Follower | None
+    ) -> Options:
+        from exportable_cache_runner import Options
+
+        return Options(
+            max_new_tokens=max_new_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=1.0 if sampling.top_p is None else sampling.top_p,
+            min_p=sampling.min_p or 0.0,
+            repetition_penalty=sampling.repetition_penalty,
+            # The runner's seeds have no sign.
+            seed=None if sampling.seed is None else sampling.seed % 2**64,
+            stop_tokens=self.settings.ends,
+            prompt_lookup=prompt_lookup,
+            allowed_tokens=None if follower is None else _allowed_by(follower),
+        )
+
+
+def _allowed_by(follower: Follower) -> Callable[[list[int], array[int]], bool]:
+    """Return the runner's callback for the tokens that a constraint allows."""
+
+    def allow(tokens: list[int], mask: array[int]) -> bool:
+        if tokens:
+            follower.take(tokens[-1])
+            if follower.ended:
+                return False
+        allowed = follower.mask[: len(mask) * mask.itemsize]
+        memoryview(mask).cast("B")[: len(allowed)] = allowed
+        return True
+
+    return allow
+
+
+class _failures:
+    """Converts failures of the runner to this package's errors within a block."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if type(error).__module__.partition(".")[0] == "exportable_cache_runner":
+            raise _error_of(error) from error
+
+
+def _error_of(failure: Failure) -> ExportableCacheError:
+    from exportable_cache_runner import Status
+
+    kinds = {Status.INPUT: InputError, Status.CACHE_FULL: CacheFullError}
+    return kinds.get(failure.status, BundleError)(str(failure))
+
+
+class _Config:
+    """The fields of a generation config, None for those that are not set."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        return self._fields.get(name)
+
+
+def _mapping(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = fields.get(name)
+    return found if isinstance(found, dict) else {}
