@@ -73,7 +73,7 @@ help:
 setup: $(VENV)/.installed
 
 kernels: $(VENV)/.installed
-	@$(BIN)/exportable-cache kernels build
+	@$(BIN)/exportable-cache native build
 
 # Needs a C++ compiler with sanitizers, and Google Highway. The cmake of the test extra, where there is no other.
 kernels-sanitized: export PATH := $(PATH):$(abspath $(BIN))

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 from peer_forms import ENVIRONMENTS, FORMS
@@ -74,7 +73,7 @@ def plain_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
-def form_environment(name: str, folder: Path, threads: int | None = None) -> dict[str, str]:
+def form_environment(name: str, threads: int | None = None) -> dict[str, str]:
     """Return the environment of a process that makes a form, or runs it with `threads` threads."""
     if FORMS[name].environment != "here":
         return plain_environment()
@@ -82,41 +81,31 @@ def form_environment(name: str, folder: Path, threads: int | None = None) -> dic
     found = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     if threads is not None:
         found |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": "1"}
-    kernels = used_kernels(folder)
-    if FORMS[name].is_ours and kernels is not None:
-        found["EXPORTABLE_CACHE_KERNELS"] = str(kernels)
-    if FORMS[name].runtime == "runner":
-        found["EXPORTABLE_CACHE_RUNNER"] = str(own_runner(folder))
     return found
 
 
-def used_kernels(folder: Path) -> Path | None:
-    """Return the kernel library that our forms use, in Python and in the runner.
-
-    It is the one that the environment has or names, otherwise the one in the folder. None means the kernels of the
-    executorch wheel, because none is compiled or because `EXPORTABLE_CACHE_KERNELS=executorch` asks for them.
-    """
-    from exportable_cache.common.native.kernels import FILE, VARIABLE, chosen_path
-
-    chosen = chosen_path()
-    if chosen is not None or os.environ.get(VARIABLE):
-        return None if chosen is None else chosen.resolve()
-    compiled = (folder / FILE).resolve()
-    return compiled if compiled.is_file() else None
-
-
-def native_kernels(folder: Path) -> None:
-    """Compile the kernels into the folder if they are missing; without a compiler the wheel's are used."""
-    from exportable_cache.backends.executorch.native.build import build_kernels
-    from exportable_cache.common.native.kernels import FILE, VARIABLE
+def native_package() -> None:
+    """Build the native package into this environment if it is not up to date; every form of ours uses it."""
+    from exportable_cache.backends.executorch.native.build import build_native
     from exportable_cache.errors import ExportableCacheError
 
-    if used_kernels(folder) is None and not os.environ.get(VARIABLE):
-        console.print("compiling the attention kernels")
-        try:
-            build_kernels(output=(folder / FILE).resolve())
-        except ExportableCacheError as error:
-            console.print(f"ours runs on ExecuTorch's kernels: {error}")
+    console.print("compiling the native package, if its sources have changed")
+    try:
+        build_native()
+    except ExportableCacheError as error:
+        console.print(f"ours runs on ExecuTorch's kernels: {error}")
+
+
+def check_runner() -> None:
+    """Check that the C++ runner's library is installed.
+
+    Raises:
+        Failed: If it is not.
+    """
+    from exportable_cache_runner.library import VARIABLE, found_library
+
+    if not os.environ.get(VARIABLE) and found_library() is None:
+        raise Failed("the runner is not built; exportable-cache native build")
 
 
 def place_of(name: str, folder: Path, slots: int) -> Path:
@@ -140,32 +129,6 @@ def write_anew(place: Path) -> None:
             copy.replace(path)
 
 
-def own_runner(folder: Path) -> Path:
-    """Return the C++ runner's library over the executorch wheel, with the kernels that our other forms use.
-
-    Raises:
-        Failed: If it cannot be compiled.
-    """
-    from exportable_cache.backends.executorch.native.build import find_cmake
-
-    build, kernels = (folder / "runner").resolve(), used_kernels(folder)
-    library, built = build / "libexportable_cache.so", build / "built.txt"
-    linked = f"executorch {version('executorch')}, {kernels or 'ExecuTorch kernels'}"
-    if not library.is_file() or not built.is_file() or built.read_text() != linked:
-        cmake = find_cmake()
-        if cmake is None:
-            raise Failed("there is no cmake; pip install cmake")
-        build.mkdir(parents=True, exist_ok=True)
-        console.print("compiling the runner")
-        options = ["-DEC_BUILD_SHARED=ON", "-DEC_BUILD_PROGRAMS=OFF", f"-DPython3_EXECUTABLE={sys.executable}"]
-        # CMake remembers earlier settings.
-        options.append(f"-DEC_KERNELS={kernels or ''}")
-        logged([cmake, "-S", str(HERE.parent / "runners" / "cpp"), "-B", str(build), *options], build / "log.txt")
-        logged([cmake, "--build", str(build), "--parallel", str(os.cpu_count() or 1)], build / "log.txt")
-        built.write_text(linked)
-    return library
-
-
 def prepare(name: str, folder: Path, slots: int) -> Path:
     """Return the folder of a form's files, and make the files if needed.
 
@@ -174,7 +137,7 @@ def prepare(name: str, folder: Path, slots: int) -> Path:
     """
     form = FORMS[name]
     if form.of is not None:
-        own_runner(folder)
+        check_runner()
         return prepare(form.of, folder, slots)
     python = environment_python(form.environment, folder)
     place = place_of(name, folder, slots)
@@ -188,6 +151,6 @@ def prepare(name: str, folder: Path, slots: int) -> Path:
         place.mkdir(parents=True)
         console.print(f"making {name}")
         arguments = [name, str(model.resolve()), str(slots), str(place.resolve())]
-        logged([str(python), *convert, *arguments], place / "log.txt", form_environment(name, folder))
+        logged([str(python), *convert, *arguments], place / "log.txt", form_environment(name))
         done.write_text("made\n")
     return place

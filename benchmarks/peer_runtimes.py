@@ -105,7 +105,7 @@ class Runner(Runtime):
     """A bundle through the C++ runner, in a Python without torch."""
 
     def __init__(self, form: Form, folder: Path, plan: dict[str, Any]) -> None:
-        sys.path.insert(0, str(Path(__file__).parent.parent / "runners" / "python"))
+        sys.path.insert(0, str(Path(__file__).parent.parent))
         from exportable_cache_runner import Session
 
         self._session = Session(folder / "bundle", threads=plan["threads"])

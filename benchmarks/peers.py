@@ -38,7 +38,7 @@ from peer_prepare import (
     console,
     environment_python,
     form_environment,
-    native_kernels,
+    native_package,
     place_of,
     prepare,
     write_anew,
@@ -84,7 +84,7 @@ class Conditions:
         place, worker = self.place(form), HERE / "peer_worker.py"
         words = json.dumps({"threads": threads, "slots": self.slots, **plan})
         command = [str(self.python(form)), str(worker), form, str(place.resolve()), words]
-        return command, form_environment(form, self.folder, threads) | self.variables, place / "worker.txt"
+        return command, form_environment(form, threads) | self.variables, place / "worker.txt"
 
     def releases(self, form: str) -> str:
         """Return the releases of the packages that run a form."""
@@ -169,7 +169,7 @@ def main(
         raise typer.BadParameter(f"{tokens}, where {BEFORE_END} slots are left; name fewer cycles or more openings")
     counts = threads or sorted({1, os.cpu_count() or 1})
     folder.mkdir(parents=True, exist_ok=True)
-    native_kernels(folder)
+    native_package()
     conditions = Conditions(folder, slots, without_avx512, hidden(folder / "hidden") if without_avx512 else {})
     failed: dict[str, str] = {}
     distances: dict[str, float] = {}

@@ -157,38 +157,21 @@ def test_large_files_of_a_form_are_written_anew(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["done.txt", "program.pte"]
 
 
-def test_the_runner_is_linked_with_the_kernels_that_the_other_forms_use(tmp_path, monkeypatch):
-    """They may be in the environment, where `exportable-cache kernels build` puts them, and may come later."""
+def test_the_runner_is_that_of_the_native_package(tmp_path, monkeypatch):
+    """It is not built by the benchmark itself, which once left its kernels out."""
     import peer_prepare
+    from peer_turns import Failed
 
-    from exportable_cache.common.native import kernels as native_kernels
-
-    asked = []
-    monkeypatch.setattr(peer_prepare, "logged", lambda command, log: asked.append(command))
-    monkeypatch.setattr("exportable_cache.backends.executorch.native.build.find_cmake", lambda: "cmake")
-    monkeypatch.delenv(native_kernels.VARIABLE, raising=False)
-    in_environment, in_folder = tmp_path / "platlib" / native_kernels.FILE, tmp_path / native_kernels.FILE
-    monkeypatch.setattr(native_kernels, "installed_path", lambda: in_environment)
-
-    def linked() -> str:
-        variables = peer_prepare.form_environment("ours-native-runner", tmp_path)
-        assert variables["EXPORTABLE_CACHE_RUNNER"] == str(tmp_path / "runner" / "libexportable_cache.so")
-        (kernels,) = (word.removeprefix("-DEC_KERNELS=") for word in asked[-2] if word.startswith("-DEC_KERNELS="))
-        # Both of our forms run with the same ones.
-        python = peer_prepare.form_environment("ours-native", tmp_path).get(native_kernels.VARIABLE, "")
-        assert python in (kernels, "executorch")
-        return kernels
-
-    assert linked() == ""
-    (tmp_path / "runner" / "libexportable_cache.so").touch()
-    in_folder.touch()
-    assert linked() == str(in_folder)
-    in_environment.parent.mkdir()
-    in_environment.touch()
-    assert linked() == str(in_environment)
-    assert linked() == str(in_environment) and len(asked) == 6  # once for each library
-    monkeypatch.setenv(native_kernels.VARIABLE, "executorch")
-    assert linked() == ""
+    library = tmp_path / "libexportable_cache.so"
+    monkeypatch.delenv("EXPORTABLE_CACHE_RUNNER", raising=False)
+    monkeypatch.setattr("exportable_cache_runner.library.found_library", lambda: library if library.exists() else None)
+    monkeypatch.setattr(peer_prepare, "environment_python", lambda name, folder: pytest.fail("the runner comes first"))
+    with pytest.raises(Failed, match="exportable-cache native build"):
+        peer_prepare.prepare("ours-native-runner", tmp_path, 64)
+    library.touch()
+    with pytest.raises(pytest.fail.Exception, match="the runner comes first"):
+        peer_prepare.prepare("ours-native-runner", tmp_path, 64)
+    assert "EXPORTABLE_CACHE_RUNNER" not in peer_prepare.form_environment("ours-native-runner")
 
 
 def test_rotary_rows_are_paired():

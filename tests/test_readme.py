@@ -55,12 +55,6 @@ _FOREIGN = {"cmake", "git", "adb", "apt", "openssl", "curl", "torchrun", "qemu-a
 _CLI = typer.main.get_command(app)
 
 
-@pytest.fixture(autouse=True)
-def with_the_python_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its README imports it as it is named where it is installed."""
-    monkeypatch.syspath_prepend(str(ROOT / "runners" / "python"))
-
-
 def blocks(path: Path, language: str) -> list[str]:
     return [text for found, text in _BLOCK.findall(path.read_text(encoding="utf-8")) if found == language]
 

@@ -12,10 +12,11 @@ from .bench import bench
 from .chat import chat
 from .command import Command
 from .device import operators, package
-from .doctor import doctor, kernels
+from .doctor import doctor
 from .export import export
 from .generate import generate
 from .inspect import inspect
+from .native import native
 from .plan import plan
 from .serve import serve
 from .verify import verify
@@ -30,7 +31,7 @@ _TASKS = {
     "Generate text": ("generate", "chat"),
     "Serve it": ("serve",),
     "Check a bundle": ("verify", "inspect"),
-    "Measure, and prepare devices": ("bench", "doctor", "kernels", "operators", "package"),
+    "Measure, and prepare devices": ("bench", "doctor", "native", "operators", "package"),
 }
 _OVERVIEW = """\
 exportable-cache exports Hugging Face models with a static KV cache, and runs them.
@@ -111,4 +112,4 @@ def root(
 for _command in (plan, export, inspect, verify, generate, chat, serve, bench, operators, package):
     app.command(cls=Command, no_args_is_help=True)(_command)
 app.command(cls=Command)(doctor)
-app.add_typer(kernels, name="kernels")
+app.add_typer(native, name="native")

@@ -1,19 +1,19 @@
-"""`exportable-cache doctor` and `exportable-cache kernels`: the processor, libraries and kernels of this machine."""
+"""`exportable-cache doctor`: the processor, libraries and kernels of this machine."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 from dataclasses import asdict, dataclass
 from importlib import metadata, util
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from ..common.native.kernels import TARGET_VARIABLE, VARIABLE, load_native_kernels
-from .command import Command
+from exportable_cache_runner.library import VARIABLE as RUNNER_VARIABLE
+from exportable_cache_runner.library import found_library
+
+from ..common.native.kernels import BUILD, TARGET_VARIABLE, VARIABLE, load_native_kernels
 from .options import JsonOption
 from .output.tables import simple_table
 from .output.terminal import Terminal
@@ -33,47 +33,13 @@ def doctor(ctx: typer.Context, json: JsonOption = False) -> None:
         ("processor", f"{found.processor}, {found.cores} cores, {found.instruction_set}"),
         ("torch", found.torch),
         ("executorch", "not installed" if found.executorch is None else f"{found.executorch}{threads}"),
-        ("attention kernels", found.kernels),
+        ("native kernels", found.kernels),
+        ("runner without torch", found.runner),
     ):
         table.add_row(name, value)
     terminal.print(table)
     for remedy in found.remedies or ["no faster setup is known for this machine"]:
         terminal.print(remedy)
-
-
-kernels = typer.Typer(help="Compile attention kernels for ExecuTorch bundles.", no_args_is_help=True)
-
-
-@kernels.command(cls=Command)
-def build(
-    ctx: typer.Context,
-    sources: Annotated[
-        Path | None,
-        typer.Option(
-            "--sources", metavar="DIR", help="Folder kernels/ of the repository.", show_default="this checkout's"
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Library to write.", show_default="in this environment"),
-    ] = None,
-    json: JsonOption = False,
-) -> None:
-    """Compile the attention kernels into this environment, where bundles use them."""
-    terminal: Terminal = ctx.obj
-    with terminal.progress("compiling the attention kernels"):
-        from ..backends.executorch.native.build import build_kernels
-
-        path = build_kernels(sources, output)
-    if json:
-        terminal.json({"path": str(path)})
-    else:
-        terminal.print(
-            f"{path}\nExecuTorch bundles use these kernels from now on; `exportable-cache doctor` shows them"
-        )
-
-
-_BUILD = "exportable-cache kernels build"
 
 
 @dataclass(frozen=True)
@@ -87,7 +53,8 @@ class Diagnosis:
         torch: Release, threads, and matrix library of torch.
         executorch: Release of executorch, or None.
         runtime_threads: Threads of ExecuTorch's pool; None without this package's kernels, which report them.
-        kernels: Kernels that compute attention.
+        kernels: Kernels that compute attention: instruction set and path of native ones.
+        runner: Path of the C++ runner's library, or `not built`.
         remedies: Possible speed-ups, one sentence each.
     """
 
@@ -98,6 +65,7 @@ class Diagnosis:
     executorch: str | None
     runtime_threads: int | None
     kernels: str
+    runner: str
     remedies: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,7 +90,8 @@ def diagnose() -> Diagnosis:
 
         runtime()
         kernels = load_native_kernels()
-    served = "ExecuTorch's" if release else "none, because executorch is not installed"
+    runner = os.environ.get(RUNNER_VARIABLE) or found_library()
+    served = "not loaded; ExecuTorch's are used" if release else "none, because executorch is not installed"
     if kernels is not None:
         served = f"native, {kernels.target}, {kernels.path}"
     return Diagnosis(
@@ -133,23 +102,22 @@ def diagnose() -> Diagnosis:
         executorch=release,
         runtime_threads=None if kernels is None else kernels.threads,
         kernels=served,
-        remedies=list(_remedies(release, kernels is not None)),
+        runner="not built" if runner is None else str(runner),
+        remedies=list(_remedies(release, kernels is not None, runner is not None)),
     )
 
 
-def _remedies(release: str | None, has_native: bool):
+def _remedies(release: str | None, has_native: bool, has_runner: bool):
     if release is None:
         yield "to run bundles for ExecuTorch: pip install 'exportable-cache[executorch]'"
         return
     if not has_native and os.environ.get(VARIABLE):
         yield f"{VARIABLE}={os.environ[VARIABLE]} selects ExecuTorch's attention kernels; unset it for native ones"
-    elif not has_native:
-        lacking = [] if shutil.which("c++") or os.environ.get("CXX") else ["a C++ compiler (g++)"]
-        # Only the usual header, although CMake also finds Highway elsewhere.
-        if not Path("/usr/include/hwy/highway.h").is_file() and not os.environ.get("hwy_ROOT"):
-            lacking.append("Google Highway (libhwy-dev)")
-        needs = f"; it needs {' and '.join(lacking)}" if lacking else ""
-        yield f"faster attention over long contexts: {_BUILD}{needs}"
+    elif not has_native or not has_runner:
+        from ..backends.executorch.native.build import missing_tools
+
+        missing = missing_tools()
+        yield f"for faster steps, and a start without torch: {BUILD}{'; it needs ' if missing else ''}{missing}"
     if has_native and os.environ.get(TARGET_VARIABLE):
         yield f"{TARGET_VARIABLE}={os.environ[TARGET_VARIABLE]} limits the kernels; unset it"
 

@@ -35,7 +35,7 @@ def test_every_command_has_help(run, command):
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("command", [_CLI, *_CLI.commands.values(), _CLI.commands["kernels"].commands["build"]])
+@pytest.mark.parametrize("command", [_CLI, *_CLI.commands.values(), _CLI.commands["native"].commands["build"]])
 def test_help_fits_100_columns_without_lines_of_one_word(command):
     # On a terminal of 100 columns the text has 98.
     text = command.get_help(typer.Context(command, info_name=command.name, terminal_width=98))

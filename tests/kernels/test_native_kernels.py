@@ -91,7 +91,7 @@ def test_the_wheels_kernels_serve_where_none_are_built(fresh: pytest.MonkeyPatch
 
 def test_a_library_that_is_not_there_is_refused(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.setenv(VARIABLE, str(tmp_path / "missing.so"))
-    with pytest.raises(MissingDependencyError, match="missing.so.*exportable-cache kernels build"):
+    with pytest.raises(MissingDependencyError, match="missing.so.*exportable-cache native build"):
         load_native_kernels()
 
 

@@ -199,7 +199,7 @@ def test_a_program_over_fewer_bits_is_the_model_over_them(
 def test_they_cannot_be_exported_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exportable_cache.backends.executorch.native.operators.load_native_kernels", lambda: None)
     with pytest.raises(
-        MissingDependencyError, match="kernels='native' and linears='native' need.*exportable-cache kernels build"
+        MissingDependencyError, match="kernels='native' and linears='native' need.*exportable-cache native build"
     ):
         check_native_kernels()
 

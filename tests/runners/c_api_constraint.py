@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import llguidance
+
 from exportable_cache_runner.library import AllowTokens
 from exportable_cache_runner.library import OptionsStruct as Options
 

@@ -24,7 +24,7 @@ SOURCES = Path(__file__).parent.parent.parent / "runners" / "cpp"
 
 def with_python_runner() -> dict[str, str]:
     """The environment, for a process that imports `exportable_cache_runner`."""
-    return {**os.environ, "PYTHONPATH": str(SOURCES.parent / "python")}
+    return {**os.environ, "PYTHONPATH": str(SOURCES.parent.parent)}
 
 
 @dataclass(frozen=True)

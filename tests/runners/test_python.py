@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from exportable_cache import load
+from exportable_cache.common.native.kernels import FILE, installed_path
 
+from ..support.store import REPOSITORY
 from .conftest import SOURCES, TOLERANCE, cmake_program, over_wheel, with_python_runner
 from .test_c_api import PROMPT, QUESTION, shared_library  # noqa: F401  a fixture
 from .test_cpp import CAPACITY
@@ -150,17 +152,17 @@ def test_the_installed_package_has_the_library(
     demo_bundle: Path,
     tmp_path: Path,
 ) -> None:
-    sources, build, prefix = SOURCES.parent / "python", tmp_path / "build", tmp_path / "installed"
+    build, prefix = tmp_path / "build", tmp_path / "installed"
     for command in (
-        ["-S", sources, "-B", build, *over_wheel(), "-DCMAKE_CXX_FLAGS_RELEASE=-O0"],
+        ["-S", RUNNER, "-B", build, *over_wheel(), "-DCMAKE_CXX_FLAGS_RELEASE=-O0"],
         ["--build", build, "--parallel"],
-        ["--install", build, "--component", "python", "--prefix", prefix],
+        ["--install", build, "--component", "native", "--prefix", prefix],
     ):
         done = subprocess.run([cmake_program(), *command], capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    package = prefix / "exportable_cache_runner"
-    assert [path.name for path in package.iterdir()] == [shared_library.name]
-    shutil.copytree(sources / package.name, package, dirs_exist_ok=True)
+    folder = installed_path().parent
+    assert {path.name for path in (prefix / folder.parent.name / folder.name).iterdir()} == {shared_library.name, FILE}
+    shutil.copytree(REPOSITORY / "exportable_cache_runner", prefix / "exportable_cache_runner")
     code = "import sys, exportable_cache_runner as runner; print(runner.Session(sys.argv[1]).max_length)"
     environment = {name: value for name, value in with_python_runner().items() if name != "EXPORTABLE_CACHE_RUNNER"}
     done = subprocess.run(

@@ -25,7 +25,7 @@ KERNELS = ("executorch", "native")
 LINEARS = ("delegate", "native")
 NATIVE_KERNELS_NEEDED = (
     "the program calls native operators and runs only with the compiled kernels of this package: `exportable-cache "
-    "kernels build` for Python, -DEC_KERNELS=PATH or -DEC_NATIVE_KERNELS=ON for the C++ runner"
+    "native build` for Python, -DEC_KERNELS=PATH or -DEC_NATIVE_KERNELS=ON for the C++ runner"
 )
 
 

@@ -1,7 +1,7 @@
 """The compiled attention kernels of this package, from `kernels/`, and how a process chooses them.
 
 They implement ExecuTorch's operators `llama::custom_sdpa`, `update_cache` and `update_cache_with_indices`.
-`exportable-cache kernels build` compiles them into the environment. Without them, the kernels of ExecuTorch's wheel run
+`exportable-cache native build` compiles them into the environment. Without them, the kernels of ExecuTorch's wheel run
 the same programs.
 """
 
@@ -13,8 +13,9 @@ import os
 import sysconfig
 import warnings
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
+
+from exportable_cache_runner.installed import release_folder
 
 from ...errors import MissingDependencyError, first_line
 
@@ -25,7 +26,7 @@ VARIABLE = "EXPORTABLE_CACHE_KERNELS"
 TARGET_VARIABLE = "EXPORTABLE_CACHE_KERNELS_TARGET"
 FILE = "libexportable_cache_kernels.so"
 _WHEEL_KERNELS = "executorch"
-_BUILD = "exportable-cache kernels build"
+BUILD = "exportable-cache native build"
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +71,11 @@ class NativeKernels:
 
 
 def installed_path() -> Path:
-    """Return where `exportable-cache kernels build` puts the library.
+    """Return where `exportable-cache native build` puts the library.
 
     The path has the release of executorch, because the library depends on its tensor layout.
     """
-    return Path(sysconfig.get_path("platlib")) / "exportable_cache_kernels" / f"executorch-{_release()}" / FILE
+    return Path(sysconfig.get_path("platlib"), release_folder(), FILE)
 
 
 def chosen_path() -> Path | None:
@@ -90,7 +91,7 @@ def chosen_path() -> Path | None:
         path = Path(choice)
         if not path.is_file():
             raise MissingDependencyError(
-                f"{VARIABLE} is {choice!r}, but there is no such file; build it with `{_BUILD}`, or set "
+                f"{VARIABLE} is {choice!r}, but there is no such file; build it with `{BUILD}`, or set "
                 f"{_WHEEL_KERNELS!r} for the kernels of executorch's wheel"
             )
         return path
@@ -112,7 +113,7 @@ def load_native_kernels() -> NativeKernels | None:
     try:
         kernels = NativeKernels(path, ctypes.CDLL(str(path)))
     except OSError as error:
-        message = f"the attention kernels {path} cannot be loaded: {first_line(error)}; build them again: `{_BUILD}`"
+        message = f"the attention kernels {path} cannot be loaded: {first_line(error)}; build them again: `{BUILD}`"
         if os.environ.get(VARIABLE):
             raise MissingDependencyError(message) from error
         warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -127,11 +128,4 @@ def kernels_remedy() -> str:
     """Return what to do where the kernels are needed and not loaded."""
     if os.environ.get(VARIABLE) == _WHEEL_KERNELS:
         return f"unset {VARIABLE}, which is {_WHEEL_KERNELS!r}"
-    return _BUILD
-
-
-def _release() -> str:
-    try:
-        return metadata.version("executorch")
-    except metadata.PackageNotFoundError:
-        return "none"
+    return BUILD

@@ -229,8 +229,8 @@ class MethodEngine final : public Engine {
     const std::string what = "method '" + name + "' of " + path_ + " calls " + missing + ", which this program was built without; ";
     if (missing.find("exportable_cache::") != std::string::npos) {
 #ifdef EC_OVER_WHEEL
-      return fail(ErrorCode::kBundle, what, "build it with -DEC_KERNELS=PATH (runners/python: -C cmake.define.EC_KERNELS=PATH), "
-                  "the library that `exportable-cache kernels build` compiles, or export the model again without kernels=native "
+      return fail(ErrorCode::kBundle, what, "build it with -DEC_KERNELS=PATH, the kernels that `exportable-cache native build` "
+                  "compiles, next to a runner that has them, or export the model again without kernels=native "
                   "and linears=native");
 #else
       return fail(ErrorCode::kBundle, what, "build it with -DEC_NATIVE_KERNELS=ON, or export the model again without kernels=native and "

@@ -49,7 +49,7 @@ def check_native_kernels() -> None:
     if load_native_kernels() is None:
         raise MissingDependencyError(
             "kernels='native' and linears='native' need the compiled kernels of this package, which are not loaded; "
-            "build them with `exportable-cache kernels build`, or pass kernels='executorch' and linears='delegate'"
+            "build them with `exportable-cache native build`, or pass kernels='executorch' and linears='delegate'"
         )
 
 

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from .failures import Failure, Status
+from .installed import installed_library
 
-#: Environment variable with the path of the library, if it is not next to this package.
+#: Environment variable with the path of the library.
 VARIABLE = "EXPORTABLE_CACHE_RUNNER"
 FILE = "libexportable_cache.dylib" if sys.platform == "darwin" else "libexportable_cache.so"
 #: Upper half of `EC_ABI_VERSION`; the lower half grows with additions.
@@ -100,12 +101,19 @@ _ARGUMENTS: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
+def found_library() -> Path | None:
+    """Return the library next to this package, or the installed one; None if there is neither."""
+    beside = Path(__file__).with_name(FILE)
+    return beside if beside.is_file() else installed_library(FILE)
+
+
 def load_library(path: str | os.PathLike[str] | None = None) -> ctypes.CDLL:
     """Load the library, and declare the types of its functions.
 
     Args:
         path: Path of the library; None for the variable `EXPORTABLE_CACHE_RUNNER`, otherwise the file next to this
-            package, otherwise the one that the system's loader finds.
+            package, otherwise the installed one (`installed_library`), otherwise the one that the system's loader
+            finds.
 
     Raises:
         Failure: If it cannot be loaded, has another interface, or this process has ExecuTorch's Python bindings, whose
@@ -117,16 +125,16 @@ def load_library(path: str | os.PathLike[str] | None = None) -> ctypes.CDLL:
             "this process has loaded ExecuTorch's Python bindings, whose kernels the runner would register again; use "
             "exportable_cache.load there, or another process",
         )
-    beside = Path(__file__).with_name(FILE)
-    chosen = str(path or os.environ.get(VARIABLE) or (beside if beside.is_file() else FILE))
+    chosen = str(path or os.environ.get(VARIABLE) or found_library() or FILE)
     try:
         library = ctypes.CDLL(chosen)
         version = library.ec_abi_version
     except (OSError, AttributeError) as error:
         raise Failure(
             Status.RUNTIME,
-            f"{chosen} is not the runner's library, or cannot be loaded: {error}; build it with -DEC_BUILD_SHARED=ON "
-            f"(runners/cpp), and name it with library= or the variable {VARIABLE}",
+            f"{chosen} is not the runner's library, or cannot be loaded: {error}; build it with "
+            "`exportable-cache native build`, or name another build of runners/cpp with library= or the variable "
+            f"{VARIABLE}",
         ) from None
     version.restype = c_uint32
     if version() >> 16 != ABI:
