@@ -20,8 +20,8 @@ PROMPT = "the code of amber is 4821. amber?"
 
 @pytest.fixture
 def automatic(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("EXPORTABLE_CACHE_RUNTIME", "EXPORTABLE_CACHE_KERNELS", "EXPORTABLE_CACHE_KERNELS_TARGET"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("RUNTIME", "RUNNER", "KERNELS", "KERNELS_TARGET"):
+        monkeypatch.delenv(f"EXPORTABLE_CACHE_{name}", raising=False)
 
 
 def _changed(bundle: Path, **fields: Any) -> CheckedBundle:
@@ -54,7 +54,6 @@ def test_a_tokenizer_of_transformers_is_left_to_torch(demo_bundle: Path, automat
 def test_chosen_kernels_are_left_to_torch(
     demo_bundle: Path, automatic: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.delenv("EXPORTABLE_CACHE_RUNNER", raising=False)
     monkeypatch.setenv(name, "executorch")
     assert native._why_not(CheckedBundle.read(demo_bundle), True).startswith(f"{name} chooses kernels")
 
@@ -62,7 +61,7 @@ def test_chosen_kernels_are_left_to_torch(
 def test_without_the_runner_the_reason_has_the_command(
     demo_bundle: Path, automatic: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "find_spec", lambda name: None)
+    monkeypatch.setattr("exportable_cache_runner.library.found_library", lambda: None)
     with pytest.raises(NotNative) as caught:
         open_native(demo_bundle)
     assert caught.value.reason == "the native runner is not installed; build it: exportable-cache native build"
@@ -77,7 +76,7 @@ def test_the_variable_chooses(demo_bundle: Path, automatic: None, monkeypatch: p
     with pytest.raises(InputError, match="must be one of auto, native, torch, got 'fast'"):
         open_native(demo_bundle)
     monkeypatch.setenv("EXPORTABLE_CACHE_RUNTIME", "native")
-    monkeypatch.setattr(native, "find_spec", lambda name: None)
+    monkeypatch.setattr("exportable_cache_runner.library.found_library", lambda: None)
     with pytest.raises(InputError, match="EXPORTABLE_CACHE_RUNTIME must not be 'native'"):
         open_native(demo_bundle)
 

@@ -9,9 +9,12 @@ import typer
 from .options import BundleArgument, CheckOption, IgnoreVersionsOption, JsonOption, KeyOption, TrustOption, at_least
 from .output.tables import simple_table
 from .output.terminal import Terminal, bytes_text
+from .runtime import open_natively
 
 if TYPE_CHECKING:
     from ..pipeline.bench import BenchReport
+    from ..session.native import NativeSession
+    from ..session.session import Session
 
 
 def bench(
@@ -48,13 +51,16 @@ def bench(
 ) -> None:
     """Measure prefill and decode speed at several positions."""
     terminal: Terminal = ctx.obj
+    session: Session | NativeSession | None = open_natively(terminal, folder, ignore_versions, check, key, text=False)
     with terminal.progress("loading libraries") as progress:
         from ..pipeline.bench import bench as run_bench
-        from ..session.session import load
 
-        session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
-        if session.stepper.ranks is not None:
-            terminal.set_rank(session.stepper.ranks.rank)
+        if session is None:
+            from ..session.session import load
+
+            session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
+            if session.stepper.ranks is not None:
+                terminal.set_rank(session.stepper.ranks.rank)
         report = run_bench(
             session, positions=positions or None, steps=steps, prompt_length=prompt_length, progress=progress
         )
@@ -80,4 +86,6 @@ def _print_report(terminal: Terminal, report: BenchReport) -> None:
             str(row.steps),
         )
     terminal.print(table)
-    terminal.print(f"\npeak memory of the process {bytes_text(report.peak_rss_bytes)}, {report.threads} torch threads")
+    threads = "" if report.threads is None else f", {report.threads} torch threads"
+    runtime = "the native runner" if report.runtime == "native" else "torch's runtime"
+    terminal.print(f"\n{runtime}; peak memory of the process {bytes_text(report.peak_rss_bytes)}{threads}")

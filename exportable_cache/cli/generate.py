@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,13 +28,16 @@ from .options import (
 )
 from .output.streams import prompt_from_stdin
 from .output.terminal import Terminal
+from .runtime import open_natively
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..bundle.bundle import Bundle
     from ..decoding.completion import CompletionOptions
+    from ..generation.checkpoint_settings import CheckpointSettings
     from ..generation.constraint import Constraint
+    from ..session.native import NativeSession
     from ..session.session import Session
 
 _MOST_BY_DEFAULT = 128
@@ -118,41 +122,61 @@ def generate(
     form = _constraint_of(json_schema, regex)
     if form is not None and prompt_lookup:
         raise typer.BadParameter("cannot be combined with --json-schema or --regex", param_hint="'--prompt-lookup'")
-    with terminal.opening(folder):
-        from ..bundle.bundle import Bundle
-        from ..generation.speculative import PromptLookup
-        from ..session.session import Session
-
-        versions = not ignore_versions
-        bundle = Bundle.open(folder, check_versions=versions, trust=trust, key=key, known=not check, to_run=True)
-        session = Session.from_bundle(bundle)
-        if session.stepper.ranks is not None:
-            terminal.set_rank(session.stepper.ranks.rank)
-        files = {"image": image or (), "audio": audio or ()}
-        prepared = _prompt_of(bundle, session, text, files, chat, split_special_tokens)
-    terminal.note_all(session.generation_settings.remarks())
-    tokenised = _tokenised(session, prepared, split_special_tokens)
-    prompt_tokens, fed_tokens = _counts(session, tokenised)
-    most = max_new_tokens or _default_new_tokens(session, fed_tokens)
     choice = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    if form is None:
-        draft = PromptLookup(prompt_lookup) if prompt_lookup else None
-        # Messages are tokenised again, because the response to them is a separate text and does not continue theirs.
-        prepared = prepared if chat and split_special_tokens else tokenised
-        pieces = session.generate_text(prepared, most, *choice, stop=stop or None, draft=draft)
+    native = None
+    if image or audio:
+        terminal.note("using torch's runtime, which starts more slowly: images and audio need the model's processor")
     else:
-        # Imported here, because generation without a constraint starts sooner without them.
-        from ..decoding.completion import CompletionOptions
-        from ..generation.sampling import Sampling
+        native = open_natively(terminal, folder, ignore_versions, check, key)
+    timed: _Timed
+    if native is not None:
+        terminal.note_all(native.settings.remarks())
+        messages = [{"role": "user", "content": text}]
+        from ..generation.text import encode_ids
 
-        sampling = Sampling(*choice)
-        options = CompletionOptions(sampling, most, tuple(stop or ()), constraint=form, continues=not chat)
-        pieces = _constrained_text(session, tokenised, options)
-    timed = _Timed(session, prompt_tokens, fed_tokens)
+        prompted = messages if chat else text
+        ids = encode_ids(native.text_tokenizer, prompted, split_special_tokens=split_special_tokens)
+        most = max_new_tokens or _default_new_tokens(native.settings, native.max_length, len(ids))
+        timed = _Timed(len(ids), len(ids))
+        continues = not chat or (form is None and not split_special_tokens)
+        arguments = (native, ids, most, choice, stop or (), prompt_lookup or 0, form, continues)
+        run = partial(_run_native, timed, *arguments)
+    else:
+        with terminal.opening(folder):
+            from ..bundle.bundle import Bundle
+            from ..generation.speculative import PromptLookup
+            from ..session.session import Session
+
+            versions = not ignore_versions
+            bundle = Bundle.open(folder, check_versions=versions, trust=trust, key=key, known=not check, to_run=True)
+            session = Session.from_bundle(bundle)
+            if session.stepper.ranks is not None:
+                terminal.set_rank(session.stepper.ranks.rank)
+            files = {"image": image or (), "audio": audio or ()}
+            prepared = _prompt_of(bundle, session, text, files, chat, split_special_tokens)
+        terminal.note_all(session.generation_settings.remarks())
+        tokenised = _tokenised(session, prepared, split_special_tokens)
+        prompt_tokens, fed_tokens = _counts(session, tokenised)
+        room = None if session.room is None else int(session.room)
+        most = max_new_tokens or _default_new_tokens(session.generation_settings, room, fed_tokens)
+        if form is None:
+            draft = PromptLookup(prompt_lookup) if prompt_lookup else None
+            # Messages are tokenised again, because the response to them is a separate text and does not continue
+            # theirs.
+            prepared = prepared if chat and split_special_tokens else tokenised
+            pieces = session.generate_text(prepared, most, *choice, stop=stop or None, draft=draft)
+        else:
+            # Imported here, because generation without a constraint starts sooner without them.
+            from ..decoding.completion import CompletionOptions
+            from ..generation.sampling import Sampling
+
+            sampling = Sampling(*choice)
+            options = CompletionOptions(sampling, most, tuple(stop or ()), constraint=form, continues=not chat)
+            pieces = _constrained_text(session, tokenised, options)
+        timed = _Timed(prompt_tokens, fed_tokens, lambda: int(session.length[0]))
+        run = partial(_run_pieces, timed, pieces)
     try:
-        for piece in timed.follow(pieces):
-            if not json:
-                terminal.generated(piece)
+        run(terminal.generated if not json else _nothing)
     finally:
         # End the line of an interrupted response.
         if not json and timed.text and not timed.text.endswith("\n"):
@@ -163,45 +187,108 @@ def generate(
         terminal.note(str(timed))
 
 
+def _nothing(piece: str) -> None:
+    """Print nothing, because --json prints the whole text at the end."""
+
+
+def _run_pieces(timed: _Timed, pieces: Iterator[str], give: Callable[[str], object]) -> None:
+    """Run a generation in torch's runtime."""
+    timed.start()
+    for piece in pieces:
+        timed.add(piece)
+        give(piece)
+    timed.end()
+
+
+def _run_native(
+    timed: _Timed,
+    session: NativeSession,
+    ids: list[int],
+    most: int | None,
+    choice: tuple[Any, ...],
+    stop: Sequence[str],
+    prompt_lookup: int,
+    form: Constraint | None,
+    continues: bool,
+    give: Callable[[str], object],
+) -> None:
+    """Run a generation in the native runner."""
+    from ..generation.sampling_options import SamplingOptions
+
+    sampling, follower = SamplingOptions(*choice), None
+    if form is not None:
+        from ..generation.constraint import ConstraintCompiler
+
+        follower = ConstraintCompiler(session.text_tokenizer, session.vocab_size, session.end_tokens).follow(form)
+
+    def count(token: int) -> None:
+        timed.tokens += 1
+
+    def take(piece: str) -> None:
+        timed.add(piece)
+        give(piece)
+
+    timed.start()
+    session.generate_text(
+        ids,
+        take,
+        stop=stop,
+        continues=continues,
+        on_token=count,
+        max_new_tokens=most,
+        sampling=sampling,
+        prompt_lookup=prompt_lookup,
+        follower=follower,
+    )
+    timed.end()
+
+
 @dataclass
 class _Timed:
     """A response and its timing.
 
     Attributes:
         text: The text so far.
+        prompt_tokens: Tokens of the prompt.
         fed_tokens: Prompt tokens that the decoder is fed.
+        held: Returns the number of cached tokens; None to derive it from `tokens`.
+        tokens: Tokens generated so far, if they are counted.
         first_seconds: Seconds from the start to the first text, including the prefill.
         decode_seconds: Seconds from then to the end.
         decode_steps: Steps in that time.
     """
 
-    session: Session
     prompt_tokens: int
     fed_tokens: int
+    held: Callable[[], int] | None = None
+    tokens: int = 0
     text: str = ""
     new_tokens: int = 0
     first_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_steps: int = 0
 
-    def follow(self, pieces: Iterator[str]) -> Iterator[str]:
-        """Yield the pieces of text, and time them."""
-        start = time.perf_counter()
-        first, held_at_first = None, 0
-        for piece in pieces:
-            if first is None:
-                first, held_at_first = time.perf_counter(), self._held()
-            self.text += piece
-            yield piece
+    def start(self) -> None:
+        """Start the clock."""
+        self._start, self._first, self._held_at_first = time.perf_counter(), 0.0, 0
+
+    def add(self, piece: str) -> None:
+        """Add a piece of text."""
+        if not self._first:
+            self._first, self._held_at_first = time.perf_counter(), self._held()
+        self.text += piece
+
+    def end(self) -> None:
+        """Stop the clock."""
         end = time.perf_counter()
         # The newest token was never fed back.
         self.new_tokens = self._held() - self.fed_tokens + 1
-        self.first_seconds = (first or end) - start
-        if first is not None:
-            self.decode_seconds, self.decode_steps = end - first, self._held() - held_at_first
+        self.first_seconds = (self._first or end) - self._start
+        if self._first:
+            self.decode_seconds, self.decode_steps = end - self._first, self._held() - self._held_at_first
 
     def _held(self) -> int:
-        return int(self.session.length[0])
+        return self.fed_tokens + self.tokens - 1 if self.held is None else self.held()
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -210,7 +297,8 @@ class _Timed:
 
     def to_dict(self) -> dict[str, object]:
         """Return text, counts and times as JSON values."""
-        values = {key: getattr(self, key) for key in self.__dataclass_fields__ if key not in ("session", "fed_tokens")}
+        hidden = ("fed_tokens", "held", "tokens")
+        values = {key: getattr(self, key) for key in self.__dataclass_fields__ if key not in hidden}
         return {**values, "tokens_per_second": self.tokens_per_second}
 
     def __str__(self) -> str:
@@ -314,11 +402,10 @@ def _counts(session: Session, prepared: str | list[dict[str, str]] | dict[str, T
     return tokens, 1 + (tokens if isinstance(prepared, dict) and "decoder_input_ids" in prepared else 0)
 
 
-def _default_new_tokens(session: Session, prompt_tokens: int) -> int | None:
+def _default_new_tokens(settings: CheckpointSettings, room: int | None, prompt_tokens: int) -> int | None:
     """Return `_MOST_BY_DEFAULT`, or None for the checkpoint's limit or the remaining slots, if there are fewer."""
-    settings = session.generation_settings
     if settings.max_new_tokens is not None or settings.max_length is not None:
         return None
-    if session.room is not None and prompt_tokens + _MOST_BY_DEFAULT > session.room:
+    if room is not None and prompt_tokens + _MOST_BY_DEFAULT > room:
         return None
     return _MOST_BY_DEFAULT

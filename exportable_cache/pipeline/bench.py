@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..common.progress import silent
 from ..errors import InputError
 from ..generation.sampling_options import check_seed
-from ..verification.references import encoder_lengths, random_inputs
+from ..session.native import NativeSession
 
 if TYPE_CHECKING:
+    import torch
+
     from ..common.progress import Progress
     from ..session.session import Session
 
@@ -53,7 +54,9 @@ class BenchReport:
         decode: One timing per position, ascending.
         peak_rss_bytes: Peak physical memory of the process, including imports and loading; None if the system does not
             report it.
-        threads: Number of torch threads; a target may use other threads.
+        threads: Number of torch threads; a target may use other threads. None for the native runner, whose default is
+            the number of cores.
+        runtime: What ran the program: "native" for the native runner, "torch" for a session.
     """
 
     batch_size: int
@@ -61,7 +64,8 @@ class BenchReport:
     prefill_tokens_per_second: float
     decode: tuple[DecodeTiming, ...]
     peak_rss_bytes: int | None
-    threads: int
+    threads: int | None
+    runtime: str = "torch"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -69,7 +73,7 @@ class BenchReport:
 
 
 def bench(
-    path: str | Path | Session,
+    path: str | Path | Session | NativeSession,
     *,
     positions: Iterable[int] | None = None,
     steps: int = 32,
@@ -82,7 +86,7 @@ def bench(
     An encoder gets a random input of its maximum length before each run, outside the timed parts.
 
     Args:
-        path: Folder of a bundle, or a session.
+        path: Folder of a bundle, which torch's runtime runs, or a session.
         positions: Numbers of tokens in the cache at which decoding is timed. By default five between empty and full, or
             up to 1024 if the cache has no limit.
         steps: Timed steps at each position.
@@ -95,18 +99,15 @@ def bench(
             than 64 bits.
         BundleError: See `load`.
     """
-    from ..session.session import Session, load
-
     check_seed(seed)
-    session = path if isinstance(path, Session) else load(path)
+    subject: _Subject = _Native(path, seed) if isinstance(path, NativeSession) else _Torch(path, seed)
     report = progress or silent
-    limit = session.max_length
-    chunk = max(method.max_length for method in session.runner.methods.values() if method.is_step)
+    limit = subject.max_length
     # Warm-up steps need slots, too.
     needed = steps + _WARM_UP_STEPS
     _check("steps", steps, 1, None if limit is None else limit - _WARM_UP_STEPS)
     if prompt_length is None:
-        prompt_length = chunk
+        prompt_length = subject.chunk
     _check("prompt_length", prompt_length, 1, limit)
     if positions is None:
         positions = _spread(1024 if limit is None else limit - needed)
@@ -116,61 +117,152 @@ def bench(
     for position in positions:
         _check("position", position, 0, None if limit is None else limit - needed)
 
-    generator = torch.Generator().manual_seed(seed)
-
-    encode = session.runner.methods.get("encode")
-
-    def restart() -> None:
-        """Empty the cache, and feed the encoder another input if there is one."""
-        session.reset()
-        if encode is not None:
-            length = encoder_lengths(encode)[0]
-            session.encode(**random_inputs(encode, length, session.batch_size, session.vocab_size, generator))
-
-    def tokens(count: int) -> torch.Tensor:
-        return torch.randint(0, session.vocab_size, (session.batch_size, count), generator=generator)
-
     try:
         seconds = []
         # Ignore the first run, because it includes allocations and compiling.
         for run in range(_PREFILL_RUNS + 1):
             report("timing prefill", run, _PREFILL_RUNS + 1)
-            prompt = tokens(prompt_length)
-            restart()
+            prompt = subject.tokens(prompt_length)
+            subject.restart()
             start = time.perf_counter()
-            session.prefill(prompt)
+            subject.prefill(prompt)
             seconds.append(time.perf_counter() - start)
         timings = []
-        restart()
+        subject.restart()
         held = 0
         for index, position in enumerate(positions):
             report("timing decode", index, len(positions))
             if position < held:
                 # The steps of the previous position went past this one.
-                restart()
+                subject.restart()
                 held = 0
             if position > held:
-                session.prefill(tokens(position - held))
-            timings.append(_time_decode(session, tokens, position, steps))
+                subject.prefill(subject.tokens(position - held))
+            timings.append(_time_decode(subject, position, steps))
             held = position + needed
     finally:
-        session.reset()
+        subject.reset()
     return BenchReport(
-        batch_size=session.batch_size,
+        batch_size=subject.batch_size,
         prompt_length=prompt_length,
-        prefill_tokens_per_second=session.batch_size * prompt_length / median(seconds[1:]),
+        prefill_tokens_per_second=subject.batch_size * prompt_length / median(seconds[1:]),
         decode=tuple(timings),
         peak_rss_bytes=peak_rss_bytes(),
-        threads=torch.get_num_threads(),
+        threads=subject.threads(),
+        runtime=subject.runtime,
     )
 
 
-def _time_decode(session: Session, tokens: Any, position: int, steps: int) -> DecodeTiming:
+class _Subject(Protocol):
+    """A session whose speed is measured, with random tokens for it.
+
+    Attributes:
+        runtime: See `BenchReport`.
+        batch_size: Rows per step.
+        max_length: The limit of cached tokens, or None.
+        chunk: Length of the longest prefill chunk.
+    """
+
+    runtime: str
+    batch_size: int
+    max_length: int | None
+    chunk: int
+
+    def tokens(self, count: int) -> Any:
+        """Return random tokens for each row."""
+        ...
+
+    def restart(self) -> None:
+        """Empty the cache, and feed the encoder another input if there is one."""
+        ...
+
+    def prefill(self, tokens: Any) -> object:
+        """Feed tokens."""
+        ...
+
+    def decode(self, token: Any) -> object:
+        """Feed one token."""
+        ...
+
+    def reset(self) -> None:
+        """Empty the cache."""
+        ...
+
+    def threads(self) -> int | None:
+        """Return the number of threads; see `BenchReport`."""
+        ...
+
+
+class _Torch:
+    """A session of torch, see `_Subject`."""
+
+    runtime = "torch"
+
+    def __init__(self, path: str | Path | Session, seed: int) -> None:
+        import torch
+
+        from ..session.session import Session, load
+
+        self._session = path if isinstance(path, Session) else load(path)
+        self._generator = torch.Generator().manual_seed(seed)
+        methods = self._session.runner.methods
+        self._encode = methods.get("encode")
+        self.batch_size, self.max_length = self._session.batch_size, self._session.max_length
+        self.chunk = max(method.max_length for method in methods.values() if method.is_step)
+
+    def tokens(self, count: int) -> torch.Tensor:
+        import torch
+
+        return torch.randint(0, self._session.vocab_size, (self.batch_size, count), generator=self._generator)
+
+    def restart(self) -> None:
+        from ..verification.references import encoder_lengths, random_inputs
+
+        self._session.reset()
+        if self._encode is not None:
+            length = encoder_lengths(self._encode)[0]
+            inputs = random_inputs(self._encode, length, self.batch_size, self._session.vocab_size, self._generator)
+            self._session.encode(**inputs)
+
+    def prefill(self, tokens: torch.Tensor) -> object:
+        return self._session.prefill(tokens)
+
+    def decode(self, token: torch.Tensor) -> object:
+        return self._session.decode(token[:, 0])
+
+    def reset(self) -> None:
+        self._session.reset()
+
+    def threads(self) -> int:
+        import torch
+
+        return torch.get_num_threads()
+
+
+class _Native:
+    """A session of the native runner, see `_Subject`."""
+
+    runtime, batch_size = "native", 1
+
+    def __init__(self, session: NativeSession, seed: int) -> None:
+        self._session, self._random = session, random.Random(seed)
+        self.max_length, self.chunk = session.max_length, session.longest_chunk
+        self.restart = self.reset = session.reset
+        self.prefill = self.decode = session.prefill
+
+    def tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(self._session.vocab_size) for _ in range(count)]
+
+    def threads(self) -> None:
+        return None
+
+
+def _time_decode(subject: _Subject, position: int, steps: int) -> DecodeTiming:
     milliseconds = []
     for step in range(_WARM_UP_STEPS + steps):
-        token = tokens(1)[:, 0]
+        token = subject.tokens(1)
         start = time.perf_counter()
-        session.decode(token)
+        subject.decode(token)
         if step >= _WARM_UP_STEPS:
             milliseconds.append(1000 * (time.perf_counter() - start))
     # One step has no percentiles.

@@ -7,15 +7,15 @@ does not run raises `NotNative`, and is opened by `Session` instead.
 from __future__ import annotations
 
 import os
+import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bundle.checked import CheckedBundle
-from ..common.native.kernels import TARGET_VARIABLE
+from ..common.native.kernels import BUILD, TARGET_VARIABLE
 from ..common.native.kernels import VARIABLE as KERNELS_VARIABLE
 from ..common.process.quiet import native_lines_hidden
 from ..common.progress import silent
@@ -36,10 +36,7 @@ if TYPE_CHECKING:
 #: Variable that chooses what runs ExecuTorch bundles: `native`, `torch`, or `auto`, which is the native runner where it
 #: can run the bundle.
 RUNTIME_VARIABLE = "EXPORTABLE_CACHE_RUNTIME"
-#: Variable with the path of the runner's library, see `exportable_cache_runner.library`.
-_LIBRARY_VARIABLE = "EXPORTABLE_CACHE_RUNNER"
 _RUNTIMES = ("auto", "native", "torch")
-_BUILD = "exportable-cache native build"
 
 
 GREEDY = SamplingOptions()
@@ -145,13 +142,14 @@ def _why_not(bundle: CheckedBundle, text: bool) -> str:
         return "the native runner of this command does not run encoder-decoders"
     if text and fields.get("tokenizer") is not None and not bundle.reads_alike:
         return "the tokenizer needs transformers"
-    if not os.environ.get(_LIBRARY_VARIABLE):
-        chosen = [name for name in (KERNELS_VARIABLE, TARGET_VARIABLE) if os.environ.get(name)]
-        if chosen:
-            return f"{chosen[0]} chooses kernels for torch's runtime"
-    if find_spec("exportable_cache_runner") is None:
-        return f"the native runner is not installed; build it: {_BUILD}"
-    return ""
+    from exportable_cache_runner.library import VARIABLE, found_library
+
+    if os.environ.get(VARIABLE):
+        return ""
+    chosen = [name for name in (KERNELS_VARIABLE, TARGET_VARIABLE) if os.environ.get(name)]
+    if chosen:
+        return f"{chosen[0]} chooses kernels for torch's runtime"
+    return "" if found_library() else f"the native runner is not installed; build it: {BUILD}"
 
 
 @dataclass
@@ -205,6 +203,12 @@ class NativeSession:
     def max_length(self) -> int | None:
         """The limit of cached tokens; None for no limit."""
         return self.runner.max_length
+
+    @property
+    def longest_chunk(self) -> int:
+        """Length of the longest prefill chunk."""
+        methods = _mapping(_mapping(self.fields, "program"), "methods").values()
+        return max(one["max_length"] for one in methods if any(item["name"] == "logits" for item in one["outputs"]))
 
     def prefill(self, tokens: Sequence[int]) -> array[float]:
         """Feed tokens after the cached ones, and return the logits of the last one, [vocabulary], float32."""
@@ -355,7 +359,9 @@ class _failures:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if type(error).__module__.partition(".")[0] == "exportable_cache_runner":
+        # Imported already where there is one of its errors, which this module does without otherwise.
+        runner = sys.modules.get("exportable_cache_runner")
+        if runner is not None and isinstance(error, runner.Failure):
             raise _error_of(error) from error
 
 

@@ -8,15 +8,12 @@ import sys
 
 import pytest
 
+from exportable_cache_runner.library import VARIABLE, found_library
+
 
 def require_native() -> None:
     """Skip the test where the library of the native runner is not installed."""
-    try:
-        from exportable_cache_runner import library
-    except ImportError:
-        pytest.skip("the native runner is not installed")
-    found = vars(library).get("found_library", lambda: None)
-    if not os.environ.get(library.VARIABLE) and found() is None:
+    if not os.environ.get(VARIABLE) and found_library() is None:
         pytest.skip("the library of the native runner is not installed; exportable-cache native build")
 
 

@@ -116,7 +116,15 @@ class TextTokenizer:
     @cached_property
     def eos_token_id(self) -> int | None:
         """Id of the end token in `tokenizer_config.json`, or None."""
-        text = _content(self._config.get("eos_token"))
+        return self._id_of("eos_token")
+
+    @cached_property
+    def unk_token_id(self) -> int | None:
+        """Id of the token for unknown text, or None."""
+        return self._id_of("unk_token")
+
+    def _id_of(self, name: str) -> int | None:
+        text = _content(self._config.get(name))
         return None if text is None else self._tokenizer.token_to_id(text)
 
     @cached_property

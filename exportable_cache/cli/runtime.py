@@ -1,0 +1,34 @@
+"""Opening of bundles in the native runner, for the commands that run them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..common.process.tuning import no_collections
+
+if TYPE_CHECKING:
+    from ..session.native import NativeSession
+    from .output.terminal import Terminal
+
+
+def open_natively(
+    terminal: Terminal, folder: Path, ignore_versions: bool, check: bool, key: Path | None, text: bool = True
+) -> NativeSession | None:
+    """Return the bundle's session in the native runner; None if torch's runtime has to run it, with a note why.
+
+    Raises:
+        BundleError, InputError: See `open_native`.
+    """
+    with terminal.progress(f"opening {folder}") as progress, no_collections():
+        from ..session.native import NotNative, open_native
+
+        try:
+            return open_native(
+                folder, check_versions=not ignore_versions, known=not check, key=key, text=text, progress=progress
+            )
+        except NotNative as left:
+            reason = left.reason
+    if reason:
+        terminal.note(f"using torch's runtime, which starts more slowly: {reason}")
+    return None
