@@ -35,12 +35,18 @@ VERSION_TESTS ?= tests/compat tests/layers tests/patches/test_registry.py tests/
 # Tests of documents, benchmarks and sources. Named, so that the others are not collected.
 PROJECT_TESTS = $(shell grep -rlE '^(pytestmark = |    )pytest\.mark\.project' tests --include=*.py)
 
+# What runs without the exporters, on the oldest torch.
+LIVE_TESTS ?= tests/layers tests/test_cache.py tests/test_attention.py tests/test_masks.py tests/test_session.py \
+	tests/test_session_generate.py tests/test_session_state.py tests/test_sinks.py tests/test_rope.py tests/test_torch_live.py \
+	tests/decoding/test_beam.py tests/decoding/test_completion.py tests/decoding/test_loop.py tests/decoding/test_sampling.py \
+	tests/decoding/test_text.py tests/patches/test_registry.py
+
 # Pythons by version, as `python3.10` on the path, and the tests that run on each.
 PYTHONS ?= 3.10 3.12 3.13
 PYTHON_TESTS ?= tests/test_python_versions.py tests/test_cache.py tests/test_session.py tests/backends/test_executorch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels kernels-sanitized demo check test test-cpp test-full test-device test-canary test-versions test-pythons zoo zoo-media fuzz kills soak docs clean
+.PHONY: help setup kernels kernels-sanitized demo check test test-cpp test-full test-device test-canary test-versions test-live test-pythons zoo zoo-media fuzz kills soak docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
@@ -53,6 +59,7 @@ help:
 	@echo "make test-canary  only the canaries: is each workaround for upstream still needed?"
 	@echo "make test-versions  the tests that depend on other packages, at both ends of the ranges of torch, transformers, executorch"
 	@echo "             (downloads both; VERSIONS=newest to choose)"
+	@echo "make test-live  live sessions on the oldest torch that they run on, 2.11, without the exporters"
 	@echo "make test-pythons  the package on Python 3.10, 3.12 and 3.13, each from the path (PYTHONS=3.13 to choose)"
 	@echo "make zoo     every generative architecture of transformers on every target, into docs/architectures.md"
 	@echo "             (hours; resumes; ZOO_ARGS='--only llama,mamba2 --targets eager,pt2' to choose)"
@@ -133,6 +140,10 @@ test-version-%:
 	@.envs/$*/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -p no:cacheprovider \
 		$(VERSION_TESTS) $(PYTEST_ARGS)
 
+test-live:
+	@$(MAKE) --no-print-directory .envs/live/.installed-live VENV=.envs/live CONSTRAINTS=constraints/live.txt
+	@.envs/live/bin/python -m pytest -n $(JOBS) --dist loadfile -p no:cacheprovider $(LIVE_TESTS) $(PYTEST_ARGS)
+
 zoo: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.zoo.run $(ZOO_ARGS)
 
@@ -182,6 +193,11 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed | $(VENV)/bin/python
 
 $(VENV)/.installed-versions: pyproject.toml $(VENV)/.installed | $(VENV)/bin/python
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[executorch,test]'
+	@touch $@
+
+$(VENV)/.installed-live: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+	$(PIP) install '$(TORCH)'
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[test]'
 	@touch $@
 
 $(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python

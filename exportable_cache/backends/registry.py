@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from importlib import import_module, util
+from importlib import import_module, metadata, util
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..common.compat.executorch import check_pair
@@ -24,6 +24,10 @@ TARGETS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
 }
 
 
+#: Oldest series of torch whose exporter is known. `pyproject.toml` accepts older ones for live sessions.
+EXPORTER_TORCH = (2, 13)
+
+
 def backend_for(target: str) -> Backend:
     """Return the backend of a target.
 
@@ -39,9 +43,25 @@ def backend_for(target: str) -> Backend:
             f"target {target!r} needs {', '.join(missing)}, which is not installed; pip install "
             f"'exportable-cache[{extra}]'"
         )
+    check_torch(metadata.version("torch"))
     if "executorch" in packages:
         check_pair()
     return import_module(module).backend
+
+
+def check_torch(version: str) -> None:
+    """Check that a release of torch exports programs; live sessions also run on older ones.
+
+    Raises:
+        MissingDependencyError: If it is too old.
+    """
+    series = tuple(int(number) for number in version.split(".")[:2])
+    if series < EXPORTER_TORCH:
+        oldest = ".".join(map(str, EXPORTER_TORCH))
+        raise MissingDependencyError(
+            f"exported programs need torch {oldest} or newer, and {version} is installed, which only runs live "
+            f"sessions; pip install 'torch>={oldest}'"
+        )
 
 
 def check_target(target: str) -> None:

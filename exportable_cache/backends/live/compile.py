@@ -152,7 +152,7 @@ class StepCompiler:
 
 def _whole_backend(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
     """Return the arguments of torch.compile for a whole graph. A backend that the user has set stays."""
-    if torch.compiler.get_default_backend() != "inductor":
+    if private.default_backend() != "inductor":
         return {"mode": mode}
     # Imported here because it imports the compiler, which takes seconds.
     from ...common.compat.torch_compile import InductorByRanges
@@ -162,7 +162,7 @@ def _whole_backend(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
 
 def generates_code(device: torch.device) -> bool:
     """Return True if steps are compiled to C++. CUDA graphs need a step as one graph."""
-    return device.type == "cpu" and torch.compiler.get_default_backend() == "inductor"
+    return device.type == "cpu" and private.default_backend() == "inductor"
 
 
 def check_background(cache: ExportableCache, mode: str | None) -> None:
@@ -175,7 +175,7 @@ def check_background(cache: ExportableCache, mode: str | None) -> None:
         return
     reason = f"the cache is on {cache.device}" if cache.device.type != "cpu" else f"mode is {mode!r}"
     if mode is None and cache.device.type == "cpu":
-        reason = f"torch.compile's backend is {torch.compiler.get_default_backend()!r}"
+        reason = f"torch.compile's backend is {private.default_backend()!r}"
     raise InputError(
         f"compile='background' needs a cache on a CPU and Inductor's default mode, but {reason}; pass compile=True, or "
         '"wait"'

@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from ... import __version__
-from ...common.compat.torch import inductor_config, unwritable_guards
+from ...common.compat.torch import default_backend, inductor_config, unwritable_guards
 from ...common.fs.files import atomic_path, clear_partials
 from ...common.fs.user_files import is_user_file, sealed, unsealed, user_folder, user_key
 from ...common.native.machine_code import instructions, processor_name
@@ -343,7 +343,7 @@ def _settings() -> list[Any]:
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.compiler.get_default_backend(),
+        default_backend(),
         *(operators.identity() for operators in NATIVE_OPERATORS),
     ]
 

@@ -24,6 +24,7 @@
 | `torch.nn.Module._parameters`, `_buffers` | each step takes longer to find the tensors of its layers |
 | `torch.fx.Graph._codegen` | a graph keeps the signature of the module that it was traced from |
 | `torch._C._len_torch_dispatch_stack`, `torch.autograd._profiler_enabled` | profilers miss some operators |
+| `torch.compiler.get_default_backend` | public, but torch 2.11 and 2.12 lack it, where no other backend can be set |
 | `torch._C._CudaDeviceProperties`, `torch._library.register_fake_class` | torch_tensorrt needs CUDA |
 
 Private names of pytrees are in `exportable_cache/pytree/_torch_private.py`, next to the registry. `torch._dynamo` and
@@ -70,6 +71,12 @@ METADATA_ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 LINEAR = torch._C._nn.linear
 
 __all__ = ["FakeTensor", "OpOverload", "OperatorBase", "check", "tree_flatten", "tree_map", "tree_unflatten"]
+
+
+def default_backend() -> Any:
+    """Return the backend of `torch.compile` without an argument."""
+    # torch 2.11 has no such setting.
+    return getattr(torch.compiler, "get_default_backend", lambda: "inductor")()
 
 
 def linear_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -417,7 +417,10 @@ def kernels_in_few_files() -> Iterator[None]:
 
         return wait_together
 
-    with _BIND.during(bind), _WAIT.during(wait):
+    with contextlib.ExitStack() as stack:
+        # Both or neither, because kernels of `bind` can be called only after `wait` has replaced them.
+        if stack.enter_context(_WAIT.during(wait)):
+            stack.enter_context(_BIND.during(bind))
         yield
 
 

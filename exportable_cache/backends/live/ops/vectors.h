@@ -21,6 +21,9 @@
 
 #define EC_INLINE inline __attribute__((always_inline))
 #define EC_UNROLL _Pragma("GCC unroll 32")
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // torch 2.11
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
 
 namespace {
 
