@@ -102,13 +102,9 @@ def checksum_of(fields: Mapping[str, Any]) -> str:
 
 def installed_versions(packages: tuple[str, ...] = ()) -> dict[str, str]:
     """Return the installed versions of Python, of packages that every program depends on, and of `packages`."""
-    versions = {"python": platform.python_version()}
-    for name in dict.fromkeys((*_PACKAGES, *packages)):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    names = dict.fromkeys((*_PACKAGES, *packages))
+    found = {name: version for name in names if (version := _installed(name)) is not None}
+    return {"python": platform.python_version(), **found}
 
 
 def check_versions(recorded: Mapping[str, str], packages: Sequence[str]) -> None:
@@ -121,12 +117,11 @@ def check_versions(recorded: Mapping[str, str], packages: Sequence[str]) -> None
     Raises:
         BundleError: If a version differs by more than a patch release. A build label such as `+cpu` is ignored.
     """
-    installed = installed_versions(tuple(packages))
     for name in packages:
-        made_with, found = recorded.get(name), installed.get(name)
+        made_with, found = recorded.get(name), _installed(name)
         if made_with is None or found is None or _series(made_with) != _series(found):
             # Name torch as well, because a release of executorch needs one series of it.
-            wanted = [one for one in dict.fromkeys((name, "torch")) if _differs(recorded, installed, one)]
+            wanted = [one for one in dict.fromkeys((name, "torch")) if _differs(recorded, one)]
             releases = " ".join(f"{one}=={_public(recorded[one])}" for one in wanted)
             remedy = f"pip install {releases}, " if made_with and releases else ""
             raise BundleError(
@@ -136,8 +131,15 @@ def check_versions(recorded: Mapping[str, str], packages: Sequence[str]) -> None
             )
 
 
-def _differs(recorded: Mapping[str, str], installed: Mapping[str, str], name: str) -> bool:
-    return name in recorded and _series(recorded[name]) != _series(installed.get(name, ""))
+def _differs(recorded: Mapping[str, str], name: str) -> bool:
+    return name in recorded and _series(recorded[name]) != _series(_installed(name) or "")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _public(version: str) -> str:

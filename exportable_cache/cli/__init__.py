@@ -16,7 +16,7 @@ def main() -> None:
     from ..common.process.tuning import collect_seldom
 
     collect_seldom()
-    from .app import app
+    from . import app as module
     from .output.streams import output_checked
 
     if sys.stderr is None:
@@ -32,4 +32,6 @@ def main() -> None:
     # As an exception, so that half-written files are removed on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with output_checked():
+        named = sys.argv[1] if len(sys.argv) > 1 else ""
+        app = module.application(named) if named in module.COMMANDS else module.app
         app(prog_name="exportable-cache")

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from .bench import bench
-from .chat import chat
 from .command import Command
-from .device import operators, package
-from .doctor import doctor
-from .export import export
-from .generate import generate
-from .inspect import inspect
-from .native import native
-from .plan import plan
-from .serve import serve
-from .verify import verify
 
 _HELP = (
     "Export a Hugging Face causal language model with its KV cache, verify it against the eager model, and run it. "
@@ -33,6 +23,10 @@ _TASKS = {
     "Check a bundle": ("verify", "inspect"),
     "Measure, and prepare devices": ("bench", "doctor", "native", "operators", "package"),
 }
+#: Commands, and the module of each.
+COMMANDS = {name: name for names in _TASKS.values() for name in names} | {"operators": "device", "package": "device"}
+#: Commands that run without arguments; others show their help then.
+_WITHOUT_ARGUMENTS = ("doctor",)
 _OVERVIEW = """\
 exportable-cache exports Hugging Face models with a static KV cache, and runs them.
 
@@ -75,25 +69,13 @@ class _Tasks(TyperGroup):
                 formatter.write_dl([(name.ljust(width), text) for name, text in texts.items()])
 
 
-app = typer.Typer(
-    cls=_Tasks,
-    help=_HELP,
-    epilog=_EPILOG,
-    invoke_without_command=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
-
-
 def _version(requested: bool) -> None:
     if requested:
         typer.echo(f"exportable-cache {__version__}")
         raise typer.Exit()
 
 
-@app.callback()
-def root(
+def _root(
     ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
@@ -109,7 +91,36 @@ def root(
         typer.echo(_OVERVIEW)
 
 
-for _command in (plan, export, inspect, verify, generate, chat, serve, bench, operators, package):
-    app.command(cls=Command, no_args_is_help=True)(_command)
-app.command(cls=Command)(doctor)
-app.add_typer(native, name="native")
+def application(only: str = "") -> typer.Typer:
+    """Return the application.
+
+    Args:
+        only: Name of the one command to import, because importing all of them takes longer than some commands; "" for
+            all.
+    """
+    made = typer.Typer(
+        cls=_Tasks,
+        help=_HELP,
+        epilog=_EPILOG,
+        invoke_without_command=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    made.callback()(_root)
+    for name, module in COMMANDS.items():
+        if only in ("", name):
+            command = getattr(import_module(f".{module}", __package__), name)
+            if isinstance(command, typer.Typer):
+                made.add_typer(command, name=name)
+            else:
+                made.command(cls=Command, no_args_is_help=name not in _WITHOUT_ARGUMENTS)(command)
+    return made
+
+
+def __getattr__(name: str) -> typer.Typer:
+    """Return `app`, the application with all commands, which is made when it is first used."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()["app"] = made = application()
+    return made

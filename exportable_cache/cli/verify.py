@@ -80,6 +80,8 @@ def verify(ctx: typer.Context, folder: Path, model: str, json: bool, **given: An
             )
         terminal.print(table)
         terminal.print()
+        if not report.remark:
+            terminal.print("executed by " + ("the native runner" if report.runtime == "native" else "torch's runtime"))
         terminal.print(str(report), style=None if report.passed else "red")
     if not report.passed:
         if json:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,17 +82,30 @@ def open_native(
         BundleError, InputError, MissingDependencyError: See `Bundle.open`. `InputError` also if the variable
             `EXPORTABLE_CACHE_RUNTIME` is `native` and the runner does not run the bundle.
     """
+    with runtime_chosen(path):
+        return _open(path, check_versions, known, key, text, progress)
+
+
+@contextmanager
+def runtime_chosen(path: str | os.PathLike) -> Iterator[None]:
+    """Follow the variable `EXPORTABLE_CACHE_RUNTIME` within a block that raises `NotNative`.
+
+    Raises:
+        NotNative: If the variable is `torch`.
+        InputError: If it has an unknown value, or is `native` and the block raises `NotNative`.
+    """
     runtime = os.environ.get(RUNTIME_VARIABLE) or "auto"
     if runtime not in _RUNTIMES:
         raise InputError(f"{RUNTIME_VARIABLE} must be one of {', '.join(_RUNTIMES)}, got {runtime!r}")
     if runtime == "torch":
         raise NotNative
     try:
-        return _open(path, check_versions, known, key, text, progress)
+        yield
     except NotNative as found:
         if runtime == "native":
+            reason = found.reason or "it is for another target"
             raise InputError(
-                f"{RUNTIME_VARIABLE} must not be 'native' for {path}, got it: {found.reason}; unset it"
+                f"{RUNTIME_VARIABLE} must not be 'native' for {path}, got it: {reason}; unset it"
             ) from None
         raise
 
@@ -105,11 +119,7 @@ def _open(
     progress: Progress,
 ) -> NativeSession:
     bundle = CheckedBundle.read(path, key)
-    if bundle.target != "executorch":
-        raise NotNative
-    reason = _why_not(bundle, text)
-    if reason:
-        raise NotNative(reason)
+    check_native(bundle, text)
     bundle.check(check_versions, known, progress)
     from exportable_cache_runner import Failure
     from exportable_cache_runner import Session as RunnerSession
@@ -128,8 +138,21 @@ def _open(
         raise
 
 
+def check_native(bundle: CheckedBundle, text: bool) -> None:
+    """Check that the native runner runs a bundle here. The runner checks the program itself.
+
+    Raises:
+        NotNative: If it does not.
+    """
+    if bundle.target != "executorch":
+        raise NotNative
+    reason = _why_not(bundle, text)
+    if reason:
+        raise NotNative(reason)
+
+
 def _why_not(bundle: CheckedBundle, text: bool) -> str:
-    """Return why the native runner does not run a bundle here, or ""; the runner checks the program itself."""
+    """Return why the native runner does not run a bundle for ExecuTorch here, or ""."""
     fields = bundle.fields
     program, options = _mapping(fields, "program"), _mapping(fields, "options")
     if fields.get("ranks") is not None:

@@ -82,6 +82,7 @@ class VerifyReport:
             large models.
         rms_tolerance: Limit of each position's root mean square, if activations are quantised.
         spread: Largest standard deviation over the vocabulary of a position's reference logits; None in older reports.
+        runtime: What ran the program: "native" for the native runner, "torch" for a session; "" if not recorded.
     """
 
     passed: bool
@@ -97,6 +98,7 @@ class VerifyReport:
     at_once: bool = False
     rms_tolerance: float | None = None
     spread: float | None = None
+    runtime: str = ""
 
     @classmethod
     def recorded(cls, fields: Mapping[str, Any]) -> VerifyReport:

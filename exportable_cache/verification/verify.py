@@ -61,6 +61,9 @@ def verify(
     """
     from ..bundle.bundle import Bundle
     from ..models.loading.loading import load_model, load_to_quantise
+    from ..session.native import NotNative, runtime_chosen
+    from ..session.session import Session
+    from .native_runner import NativeProcess
     from .references import session_to_verify
 
     # Checked before the model is loaded, which takes long.
@@ -93,13 +96,20 @@ def verify(
         )
         progress(f"quantising to {quantization}", 0, None)
         model = quantize(model, quantization).model
-    session, remark = session_to_verify(bundle, model, progress=progress)
+    try:
+        with runtime_chosen(bundle.path):
+            session, remark, runtime = Session.from_bundle(bundle, NativeProcess(bundle)), "", "native"
+    except NotNative as left:
+        session, remark = session_to_verify(bundle, model, progress=progress)
+        runtime = "torch"
+        if left.reason:
+            progress(f"using torch's runtime: {left.reason}", 0, None)
     with session:
         if manifest.quantization is not None and spec.tolerance is None:
             largest, rms = tolerances_of(model, quantization, session.runner.methods.get("encode"))
             spec = replace(spec, tolerance=largest, rms_tolerance=rms)
         report = compare(session, model, spec, progress)
-    report = replace(report, remark=remark)
+    report = replace(report, remark=remark, runtime=runtime)
     if record:
         # Keeps the part that only an export measures.
         earlier = manifest.verification or {}

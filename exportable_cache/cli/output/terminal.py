@@ -14,10 +14,8 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
-from ...common.process.quiet import forget, known_lines_hidden
+from ...common.process.quiet import forget
 from ...common.process.tuning import no_collections
 from ...errors import shown, shown_generated
 
@@ -118,7 +116,14 @@ class Terminal:
         Yields:
             A callback `(stage, done, total or None)`.
         """
-        with (_bars if self._err.is_terminal else _lines)(self._err) as draw:
+        if self._err.is_terminal:
+            # Imported here, because most commands that a program runs have no terminal.
+            from .bars import bars
+
+            shows = bars(self._err)
+        else:
+            shows = _lines(self._err)
+        with shows as draw:
 
             def callback(stage: str, done: int, total: int | None) -> None:
                 draw(shown(stage), done, total)
@@ -131,33 +136,6 @@ class Terminal:
         """Show that a bundle is being opened, and import its libraries without garbage collection."""
         with self.progress(f"opening {folder}"), no_collections():
             yield
-
-
-class _Bar(BarColumn):
-    def render(self, task: Task) -> RenderableType:  # type: ignore[override]
-        return Text() if task.total is None else super().render(task)
-
-
-class _Count(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}", style="dim")
-
-
-@contextmanager
-def _bars(console: Console) -> Iterator[Callback]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), _Bar(24), _Count(), TimeElapsedColumn())
-    # One bar for the current stage, removed at the end. Filter again, because rich replaces sys.stderr meanwhile.
-    with Progress(*columns, console=console, transient=True) as bars, known_lines_hidden():
-        shown: dict[str, Any] = {}
-
-        def callback(stage: str, done: int, total: int | None) -> None:
-            if shown.get("stage") != stage:
-                if "task" in shown:
-                    bars.remove_task(shown["task"])
-                shown.update(stage=stage, task=bars.add_task(stage, total=total))
-            bars.update(shown["task"], completed=done, total=total)
-
-        yield callback
 
 
 @contextmanager
