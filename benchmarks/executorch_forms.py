@@ -65,11 +65,12 @@ def random_model(name: str, cache: int) -> PreTrainedModel:
 
 
 def ours(name: str, cache: int, folder: Path, **options: str) -> dict:
-    """Run `exportable_cache.export` with its defaults, or with more of its options."""
+    """Run `exportable_cache.export` over ExecuTorch's operators, or with more of its options."""
     from exportable_cache import export
 
     model = random_model(name, cache)
-    export(model, "executorch", cache, folder / "bundle", prefill_chunk=min(CHUNK, cache), verify=False, **options)
+    options = {"prefill_chunk": min(CHUNK, cache), "kernels": "executorch", **options}
+    export(model, "executorch", cache, folder / "bundle", verify=False, **options)
     return {"runner": "bundle"}
 
 

@@ -56,7 +56,8 @@ def ours(form: Form, model: Path, slots: int, folder: Path) -> None:
     from exportable_cache import export
 
     loaded = AutoModelForCausalLM.from_pretrained(model)
-    options = {"prefill_chunk": CHUNK, **form.options.get("export", {})}
+    # Named, because the default depends on what is installed.
+    options = {"prefill_chunk": CHUNK, "kernels": "executorch", **form.options.get("export", {})}
     export(loaded, "executorch", slots, folder / "bundle", verify=False, **options)
 
 

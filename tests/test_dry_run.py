@@ -95,6 +95,7 @@ def test_it_refuses_what_the_export_would(config_only: Path, tmp_path: Path) -> 
 def test_the_command_says_it_in_lines_or_in_json(config_only: Path, tmp_path: Path) -> None:
     pytest.importorskip("executorch")
     asked = ["export", str(config_only), "-n", "48", "-o", str(tmp_path / "out"), "--dry-run"]
+    asked += ["-O", "kernels=executorch"]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.stderr
     assert "would hold Gemma2ForCausalLM with its cache, for executorch" in result.stdout

@@ -15,7 +15,7 @@ from exportable_cache.backends import TARGETS
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.errors import InputError
 from exportable_cache.models.loading.without_weights import model_without_weights
-from exportable_cache.models.quantization.sizes import exact_bytes
+from exportable_cache.models.quantization.sizes import exact_bytes, float_bytes
 from exportable_cache.pipeline.dtypes import choose_dtype
 from exportable_cache.verification.report import VerifyReport
 
@@ -66,7 +66,7 @@ def test_bytes_of_weights_that_are_kept_are_those_of_layers_and_tables(stored: t
     matrices = sum(one.numel() for one in model.parameters() if one.dim() == 2)
     norms = sum(one.numel() for one in model.parameters() if one.dim() == 1)
     bare = model_without_weights(model.config).to(torch.float32)
-    assert exact_bytes(model) == exact_bytes(bare, stored) == 2 * matrices + 4 * norms
+    assert exact_bytes(model) == float_bytes(bare, torch.float32, stored) == 2 * matrices + 4 * norms
     model.lm_head.weight.data[0, 0] = 1 + 2**-20
     assert exact_bytes(model) == 2 * (matrices + model.lm_head.weight.numel()) + 4 * norms
 

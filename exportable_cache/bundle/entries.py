@@ -85,6 +85,13 @@ class RoundedCache(Entry):
     argmax_agreement: float | None = None
 
 
+class AppliedRecipe(Entry):
+    """The recipe of an export, and the options that were given and differ from it."""
+
+    name: str
+    changed: dict[str, Any] = Field(default_factory=dict)
+
+
 class RankedProgram(Entry):
     """A program in `size` parts for tensor parallelism, each in a folder such as `rank-0`.
 

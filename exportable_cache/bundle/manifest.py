@@ -13,7 +13,18 @@ from transformers.utils import logging as transformers_logging
 
 from ..backends.base import ProgramDescription
 from ..errors import BundleError, first_line
-from .entries import Count, Dtype, Entry, File, Layer, ProgramEntry, Quantized, RankedProgram, RoundedCache
+from .entries import (
+    AppliedRecipe,
+    Count,
+    Dtype,
+    Entry,
+    File,
+    Layer,
+    ProgramEntry,
+    Quantized,
+    RankedProgram,
+    RoundedCache,
+)
 from .manifest_file import MANIFEST_FILE, check_file_name, checksum_of, rank_folder, read_fields
 
 
@@ -51,6 +62,8 @@ class Manifest(Entry):
     stored_dtype: Dtype | None = None
     # Changes made to the weights before the export, such as merging an adapter, one per line.
     remarks: list[str] = Field(default_factory=list)
+    # None in bundles of releases without recipes.
+    recipe: AppliedRecipe | None = None
     # Set if the program has one part for each of several processes.
     ranks: RankedProgram | None = None
 

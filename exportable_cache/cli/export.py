@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
 from json import loads
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +14,10 @@ import typer
 from ..backends.executorch.options import NATIVE_KERNELS_NEEDED, ExecutorchOptions, needs_native_kernels
 from ..backends.tensorrt.options import TensorRTOptions
 from ..cache.spec import CacheSpec
-from ..errors import shown
+from ..common.settings import keyword_of
+from ..errors import UnsupportedModelError, shown
 from ..models.quantization.spec import Quantization
+from ..pipeline.recipes import RECIPES, remark_of
 from ..pipeline.spec import ExportSpec
 from ..program.spec import ProgramSpec
 from .options import REQUIRED_OPTION, TARGET, Changes, JsonOption, ModelArgument, declared, options_of, takes
@@ -23,7 +26,9 @@ from .output.terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
+    from ..bundle.manifest import Manifest
     from ..pipeline.export import DryRun
+    from ..pipeline.plan import RecipeSize
 
 
 def _sides(text: str) -> tuple[int, ...]:
@@ -101,10 +106,13 @@ def export(ctx: typer.Context, model: str, option: list[str] | None, json: bool,
         made: Any = make_bundle(model, **given, progress=progress, **options)
     if given["dry_run"]:
         _print_dry_run(terminal, made, json)
-    elif json:
-        terminal.json({"path": str(made.path), **made.manifest.model_dump(mode="json")})
+        return
+    sizes = _sizes_of_recipes(model, made, given)
+    if json:
+        recipes = {"recipes": {name: asdict(size) for name, size in sizes.items()}} if sizes else {}
+        terminal.json({"path": str(made.path), **made.manifest.model_dump(mode="json"), **recipes})
     else:
-        _print_export(terminal, made)
+        _print_export(terminal, made, sizes)
 
 
 def _target_options(given: list[str]) -> dict[str, Any]:
@@ -146,18 +154,45 @@ def _print_dry_run(terminal: Terminal, found: DryRun, json: bool) -> None:
     terminal.print(table)
     terminal.print(f"\nweights {bytes_text(found.weights_bytes)}, cache {bytes_text(found.cache_bytes)}")
     terminal.print(f"memory at least {bytes_text(found.least_memory_bytes)} for both; the duration is unknown")
+    print_recipe_sizes(terminal, found.recipes)
     for remark in found.remarks:
         terminal.print(shown(remark))
     terminal.print("no weights were read, and no files written")
 
 
-def _print_export(terminal: Terminal, bundle: Bundle) -> None:
+def _sizes_of_recipes(model: str, bundle: Bundle, given: dict[str, Any]) -> dict[str, RecipeSize]:
+    """Return the sizes with each recipe; none for other targets, and where the config is not enough."""
+    from ..pipeline.plan import sizes_of_recipes
+
+    if bundle.manifest.target != "executorch":
+        return {}
+    names = {keyword_of(one) for one in fields(CacheSpec) if one.init} - {"dtype", "kv_dtype"}
+    try:
+        return sizes_of_recipes(model, CacheSpec(**{name: given[name] for name in names if name in given}))
+    except UnsupportedModelError:
+        return {}
+
+
+def print_recipe_sizes(terminal: Terminal, sizes: Mapping[str, RecipeSize]) -> None:
+    """Print a table of recipes with the sizes of weights and cache, if there are any."""
+    if not sizes:
+        return
+    table = simple_table("recipe", "weights", "cache", "gives", right=("weights", "cache"))
+    for name, size in sizes.items():
+        table.add_row(name, bytes_text(size.weights_bytes), bytes_text(size.cache_bytes), RECIPES[name].about)
+    terminal.print()
+    terminal.print(table)
+    terminal.print()
+
+
+def _print_export(terminal: Terminal, bundle: Bundle, sizes: Mapping[str, RecipeSize]) -> None:
     manifest = bundle.manifest
     terminal.print(f"{shown(bundle.path)}: {shown(manifest.architecture)} with its cache, for {manifest.target}\n")
     print_files(terminal, bundle)
     terminal.print(f"\nweights {bytes_text(manifest.weights_bytes)}, cache {bytes_text(manifest.cache_bytes)}")
     print_verification(terminal, bundle)
-    terminal.print("\nnext:")
+    print_recipe_sizes(terminal, sizes)
+    terminal.print("next:" if sizes else "\nnext:")
     for line in next_steps(bundle):
         terminal.print(f"  {line}")
 
@@ -224,8 +259,37 @@ def print_verification(terminal: Terminal, bundle: Bundle) -> None:
         terminal.print(shown(VerifyReport.recorded(recorded)))
     print_quantization(terminal, bundle)
     print_kv_cache(terminal, bundle)
+    print_recipe(terminal, bundle)
     if needs_native_kernels(bundle.manifest.options):
         terminal.print(NATIVE_KERNELS_NEEDED)
+
+
+def print_recipe(terminal: Terminal, bundle: Bundle) -> None:
+    """Print the recipe of a bundle, its size on disk, its distance from the model, and what it lacks."""
+    manifest = bundle.manifest
+    if manifest.recipe is None:
+        return
+    changed = ", ".join(f"{name} {value}" for name, value in manifest.recipe.changed.items())
+    text = f"recipe {manifest.recipe.name}{f' with {changed}' if changed else ''}: "
+    text += f"{bytes_text(sum(file.bytes for file in manifest.files.values()))} on disk"
+    distance = distance_from_model(manifest)
+    text += "" if distance is None else f", max |logit difference| from the model {distance:.1e}"
+    terminal.print(shown(text))
+    remark = remark_of(manifest.recipe.name, manifest.target, manifest.options, manifest.dtype)
+    if remark:
+        terminal.print(remark)
+
+
+def distance_from_model(manifest: Manifest) -> float | None:
+    """Return the largest recorded |logit difference| from the model with exact weights and cache; None if not measured.
+
+    The distance of quantized weights is measured over the cache of the program, so it includes that of the cache.
+    """
+    for rounded in (manifest.quantization, manifest.kv_cache):
+        if rounded is not None:
+            return rounded.max_difference
+    recorded = manifest.verification or {}
+    return (recorded.get("stored") or recorded).get("max_difference")
 
 
 def print_kv_cache(terminal: Terminal, bundle: Bundle) -> None:

@@ -198,9 +198,10 @@ def opened_elsewhere(manifest: Manifest) -> list[str]:
         "import executorch.extension.llm.custom_ops.custom_ops, executorch.kernels.quantized",
     ]
     if needs_native_kernels(manifest.options):
-        from ..common.native.kernels import installed_path
+        from ..common.native.kernels import chosen_path, installed_path
 
-        lines.append(f"import ctypes; ctypes.CDLL({str(installed_path())!r})")
+        library = chosen_path() or installed_path()
+        lines.append(f"import ctypes; ctypes.CDLL({str(library)!r})")
     return [
         *lines,
         'program = Runtime.get().load_program("program.pte")',

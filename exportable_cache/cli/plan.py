@@ -9,8 +9,10 @@ import typer
 
 from ..cache.spec import CacheSpec
 from ..errors import shown
+from ..pipeline.recipes import remark_of
 from ..pipeline.spec import Split
-from .options import JsonOption, ModelArgument, PlanTargetOption, declared, options_of, takes
+from .export import print_recipe_sizes
+from .options import JsonOption, ModelArgument, PlanRecipeOption, PlanTargetOption, declared, options_of, takes
 from .output.tables import LayerRow, layer_table
 from .output.terminal import Terminal, bytes_text
 
@@ -23,9 +25,10 @@ if TYPE_CHECKING:
     declared("model", ModelArgument),
     *options_of([CacheSpec, Split]),
     declared("target", PlanTargetOption, None),
+    declared("recipe", PlanRecipeOption, None),
     declared("json", JsonOption, False),
 )
-def plan(ctx: typer.Context, model: str, target: str | None, json: bool, **given: Any) -> None:
+def plan(ctx: typer.Context, model: str, target: str | None, recipe: str | None, json: bool, **given: Any) -> None:
     """Plan the cache of a model, without loading its weights."""
     from ..errors import UnsupportedModelError
 
@@ -34,7 +37,7 @@ def plan(ctx: typer.Context, model: str, target: str | None, json: bool, **given
         from ..pipeline.plan import plan_cache
 
         split = Split(**{one.name: given.pop(one.name) for one in fields(Split)})
-        made = plan_cache(model, CacheSpec(**given), target, split)
+        made = plan_cache(model, CacheSpec(**given), target, split, recipe)
     if json:
         terminal.json(made.to_dict())
     if made.refusal:
@@ -60,9 +63,13 @@ def print_plan(terminal: Terminal, made: Plan) -> None:
     terminal.print(f"\nstatic cache   {bytes_text(made.cache_bytes)} for {holds} per row")
     terminal.print(f"DynamicCache   {bytes_text(made.dynamic_bytes)} at {made.max_cache_len} tokens")
     terminal.print(f"weights        {bytes_text(made.weights_bytes)}")
-    for remark in (made.remark, made.positions):
+    remarks = [made.remark, made.positions]
+    if made.recipe is not None:
+        remarks.append(remark_of(made.recipe, made.target or "", {}, made.dtype))
+    for remark in remarks:
         if remark:
             terminal.print(shown(remark))
+    print_recipe_sizes(terminal, made.recipes)
     if made.tensor_parallel is not None:
         _print_rank(terminal, made.tensor_parallel)
     if made.pipeline is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -22,11 +22,12 @@ from ..models.loading.tokenizer import has_tokenizer
 from ..models.loading.without_weights import model_without_weights
 from ..models.positions import check_positions, check_rope
 from ..models.quantization.quantize import check_quantizable
-from ..models.quantization.sizes import coverage_of, exact_bytes, quantized_bytes
+from ..models.quantization.sizes import coverage_of, float_bytes, quantized_bytes
 from ..models.quantization.spec import quantization_of
 from ..program.spec import ProgramSpec
-from .plan import plan_cache
-from .spec import ExportSpec, Split
+from .plan import RecipeSize, plan_cache, sizes_of_recipes
+from .recipes import fill_options, remark_of
+from .spec import ExportSpec, Split, options_of
 from .steps import resolve, run
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def export(
     max_cache_len: int = 1024,
     output_dir: str | os.PathLike | None = None,
     *,
+    recipe: str | None = None,
     batch_size: int = 1,
     dtype: torch.dtype | str | None = None,
     prefill_chunk: int | None = None,
@@ -88,6 +90,9 @@ def export(
         target: One of `backends.TARGETS`.
         max_cache_len: Tokens that a full-attention layer can hold.
         output_dir: Folder of the bundle; must not exist, be empty, or be a bundle to overwrite.
+        recipe: Name of a recipe, which sets the options below that are not given: `exact` (the default) keeps weights
+            as the checkpoint has them, `fast`, `small`, or `portable`, which calls ExecuTorch's operators only and is
+            the default with `llm_runner`; see `recipes.RECIPES`. Other targets than `executorch` only have `exact`.
         batch_size: Number of rows.
         dtype: Dtype of the weights. By default float32 for ExecuTorch and quantized weights, and the stored dtype for
             other targets, see `dtypes.choose_dtype`.
@@ -139,24 +144,43 @@ def export(
         >>> session = load(bundle.path)
     """
     backend = backend_for(target)
+    # Parsed first, so that an unknown target or option is reported before anything else.
+    backend.options.parse(options)
+    filled = fill_options(
+        recipe,
+        target,
+        options,
+        {
+            "quantize": quantize,
+            "group_size": group_size,
+            "quantize_embeddings": quantize_embeddings,
+            "kv_dtype": kv_dtype,
+            "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        },
+    )
+    settings = filled.settings
     spec = ExportSpec(
         model_or_path,
         target,
         output_dir,
-        # Parsed first, so that an unknown target or option is reported before anything else.
-        options=backend.options.parse(options),
+        recipe=filled.recipe,
+        recipe_changes=filled.changed,
+        options=backend.options.parse(filled.options),
         cache=CacheSpec(
             max_cache_len,
             batch_size,
             rollback_slots=rollback_slots,
             attention_sinks=attention_sinks,
             attention_window=attention_window,
-            kv_dtype=kv_dtype,
+            kv_dtype=settings["kv_dtype"],
             max_encoder_len=max_encoder_len,
         ),
         program=ProgramSpec(prefill_chunk),
         quantization=quantization_of(
-            quantize, group_size, quantize_embeddings, getattr(backend, "embedding_schemes", ())
+            settings["quantize"],
+            settings["group_size"],
+            settings["quantize_embeddings"],
+            getattr(backend, "embedding_schemes", ()),
         ),
         dtype=dtype,
         modalities=modalities,
@@ -190,6 +214,8 @@ class DryRun:
         cache_bytes: Bytes of the cache, which the opened program allocates.
         least_memory_bytes: Bytes of the weights and one cache: the minimum for the export and for the opened program.
             What a target needs beyond that is unknown.
+        recipe: Recipe of the export, or None.
+        recipes: Sizes with each recipe, by name; empty for other targets than `executorch`.
         remarks: Changes to the weights and requirements of the program, one per line.
     """
 
@@ -202,6 +228,8 @@ class DryRun:
     weights_bytes: int | None
     cache_bytes: int
     least_memory_bytes: int | None
+    recipe: str | None = None
+    recipes: dict[str, RecipeSize] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -241,7 +269,7 @@ def preview(spec: ExportSpec) -> DryRun:
             weights = quantized_bytes(model, spec.quantization)
             coverage = coverage_of(model, spec.quantization)
     elif model is not None and resolved.dtype is not None and resolved.dtype.kept:
-        weights = exact_bytes(model.to(dtype), resolved.dtype.stored)
+        weights = float_bytes(model, dtype, resolved.dtype.stored)
     stored = stored_quantization(config)
     remarks = [] if stored is None else [stored.remark.replace("were dequantised", "would be dequantised")]
     remarks += [made.positions] if made.positions else []
@@ -258,6 +286,8 @@ def preview(spec: ExportSpec) -> DryRun:
         remarks.append(str(resolved.dtype))
     if spec.options is not None and needs_native_kernels(spec.options.to_dict()):
         remarks.append(NATIVE_KERNELS_NEEDED)
+    lacking = remark_of(spec.recipe, spec.target, options_of(spec).to_dict(), dtype_name(dtype))
+    remarks += [lacking] if lacking else []
     return DryRun(
         output_dir=str(spec.output_dir),
         target=spec.target,
@@ -268,6 +298,8 @@ def preview(spec: ExportSpec) -> DryRun:
         weights_bytes=weights,
         cache_bytes=made.cache_bytes,
         least_memory_bytes=None if weights is None else weights + made.cache_bytes,
+        recipe=spec.recipe,
+        recipes=sizes_of_recipes(live or config, spec.cache) if spec.target == "executorch" else {},
         remarks=tuple(remarks),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,13 @@ from ..models.loading.support import check_sizes
 from ..models.loading.without_weights import ask_without_weights, model_without_weights
 from ..models.patches.registry import patch_model
 from ..models.positions import beyond_positions
+from ..models.quantization.quantize import check_quantizable
+from ..models.quantization.sizes import float_bytes, quantized_bytes
+from ..models.quantization.spec import Quantization
 from ..parallel.plan import RankPlan, check_tensor_parallel, messages_of_token, split_layers, weights_of_rank
 from ..parallel.stage_plan import StagePlan, plan_stages
 from .dtypes import DtypeChoice, check_dtype, choose_dtype
+from .recipes import RECIPES, FilledOptions, fill_options
 from .spec import Split, dtype_of
 
 if TYPE_CHECKING:
@@ -68,6 +72,20 @@ class PlannedLayer:
 
 
 @dataclass(frozen=True)
+class RecipeSize:
+    """Sizes of an export to ExecuTorch with a recipe.
+
+    Attributes:
+        weights_bytes: Bytes of the weights in the program; None if they are unknown, or the recipe cannot quantize the
+            model.
+        cache_bytes: Bytes of the cache, which the opened program allocates.
+    """
+
+    weights_bytes: int | None
+    cache_bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """The result of `plan`.
 
@@ -93,6 +111,8 @@ class Plan:
         pipeline: Share and traffic of each stage, if requested; with ranks, of one rank of each stage.
         memory: Bytes that a process may use for weights and cache, if given.
         longest: Largest `max_cache_len` that fits into `memory`, 0 if none does, at most `MOST_TOKENS`.
+        recipe: Recipe of the plan; None without a target.
+        recipes: Sizes with each recipe, by name; empty for other targets than `executorch`.
     """
 
     source: str
@@ -115,6 +135,8 @@ class Plan:
     pipeline: StagePlan | None = None
     memory: int | None = None
     longest: int | None = None
+    recipe: str | None = None
+    recipes: dict[str, RecipeSize] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
@@ -127,6 +149,7 @@ def plan(
     batch_size: int = 1,
     dtype: torch.dtype | str | None = None,
     target: str | None = None,
+    recipe: str | None = None,
     **options: Any,
 ) -> Plan:
     """Plan the cache of a model from its config, without reading weights or allocating a cache.
@@ -137,7 +160,8 @@ def plan(
         batch_size: Number of rows.
         dtype: Dtype of keys, values and weights. By default the best one of `target`; without a target the config's, or
             float32.
-        target: Target of the export, which need not be installed.
+        target: Target of the export, which need not be installed; `executorch` with a recipe.
+        recipe: Recipe of the export, see `export`.
         **options: Further fields of `CacheSpec` and `Split`: tensor_parallel, pipeline, memory.
 
     Returns:
@@ -151,7 +175,7 @@ def plan(
     names = {one.name for one in fields(Split)}
     split = Split(**{name: given for name, given in options.items() if name in names})
     further = {name: given for name, given in options.items() if name not in names}
-    return plan_cache(model_or_path, CacheSpec(max_cache_len, batch_size, dtype, **further), target, split)
+    return plan_cache(model_or_path, CacheSpec(max_cache_len, batch_size, dtype, **further), target, split, recipe)
 
 
 def plan_cache(
@@ -159,15 +183,21 @@ def plan_cache(
     spec: CacheSpec,
     target: str | None = None,
     split: Split = _WHOLE,
+    recipe: str | None = None,
 ) -> Plan:
     """Plan a cache as `plan` does, from a `CacheSpec`."""
+    target = "executorch" if target is None and recipe is not None else target
+    filled = FilledOptions("")
     if target is not None:
         check_target(target)
-        check_dtype(dtype_of(spec), target, {})
+        filled = fill_options(recipe, target, {}, {"kv_dtype": spec.kv_dtype, "dtype": dtype_of(spec)})
+        check_dtype(dtype_of(spec), target, filled.options)
+        spec = replace(spec, kv_dtype=filled.settings["kv_dtype"])
+    quantization = filled.quantization
     config, live = load_config(model_or_path), live_model(model_or_path)
     check_sizes(config, _source(model_or_path))
     stored = stored_dtype(live or config)
-    choice = _choice(stored or torch.float32, dtype_of(spec), target)
+    choice = _choice(stored or torch.float32, dtype_of(spec), target, filled)
     chosen = choice.chosen
     model = live or model_without_weights(config)
     about: dict[str, Any] = {
@@ -177,8 +207,9 @@ def plan_cache(
         "max_cache_len": spec.max_cache_len,
         "batch_size": spec.batch_size,
         "dtype": dtype_name(chosen),
-        "weights_bytes": None if model is None else _weights_bytes(model, chosen),
+        "weights_bytes": None if model is None else _weights_bytes(model, choice, quantization),
         "target": target,
+        "recipe": filled.recipe or None,
         "stored_dtype": None if stored is None else dtype_name(stored),
         "remark": str(choice) if stored is not None and choice.stored != choice.chosen else "",
         "positions": beyond_positions(config, spec.max_cache_len, spec.sinks is not None),
@@ -229,6 +260,7 @@ def plan_cache(
         pipeline=stages,
         memory=split.memory,
         longest=longest,
+        recipes=_sizes(model, layer_specs, spec, stored) if target == "executorch" else {},
     )
 
 
@@ -334,8 +366,46 @@ def _rows(built: list[CacheLayer]) -> int:
     return next(layer.cumulative_length.shape[0] for layer in built if not layer.is_dummy)
 
 
-def _choice(stored: torch.dtype, requested: torch.dtype | None, target: str | None) -> DtypeChoice:
-    return DtypeChoice(stored, requested or stored) if target is None else choose_dtype(stored, requested, target, {})
+def sizes_of_recipes(
+    model_or_path: str | Path | PreTrainedModel | PreTrainedConfig, spec: CacheSpec
+) -> dict[str, RecipeSize]:
+    """Return the sizes of exports to ExecuTorch with each recipe, from the model's config.
+
+    Args:
+        model_or_path: A model as for `plan`.
+        spec: The cache; its `kv_dtype` is the recipe's.
+
+    Raises:
+        UnsupportedModelError: If the sizes cannot be known from the config.
+    """
+    config, live = load_config(model_or_path), live_model(model_or_path)
+    model = live or model_without_weights(config)
+    return _sizes(model, _layer_specs(config, model, spec), spec, stored_dtype(live or config))
+
+
+def _sizes(
+    model: PreTrainedModel | None, layer_specs: list[LayerSpec], spec: CacheSpec, stored: torch.dtype | None
+) -> dict[str, RecipeSize]:
+    sizes = {}
+    for name in RECIPES:
+        filled = fill_options(name, "executorch", {})
+        choice = _choice(stored or torch.float32, None, "executorch", filled)
+        of_recipe = replace(spec, kv_dtype=filled.settings["kv_dtype"])
+        cache = sum(layer_spec.build(of_recipe, choice.chosen, "meta").nbytes for layer_spec in layer_specs)
+        try:
+            weights = None if model is None else _weights_bytes(model, choice, filled.quantization)
+        except (InputError, UnsupportedModelError):
+            weights = None
+        sizes[name] = RecipeSize(weights, cache)
+    return sizes
+
+
+def _choice(
+    stored: torch.dtype, requested: torch.dtype | None, target: str | None, filled: FilledOptions
+) -> DtypeChoice:
+    if target is None:
+        return DtypeChoice(stored, requested or stored)
+    return choose_dtype(stored, requested, target, filled.options, filled.quantization is not None)
 
 
 def _kept_dtype(layer: CacheLayer) -> str:
@@ -379,8 +449,11 @@ def _layer_specs(config: PreTrainedConfig, model: PreTrainedModel | None, spec: 
     return found
 
 
-def _weights_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
-    return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+def _weights_bytes(model: PreTrainedModel, choice: DtypeChoice, quantization: Quantization | None) -> int:
+    if quantization is not None:
+        check_quantizable(model, quantization)
+        return quantized_bytes(model, quantization)
+    return float_bytes(model, choice.chosen, choice.stored if choice.kept else choice.chosen)
 
 
 def _dynamic_bytes(layer_spec: LayerSpec, spec: CacheSpec, dtype: torch.dtype) -> int:

@@ -19,6 +19,7 @@ from ..errors import InputError
 from ..models.quantization.spec import check_schemes
 from ..program.spec import ProgramSpec
 from ..verification.spec import VerifySpec, check_tolerance
+from .recipes import EXACT, RECIPES
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +56,9 @@ class ExportSpec:
         tokenizer: Tokenizer to save in the bundle; None for the model's.
         lora: Folder of an adapter to merge into the weights, at most one.
         dry_run: Describe the export, and write nothing.
+        recipe: Name of the recipe from which `export` filled in other options, for the manifest; None for none. See
+            `recipes.fill_options`.
+        recipe_changes: Options that were given and differ from the recipe, for the manifest.
 
     Raises:
         InputError: If a value is out of range, or not supported by the target.
@@ -71,10 +75,18 @@ class ExportSpec:
     output_dir: str | os.PathLike | None = setting(
         None, "Folder to write the bundle to.", flags=("--output", "-o"), metavar="DIR", kind=Path
     )
+    recipe: str | None = setting(
+        None,
+        f"Defaults: {'; '.join(f'{name} is {one.about}' for name, one in RECIPES.items())}.",
+        flags=("--recipe",),
+        choices=tuple(RECIPES),
+        shown_default=EXACT,
+    )
     cache: CacheSpec = field(default=REQUIRED, kw_only=True)  # type: ignore[assignment]
     program: ProgramSpec = field(default=ProgramSpec(), kw_only=True)
     options: TargetOptions | None = field(default=None, kw_only=True)
     quantization: Quantization | None = field(default=None, kw_only=True)
+    recipe_changes: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     dtype: torch.dtype | str | None = same_setting(CacheSpec, "dtype")
     modalities: Sequence[str] | Mapping[str, Any] = setting(
         (),

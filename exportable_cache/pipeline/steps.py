@@ -22,7 +22,7 @@ from ..backends import backend_for
 from ..backends.base import target_dtypes
 from ..bundle import signing
 from ..bundle.builder import Provenance, check_free, new_folder, write_bundle
-from ..bundle.entries import Quantized, RoundedCache
+from ..bundle.entries import AppliedRecipe, Quantized, RoundedCache
 from ..common.fs.tensor_files import Scratch
 from ..common.process.tuning import few_collections
 from ..common.progress import silent
@@ -307,6 +307,8 @@ def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progr
         "remarks": remarks,
         "ranks": ranked,
     }
+    if spec.recipe is not None:
+        recorded["recipe"] = AppliedRecipe(name=spec.recipe, changed=dict(spec.recipe_changes))
     beyond = beyond_positions(made.model.config, spec.cache.max_cache_len, spec.cache.sinks is not None)
     remarks += [beyond] if beyond else []
     if source.weights_bytes is not None:

@@ -5,6 +5,7 @@ The commands are tested here, most of them over a target whose programs stay in 
 
 import inspect
 import json
+import re
 
 import pytest
 import torch
@@ -59,8 +60,10 @@ def test_export_without_verification_says_how_to_verify(run, tiny_folder, tmp_pa
     result = run(
         "export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path / "x", "--no-verify", "--prefill-chunk", 1
     )
-    lines = [f"not verified; run: exportable-cache verify {tmp_path / 'x'} --model MODEL", "", "next:"]
-    assert result.stdout.splitlines()[-4:] == [*lines, "  guide: docs/bundles.md"]
+    *said, recipe, empty, following, guide = result.stdout.splitlines()
+    assert said[-1] == f"not verified; run: exportable-cache verify {tmp_path / 'x'} --model MODEL"
+    assert re.fullmatch(r"recipe exact: [0-9.]+ KiB on disk", recipe)
+    assert [empty, following, guide] == ["", "next:", "  guide: docs/bundles.md"]
 
 
 def test_export_refuses_a_folder_that_exists(run, exported, tiny_folder):
@@ -164,7 +167,8 @@ def test_inspect_shows_layers_methods_versions_files_and_the_result(run, exporte
     assert f"torch {torch.__version__.partition('+')[0]}" in result.stdout
     assert "input_ids int64 [batch, length]" in result.stdout and "logits float32 [batch, 128]" in result.stdout
     assert FILE in result.stdout and "all checksums match" in result.stdout
-    assert result.stdout.splitlines()[-1].startswith("verified: ")
+    verified, recipe = result.stdout.splitlines()[-2:]
+    assert verified.startswith("verified: ") and recipe.startswith("recipe exact: ")
 
 
 def test_inspect_sums_up_the_tensors_of_an_explicit_cache(run, damaged):

@@ -35,6 +35,7 @@ def bundle() -> Path:
     model = AutoModelForCausalLM.from_pretrained(demo_path(), config=config).eval()
     tokenizer = AutoTokenizer.from_pretrained(demo_path())
     options = {"target": "executorch", "max_cache_len": CAPACITY, "batch_size": ROWS, "prefill_chunk": CHUNK}
+    options["kernels"] = "executorch"  # the runner has no others here
     return stored(
         {"two layers of demo": options}, lambda folder: export(model, output_dir=folder, tokenizer=tokenizer, **options)
     )

@@ -38,7 +38,7 @@ def tiny(model_type: str) -> PreTrainedModel:
 
 def bundle_of(model_type: str, kind: str = "image") -> Path:
     model = tiny(model_type)
-    options = {"prefill_chunk": 48 if model_type == "paligemma" else 16, "verify": False}
+    options = {"prefill_chunk": 48 if model_type == "paligemma" else 16, "verify": False, "kernels": "executorch"}
     key = {"media": [model_type, kind], "max_cache_len": CAPACITY, **options}
     modalities = {kind: item(model, kind)}
     return stored(key, lambda folder: export(model, "executorch", CAPACITY, folder, modalities=modalities, **options))

@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from exportable_cache.common.native.kernels import VARIABLE
+
 from .store import REPOSITORY, stored
 
 
@@ -20,12 +22,14 @@ def example() -> str:
 
 
 def bare(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python as a new user does: none of the settings that silence it for tests."""
+    """Run Python as a new user does, without the settings that silence it for tests, and without native operators."""
     kept = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR")
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     environment.update(
         PYTHONPATH=str(REPOSITORY), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", EXPORTABLE_CACHE_HOME=str(cwd)
     )
+    # Every runner opens what it exports so.
+    environment[VARIABLE] = "executorch"
     done = subprocess.run(
         [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
     )

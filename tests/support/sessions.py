@@ -111,8 +111,11 @@ def exported_bundle(model: PreTrainedModel, target: str, max_cache_len: int = CA
     """Folder of a model's bundle, taken from the store if it was exported before. Read it only.
 
     Args:
-        options: Of `export`; values that JSON can write.
+        options: Of `export`; values that JSON can write. For `executorch` the operators are ExecuTorch's by default, so
+            that every runner opens the bundle, whatever is installed here.
     """
+    if target == "executorch" and "delegate" not in options:
+        options = {"kernels": "executorch", **options}
     key = {"bundle": {"target": target, "max_cache_len": max_cache_len, "options": options, "model": model_key(model)}}
     return stored(key, lambda folder: export(model, target, max_cache_len, folder, **options))
 

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from exportable_cache.common.native.kernels import chosen_path
+
 REPOSITORY = Path(__file__).parents[2]
 #: What takes part in making an entry, besides what its key says.
 SOURCES = ("exportable_cache", "tests/support", "runners")
@@ -48,6 +50,9 @@ def generation() -> str:
             digest.update(f"{package} {importlib.metadata.version(package)}\0".encode())
         except importlib.metadata.PackageNotFoundError:
             digest.update(f"no {package}\0".encode())
+    # Exports use native operators by default, if they are installed.
+    library = chosen_path()
+    digest.update(str(None if library is None else (library, library.stat().st_mtime_ns)).encode())
     digest.update(
         f"{platform.python_version()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}".encode()
     )

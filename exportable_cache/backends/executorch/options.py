@@ -24,8 +24,9 @@ METHODS = ("auto", "forward", "split", "both")
 KERNELS = ("executorch", "native")
 LINEARS = ("delegate", "native")
 NATIVE_KERNELS_NEEDED = (
-    "the program calls native operators and runs only with the compiled kernels of this package: `exportable-cache "
-    "native build` for Python, -DEC_KERNELS=PATH or -DEC_NATIVE_KERNELS=ON for the C++ runner"
+    "the program calls native operators of this package; `exportable-cache native build` installs them (C++ runner: "
+    "-DEC_KERNELS=PATH or -DEC_NATIVE_KERNELS=ON), and `exportable-cache export MODEL --recipe portable ...` makes a "
+    "bundle without them"
 )
 
 

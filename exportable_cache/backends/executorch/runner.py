@@ -81,8 +81,8 @@ def _missing(path: Path, operators: frozenset[str]) -> BundleError:
     """Return the error for a program whose operators have no kernels in the runtime."""
     if any(name.startswith(_NATIVE_OPERATORS) for name in operators):
         remedy = (
-            "it was exported with kernels='native' or linears='native' and needs the compiled kernels of this package: "
-            f"{kernels_remedy()}; or export the model again without that option"
+            "it was exported for the native operators of this package, which are not loaded: "
+            f"{kernels_remedy()}; or make a bundle without them: exportable-cache export MODEL --recipe portable ..."
         )
     else:
         _check_runs_here(path)

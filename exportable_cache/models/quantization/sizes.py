@@ -140,16 +140,25 @@ def coverage_of(model: PreTrainedModel, quantization: Quantization) -> Coverage:
     )
 
 
-def exact_bytes(model: nn.Module, stored: torch.dtype | None = None) -> int:
+def exact_bytes(model: nn.Module) -> int:
     """Return the bytes of all parameters, with weights of linear layers and tables in the smallest exact dtype.
 
-    Args:
-        model: A model; tied parameters count once.
-        stored: That dtype, for a model that has only shapes.
+    Tied parameters count once.
     """
     sizes = {id(parameter): parameter.nbytes for parameter in model.parameters()}
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight.dtype == torch.float32:
-            dtype = exact_dtype(module.weight) if stored is None else stored
-            sizes[id(module.weight)] = module.weight.numel() * dtype.itemsize
+            sizes[id(module.weight)] = module.weight.numel() * exact_dtype(module.weight).itemsize
     return sum(sizes.values())
+
+
+def float_bytes(model: nn.Module, dtype: torch.dtype, stored: torch.dtype) -> int:
+    """Return the bytes of all parameters from their shapes; tied ones count once.
+
+    Args:
+        model: A model on any device.
+        dtype: Dtype of parameters.
+        stored: Dtype of the weights of linear layers and tables.
+    """
+    weights = {id(one.weight) for one in model.modules() if isinstance(one, (nn.Linear, nn.Embedding))}
+    return sum(one.numel() * (stored if id(one) in weights else dtype).itemsize for one in model.parameters())
