@@ -35,7 +35,13 @@ def _changed(bundle: Path, **fields: Any) -> CheckedBundle:
         (lambda fields: {"ranks": {"size": 2}}, "several processes"),
         (lambda fields: {"program": {**fields["program"], "batch_size": 4}}, "one row, and the program 4"),
         (lambda fields: {"options": {"delegate": "coreml"}}, "no delegate 'coreml'"),
-        (lambda fields: {"program": {**fields["program"], "methods": {"encode": {}}}}, "encoder-decoders"),
+        (lambda fields: {"program": {**fields["program"], "methods": {"encode": {}}}}, "its encoder"),
+        (
+            lambda fields: {
+                "program": {**fields["program"], "methods": {"encode": {"inputs": [{"name": "input_features"}]}}}
+            },
+            "its encoder",
+        ),
     ],
 )
 def test_why_a_bundle_is_left_to_torch(demo_bundle: Path, automatic: None, change: Any, said: str) -> None:
@@ -87,6 +93,16 @@ def test_another_target_needs_no_word(demo_bundle: Path, automatic: None, monkey
     with pytest.raises(NotNative) as caught:
         open_native(demo_bundle)
     assert caught.value.reason == ""
+
+
+def test_methods_without_logits_are_no_steps(demo_bundle: Path) -> None:
+    fields = CheckedBundle.read(demo_bundle).fields
+    longest = max(method["max_length"] for method in fields["program"]["methods"].values())
+    odd = {"a": None, "b": {}, "c": {"outputs": 1}, "d": {"outputs": [1, {"name": "x"}], "max_length": 10**6}}
+    for methods, expected in (({**fields["program"]["methods"], **odd}, longest), (odd, 1)):
+        changed = {**fields, "program": {**fields["program"], "methods": methods}}
+        session = native.NativeSession(demo_bundle, None, 1, None, None, changed)  # type: ignore[arg-type]
+        assert session.longest_chunk == expected
 
 
 def test_text_is_that_of_the_session_without_torch(demo_bundle: Path) -> None:

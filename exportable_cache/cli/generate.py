@@ -136,8 +136,10 @@ def generate(
 
         prompted = messages if chat else text
         ids = encode_ids(native.text_tokenizer, prompted, split_special_tokens=split_special_tokens)
-        most = max_new_tokens or _default_new_tokens(native.settings, native.max_length, len(ids))
-        timed = _Timed(len(ids), len(ids))
+        # The decoder of an encoder-decoder is fed one token.
+        fed = len(ids) if native.start_token is None else 1
+        most = max_new_tokens or _default_new_tokens(native.settings, native.max_length, fed)
+        timed = _Timed(len(ids), fed)
         continues = not chat or (form is None and not split_special_tokens)
         arguments = (native, ids, most, choice, stop or (), prompt_lookup or 0, form, continues)
         run = partial(_run_native, timed, *arguments)

@@ -161,8 +161,9 @@ def _why_not(bundle: CheckedBundle, text: bool) -> str:
         return f"the native runner runs one row, and the program {program.get('batch_size')}"
     if options.get("delegate") not in (None, "xnnpack"):
         return f"the native runner has no delegate {options.get('delegate')!r}"
-    if "encode" in _mapping(program, "methods"):
-        return "the native runner of this command does not run encoder-decoders"
+    encoder = _mapping(program, "methods").get("encode")
+    if encoder is not None and not (text and _takes_ids(encoder)):
+        return "text does not go through its encoder"
     if text and fields.get("tokenizer") is not None and not bundle.reads_alike:
         return "the tokenizer needs transformers"
     from exportable_cache_runner.library import VARIABLE, found_library
@@ -231,7 +232,8 @@ class NativeSession:
     def longest_chunk(self) -> int:
         """Length of the longest prefill chunk."""
         methods = _mapping(_mapping(self.fields, "program"), "methods").values()
-        return max(one["max_length"] for one in methods if any(item["name"] == "logits" for item in one["outputs"]))
+        # The runner has checked the lengths of those that return logits.
+        return max((one["max_length"] for one in methods if _gives_logits(one)), default=1)
 
     def prefill(self, tokens: Sequence[int]) -> array[float]:
         """Feed tokens after the cached ones, and return the logits of the last one, [vocabulary], float32."""
@@ -245,6 +247,21 @@ class NativeSession:
     def cancel(self) -> None:
         """End the running generation, from any thread."""
         self.runner.cancel()
+
+    @property
+    def start_token(self) -> int | None:
+        """Token that the decoder of an encoder-decoder starts with; None for a model without an encoder.
+
+        Raises:
+            InputError: If the generation config has none.
+        """
+        if "encode" not in _mapping(_mapping(self.fields, "program"), "methods"):
+            return None
+        config = _mapping(self.fields, "generation_config")
+        for name in ("decoder_start_token_id", "bos_token_id"):
+            if type(config.get(name)) is int:
+                return int(config[name])
+        raise InputError("the model has no decoder_start_token_id; pass the decoder's first tokens to generate")
 
     def generate(
         self,
@@ -289,7 +306,7 @@ class NativeSession:
         """Generate text after the cached tokens and a prompt; pieces are those of `Session.generate_text`.
 
         Args:
-            ids: Token ids of the prompt.
+            ids: Token ids of the prompt; of an encoder-decoder, the encoder's input.
             on_text: Called with each piece of text, which never ends inside a character; False ends the generation.
             stop: Texts that end the generation, and are not returned.
             continues: True if the text continues that of the prompt; False for a text of its own, such as the response
@@ -302,6 +319,13 @@ class NativeSession:
             InputError, CacheFullError: See `generate`.
         """
         check_stops(stop)
+        start = self.start_token
+        if start is not None:
+            if follower is not None:
+                raise InputError("a constraint needs a text decoder, got an encoder-decoder; leave it out")
+            with _failures():
+                self.runner.encode_input(list(ids))
+            ids, continues = [start], True
         pieces = TextPieces(self.text_tokenizer, self.end_tokens, stop, ids if continues else ())
         ends, goes_on = self.end_tokens, True
 
@@ -403,6 +427,17 @@ class _Config:
 
     def __getattr__(self, name: str) -> Any:
         return self._fields.get(name)
+
+
+def _takes_ids(encoder: Any) -> bool:
+    inputs = encoder.get("inputs") if isinstance(encoder, dict) else None
+    first = inputs[0] if isinstance(inputs, list) and inputs else None
+    return isinstance(first, dict) and first.get("name") == "input_ids"
+
+
+def _gives_logits(method: Any) -> bool:
+    outputs = method.get("outputs") if isinstance(method, dict) else None
+    return isinstance(outputs, list) and any(isinstance(one, dict) and one.get("name") == "logits" for one in outputs)
 
 
 def _mapping(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from exportable_cache import export
 from exportable_cache.cli import generate as command
 from exportable_cache.session.native import NotNative
 
+from ..decoding.byte_tokenizer import byte_tokenizer
+from ..support.forked import COMMAND_LINE
 from ..support.native import require_native, run_native
+from ..support.seq2seq import tiny_seq2seq
 
 PROMPT = "the code of amber is 4821. it took about 12 days. amber?"
 #: Arguments whose output is the same in both runtimes.
@@ -107,6 +111,19 @@ def test_bench_measures_the_native_runner(native: dict[str, Any], run: Any, demo
 def test_a_seed_repeats_a_draw(native: dict[str, Any]) -> None:
     first, again, other = (native["results"][name][1] for name in ("drawn", "drawn again", "drawn otherwise"))
     assert first == again != other
+
+
+@pytest.mark.full
+def test_an_encoder_decoder_gives_the_same_text(run: Any, tmp_path: Path) -> None:
+    require_native()
+    model, folder = tiny_seq2seq("t5"), tmp_path / "t5"
+    sizes = {"prefill_chunk": 8, "max_encoder_len": 32}
+    export(model, "executorch", 24, folder, verify=False, tokenizer=byte_tokenizer(), **sizes)
+    arguments = ["generate", str(folder), "-p", "hello", "--max-new-tokens", "9", "--repetition-penalty", "1.5"]
+    done = run_native(f"import sys\nsys.argv[1:] = {arguments!r}\n{COMMAND_LINE}")
+    expected = run(*arguments)
+    assert expected.exit_code == 0 and done.stdout == expected.stdout, done.stderr
+    assert done.stderr.partition(";")[0] == expected.stderr.partition(";")[0] == "5 prompt tokens, 9 new"
 
 
 def test_a_note_says_why_torch_runs_it(run: Any, demo_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
