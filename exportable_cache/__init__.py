@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from .common.version import __version__
 
 _EXPORTS = {
     "ExportableCache": "exportable_cache.models.cache_factory",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..program.methods import ProgramMethod
     from ..program.program import Program
     from ..program.spec import Form, Logits, ProgramSpec
-    from .registry import TargetOptions
+    from .options import TargetOptions
 
 #: Default size limit in megabytes of a folder of compiled graphs: some hundred graphs.
 GRAPH_CACHE_MB = 1024

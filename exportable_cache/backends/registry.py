@@ -1,14 +1,11 @@
-"""Registry of targets by name, without importing any, and the base class of their options."""
+"""Registry of targets by name, without importing any."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
 from importlib import import_module, metadata, util
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING
 
 from ..common.compat.executorch import check_pair
-from ..common.settings import check_settings
 from ..errors import InputError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -72,51 +69,3 @@ def check_target(target: str) -> None:
     """
     if target not in TARGETS:
         raise InputError(f"unknown target {target!r}; choose one of {', '.join(TARGETS)}")
-
-
-Options = TypeVar("Options", bound="TargetOptions")
-
-
-@dataclass(frozen=True)
-class TargetOptions:
-    """Checked options of a target. Each target has a subclass whose fields are its options.
-
-    Raises:
-        InputError: If a value is out of range, or two values conflict.
-    """
-
-    #: Name of the target.
-    target: ClassVar[str]
-    #: Options that were given by name, also those with their default value.
-    _named: ClassVar[frozenset[str]] = frozenset()
-
-    @classmethod
-    def parse(cls: type[Options], given: Mapping[str, Any]) -> Options:
-        """Parse the options of a call, a command line or a manifest.
-
-        Raises:
-            InputError: If an option is unknown, or its value is invalid.
-        """
-        known, whose = cls.known(given)
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise InputError(f"{whose} has no option {unknown[0]!r}; it knows {', '.join(known)}")
-        options = cls(**given)
-        object.__setattr__(options, "_named", frozenset(given))
-        return options
-
-    @classmethod
-    def known(cls, given: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
-        """Return the names of the options that can be combined with `given`, and their owner for messages."""
-        return tuple(one.name for one in fields(cls)), f"target {cls.target!r}"
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the options that were given, for the manifest."""
-        return {
-            one.name: getattr(self, one.name)
-            for one in fields(self)
-            if one.name in self._named or one.default is MISSING or getattr(self, one.name) != one.default
-        }

@@ -127,8 +127,8 @@ class Bundle:
         if ranked is None:
             return backend.open(self.path, self.manifest.description()), layers
         # Imported here, because most programs run in one process.
+        from ..backends.ranked import RankedRunner
         from ..parallel.ranks import ranks_of_program
-        from ..parallel.runner import RankedRunner
 
         ranks = ranks_of_program(ranked.size, str(self.path))
         ranks.check_same("load", bundle=self.manifest.checksum)

@@ -16,7 +16,7 @@ from ..common.fs.tensor_files import damaged_if_malformed, read_tensors, write_t
 from ..common.tensors import dtype_name
 from ..errors import BundleError, InputError
 from .attention import ATTENTION_NAMES
-from .checks import check_rollback, check_room, check_rows_agree, check_some, is_traced
+from .checks import check_room, check_rows_agree, check_some, is_traced
 from .layers import CacheLayer, LinearLayer, layer_from
 from .layout import PORTABLE
 from .offload import OffloadedLayer
@@ -298,7 +298,7 @@ class LayeredCache(Cache):
         if tokens_to_remove < 0:
             for layer in self.layers:
                 if not layer.is_dummy and layer.follows_decoder:
-                    check_rollback(layer, -tokens_to_remove)
+                    layer.check_rollback(-tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> Self:

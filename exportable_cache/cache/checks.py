@@ -13,7 +13,9 @@ from ..common.compat.torch import FakeTensor
 from ..errors import CacheFullError, InputError
 
 if TYPE_CHECKING:
-    from .layers import CacheLayer
+    from .storage import Storage
+
+    _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
@@ -61,21 +63,19 @@ def check_some(lengths: torch.Tensor, query_length: int) -> None:
         )
 
 
-def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-    """Refuse keys and values that do not match the layer's tensors.
+def check_new_states(storage: Storage, held: _Pair, given: _Pair) -> None:
+    """Refuse keys and values that do not match those of the cache.
 
     Args:
-        layer: Layer that will store them.
-        key_states: [batch_size, num_heads, query_length, head_dim].
-        value_states: [batch_size, num_heads, query_length, value_head_dim].
+        storage: Storage of the layer.
+        held: Keys and values of the layer.
+        given: New keys [batch_size, num_heads, query_length, head_dim], and values [..., value_head_dim].
 
     Raises:
         InputError: On another batch size, head count, head size, dtype or device.
     """
-    storage = layer.storage
-    assert storage is not None
-    check_rows(layer.keys.shape[0], key_states.shape[0])
-    for name, new, kept in (("keys", key_states, layer.keys), ("values", value_states, layer.values)):
+    check_rows(held[0].shape[0], given[0].shape[0])
+    for name, new, kept in zip(("keys", "values"), given, held, strict=True):
         expected = (kept.shape[0], kept.shape[1], new.shape[2], storage.head_dim(kept.shape[3]))
         if tuple(new.shape) != expected:
             raise InputError(
@@ -86,8 +86,8 @@ def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: 
         if new.dtype != storage.rows_dtype:
             if torch.is_autocast_enabled(new.device.type):
                 raise InputError(
-                    f"torch.autocast is on, under which this model writes keys in {key_states.dtype} and values in "
-                    f"{value_states.dtype}, and the cache holds {storage.rows_dtype}; leave the autocast block, "
+                    f"torch.autocast is on, under which this model writes keys in {given[0].dtype} and values in "
+                    f"{given[1].dtype}, and the cache holds {storage.rows_dtype}; leave the autocast block, "
                     f"and load the model in {torch.get_autocast_dtype(new.device.type)} instead"
                 )
             raise InputError(
@@ -175,31 +175,3 @@ def check_rows_agree(lengths: torch.Tensor) -> None:
         raise InputError(
             f"rows hold {lengths.tolist()} tokens, there is no one length; pass position_ids and read cumulative_length"
         )
-
-
-def check_rollback(layer: CacheLayer, tokens: int) -> int:
-    """Check that tokens can be removed from a layer.
-
-    Returns:
-        The layer's new high-water mark: the most tokens a row ever held.
-
-    Raises:
-        InputError: If a row holds fewer than `tokens`, or a slot that is needed again was overwritten.
-    """
-    lengths = layer.cumulative_length.tolist()
-    if tokens > min(lengths):
-        raise InputError(f"cannot remove {tokens} tokens from rows that hold {lengths}; remove at most {min(lengths)}")
-    max_len_ever = layer._max_len_ever
-    if max_len_ever is None and layer.max_length is None:
-        raise InputError(
-            f"{layer!r} was rebuilt from bare tensors, so which slots were overwritten is unknown; "
-            "crop the original cache, or rewind through a Session"
-        )
-    max_len_ever = max([max_len_ever or 0, *lengths])
-    allowed = min(layer.max_rollback(length, max_len_ever) for length in lengths)
-    if tokens > allowed:
-        raise InputError(
-            f"{layer!r} can take back at most {allowed} tokens here, not {tokens}: {layer.forgetting}; "
-            "reset the cache and feed the tokens to keep, or allocate rings with more rollback_slots"
-        )
-    return max_len_ever

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from ..models.layers.encoder import Encoder
     from .layers import CacheLayer
     from .step import StepContext
 
@@ -32,13 +31,12 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):  # type: ig
 
     Args:
         layers: Self-attention layers, then one `CrossLayer` for each.
-        encoder: What the encoder takes, None where that is unknown.
 
     Raises:
         InputError: If the second half are not the `CrossLayer`s of the first.
     """
 
-    def __init__(self, layers: Sequence[CacheLayer], encoder: Encoder | None = None) -> None:
+    def __init__(self, layers: Sequence[CacheLayer]) -> None:
         LayeredCache.__init__(self, layers)
         half = len(self.layers) // 2
         crosses = [isinstance(layer, CrossLayer) for layer in self.layers]
@@ -47,14 +45,12 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):  # type: ig
                 f"layers are {', '.join(layer.label for layer in self.layers)}; "
                 "an encoder-decoder has its self-attention layers first, then as many cross-attention layers"
             )
-        self.encoder = encoder
         self.is_updated = dict.fromkeys(range(half), False)
 
     @classmethod
     def from_layers(cls, layers: Any) -> Self:
         """See `LayeredCache.from_layers`."""
         cache = super().from_layers(layers)
-        cache.encoder = None
         cache.is_updated = {}
         return cache
 
@@ -131,7 +127,6 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):  # type: ig
     def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> Self:
         """See `LayeredCache.with_state`."""
         cache = super().with_state(tensors, context)
-        cache.encoder = self.encoder
         cache.is_updated = dict(self.is_updated)
         return cache
 

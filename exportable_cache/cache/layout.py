@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
@@ -13,10 +13,11 @@ from .policies.ring import is_one
 from .storage.slots import read_slots
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from .layers import CacheLayer
     from .policies import SlotPolicy
+    from .step import StepContext
+    from .storage import Storage
 
 
 class StateTensor:
@@ -35,6 +36,69 @@ class StateTensor:
         self.dtype = dtype
 
 
+class WrittenLayer(Protocol):
+    """The part of a `CacheLayer` that layouts use, see there."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    context: StepContext
+
+    @property
+    def policy(self) -> SlotPolicy:
+        """Policy of the slots."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the tensors."""
+        ...
+
+    @property
+    def storage(self) -> Storage | None:
+        """Storage of keys and values; None without keys."""
+        ...
+
+    @property
+    def cumulative_length(self) -> torch.Tensor:
+        """Tokens seen per row, int64 [batch_size]."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the state."""
+        ...
+
+    @property
+    def capacity(self) -> int | None:
+        """Number of slots; None without keys."""
+        ...
+
+    @property
+    def slots_read(self) -> int:
+        """Number of slots that this step reads."""
+        ...
+
+    def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the state tensors with their names."""
+        ...
+
+    def advance(self, query_length: int) -> None:
+        """See `CacheLayer.advance`."""
+        ...
+
+    def read(self, slots: int, stored: list[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CacheLayer.read`."""
+        ...
+
+    def replace(self, name: str, tensor: torch.Tensor) -> None:
+        """See `CacheLayer.replace`."""
+        ...
+
+    def write(self, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> list[torch.Tensor]:
+        """See `CacheLayer.write`."""
+        ...
+
+
 class Layout(Component, ABC):
     """Interface of how a target lays out the tensors of a policy and a storage, writes them, and reads them.
 
@@ -48,7 +112,7 @@ class Layout(Component, ABC):
     #: Dimensions of a stored tensor before its last.
     row_dims: ClassVar[tuple[str, ...]] = ("batch_size", "num_heads", "capacity")
 
-    def declare(self, layer: CacheLayer) -> dict[str, StateTensor]:
+    def declare(self, layer: WrittenLayer) -> dict[str, StateTensor]:
         """Return the declarations of the tensors of a layer's keys and values, if it keeps any."""
         parts = layer.storage.parts if layer.storage is not None else {}
         return {name: StateTensor(*self.row_dims, part.dim, dtype=part.dtype) for name, part in parts.items()}
@@ -57,13 +121,13 @@ class Layout(Component, ABC):
         """Return the size of each of `row_dims` that follows from the policy."""
         return {"capacity": policy.slot_count}
 
-    def mask_positions(self, layer: CacheLayer, query_length: int) -> torch.Tensor | None:
+    def mask_positions(self, layer: WrittenLayer, query_length: int) -> torch.Tensor | None:
         """Return the positions of the keys that `update` returns, see `SlotPolicy.mask_positions`."""
         return layer.policy.mask_positions(layer.cumulative_length, query_length, layer.context.kv_read_len)
 
     @abstractmethod
     def update(
-        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+        self, layer: WrittenLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new tokens, advance the length, and return what attention reads.
 
@@ -82,7 +146,7 @@ class PortableLayout(Layout, kind="portable"):
     """Layout with plain operators on [batch_size, num_heads, capacity, dim], for any policy, storage and runtime."""
 
     def update(
-        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+        self, layer: WrittenLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Layout.update`.
 
@@ -108,13 +172,13 @@ class PortableLayout(Layout, kind="portable"):
         return self._gather(layer, key_states, value_states)
 
     def _write(
-        self, layer: CacheLayer, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
+        self, layer: WrittenLayer, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> list[torch.Tensor]:
         """See `CacheLayer.write`: the written parts, each [batch_size, num_heads, capacity, dim]."""
         return layer.write(slots, key_states, value_states)
 
     def _gather(
-        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+        self, layer: WrittenLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Overwrite the slots whose positions are new, and return the previous slots followed by the new tokens."""
         policy, storage, query_length = layer.policy, layer.storage, key_states.shape[2]

@@ -19,7 +19,7 @@ from .sampling import Sampler
 
 if TYPE_CHECKING:
     from .sampling import Sampling
-    from .stepper import PromptStepper, Stepper
+    from .stepper import HasStepper, PromptStepper, Stepper
 
 #: Arbitrary constant that separates a draft model's random numbers from the model's under one seed.
 _DRAFT_SEED = 0x1D8E4E27C47D124F
@@ -163,7 +163,7 @@ class SpeculationStatistics:
     accepted: int = 0
 
 
-def check_can_rewind(session: PromptStepper, tokens: int) -> None:
+def check_can_rewind(session: HasStepper, tokens: int) -> None:
     """Check that a session can discard `tokens` rejected tokens.
 
     Raises:

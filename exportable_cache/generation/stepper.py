@@ -111,18 +111,22 @@ class Stepper(Protocol):
         ...
 
 
-class PromptStepper(Protocol):
+class HasStepper(Protocol):
+    """A session whose `stepper` runs steps."""
+
+    @property
+    def stepper(self) -> Stepper:
+        """Stepper of the session; it does not check token ids."""
+        ...
+
+
+class PromptStepper(HasStepper, Protocol):
     """A session: it takes prompts and checks them, and its `stepper` runs the steps after them."""
 
     batch_size: int
     vocab_size: int
     device: torch.device
     tokenizer: PreTrainedTokenizerBase | None
-
-    @property
-    def stepper(self) -> Stepper:
-        """Stepper of the session; it does not check token ids."""
-        ...
 
     @property
     def length(self) -> torch.Tensor:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -17,6 +17,7 @@ from ..cache.cache import LayeredCache
 from ..cache.encoder_decoder import EncoderDecoderLayeredCache
 from ..cache.offload import offloaded
 from ..cache.spec import CacheSpec
+from ..cache.step import PLAIN
 from ..common.compat.transformers import pipeline_stage, set_attention_implementation
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
 from ..parallel.heads import check_heads, parts_of_heads, repeat_heads
@@ -37,10 +38,13 @@ from .quantized_rows import QuantizedRows, has_quantized_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from typing_extensions import Self
 
     from ..cache.layer_spec import LayerSpec
     from ..cache.layers import CacheLayer
+    from ..cache.step import StepContext
     from ..parallel.ranks import Ranks
+    from .layers.encoder import Encoder
 
 register_attention()
 
@@ -311,7 +315,19 @@ class ExportableCache(LayeredCache):
 
 # The types differ because transformers annotates lengths as int.
 class ExportableEncoderDecoderCache(ExportableCache, EncoderDecoderLayeredCache):  # type: ignore[misc]
-    """An `ExportableCache` of an encoder-decoder, see `EncoderDecoderLayeredCache` for layers and arguments."""
+    """An `ExportableCache` of an encoder-decoder, see `EncoderDecoderLayeredCache` for layers and arguments.
+
+    Attributes:
+        encoder: Inputs and outputs of the encoder; None if unknown.
+    """
+
+    encoder: Encoder | None = None
+
+    def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> Self:
+        """See `LayeredCache.with_state`."""
+        cache = super().with_state(tensors, context)
+        cache.encoder = self.encoder
+        return cache
 
 
 def _dtype_of(spec: CacheSpec) -> torch.dtype | None:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from .. import __version__
 from ..common.compat.torch_distributed import broadcast_in_graph
+from ..common.version import __version__
 from ..errors import ExportableCacheError, InputError, RankLostError, UnsupportedModelError, first_line
 from .split import split_tensor
 

@@ -17,8 +17,7 @@ from ..generation.speculative import DraftModel, Speculation, check_can_rewind, 
 from ..generation.text import encode_prompt, stream_text, stream_texts
 from .checks import check_max_new_tokens, check_one_id_a_token, split_stops
 from .inputs.encoder import start_tokens
-from .inputs.stages import Prompt
-from .rows import TokenRows
+from .rows import Prompt, TokenRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from ..generation.sampling import Sampling
     from ..generation.speculative import Draft
     from ..models.tokenizers.text import TextTokenizer
-    from .session import Session
+    from .interface import AnySession
     from .stepper import ProgramStepper
 
 
@@ -49,7 +48,7 @@ class Request:
 
 
 def make_request(
-    session: Session,
+    session: AnySession,
     max_new_tokens: int | None,
     sampling: Sampling,
     stop: int | str | Sequence[int | str] | None,
@@ -74,7 +73,7 @@ def make_request(
 
 
 def token_steps(
-    session: Session, request: Request, prompt: Prompt, texts: Sequence[torch.Tensor] = ()
+    session: AnySession, request: Request, prompt: Prompt, texts: Sequence[torch.Tensor] = ()
 ) -> Generator[torch.Tensor]:
     """Return the tokens after a prompt, int64 [batch] per step, from the session's position.
 
@@ -88,7 +87,7 @@ def token_steps(
 
 
 def _token_steps(
-    session: Session, request: Request, prompt: Prompt, texts: Sequence[torch.Tensor]
+    session: AnySession, request: Request, prompt: Prompt, texts: Sequence[torch.Tensor]
 ) -> Generator[torch.Tensor]:
     if texts:
         prompt = Prompt(TokenRows.of(after_unfed(session, texts)))
@@ -138,7 +137,7 @@ def _finite(chosen: Iterator[Chosen], stepper: ProgramStepper) -> Iterator[Chose
         ) from error
 
 
-def after_unfed(session: Session, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def after_unfed(session: AnySession, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return texts, int64 [length] per row, with the token that was given out and not fed in front of each.
 
     Raises:
@@ -154,7 +153,7 @@ def after_unfed(session: Session, texts: Sequence[torch.Tensor]) -> list[torch.T
 
 
 def checked_steps(
-    session: Session, input_ids: Any, inputs: Mapping[str, torch.Tensor], request: Request
+    session: AnySession, input_ids: Any, inputs: Mapping[str, torch.Tensor], request: Request
 ) -> Generator[torch.Tensor]:
     """Check a prompt and the further outputs of a processor now, and return the tokens after it, see `token_steps`."""
     extra, stepper = dict(inputs), session.stepper
@@ -170,7 +169,7 @@ def checked_steps(
     return token_steps(session, request, prompt)
 
 
-def generated_text(session: Session, prompt: Any, request: Request) -> Iterator[Any]:
+def generated_text(session: AnySession, prompt: Any, request: Request) -> Iterator[Any]:
     """Check the arguments of `Session.generate_text` now, and return its iterator."""
     tokenizer = require_tokenizer(session, "text")
     prompts, many = _prompts(session, prompt)
@@ -204,7 +203,7 @@ def _until_closed(steps: Generator[torch.Tensor], pieces: Iterator[Any]) -> Iter
         steps.close()
 
 
-def _prompts(session: Session, prompt: Any) -> tuple[Any, bool]:
+def _prompts(session: AnySession, prompt: Any) -> tuple[Any, bool]:
     """Return the prompt of each row, or a processor's output; and True if each step gives a list of pieces."""
     if isinstance(prompt, Mapping):
         return prompt, session.batch_size > 1
@@ -224,7 +223,7 @@ def _prompts(session: Session, prompt: Any) -> tuple[Any, bool]:
 
 
 def _text_steps(
-    session: Session, tokenizer: PreTrainedTokenizerBase | TextTokenizer, prompts: Sequence[Any], request: Request
+    session: AnySession, tokenizer: PreTrainedTokenizerBase | TextTokenizer, prompts: Sequence[Any], request: Request
 ) -> tuple[Generator[torch.Tensor], list[list[int]]]:
     """Return the steps after text prompts, and the token ids of each row that the generated text continues.
 
@@ -252,7 +251,7 @@ def _text_steps(
 
 
 def _encoder_steps(
-    session: Session, tokenizer: PreTrainedTokenizerBase | TextTokenizer, prompts: Any, request: Request
+    session: AnySession, tokenizer: PreTrainedTokenizerBase | TextTokenizer, prompts: Any, request: Request
 ) -> tuple[Generator[torch.Tensor], list[list[int]]]:
     """Encode the prompts, and return the decoder's steps and the token ids that it starts with."""
     if request.draft is not None:
@@ -271,7 +270,7 @@ def _encoder_steps(
     return checked_steps(session, start, {}, request), start.tolist()
 
 
-def _check_draft(session: Session, draft: Draft, strings: Sequence[str] = ()) -> None:
+def _check_draft(session: AnySession, draft: Draft, strings: Sequence[str] = ()) -> None:
     if session.has_encoder:
         raise InputError("draft must be None for an encoder-decoder; leave it out")
     if session.batch_size != 1:
@@ -298,7 +297,7 @@ def _check_draft(session: Session, draft: Draft, strings: Sequence[str] = ()) ->
         )
 
 
-def require_tokenizer(session: Session, purpose: str) -> PreTrainedTokenizerBase | TextTokenizer:
+def require_tokenizer(session: AnySession, purpose: str) -> PreTrainedTokenizerBase | TextTokenizer:
     """Return the session's tokenizer.
 
     Raises:
@@ -313,7 +312,7 @@ def require_tokenizer(session: Session, purpose: str) -> PreTrainedTokenizerBase
 
 
 def sampler_after(
-    session: Session,
+    session: AnySession,
     sampling: Sampling,
     rows: TokenRows,
     limit: int | None,
@@ -350,7 +349,7 @@ def sampler_after(
 
 
 def default_limit(
-    session: Session, requested: int | None, rows: TokenRows, held: Sequence[int] | None = None
+    session: AnySession, requested: int | None, rows: TokenRows, held: Sequence[int] | None = None
 ) -> int | None:
     """Return the requested limit of new tokens, or else that of the checkpoint; None if there is neither.
 

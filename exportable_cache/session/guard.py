@@ -8,15 +8,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import InputError
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from .state import SequenceState
-    from .stepper import ProgramStepper
 
 Tokens = TypeVar("Tokens")
 
@@ -83,6 +81,14 @@ class StepGuard:
         self._generation = weakref.ref(generation)
 
 
+class Guarded(Protocol):
+    """The part of a `ProgramStepper` that a generation looks at."""
+
+    state: Any
+    moves: int
+    guard: StepGuard
+
+
 class Generation:
     """A generator's use of a session. It continues only if the session is where the generator left it.
 
@@ -93,10 +99,10 @@ class Generation:
         has_ended: True if it gives no more tokens. A traceback may keep the object alive after its end.
     """
 
-    def __init__(self, stepper: ProgramStepper) -> None:
+    def __init__(self, stepper: Guarded) -> None:
         self._stepper = stepper
         self.has_ended = False
-        self._left: tuple[SequenceState, int] = (stepper.state, stepper.moves)
+        self._left: tuple[Any, int] = (stepper.state, stepper.moves)
 
     @property
     def is_current(self) -> bool:

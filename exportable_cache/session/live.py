@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..backends.live.compile import CompileOptions
 from ..backends.live.runner import ModuleRunner
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..models.positions import RopeRule
-    from .session import Session
+
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,20 @@ class LiveOptions:
 
 
 def live_session(
-    kind: type[Session],
+    make: Callable[..., Made],
     model: PreTrainedModel,
     cache: ExportableCache,
     options: LiveOptions,
     tokenizer: PreTrainedTokenizerBase | None,
-) -> Session:
+) -> Made:
     """Return a session at position 0 over a model and the cache that it writes.
+
+    Args:
+        make: The class of the session.
+        model: The model.
+        cache: Its cache.
+        options: Options of the session.
+        tokenizer: The tokenizer.
 
     Raises:
         InputError: If the cache does not fit the model, or an option is out of range.
@@ -69,7 +78,7 @@ def live_session(
         options.compiling,
     )
     _users[cache] = weakref.ref(runner)
-    session = kind(
+    return make(
         runner,
         cache.layers,
         vocab_size_of(model),
@@ -82,8 +91,6 @@ def live_session(
         placeholders={modality.method.name: modality.token_id for modality in modalities},
         steps_per_launch=options.steps_per_launch,
     )
-    session.use_ranks(cache.ranks, cache.parts_of_heads)
-    return session
 
 
 def changing_rope(model: PreTrainedModel, cache: ExportableCache) -> RopeRule | None:

@@ -12,12 +12,12 @@ import torch
 from ..backends.base import state_of
 from ..common.fs.tensor_files import damaged_if_malformed, read_tensors, write_tensors
 from ..errors import ExportableCacheError, InputError
-from .inputs.image import PlacedImages
+from .images import PlacedImages
 from .state import RopeState, SequenceState
 
 if TYPE_CHECKING:
     from ..cache.layers import CacheLayer
-    from .session import Session
+    from .interface import AnySession
 
 # File format version. v2 describes layers by their parts instead of a class, v3 adds a checksum.
 _FORMAT = "exportable_cache.session_state.v3"
@@ -27,7 +27,7 @@ _ENCODED = "encoded."
 _ROPE_LENGTHS, _ROPE_FACTORS, _ROPE_TOKENS = "rope.lengths", "rope.factors", "rope.tokens."
 
 
-def runner_state(session: Session) -> Mapping[str, torch.Tensor]:
+def runner_state(session: AnySession) -> Mapping[str, torch.Tensor]:
     """Return the cache tensors of a session's runner, by names such as `layers.0.keys`.
 
     Raises:
@@ -42,7 +42,7 @@ def runner_state(session: Session) -> Mapping[str, torch.Tensor]:
     return state
 
 
-def save_state(session: Session, path: Path) -> None:
+def save_state(session: AnySession, path: Path) -> None:
     """Write the filled slots of a session's cache, its lengths and the pending tokens, atomically.
 
     Rank 0 of a parallel session writes one file with the heads of all ranks, which equals the file of one process.
@@ -85,7 +85,7 @@ def save_state(session: Session, path: Path) -> None:
         ranks.check_all(error)
 
 
-def load_state(session: Session, path: Path) -> None:
+def load_state(session: AnySession, path: Path) -> None:
     """Load a state of the same model from any target. Everything is checked before a change.
 
     Each rank of a parallel session reads its heads from the file, for any number of ranks that wrote it. If one rank
@@ -114,7 +114,7 @@ def load_state(session: Session, path: Path) -> None:
     session.stepper.restore(sequence)
 
 
-def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], SequenceState]:
+def _read(session: AnySession, path: Path) -> tuple[dict[str, torch.Tensor], SequenceState]:
     """Read and check a file, and return its tensors for this session by name, and its sequence state.
 
     Raises:
@@ -196,7 +196,7 @@ def _pop_rope(tensors: dict[str, torch.Tensor], length: torch.Tensor, vocab_size
 
 
 def _part_for(
-    session: Session,
+    session: AnySession,
     name: str,
     saved: torch.Tensor,
     tensor: torch.Tensor,
@@ -269,7 +269,7 @@ def _count_encoded(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(name.startswith(_ENCODED) for name in tensors)
 
 
-def _check_parts(session: Session, name: str, whole: torch.Tensor, part: torch.Tensor, path: Path) -> None:
+def _check_parts(session: AnySession, name: str, whole: torch.Tensor, part: torch.Tensor, path: Path) -> None:
     """Check that a tensor splits into equal parts for the ranks."""
     dim, parts = _split_of(session, name)
     if parts > 1 and (whole.dim() != part.dim() or whole.shape[dim] != part.shape[dim] * parts):
@@ -279,7 +279,7 @@ def _check_parts(session: Session, name: str, whole: torch.Tensor, part: torch.T
         )
 
 
-def _split_of(session: Session, name: str) -> tuple[int, int]:
+def _split_of(session: AnySession, name: str) -> tuple[int, int]:
     """Return the dimension in which ranks split a state tensor, and the number of parts; 1 if each has all of it."""
     # Indexer keys and states are not split, because they do not belong to attention heads.
     dims = _layer_of(session, name).state[name.split(".")[-1]].dims
@@ -288,7 +288,7 @@ def _split_of(session: Session, name: str) -> tuple[int, int]:
     return dims.index("num_heads"), session.parts_of_heads[int(name.split(".")[-2])]
 
 
-def _check_rows(session: Session, length: torch.Tensor, ever: torch.Tensor, unfed: tuple[int | None, ...]) -> None:
+def _check_rows(session: AnySession, length: torch.Tensor, ever: torch.Tensor, unfed: tuple[int | None, ...]) -> None:
     """Check the lengths and pending tokens of a file.
 
     Raises:
@@ -313,19 +313,19 @@ def _describe(layer: CacheLayer) -> dict:
     return {**config, "policy": policy}
 
 
-def _layer_of(session: Session, name: str) -> CacheLayer:
+def _layer_of(session: AnySession, name: str) -> CacheLayer:
     """Return the layer of a state tensor such as `layers.0.keys`, which engines prefix with another word."""
     return session.layers[int(name.split(".")[-2])]
 
 
-def _capacity_dim(session: Session, name: str) -> int | None:
+def _capacity_dim(session: AnySession, name: str) -> int | None:
     """Return the dimension of a state tensor that counts slots of the decoder's tokens, or None."""
     layer = _layer_of(session, name)
     dims = layer.state[name.split(".")[-1]].dims
     return dims.index("capacity") if "capacity" in dims and layer.follows_decoder else None
 
 
-def _filled(tensor: torch.Tensor, session: Session, name: str, most: int) -> torch.Tensor:
+def _filled(tensor: torch.Tensor, session: AnySession, name: str, most: int) -> torch.Tensor:
     dim = _capacity_dim(session, name)
     # A layer may have slots after its capacity, which no token reaches.
     return tensor if dim is None else tensor.narrow(dim, 0, min(most, _layer_of(session, name).policy.slot_count))

@@ -1,21 +1,19 @@
-"""Prompts of a batch, whose rows may differ in length, and copies of rows that wait for longer ones."""
+"""Prompts of a batch, whose rows may differ in length, and the inputs of the steps that feed them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends.base import state_of
 from ..errors import InputError
 from .checks import check_ids
 
 if TYPE_CHECKING:
     from .checks import ProgramLimits
-    from .stepper import ProgramStepper
+    from .images import PlacedImages
 
 
 @dataclass(frozen=True)
@@ -158,89 +156,40 @@ def _as_tensor(name: str, prompt: Any, device: torch.device) -> torch.Tensor:
     return torch.tensor(prompt, dtype=torch.int64, device=device)
 
 
-class SavedRows:
-    """Copies of rows that would be overwritten while longer rows of the batch are still being prefilled.
+@dataclass(frozen=True)
+class Prompt:
+    """A checked prompt, independent of the session's position.
 
-    The rows are at position 0 until `restore` puts their copies back.
-
-    Args:
-        stepper: Runs the steps.
-        rows: Indices of the rows to save.
+    Attributes:
+        rows: Token ids.
+        items: Inputs of the encoders for each item, by name of the method.
     """
 
-    def __init__(self, stepper: ProgramStepper, rows: list[int]) -> None:
-        self._stepper = stepper
-        self._rows = torch.zeros_like(stepper.all_rows)
-        self._rows[rows] = True
-        self._held = stepper.state
-        state = (state_of(stepper.runner) or {}) if rows else {}
-        self._copies = {row: {name: tensor[row].clone() for name, tensor in state.items()} for row in rows}
-        stepper.state = replace(self._held, length=self._held.length * ~self._rows)
-
-    def restore(self, rows: torch.Tensor) -> None:
-        """Restore those of `rows`, bool [batch], that are saved."""
-        due = self._rows & rows
-        if not bool(due.any()):
-            return
-        state = state_of(self._stepper.runner) or {}
-        for row in due.nonzero()[:, 0].tolist():
-            for name, tensor in state.items():
-                tensor[row].copy_(self._copies[row][name])
-        now = self._stepper.state
-        self._stepper.state = replace(now, length=torch.where(due, self._held.length, now.length))
-        self._rows = self._rows & ~due
+    rows: TokenRows
+    items: Mapping[str, list[tuple[torch.Tensor, ...]]] = field(default_factory=dict)
 
 
-@contextmanager
-def saved_rows(stepper: ProgramStepper, rows: list[int]) -> Iterator[SavedRows]:
-    """Save rows, and restore at the end of the block those that were not restored inside it."""
-    saved = SavedRows(stepper, rows)
-    try:
-        yield saved
-    finally:
-        saved.restore(stepper.all_rows)
+@dataclass(frozen=True)
+class Steps:
+    """The inputs of the steps that feed a prompt.
 
-
-def rows_to_save(stepper: ProgramStepper, rows: TokenRows) -> list[int]:
-    """Return the rows that wait and would lose tokens to the steps of longer rows.
-
-    Args:
-        stepper: Runs the steps.
-        rows: The prompt to be fed next.
-
-    Raises:
-        InputError: If there are any and the runtime does not give out its cache.
+    Attributes:
+        fed: Token ids int64 [batch, length], or embeddings [batch, length, hidden_size].
+        rows: Token ids and lengths of the rows.
+        sizes: Number of tokens in each step; None if it is free.
+        extra: Further inputs of all steps by name, [..., length].
+        first: Further inputs of the first step by name.
+        placed: Images, with positions and rotary offsets counted from the first token.
     """
-    if not stepper.state.has_begun:
-        return []
-    found = []
-    segments = rows.segments()
-    for row, held in enumerate(stepper.state.length.tolist()):
-        waits = [
-            size
-            for segment in segments
-            if not segment.rows[row]
-            for size in stepper.chunk_sizes(segment.end - segment.start)
-        ]
-        if not held or not waits:
-            continue
-        longest = max(waits)
-        end = held + longest
-        ever = max(end, int(stepper.state.max_len_ever[row]))
-        loses = [
-            f"layer {index} ({layer.label}) cannot take back"
-            for index, layer in enumerate(stepper.layers)
-            if layer.max_rollback(end, ever) < longest
-        ]
-        if stepper.max_length is not None and end > stepper.max_length:
-            loses.append(f"does not fit after them, of {stepper.max_length} in all")
-        if not loses:
-            continue
-        if state_of(stepper.runner) is None:
-            raise InputError(
-                f"row {row} holds {held} tokens and waits while a longer row is fed {longest} at once, which "
-                f"{loses[0]}, and the {stepper.target!r} runtime does not give out its cache to save the row; feed "
-                "every row the same number of tokens, or reset() and prefill whole sequences"
-            )
-        found.append(row)
-    return found
+
+    fed: torch.Tensor
+    rows: TokenRows
+    sizes: Sequence[int] | None = None
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    first: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    placed: PlacedImages | None = None
+
+    @property
+    def are_ids(self) -> bool:
+        """True if tokens are fed by id."""
+        return not self.fed.is_floating_point()

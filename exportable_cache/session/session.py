@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
     from ..parallel.ranks import Ranks
     from ..program.methods import ProgramMethod
-    from .inputs.stages import Prompt
+    from .rows import Prompt
 
 
 class Session:
@@ -497,6 +497,7 @@ class Session:
         )
         session = live_session(cls, model, cache, options, tokenizer)
         session._cache = cache
+        session.use_ranks(cache.ranks, cache.parts_of_heads)
         session.stepper.rope = changing_rope(model, cache)
         # A copy, because the session owns its lengths and the cache writes its own.
         length = cache.cumulative_length.detach().cpu().clone()

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import InputError
 from ..models.positions import MIXED
-from .inputs.image import PlacedImages
+from .images import PlacedImages, seen_tiles
 
 if TYPE_CHECKING:
     from ..cache.layers import CacheLayer
@@ -195,6 +195,22 @@ class SequenceState:
             length=torch.where(is_row, length, self.length),
             max_len_ever=torch.where(is_row, length, self.max_len_ever),
             rope=None if self.rope is None else self.rope.with_row(row, length),
+        )
+
+    def seen_tiles(self, spec_size: int, length: int) -> torch.Tensor:
+        """Return 1 for the tiles that the next `length` text tokens attend to, int64 [batch, spec_size, length].
+
+        `spec_size` is items * tiles.
+        """
+        batch_size = len(self.length)
+        if not self.encoded:
+            return torch.zeros(batch_size, spec_size, length, dtype=torch.int64)
+        tiles = self.encoded[1]
+        return torch.stack(
+            [
+                seen_tiles(images, of_row, range(first, first + length))
+                for images, of_row, first in zip(self.images.rows, tiles.cpu(), self.length.tolist(), strict=True)
+            ]
         )
 
     def rewound(self, tokens: int, layers: Sequence[CacheLayer]) -> SequenceState:

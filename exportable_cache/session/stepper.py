@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -17,10 +18,8 @@ from ..program.items import ITEM_STATES, ITEMS_SEEN
 from ..program.methods import POSITIONS, ROPE_DELTAS, ROPE_LENGTHS, chunk_sizes, method_for
 from .checks import check_chunks, check_no_autocast, check_room, check_rows_may_differ
 from .guard import Generation, StepGuard
-from .inputs.image import shifted
-from .inputs.items import seen_by_next
-from .inputs.stages import Steps
-from .rows import TokenRows, rows_to_save, saved_rows
+from .images import shifted
+from .rows import Steps, TokenRows
 from .state import RopeState, SequenceState
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from ..models.positions import RopeRule
     from ..parallel.ranks import Ranks
     from .checks import ProgramLimits
-    from .inputs.image import PlacedImages
+    from .images import PlacedImages
 
 Tokens = TypeVar("Tokens")
 
@@ -415,7 +414,7 @@ class ProgramStepper:
             if spec.name == ROPE_DELTAS.name:
                 inputs.append(state.images.deltas(state.length).to(self.device))
             elif spec.name == ITEMS_SEEN and spec.name not in extra:
-                inputs.append(seen_by_next(state, int(spec.shape[1]), fed.shape[1]).to(self.device))
+                inputs.append(state.seen_tiles(int(spec.shape[1]), fed.shape[1]).to(self.device))
             else:
                 inputs.append(extra[spec.name])
         return method.name, inputs
@@ -502,3 +501,91 @@ class ProgramStepper:
             state = replace(state, rope=RopeState.of(state.length))
         self.state = state
         self.moves += 1
+
+
+class SavedRows:
+    """Copies of rows that would be overwritten while longer rows of the batch are still being prefilled.
+
+    The rows are at position 0 until `restore` puts their copies back.
+
+    Args:
+        stepper: Runs the steps.
+        rows: Indices of the rows to save.
+    """
+
+    def __init__(self, stepper: ProgramStepper, rows: list[int]) -> None:
+        self._stepper = stepper
+        self._rows = torch.zeros_like(stepper.all_rows)
+        self._rows[rows] = True
+        self._held = stepper.state
+        state = (state_of(stepper.runner) or {}) if rows else {}
+        self._copies = {row: {name: tensor[row].clone() for name, tensor in state.items()} for row in rows}
+        stepper.state = replace(self._held, length=self._held.length * ~self._rows)
+
+    def restore(self, rows: torch.Tensor) -> None:
+        """Restore those of `rows`, bool [batch], that are saved."""
+        due = self._rows & rows
+        if not bool(due.any()):
+            return
+        state = state_of(self._stepper.runner) or {}
+        for row in due.nonzero()[:, 0].tolist():
+            for name, tensor in state.items():
+                tensor[row].copy_(self._copies[row][name])
+        now = self._stepper.state
+        self._stepper.state = replace(now, length=torch.where(due, self._held.length, now.length))
+        self._rows = self._rows & ~due
+
+
+@contextmanager
+def saved_rows(stepper: ProgramStepper, rows: list[int]) -> Iterator[SavedRows]:
+    """Save rows, and restore at the end of the block those that were not restored inside it."""
+    saved = SavedRows(stepper, rows)
+    try:
+        yield saved
+    finally:
+        saved.restore(stepper.all_rows)
+
+
+def rows_to_save(stepper: ProgramStepper, rows: TokenRows) -> list[int]:
+    """Return the rows that wait and would lose tokens to the steps of longer rows.
+
+    Args:
+        stepper: Runs the steps.
+        rows: The prompt to be fed next.
+
+    Raises:
+        InputError: If there are any and the runtime does not give out its cache.
+    """
+    if not stepper.state.has_begun:
+        return []
+    found = []
+    segments = rows.segments()
+    for row, held in enumerate(stepper.state.length.tolist()):
+        waits = [
+            size
+            for segment in segments
+            if not segment.rows[row]
+            for size in stepper.chunk_sizes(segment.end - segment.start)
+        ]
+        if not held or not waits:
+            continue
+        longest = max(waits)
+        end = held + longest
+        ever = max(end, int(stepper.state.max_len_ever[row]))
+        loses = [
+            f"layer {index} ({layer.label}) cannot take back"
+            for index, layer in enumerate(stepper.layers)
+            if layer.max_rollback(end, ever) < longest
+        ]
+        if stepper.max_length is not None and end > stepper.max_length:
+            loses.append(f"does not fit after them, of {stepper.max_length} in all")
+        if not loses:
+            continue
+        if state_of(stepper.runner) is None:
+            raise InputError(
+                f"row {row} holds {held} tokens and waits while a longer row is fed {longest} at once, which "
+                f"{loses[0]}, and the {stepper.target!r} runtime does not give out its cache to save the row; feed "
+                "every row the same number of tokens, or reset() and prefill whole sequences"
+            )
+        found.append(row)
+    return found

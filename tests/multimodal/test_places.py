@@ -4,14 +4,12 @@ import pytest
 import torch
 
 from exportable_cache.errors import InputError
+from exportable_cache.session.images import Placed, PlacedImages, shifted
 from exportable_cache.session.inputs.image import (
-    Placed,
-    PlacedImages,
     grid_pattern,
     image_ids,
     rope_positions,
     runs,
-    shifted,
     whole_chunks,
 )
 

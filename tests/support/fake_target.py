@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from exportable_cache.backends.base import LoweredFile, ProgramDescription, Runner
-from exportable_cache.backends.registry import TargetOptions
+from exportable_cache.backends.options import TargetOptions
 from exportable_cache.cache.attention.functions import ATTENTION
 from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.program.program import Program

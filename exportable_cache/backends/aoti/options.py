@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ...program.spec import Form, ProgramSpec
-from ..registry import TargetOptions
+from ..options import TargetOptions
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from ... import __version__
 from ...common.compat.torch import default_backend, inductor_config, unwritable_guards
 from ...common.fs.files import atomic_path, clear_partials
 from ...common.fs.user_files import is_user_file, sealed, unsealed, user_folder, user_key
 from ...common.native.machine_code import instructions, processor_name
 from ...common.process.tuning import few_collections
 from ...common.tensors import kind_of_tensor
+from ...common.version import __version__
 from ..base import GRAPH_CACHE_MB
 from .graphs import binding_tensors
 from .ops import NATIVE_OPERATORS

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ...common.settings import setting
 from ...program.spec import Form, ProgramSpec
-from ..registry import TargetOptions
+from ..options import TargetOptions
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ...cache.layers import CacheLayer
+    from ...cache.layout import WrittenLayer
     from ...cache.policies import SlotPolicy
 
 
@@ -108,7 +109,7 @@ class EngineLayout(Layout, kind="tensorrt"):
         return layer.with_layout(self, tensors)
 
     def update(
-        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+        self, layer: WrittenLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Layout.update`; the tensors are rebound, not mutated."""
         policy = layer.policy
@@ -121,7 +122,7 @@ class EngineLayout(Layout, kind="tensorrt"):
         return layer.keys, layer.values
 
     def _gather(
-        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+        self, layer: WrittenLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.null_slots:
             return PORTABLE.update(layer, key_states, value_states)

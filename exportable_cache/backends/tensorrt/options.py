@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ...common.settings import setting
 from ...errors import InputError
-from ..registry import TargetOptions
+from ..options import TargetOptions
 
 #: Compute capabilities that TensorRT-RTX 1.5 builds for, on any machine. Hopper's 90 is not included.
 CAPABILITIES = (75, 80, 86, 89, 120, 121)

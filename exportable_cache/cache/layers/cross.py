@@ -62,7 +62,8 @@ class CrossLayer(CacheLayer):
         """
         length = key_states.shape[2]
         if not is_traced(self.encoder_length):
-            check_new_states(self, key_states, value_states)
+            assert self.storage is not None
+            check_new_states(self.storage, (self.keys, self.values), (key_states, value_states))
             if length > self.policy.capacity:
                 raise InputError(
                     f"the encoder gave {length} positions, the cross-attention layer holds {self.policy.capacity}; "

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ...common.tensors import dtype_name, ordinary_tensors
 from ...errors import InputError, first_line
-from ..checks import check_new_states, check_rollback, check_room, is_traced, row_numbers
+from ..checks import check_new_states, check_room, is_traced, row_numbers
 from ..component import check_count, names
 from ..layout import PORTABLE, Layout, StateTensor
 from ..policies import SlotPolicy
@@ -393,7 +393,7 @@ class CacheLayer(CacheLayerMixin):
                 "the model wrote some; allocate the cache with ExportableCache.from_model"
             )
         if not is_traced(self.cumulative_length):
-            check_new_states(self, key_states, value_states)
+            check_new_states(self.storage, (self.keys, self.values), (key_states, value_states))
             # Only on the CPU, because reading a length waits for other devices, and the cache has checked it already.
             if self.max_length is not None and self.device.type == "cpu":
                 check_room(self.cumulative_length, key_states.shape[2], self.max_length)
@@ -544,8 +544,37 @@ class CacheLayer(CacheLayerMixin):
                 f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass {-tokens_to_remove}"
             )
         if tokens_to_remove < 0 and not self.is_dummy:
-            self._max_len_ever = check_rollback(self, -tokens_to_remove)
+            self._max_len_ever = self.check_rollback(-tokens_to_remove)
             self.cumulative_length.sub_(-tokens_to_remove)
+
+    def check_rollback(self, tokens: int) -> int:
+        """Check that tokens can be removed from every row.
+
+        Returns:
+            The layer's new high-water mark: the most tokens a row ever held.
+
+        Raises:
+            InputError: If a row holds fewer than `tokens`, or a slot that is needed again was overwritten.
+        """
+        lengths = self.cumulative_length.tolist()
+        if tokens > min(lengths):
+            raise InputError(
+                f"cannot remove {tokens} tokens from rows that hold {lengths}; remove at most {min(lengths)}"
+            )
+        max_len_ever = self._max_len_ever
+        if max_len_ever is None and self.max_length is None:
+            raise InputError(
+                f"{self!r} was rebuilt from bare tensors, so which slots were overwritten is unknown; "
+                "crop the original cache, or rewind through a Session"
+            )
+        max_len_ever = max([max_len_ever or 0, *lengths])
+        allowed = min(self.max_rollback(length, max_len_ever) for length in lengths)
+        if tokens > allowed:
+            raise InputError(
+                f"{self!r} can take back at most {allowed} tokens here, not {tokens}: {self.forgetting}; "
+                "reset the cache and feed the tokens to keep, or allocate rings with more rollback_slots"
+            )
+        return max_len_ever
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refuse to repeat rows, because the batch size of a static cache is fixed."""

@@ -12,15 +12,13 @@ from ...common.method_io import TensorSpec
 from ...errors import BundleError, InputError
 from ...program.inputs.examples import VIDEO_GRID
 from ...program.items import CROSS_MASK, ITEM_STATES, ITEMS_SEEN
+from ..images import Placed, PlacedImages, seen_tiles
 from .encoder import check_tensors
-from .image import Placed, PlacedImages
 
 if TYPE_CHECKING:
     from ...program.methods import ProgramMethod
-    from ..rows import TokenRows
-    from ..state import SequenceState
+    from ..rows import Prompt, Steps, TokenRows
     from ..stepper import ProgramStepper
-    from .stages import Prompt, Steps
 
 # Some processors give a mask of pixels. A program has no such input, because items of one size have no padding.
 _MASK = "pixel_attention_mask"
@@ -255,7 +253,7 @@ class CrossItemStage(ItemStage):
         placed = tuple(Placed(start, start + 1) for start in starts)
         first, length = int(state.length[0]), steps.fed.shape[1]
         added = tuple(Placed(one.start + first, one.end + first) for one in placed)
-        seen = _seen(state.images.rows[0] + added, tiles[0], range(first, first + length))
+        seen = seen_tiles(state.images.rows[0] + added, tiles[0], range(first, first + length))
         if not held:
             # As in transformers, tokens before the first image attend to all images of the prompt, padding included.
             seen[: len(items) * self.tiles, : starts[0]] = -1
@@ -292,7 +290,7 @@ class CrossItemStage(ItemStage):
         mask = mask[0].cpu() != 0
         tiles = mask.any(dim=0)
         starts = rows.mask_of(self.token)[0].nonzero()[:, 0].tolist()
-        rule = _seen([Placed(one, one + 1) for one in starts], tiles.to(torch.int64), range(mask.shape[0]))
+        rule = seen_tiles([Placed(one, one + 1) for one in starts], tiles.to(torch.int64), range(mask.shape[0]))
         if not torch.equal(rule.bool().T, mask.flatten(1)):
             raise InputError(
                 f"{CROSS_MASK} must let each token attend to the nearest run of images before it, as a processor's "
@@ -304,43 +302,3 @@ class CrossItemStage(ItemStage):
 def _states_spec(methods: Mapping[str, ProgramMethod]) -> TensorSpec:
     """Return the specification of the input for the states of all images."""
     return next(spec for method in methods.values() for spec in method.inputs if spec.name == ITEM_STATES)
-
-
-def seen_by_next(state: SequenceState, spec_size: int, length: int) -> torch.Tensor:
-    """Return 1 for the tiles that the next `length` text tokens attend to, int64 [batch, spec_size, length].
-
-    `spec_size` is items * tiles.
-    """
-    batch_size = len(state.length)
-    if not state.encoded:
-        return torch.zeros(batch_size, spec_size, length, dtype=torch.int64)
-    tiles = state.encoded[1]
-    return torch.stack(
-        [
-            _seen(images, of_row, range(first, first + length))
-            for images, of_row, first in zip(state.images.rows, tiles.cpu(), state.length.tolist(), strict=True)
-        ]
-    )
-
-
-def _seen(images: Sequence[Placed], tiles: torch.Tensor, positions: range) -> torch.Tensor:
-    """Return 1 for the tiles that each token attends to, int64 [items * tiles, length].
-
-    These are the tiles of the nearest run of adjacent images at or before the token
-    (`get_cross_attention_token_mask` in mllama/processing_mllama.py, transformers 5.23).
-
-    Args:
-        images: Images of a row, oldest first, in the order of `tiles`.
-        tiles: 1 for real tiles, int64 [items, tiles].
-        positions: Positions of the tokens.
-    """
-    seen = torch.zeros(*tiles.shape, len(positions), dtype=torch.int64)
-    first = 0
-    for index, image in enumerate(images):
-        if index and images[index - 1].end != image.start:
-            first = index
-        # Written to the end, because the next image overwrites or extends it.
-        for column in range(max(image.start - positions.start, 0), len(positions)):
-            seen[:, :, column] = 0
-            seen[first : index + 1, :, column] = tiles[first : index + 1]
-    return seen.flatten(0, 1)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import InputError
-from ..rows import TokenRows
+from ...program.inputs.multimodal import IMAGE_IDS
+from ...program.methods import POSITIONS
+from ..rows import Prompt, Steps, TokenRows
 from .encoder import EncoderStage
-from .image import ItemPositions
+from .image import Pattern, grid_pattern, image_ids, placed_images, rope_positions, runs, whole_chunks
 from .items import CrossItemStage, ItemStage
 
 if TYPE_CHECKING:
@@ -19,46 +22,6 @@ if TYPE_CHECKING:
     from ..checks import ProgramLimits
     from ..state import SequenceState
     from ..stepper import ProgramStepper
-    from .image import PlacedImages
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A checked prompt, independent of the session's position.
-
-    Attributes:
-        rows: Token ids.
-        items: Inputs of the encoders for each item, by name of the method.
-    """
-
-    rows: TokenRows
-    items: Mapping[str, list[tuple[torch.Tensor, ...]]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The inputs of the steps that feed a prompt.
-
-    Attributes:
-        fed: Token ids int64 [batch, length], or embeddings [batch, length, hidden_size].
-        rows: Token ids and lengths of the rows.
-        sizes: Number of tokens in each step; None if it is free.
-        extra: Further inputs of all steps by name, [..., length].
-        first: Further inputs of the first step by name.
-        placed: Images, with positions and rotary offsets counted from the first token.
-    """
-
-    fed: torch.Tensor
-    rows: TokenRows
-    sizes: Sequence[int] | None = None
-    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    first: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    placed: PlacedImages | None = None
-
-    @property
-    def are_ids(self) -> bool:
-        """True if tokens are fed by id."""
-        return not self.fed.is_floating_point()
 
 
 # Outputs of processors that mark the tokens which represent items.
@@ -200,3 +163,102 @@ def check_names(given: Mapping[str, Any]) -> None:
 def _item_stage(method: ProgramMethod, token: int, limits: ProgramLimits) -> ItemStage:
     is_cross = method.item is not None and method.item.tiles > 0
     return (CrossItemStage if is_cross else ItemStage)(method, token, limits.device)
+
+
+class ItemPositions:
+    """Computes the inputs that the steps of a prompt with items take besides embeddings.
+
+    Args:
+        stages: Stages of the items.
+        methods: Methods of the program.
+        device: Device of the inputs.
+    """
+
+    def __init__(
+        self, stages: tuple[ItemStage, ...], methods: Mapping[str, ProgramMethod], device: torch.device
+    ) -> None:
+        steps = [each for each in methods.values() if each.is_step]
+        extra = {spec.name: spec for step in steps for spec in step.inputs}
+        self.stages = stages
+        self.device = device
+        self.longest_step = max((step.max_length for step in steps if not step.takes_ids), default=0)
+        self.stays_whole = IMAGE_IDS.name in extra
+        self.has_axes = POSITIONS in extra
+        self.sees_prompt = any(one.method.item is not None and one.method.item.sees == "prompt" for one in stages)
+        axes = int(extra[POSITIONS].shape[0]) if self.has_axes else 0
+        self.patterns = [_pattern(stage, axes) for stage in stages]
+        # A method without `item` is from an older bundle, whose items are all seen.
+        seen = [stage.method.item is None or stage.method.item.sees for stage in stages]
+        self.seen = torch.tensor([index for index, sees in enumerate(seen) if sees])
+
+    def check(self, rows: TokenRows) -> None:
+        """Check that each item of a prompt fits one step.
+
+        Raises:
+            InputError: If an item is longer than a step, or its rows differ in length and must not.
+        """
+        if self.has_axes:
+            self._check_contiguous(rows)
+        if not self.stays_whole or not self._is_seen(rows).any():
+            return
+        if not rows.are_even:
+            raise InputError(
+                f"rows must have equal length if the tokens of their items attend to each other, got "
+                f"{list(rows.lengths)}; pass rows of equal length"
+            )
+        whole_chunks(self._ids(rows), self.longest_step)
+
+    def extend(self, steps: Steps, prompt: Prompt, stepper: ProgramStepper) -> Steps:
+        """Add the image indices, rotary positions and chunk sizes that this program takes with embeddings."""
+        if steps.are_ids or not (self.has_axes or self.stays_whole):
+            return steps
+        rows = prompt.rows
+        extra, sizes, placed = {}, None, None
+        if self.stays_whole:
+            ids = self._ids(rows)
+            sizes = whole_chunks(ids, self.longest_step)
+            extra[IMAGE_IDS.name] = ids.to(self.device)
+            placed = placed_images(image_ids(self._kinds(rows) >= 0))
+        if self.has_axes:
+            state = stepper.state
+            first = state.length + state.images.deltas(state.length)
+            positions, placed = rope_positions(self._kinds(rows), rows.lengths, first, self.patterns)
+            extra[POSITIONS] = positions.to(self.device)
+        return replace(steps, sizes=sizes, extra=extra, placed=placed)
+
+    def _check_contiguous(self, rows: TokenRows) -> None:
+        for index, (stage, pattern) in enumerate(zip(self.stages, self.patterns)):
+            for row in (self._kinds(rows) == index).tolist():
+                for start, end in runs(row):
+                    if (end - start) % pattern.tokens:
+                        raise InputError(
+                            f"a run of token id {stage.token} must be a multiple of the {pattern.tokens} embeddings "
+                            f"that {stage.method.name} gives for an item, got {end - start}; build the prompt with the "
+                            "model's own processor"
+                        )
+
+    def _kinds(self, rows: TokenRows) -> torch.Tensor:
+        """Return the index of the stage of each token's item, -1 on text: int64 [batch, length] on the host."""
+        kinds = torch.full(rows.ids.shape, -1, dtype=torch.int64)
+        for index, stage in enumerate(self.stages):
+            kinds[rows.mask_of(stage.token).cpu()] = index
+        return kinds
+
+    def _is_seen(self, rows: TokenRows) -> torch.Tensor:
+        return torch.isin(self._kinds(rows), self.seen)
+
+    def _ids(self, rows: TokenRows) -> torch.Tensor:
+        seen = self._is_seen(rows)
+        return torch.zeros_like(rows.ids) if self.sees_prompt and seen.any() else image_ids(seen)
+
+
+def _pattern(stage: ItemStage, axes: int) -> Pattern:
+    """Return the rotary positions of an item on `axes` axes."""
+    tokens, item, grid = stage.tokens_per_item, stage.method.item, stage.method.grid
+    if item is not None and item.positions:
+        return Pattern(torch.tensor(item.positions), item.advance)
+    if item is None and grid is not None:
+        time, height, width = grid
+        merged = math.isqrt(time * height * width // tokens)
+        return grid_pattern(height // merged, width // merged)
+    return Pattern(torch.arange(tokens).expand(max(axes, 1), tokens), tokens)

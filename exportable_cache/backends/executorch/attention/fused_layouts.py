@@ -28,6 +28,7 @@ from .forms import fused_attention
 
 if TYPE_CHECKING:
     from ....cache.layers import CacheLayer
+    from ....cache.layout import WrittenLayer
     from ....cache.policies import SlotPolicy
 
 
@@ -48,7 +49,7 @@ class FusedStep:
         reads: Number of times that attention has read the step.
     """
 
-    layer: CacheLayer
+    layer: WrittenLayer
     new: tuple[torch.Tensor, ...]
     reads: int = 0
 
@@ -99,7 +100,7 @@ class FusedLayout(Layout):
         return CacheLayer(layer.policy, layer.storage, sizes, layout=self, device=layer.device)
 
     def update(
-        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+        self, layer: WrittenLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the new tokens [batch_size, num_heads, query_length, head_dim].
 
@@ -117,19 +118,19 @@ class FusedLayout(Layout):
         assert values is not None
         return keys, values
 
-    def stored(self, layer: CacheLayer) -> tuple[torch.Tensor, ...]:
+    def stored(self, layer: WrittenLayer) -> tuple[torch.Tensor, ...]:
         """Return the buffers, in the order of `encoded`."""
         assert layer.storage is not None
         return tuple(getattr(layer, name) for name in layer.storage.parts)
 
     def encoded(
-        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+        self, layer: WrittenLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Return the stored form of the new rows, each [batch_size * num_heads, query_length, 1, ...]."""
         assert layer.storage is not None
         return layer.storage.encode(heads_as_batch(key_states), heads_as_batch(value_states))
 
-    def write_before(self, layer: CacheLayer, new: tuple[torch.Tensor, ...]) -> None:
+    def write_before(self, layer: WrittenLayer, new: tuple[torch.Tensor, ...]) -> None:
         """Write the new rows that must be written before attention, each [num_heads, query_length, 1, ...]."""
 
     @abstractmethod
@@ -164,7 +165,7 @@ class FusedFullLayout(FusedLayout, kind="executorch_full"):
 
     row_dims = ("num_heads", "capacity", "batch_size")
 
-    def write_before(self, layer: CacheLayer, new: tuple[torch.Tensor, ...]) -> None:
+    def write_before(self, layer: WrittenLayer, new: tuple[torch.Tensor, ...]) -> None:
         """Write all new rows."""
         start = _start(layer, new[0].shape[1])
         for buffer, rows in zip(self.stored(layer), new, strict=True):
@@ -203,7 +204,7 @@ class FusedRingLayout(FusedLayout, kind="executorch_ring"):
         assert policy.capacity is not None
         return {"slots": policy.capacity + 1}
 
-    def mask_positions(self, layer: CacheLayer, query_length: int) -> torch.Tensor:
+    def mask_positions(self, layer: WrittenLayer, query_length: int) -> torch.Tensor:
         """Return positions of the ring before the step, then of the new tokens, because `attend` joins the two."""
         assert isinstance(layer.policy, RingPolicy)
         return layer.policy.positions_beside_new(layer.cumulative_length, query_length)
@@ -234,7 +235,7 @@ class FusedRingLayout(FusedLayout, kind="executorch_ring"):
         return output
 
 
-def _start(layer: CacheLayer, query_length: int) -> int:
+def _start(layer: WrittenLayer, query_length: int) -> int:
     """Return the length of the row as a symbolic integer, as the operators take it."""
     start = layer.context.once("start", lambda: layer.cumulative_length[0].item())
     torch._check(start >= 0)
@@ -243,7 +244,7 @@ def _start(layer: CacheLayer, query_length: int) -> int:
     return start
 
 
-def _ring_slots(layer: CacheLayer, query_length: int) -> tuple[int, int, torch.Tensor]:
+def _ring_slots(layer: WrittenLayer, query_length: int) -> tuple[int, int, torch.Tensor]:
     """Return where the tokens of a step go in a ring.
 
     Returns:
@@ -319,7 +320,7 @@ class NativeLayout(FusedLayout, kind="native"):
         return layer.with_layout(self, tensors)
 
     def encoded(
-        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+        self, layer: WrittenLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """See `FusedLayout.encoded`."""
         if not isinstance(layer.storage, RoundedStorage):
@@ -330,7 +331,7 @@ class NativeLayout(FusedLayout, kind="native"):
         )
         return keys, values, key_scales, value_scales
 
-    def write_before(self, layer: CacheLayer, new: tuple[torch.Tensor, ...]) -> None:
+    def write_before(self, layer: WrittenLayer, new: tuple[torch.Tensor, ...]) -> None:
         """Write the new rows of a full layer."""
         if isinstance(layer.policy, FullPolicy):
             self._write(layer, new, None)
@@ -364,12 +365,12 @@ class NativeLayout(FusedLayout, kind="native"):
             self._write(layer, step.new, output)
         return output
 
-    def _write(self, layer: CacheLayer, new: tuple[torch.Tensor, ...], after: torch.Tensor | None) -> None:
+    def _write(self, layer: WrittenLayer, new: tuple[torch.Tensor, ...], after: torch.Tensor | None) -> None:
         for buffer, rows in zip(self.stored(layer), new, strict=True):
             torch.ops.exportable_cache.write(rows, buffer, layer.cumulative_length, _kept(layer.policy), after)
 
     def _bias(
-        self, layer: CacheLayer, attention_mask: torch.Tensor | None, extras: dict[str, Any]
+        self, layer: WrittenLayer, attention_mask: torch.Tensor | None, extras: dict[str, Any]
     ) -> torch.Tensor | None:
         """Return what is added to the scores, [batch or 1, heads or 1, query_length, capacity], or None."""
         bias = extras.get("position_bias")
@@ -395,7 +396,7 @@ class NativeLatentLayout(NativeLayout, kind="native_latents"):
 
     attends_latents = True
 
-    def declare(self, layer: CacheLayer) -> dict[str, StateTensor]:
+    def declare(self, layer: WrittenLayer) -> dict[str, StateTensor]:
         """Return the one state tensor."""
         assert layer.storage is not None
         return {"keys": StateTensor(*self.row_dims, "latent_and_key", dtype=layer.storage.parts["keys"].dtype)}
@@ -407,12 +408,12 @@ class NativeLatentLayout(NativeLayout, kind="native_latents"):
         tensors["keys"] = keys.new_zeros(keys.shape[0], keys.shape[2], 1, keys.shape[3] + values.shape[3])
         return layer.with_layout(self, tensors)
 
-    def stored(self, layer: CacheLayer) -> tuple[torch.Tensor, ...]:
+    def stored(self, layer: WrittenLayer) -> tuple[torch.Tensor, ...]:
         """See `FusedLayout.stored`."""
         return (dict(layer.named_state())["keys"],)
 
     def encoded(
-        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+        self, layer: WrittenLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """See `FusedLayout.encoded`."""
         assert layer.storage is not None

@@ -19,6 +19,7 @@ from ....cache.storage import FloatStorage
 
 if TYPE_CHECKING:
     from ....cache.layers import CacheLayer
+    from ....cache.layout import WrittenLayer
 
 #: Keys and values.
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -54,14 +55,14 @@ class RowsLayout(PortableLayout, kind="executorch_rows"):
         return layer.with_layout(cls(heads), tensors)
 
     def _write(
-        self, layer: CacheLayer, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
+        self, layer: WrittenLayer, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> list[torch.Tensor]:
         index = self._numbers(slots, _capacity(layer))
         for held, rows in zip(_held(layer), (key_states, value_states), strict=True):
             held.index_copy_(0, index, rows.reshape(-1, rows.shape[3]))
         return self._by_row(layer)
 
-    def _gather(self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> _Pair:
+    def _gather(self, layer: WrittenLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> _Pair:
         capacity, query_length = _capacity(layer), key_states.shape[2]
         length = layer.cumulative_length[:, None]
         positions = layer.policy.positions(length + query_length)
@@ -83,18 +84,18 @@ class RowsLayout(PortableLayout, kind="executorch_rows"):
         first = torch.arange(slots.shape[0] * self.heads, device=slots.device) * capacity
         return (first.view(slots.shape[0], self.heads, 1) + slots[:, None]).reshape(-1)
 
-    def _by_row(self, layer: CacheLayer) -> list[torch.Tensor]:
+    def _by_row(self, layer: WrittenLayer) -> list[torch.Tensor]:
         """Return keys and values, each [batch_size, num_heads, capacity, dim]."""
         return [held.view(-1, self.heads, _capacity(layer), held.shape[1]) for held in _held(layer)]
 
 
-def _capacity(layer: CacheLayer) -> int:
+def _capacity(layer: WrittenLayer) -> int:
     capacity = layer.policy.capacity
     assert capacity is not None
     return capacity
 
 
-def _held(layer: CacheLayer) -> _Pair:
+def _held(layer: WrittenLayer) -> _Pair:
     keys, values = (tensor for name, tensor in layer.named_state() if name in ("keys", "values"))
     return keys, values
 

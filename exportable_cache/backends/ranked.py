@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from ..common.compat.torch_distributed import name_group, separate_group
 from ..errors import BundleError
-from .ranks import is_of_communication
+from ..parallel.ranks import is_of_communication
 
 if TYPE_CHECKING:
     import torch
 
-    from ..backends.base import Runner
+    from ..parallel.ranks import Ranks
     from ..program.methods import ProgramMethod
-    from .ranks import Ranks
+    from .base import Runner
 
 
 class RankedRunner:
