@@ -300,16 +300,13 @@ def test_plan_refuses_ranks_of_models_that_are_wrong_when_split():
         check_type(config)
 
 
-@pytest.mark.parametrize("split", [{}, {"tensor_parallel": 2}, {"pipeline": 2}, {"tensor_parallel": 2, "pipeline": 2}])
+@pytest.mark.parametrize("split", [{}, {"tensor_parallel": 2}])
 def test_the_largest_context_that_fits_a_given_memory(split):
     config = tiny_model("gemma3_text").config
     made = plan(config, 64, memory="1M", **split)
 
     def taken(tokens):
         found = plan(config, tokens, **split)
-        if "pipeline" in split:
-            stages = found.pipeline
-            return stages.weights_bytes[stages.fullest] + stages.cache_bytes[stages.fullest]
         ranks = found.tensor_parallel or found
         return ranks.weights_bytes + ranks.cache_bytes
 
@@ -327,8 +324,3 @@ def test_only_rings_fit_any_number_of_tokens():
 def test_what_is_no_memory(memory):
     with pytest.raises(InputError, match="a size such as 800M or 16G"):
         plan(tiny_model("llama").config, 64, memory=memory)
-
-
-def test_stages_of_a_model_that_has_fewer_layers():
-    with pytest.raises(InputError, match="pipeline is 3, but the model has 2 layers"):
-        plan(tiny_model("llama").config, 64, pipeline=3)

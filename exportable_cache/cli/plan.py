@@ -72,8 +72,6 @@ def print_plan(terminal: Terminal, made: Plan) -> None:
     print_recipe_sizes(terminal, made.recipes)
     if made.tensor_parallel is not None:
         _print_rank(terminal, made.tensor_parallel)
-    if made.pipeline is not None:
-        _print_stages(terminal, made)
     if made.memory is not None:
         more = " or more" if made.longest == MOST_TOKENS else ""
         fits = f"max_cache_len {made.longest}{more} fits" if made.longest else "not even one token fits"
@@ -90,21 +88,3 @@ def _print_rank(terminal: Terminal, rank: RankPlan) -> None:
         f"a decode step  {rank.messages} messages of {bytes_text(rank.message_bytes)}, {rank.sums} of them sums; "
         f"a rank sends at least {bytes_text(rank.sent_bytes)}"
     )
-
-
-def _print_stages(terminal: Terminal, made: Plan) -> None:
-    stages = made.pipeline
-    assert stages is not None
-    whose = "" if made.tensor_parallel is None else f" (one of {made.tensor_parallel.ranks} ranks of each)"
-    terminal.print(f"\neach of {stages.stages} stages{whose}")
-    for stage, (first, end) in enumerate(stages.layers):
-        terminal.print(
-            f"layers {first}-{end - 1}    cache {bytes_text(stages.cache_bytes[stage])}, "
-            f"weights {bytes_text(stages.weights_bytes[stage])}"
-        )
-    terminal.print(
-        f"a decode step  hidden states of {bytes_text(stages.sent_bytes)} from stage to stage, logits of "
-        f"{bytes_text(stages.logits_bytes)} from the last to all"
-    )
-    if made.tensor_parallel is not None:
-        terminal.print("sessions run ranks but no stages, so this is only a plan")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -110,14 +110,11 @@ def weights_of_rank(
     layer_specs: Sequence[LayerSpec],
     ranks: int,
     dtype: torch.dtype,
-    has: Callable[[str], bool] = lambda name: True,
 ) -> int:
-    """Bytes of the weights of the rank that has most, of the parameters of whose names `has` says so."""
+    """Return the bytes of the weights of the rank that has most."""
     heads = min((layer_specs[index].num_heads or 0 for index in split_layers(model, layer_specs)), default=0)
     plan, count = model.tp_plan, 0
     for name, parameter in model.named_parameters():
-        if not has(name):
-            continue
         module, _, last = name.rpartition(".")
         style = plan.get(_wild(name), plan.get(_wild(module)))
         parts = ranks

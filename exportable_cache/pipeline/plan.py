@@ -24,7 +24,6 @@ from ..models.quantization.quantize import check_quantizable
 from ..models.quantization.sizes import float_bytes, quantized_bytes
 from ..models.quantization.spec import Quantization
 from ..parallel.plan import RankPlan, check_tensor_parallel, messages_of_token, split_layers, weights_of_rank
-from ..parallel.stage_plan import StagePlan, plan_stages
 from .dtypes import DtypeChoice, check_dtype, choose_dtype
 from .recipes import RECIPES, FilledOptions, fill_options
 from .spec import Split, dtype_of
@@ -108,7 +107,6 @@ class Plan:
         remark: Change of the stored dtype, if there is one.
         positions: A line of text if `max_cache_len` exceeds the positions that the model was trained for.
         tensor_parallel: Share and traffic of each rank, if requested.
-        pipeline: Share and traffic of each stage, if requested; with ranks, of one rank of each stage.
         memory: Bytes that a process may use for weights and cache, if given.
         longest: Largest `max_cache_len` that fits into `memory`, 0 if none does, at most `MOST_TOKENS`.
         recipe: Recipe of the plan; None without a target.
@@ -132,7 +130,6 @@ class Plan:
     remark: str = ""
     positions: str = ""
     tensor_parallel: RankPlan | None = None
-    pipeline: StagePlan | None = None
     memory: int | None = None
     longest: int | None = None
     recipe: str | None = None
@@ -162,7 +159,7 @@ def plan(
             float32.
         target: Target of the export, which need not be installed; `executorch` with a recipe.
         recipe: Recipe of the export, see `export`.
-        **options: Further fields of `CacheSpec` and `Split`: tensor_parallel, pipeline, memory.
+        **options: Further fields of `CacheSpec` and `Split`: tensor_parallel, memory.
 
     Returns:
         The plan. For an unsupported model it has no layers, and the reason in `refusal`.
@@ -226,11 +223,7 @@ def plan_cache(
         return Plan(**about, layers=(), max_length=None, cache_bytes=None, dynamic_bytes=None, refusal=str(error))
     built = [layer_spec.build(spec, chosen, "meta") for layer_spec in layer_specs]
     ranks = None if split.tensor_parallel is None else _rank_plan(config, model, layer_specs, built, (split, chosen))
-    stages, longest = None, None
-    if split.pipeline is not None:
-        stages = _stage_plan(model, layer_specs, built, split, chosen)
-    if split.memory is not None:
-        longest = _longest(model, layer_specs, spec, split, chosen)
+    longest = None if split.memory is None else _longest(model, layer_specs, spec, split, chosen)
     assert not isinstance(split.memory, str)
     sinks = spec.sinks
     limits = [layer.max_length for layer in built if layer.max_length is not None]
@@ -257,7 +250,6 @@ def plan_cache(
         cache_bytes=sum(layer.nbytes for layer in built),
         dynamic_bytes=sum(_dynamic_bytes(layer_spec, spec, chosen) for layer_spec in layer_specs),
         tensor_parallel=ranks,
-        pipeline=stages,
         memory=split.memory,
         longest=longest,
         recipes=_sizes(model, layer_specs, spec, stored) if target == "executorch" else {},
@@ -308,28 +300,6 @@ def _bytes_on_a_rank(
     return found
 
 
-def _stage_plan(
-    model: PreTrainedModel | None,
-    layer_specs: list[LayerSpec],
-    built: list[CacheLayer],
-    split: Split,
-    dtype: torch.dtype,
-) -> StagePlan:
-    if model is None or getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            "pipeline cannot be planned for this model, because it is an encoder-decoder or cannot be built without "
-            "its weights; leave it out"
-        )
-    ranks = split.tensor_parallel
-    return plan_stages(
-        model,
-        split.pipeline or 1,
-        _bytes_on_a_rank(model, layer_specs, built, ranks),
-        lambda has: weights_of_rank(model, layer_specs, ranks or 1, dtype, has),
-        (_rows(built), dtype),
-    )
-
-
 def _longest(
     model: PreTrainedModel | None, layer_specs: list[LayerSpec], spec: CacheSpec, split: Split, dtype: torch.dtype
 ) -> int:
@@ -342,14 +312,9 @@ def _longest(
 
     def fits(tokens: int) -> bool:
         built = [layer_spec.build(replace(spec, max_cache_len=tokens), dtype, "meta") for layer_spec in layer_specs]
-        if split.pipeline is not None:
-            stages = _stage_plan(model, layer_specs, built, split, dtype)
-            taken = stages.weights_bytes[stages.fullest] + stages.cache_bytes[stages.fullest]
-        else:
-            ranks = split.tensor_parallel
-            taken = weights_of_rank(model, layer_specs, ranks or 1, dtype)
-            taken += sum(_bytes_on_a_rank(model, layer_specs, built, ranks))
-        return taken <= memory
+        ranks = split.tensor_parallel
+        weights = weights_of_rank(model, layer_specs, ranks or 1, dtype)
+        return weights + sum(_bytes_on_a_rank(model, layer_specs, built, ranks)) <= memory
 
     least, most = 0, MOST_TOKENS
     while least < most:

@@ -253,7 +253,6 @@ class Split:
 
     Attributes:
         tensor_parallel: Number of ranks that share every layer, or None.
-        pipeline: Number of stages with separate layers, or None.
         memory: Bytes that a process may use for weights and cache; text such as "16G" is converted (GiB).
 
     Raises:
@@ -266,15 +265,6 @@ class Split:
         flags=("--tensor-parallel",),
         metavar="N",
         kind=int,
-        shown_default=False,
-    )
-    pipeline: int | None = setting(
-        None,
-        "Also plan for N stages of layers.",
-        flags=("--pipeline",),
-        metavar="N",
-        kind=int,
-        least=2,
         shown_default=False,
     )
     memory: int | str | None = setting(
