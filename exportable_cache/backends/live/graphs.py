@@ -48,11 +48,6 @@ class StepKey(NamedTuple):
     penalised: bool | None = None
     steps: int = 1
 
-    @property
-    def chooses(self) -> bool:
-        """True if the graph chooses tokens."""
-        return self.greedy is not None
-
 
 class GraphKey(NamedTuple):
     """The key of a graph among those of one runner.

@@ -82,11 +82,6 @@ def signatures_of(operators: Sequence[str]) -> list[KernelSignature]:
     return [_signature(name, *known[name]) for name in wanted]
 
 
-def known_operators() -> list[str]:
-    """Return the operators that `signatures_of` accepts: those in the tables of the installed executorch."""
-    return sorted(_kernels())
-
-
 def _signature(operator: str, kernel: str, text: str | None) -> KernelSignature:
     schema = schema_of(operator) if text is None else schema_of_text(text)
     written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
