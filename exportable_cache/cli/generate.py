@@ -28,7 +28,7 @@ from .options import (
 )
 from .output.streams import prompt_from_stdin
 from .output.terminal import Terminal
-from .runtime import open_natively
+from .runtime import leave_to_torch, open_natively
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,24 +125,29 @@ def generate(
     choice = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
     native = None
     if image or audio:
-        terminal.note("using torch's runtime, which starts more slowly: images and audio need the model's processor")
+        leave_to_torch(terminal, folder, "images and audio need the model's processor")
     else:
         native = open_natively(terminal, folder, ignore_versions, check, key)
     timed: _Timed
     if native is not None:
         terminal.note_all(native.settings.remarks())
-        messages = [{"role": "user", "content": text}]
+        from ..generation.sampling_options import SamplingOptions
         from ..generation.text import encode_ids
 
-        prompted = messages if chat else text
-        ids = encode_ids(native.text_tokenizer, prompted, split_special_tokens=split_special_tokens)
+        messages = [{"role": "user", "content": text}]
+        ids = encode_ids(native.text_tokenizer, messages if chat else text, split_special_tokens=split_special_tokens)
         # The decoder of an encoder-decoder is fed one token.
         fed = len(ids) if native.start_token is None else 1
         most = max_new_tokens or _default_new_tokens(native.settings, native.max_length, fed)
         timed = _Timed(len(ids), fed)
-        continues = not chat or (form is None and not split_special_tokens)
-        arguments = (native, ids, most, choice, stop or (), prompt_lookup or 0, form, continues)
-        run = partial(_run_native, timed, *arguments)
+        how = {
+            "stop": stop or (),
+            "continues": not chat or (form is None and not split_special_tokens),
+            "max_new_tokens": most,
+            "sampling": SamplingOptions(*choice),
+            "prompt_lookup": prompt_lookup or 0,
+        }
+        run = partial(_run_native, timed, native, ids, form, how)
     else:
         with terminal.opening(folder):
             from ..bundle.bundle import Bundle
@@ -206,18 +211,12 @@ def _run_native(
     timed: _Timed,
     session: NativeSession,
     ids: list[int],
-    most: int | None,
-    choice: tuple[Any, ...],
-    stop: Sequence[str],
-    prompt_lookup: int,
     form: Constraint | None,
-    continues: bool,
+    options: Mapping[str, Any],
     give: Callable[[str], object],
 ) -> None:
-    """Run a generation in the native runner."""
-    from ..generation.sampling_options import SamplingOptions
-
-    sampling, follower = SamplingOptions(*choice), None
+    """Run a generation in the native runner; `options` are those of `NativeSession.generate_text`."""
+    follower = None
     if form is not None:
         from ..generation.constraint import ConstraintCompiler
 
@@ -231,17 +230,7 @@ def _run_native(
         give(piece)
 
     timed.start()
-    session.generate_text(
-        ids,
-        take,
-        stop=stop,
-        continues=continues,
-        on_token=count,
-        max_new_tokens=most,
-        sampling=sampling,
-        prompt_lookup=prompt_lookup,
-        follower=follower,
-    )
+    session.generate_text(ids, take, on_token=count, follower=follower, **options)
     timed.end()
 
 

@@ -29,6 +29,27 @@ def open_natively(
             )
         except NotNative as left:
             reason = left.reason
+    _note(terminal, reason)
+    return None
+
+
+def leave_to_torch(terminal: Terminal, folder: Path, reason: str) -> None:
+    """Note why torch's runtime runs a bundle that the native runner runs otherwise.
+
+    Raises:
+        BundleError: If the folder is not a bundle.
+        InputError: If the user chose the native runner.
+    """
+    from ..bundle.checked import CheckedBundle
+    from ..session.native import NotNative, runtime_chosen
+
+    try:
+        with runtime_chosen(folder):
+            raise NotNative(reason if CheckedBundle.read(folder).target == "executorch" else "")
+    except NotNative as left:
+        _note(terminal, left.reason)
+
+
+def _note(terminal: Terminal, reason: str) -> None:
     if reason:
         terminal.note(f"using torch's runtime, which starts more slowly: {reason}")
-    return None

@@ -143,3 +143,10 @@ def test_files_are_left_to_torch(run: Any, demo_bundle: Path, tmp_path: Path, mo
     monkeypatch.setattr(command, "open_natively", lambda *arguments: opened.append(arguments))
     result = run("generate", demo_bundle, "-p", PROMPT, "--image", tmp_path / "x.png")
     assert result.exit_code == 2 and "takes only text" in result.stderr and opened == []
+    assert "using torch's runtime" not in result.stderr
+    monkeypatch.setenv("EXPORTABLE_CACHE_RUNTIME", "auto")
+    result = run("generate", demo_bundle, "-p", PROMPT, "--image", tmp_path / "x.png")
+    assert "more slowly: images and audio need the model's processor" in result.stderr and opened == []
+    monkeypatch.setenv("EXPORTABLE_CACHE_RUNTIME", "native")
+    result = run("generate", demo_bundle, "-p", PROMPT, "--image", tmp_path / "x.png")
+    assert result.exit_code == 2 and "EXPORTABLE_CACHE_RUNTIME must not be 'native'" in result.stderr
