@@ -131,6 +131,16 @@ FORMS = {
     "ours-bf16-runner": Form(
         "**ours, bfloat16 weights, native operators, without torch**", "here", "runner", 16, of="ours-bf16"
     ),
+    "ours-bf16-products": Form(
+        "**ours, bfloat16 products, native operators**",
+        "here",
+        "ours",
+        16,
+        {"export": {**_NATIVE, **_LONG, "compute": "bfloat16"}},
+    ),
+    "ours-bf16-products-runner": Form(
+        "**ours, bfloat16 products, native operators, without torch**", "here", "runner", 16, of="ours-bf16-products"
+    ),
     "onnxruntime-of-bf16": Form("ONNX Runtime GenAI, float32", "onnxruntime", "onnxruntime", 16, {"precision": "fp32"}),
     "openvino-fp16": Form(
         "OpenVINO GenAI, float16 weights (its defaults: 8-bit keys)",

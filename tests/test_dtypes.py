@@ -12,6 +12,7 @@ import torch
 
 from exportable_cache import export, load
 from exportable_cache.backends import TARGETS
+from exportable_cache.backends.base import target_dtypes
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.errors import InputError
 from exportable_cache.models.loading.without_weights import model_without_weights
@@ -57,6 +58,42 @@ def test_own_linear_layers_keep_weights_as_they_are_stored(stored: torch.dtype) 
         choose_dtype(torch.float32, None, "executorch", {"kernels": "native"}),
     ]
     assert not any(other.kept for other in others)
+
+
+def test_inputs_are_rounded_to_the_dtype_of_the_weights() -> None:
+    rounded = {"kernels": "native", "compute": "bfloat16"}
+    choice = choose_dtype(torch.bfloat16, None, "executorch", rounded)
+    assert choice.chosen == torch.float32 and choice.kept and choice.rounded
+    kept = "weights are stored and kept in bfloat16; products are of bfloat16 and sums in float32, as requested"
+    assert str(choice) == kept == str(choose_dtype(torch.bfloat16, torch.float32, "executorch", rounded))
+    assert target_dtypes("executorch", rounded).rounded == torch.bfloat16
+    assert target_dtypes("executorch", {"kernels": "native"}).rounded is None
+
+
+@pytest.mark.parametrize(
+    ("stored", "requested", "quantized", "message"),
+    [
+        (torch.float32, None, False, "for weights stored in float32, got 'bfloat16'; leave compute out"),
+        (torch.float16, None, False, "for weights stored in float16, got 'bfloat16'; leave compute out"),
+        (torch.bfloat16, torch.float16, False, "with dtype='float16', got 'bfloat16'"),
+        (torch.bfloat16, None, True, "with quantize, got 'bfloat16', because it is for weights that are kept in"),
+    ],
+)
+def test_inputs_are_rounded_for_weights_in_bfloat16_only(
+    stored: torch.dtype, requested: torch.dtype | None, quantized: bool, message: str
+) -> None:
+    rounded = {"linears": "native", "compute": "bfloat16"}
+    with pytest.raises(InputError, match=f"^compute must be 'float32' {message}"):
+        choose_dtype(stored, requested, "executorch", rounded, quantized)
+
+
+@pytest.mark.parametrize("others", [{"kernels": "executorch"}, {"kernels": "native", "linears": "delegate"}])
+def test_inputs_are_rounded_by_native_layers_only(others: dict[str, str], tmp_path: Path) -> None:
+    message = (
+        "^compute must be 'float32' without native linear layers, got 'bfloat16'; pass kernels='native' or linears="
+    )
+    with pytest.raises(InputError, match=message):
+        export("demo", "executorch", 64, tmp_path / "bundle", compute="bfloat16", **others)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -98,6 +98,12 @@ def test_layers_that_compute_in_16_bits_get_no_native_operators(native: None) ->
     assert fill_options(None, "executorch", {}, {"dtype": torch.float32}).options == {"kernels": "native"}
 
 
+def test_rounded_inputs_are_a_change_of_the_recipe(native: None) -> None:
+    filled = fill_options(None, "executorch", {"compute": "bfloat16"})
+    assert filled.options == {"kernels": "native", "compute": "bfloat16"}
+    assert filled.changed == {"compute": "bfloat16"}
+
+
 def test_the_official_runner_implies_its_recipe(native: None) -> None:
     filled = fill_options(None, "executorch", {"llm_runner": True}, {"quantize": "8da4w"})
     assert (filled.recipe, filled.options) == (PORTABLE, {"llm_runner": True})

@@ -186,6 +186,14 @@ def test_options_are_recorded_as_given() -> None:
             lambda: ExecutorchOptions(linears="native", llm_runner=True),
             "omit linears, or omit llm_runner and use the runners",
         ),
+        (
+            lambda: ExecutorchOptions(compute="float16"),
+            "compute must be one of float32, bfloat16, got 'float16'",
+        ),
+        (
+            lambda: ExecutorchOptions.parse({"delegate": "vulkan", "compute": "bfloat16"}),
+            "target 'executorch' with delegate 'vulkan' has no option 'compute'",
+        ),
     ],
 )
 def test_options_are_checked_where_they_are_made(make: Any, message: str) -> None:

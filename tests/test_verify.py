@@ -312,6 +312,12 @@ def test_default_tolerance() -> None:
     assert default_tolerance(torch.float32, 30.0, spread=float("inf")) == 1e-4
 
 
+def test_tolerance_follows_the_dtype_that_inputs_are_rounded_to(model: Any) -> None:
+    session = session_of(model)
+    report = verify_session(session, model, prompts=[4], rounded=torch.bfloat16)
+    assert report.tolerance >= 5e-2 and verify_session(session, model, prompts=[4]).tolerance == 1e-4
+
+
 def test_tolerance_grows_with_the_spread_of_the_logits_and_refuses_another_model() -> None:
     """Rounding in float32 grows with the logits: a head that is 100 times as large differs by 100 times as much."""
     model = tiny_model("llama", tie_word_embeddings=False)

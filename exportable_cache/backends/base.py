@@ -249,11 +249,13 @@ class TargetDtypes:
         refused: Dtypes that are not supported, with the reason.
         keeps_exact: True if weights of linear layers and embeddings are stored in the smallest dtype that represents
             them exactly, independently of the dtype of the computation.
+        rounded: Dtype that inputs of layers with weights of this dtype are rounded to; None to keep all their bits.
     """
 
     best: torch.dtype | None = None
     refused: Mapping[torch.dtype, str] = field(default_factory=dict)
     keeps_exact: bool = False
+    rounded: torch.dtype | None = None
 
     def preferred(self, stored: torch.dtype) -> torch.dtype:
         """Return the default dtype for weights that are stored in `stored`."""
@@ -274,6 +276,7 @@ _XNNPACK = TargetDtypes(
     },
 )
 _NATIVE_LINEARS = replace(_XNNPACK, keeps_exact=True)
+_ROUNDED_LINEARS = replace(_NATIVE_LINEARS, rounded=torch.bfloat16)
 
 
 def target_dtypes(target: str, options: Mapping[str, Any]) -> TargetDtypes:
@@ -285,5 +288,7 @@ def target_dtypes(target: str, options: Mapping[str, Any]) -> TargetDtypes:
             its other delegates are verified with XNNPACK.
     """
     if target == "executorch" and options.get("delegate") != "tensorrt":
-        return _NATIVE_LINEARS if (options.get("linears") or options.get("kernels")) == "native" else _XNNPACK
+        if (options.get("linears") or options.get("kernels")) != "native":
+            return _XNNPACK
+        return _ROUNDED_LINEARS if options.get("compute") == "bfloat16" else _NATIVE_LINEARS
     return _AS_STORED

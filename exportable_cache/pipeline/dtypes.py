@@ -27,12 +27,14 @@ class DtypeChoice:
         chosen: Dtype of the exported weights.
         reason: Reason for the choice, if it was not requested.
         kept: True if weights keep their stored dtype in the file and are converted when they are multiplied.
+        rounded: True if inputs of layers with kept weights are rounded to the stored dtype.
     """
 
     stored: torch.dtype
     chosen: torch.dtype
     reason: str = ""
     kept: bool = False
+    rounded: bool = False
 
     @property
     def widened(self) -> bool:
@@ -43,6 +45,10 @@ class DtypeChoice:
         stored, chosen = dtype_name(self.stored), dtype_name(self.chosen)
         if self.stored == self.chosen:
             return f"weights are stored and exported in {stored}"
+        if self.rounded:
+            return (
+                f"weights are stored and kept in {stored}; products are of {stored} and sums in {chosen}, as requested"
+            )
         weights = f"stored and kept in {stored}; products are" if self.kept else f"stored in {stored}; exported"
         return f"weights are {weights} in {chosen}, {f'which {self.reason}' if self.reason else 'as requested'}"
 
@@ -59,8 +65,22 @@ def check_dtype(
         quantized: True if weights are to be quantized.
 
     Raises:
-        InputError: If the target is not correct in this dtype, or quantized kernels do not compute in it.
+        InputError: If the target is not correct in this dtype, or quantized kernels do not compute in it; or if
+            `compute` is given without native linear layers, with another dtype or with quantized weights.
     """
+    rounded, compute = target_dtypes(target, options).rounded, options.get("compute", "float32")
+    # Not checked with the other options, because whether layers are native may follow from options of the export.
+    if compute != "float32" and rounded is None:
+        raise InputError(
+            f"compute must be 'float32' without native linear layers, got {compute!r}; pass kernels='native' or "
+            "linears='native', or leave compute out"
+        )
+    if rounded is not None and (quantized or requested not in (None, torch.float32)):
+        other = "quantize" if quantized else f"dtype={dtype_name(requested or torch.float32)!r}"
+        raise InputError(
+            f"compute must be 'float32' with {other}, got {dtype_name(rounded)!r}, because it is for weights that are "
+            f"kept in {dtype_name(rounded)}; leave one of them out"
+        )
     if requested is None:
         return
     name = dtype_name(requested)
@@ -95,12 +115,18 @@ def choose_dtype(
         quantized: True if weights are to be quantized.
 
     Raises:
-        InputError: See `check_dtype`.
+        InputError: See `check_dtype`; or if `compute` is given for weights that are not stored in bfloat16.
     """
     check_dtype(requested, target, options, quantized)
+    rounded = target_dtypes(target, options).rounded
+    if rounded is not None and stored != rounded:
+        raise InputError(
+            f"compute must be 'float32' for weights stored in {dtype_name(stored)}, got {dtype_name(rounded)!r}; leave "
+            f"compute out, or export a checkpoint in {dtype_name(rounded)}"
+        )
     if quantized and requested is None:
         return DtypeChoice(stored, QUANTIZED_COMPUTES_IN, "quantised kernels compute in")
     dtypes = target_dtypes(target, options)
     chosen, reason = (dtypes.preferred(stored), f"{target} computes best") if requested is None else (requested, "")
     kept = dtypes.keeps_exact and not quantized and stored.itemsize < chosen.itemsize
-    return DtypeChoice(stored, chosen, reason, kept)
+    return DtypeChoice(stored, chosen, reason, kept, rounded is not None)

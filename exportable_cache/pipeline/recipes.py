@@ -20,6 +20,8 @@ from ..models.quantization.spec import Quantization
 SETTINGS = ("quantize", "group_size", "quantize_embeddings", "kv_dtype")
 #: Options of target `executorch` that a recipe may set.
 _OPERATORS = ("kernels", "linears")
+#: Options of target `executorch` that are named as changes of a recipe.
+_CHANGES = (*_OPERATORS, "compute")
 _TARGET, _DELEGATE = "executorch", "xnnpack"
 
 
@@ -130,7 +132,7 @@ def fill_options(
         filled["kernels"] = "native"
     settings = chosen.settings(filled.get("kernels") == "native")
     changed = {one: value for one, value in given.items() if settings.get(one) != value}
-    changed |= {one: options[one] for one in _OPERATORS if one in options}
+    changed |= {one: options[one] for one in _CHANGES if one in options}
     return FilledOptions(name, changed, {one: given.get(one, settings[one]) for one in SETTINGS}, filled)
 
 

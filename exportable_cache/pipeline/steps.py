@@ -358,7 +358,8 @@ def _verified(
         largest, rms = tolerances_of(model, spec.quantization, session.runner.methods.get("encode"))
     else:
         largest, rms = spec.tolerance, None
-    settings = VerifySpec(tolerance=largest, rms_tolerance=rms)
+    rounded = target_dtypes(manifest.target, manifest.options).rounded
+    settings = VerifySpec(tolerance=largest, rms_tolerance=rms, rounded=rounded)
     # For quantized weights, the effect below is measured against the stored model instead.
     keeps = source.dtype.widened and spec.quantization is None
     report = compare(session, model, settings, progress, fed if keeps else None)

@@ -52,7 +52,11 @@ _ITEMS = 2
 
 @torch.no_grad()
 def verify_encoders(
-    session: Session, model: PreTrainedModel, generator: torch.Generator, tolerance: float | None = None
+    session: Session,
+    model: PreTrainedModel,
+    generator: torch.Generator,
+    tolerance: float | None = None,
+    rounded: torch.dtype | None = None,
 ) -> tuple[VerifiedEncoder, ...]:
     """Compare each `encode_image` and `encode_audio` of a session with the model's own encoder in eager attention.
 
@@ -62,6 +66,7 @@ def verify_encoders(
         generator: Of the items.
         tolerance: Largest |difference| that passes where that is more than `default_tolerance` for the largest value:
             of quantised weights.
+        rounded: Dtype that the session's linear layers round their inputs to; None for the model's dtype.
     """
     verified = []
     for kind in KINDS:
@@ -78,7 +83,7 @@ def verify_encoders(
             found = session.runner.run(method.name, *(tensor.to(session.device) for tensor in item))[0]
             differences.append((found.float().to(expected.device) - expected).abs().max())
             largest = max(largest, expected.abs().max().item())
-        limit = max(default_tolerance(model.dtype, largest), tolerance or 0.0)
+        limit = max(default_tolerance(rounded or model.dtype, largest), tolerance or 0.0)
         verified.append(VerifiedEncoder(method.name, torch.stack(differences).max().item(), limit))
     return tuple(verified)
 
@@ -180,12 +185,12 @@ def compare(
             fed.append(FedPrompt(length, ids[:, : length + len(kept) - 1], sinks, encoder_inputs, torch.stack(kept)))
     session.reset()
     prompts = tuple(reversed(seen.prompts))
-    encoders = verify_encoders(session, model, generator, spec.tolerance)
+    encoders = verify_encoders(session, model, generator, spec.tolerance, spec.rounded)
     max_difference = largest([prompt.max_difference for prompt in prompts])
     rms_difference = largest([prompt.rms_difference for prompt in prompts if prompt.rms_difference is not None])
     tolerance = spec.tolerance
     if tolerance is None:
-        tolerance = default_tolerance(model.dtype, seen.largest_logit, seen.spread)
+        tolerance = default_tolerance(spec.rounded or model.dtype, seen.largest_logit, seen.spread)
         if storage is not None:
             tolerance = max(tolerance, rounding_effect(model, min(plan[-1][0], _ROUNDED_TOKENS), storage) / 4)
     return VerifyReport(

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..common.settings import check_settings, setting
 from ..errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class VerifySpec:
         decode_steps: Single tokens after each prompt; by default `default_decode_steps`. The prompt that fills the
             cache has none.
         seed: Seed of the random tokens.
+        rounded: Dtype that linear layers round their inputs to, for the default tolerance; None for the model's dtype.
         exact_cache: If True, the model's cache is exact even if the session's is quantised.
 
     Raises:
@@ -53,6 +58,7 @@ class VerifySpec:
         shown_default="past every window",
     )
     seed: int = setting(0, "Seed of the random tokens.", flags=("--seed",), metavar="N", kind=int)
+    rounded: torch.dtype | None = None
     exact_cache: bool = False
 
     def __post_init__(self) -> None:

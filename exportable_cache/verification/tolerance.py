@@ -38,7 +38,7 @@ def default_tolerance(dtype: torch.dtype, largest_logit: float, spread: float = 
     0.06 apart there; a program in float32 whose logits have a spread of 16 cannot agree to 1e-4.
 
     Args:
-        dtype: The model's dtype.
+        dtype: The model's dtype, or the one that the program rounds the inputs of linear layers to.
         largest_logit: Largest |logit| of the reference.
         spread: Largest standard deviation over the vocabulary of any position's reference logits.
     """

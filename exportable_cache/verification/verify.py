@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ..backends.base import target_dtypes
 from ..common.progress import silent
 from ..errors import InputError
 from .compare import compare
@@ -96,6 +97,7 @@ def verify(
         )
         progress(f"quantising to {quantization}", 0, None)
         model = quantize(model, quantization).model
+    spec = replace(spec, rounded=target_dtypes(manifest.target, manifest.options).rounded)
     try:
         with runtime_chosen(bundle.path):
             session, remark, runtime = Session.from_bundle(bundle, NativeProcess(bundle)), "", "native"

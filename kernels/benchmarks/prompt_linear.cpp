@@ -1,16 +1,19 @@
-// Times linear layers of a prompt over weights of float32, bfloat16 and float16, and the processor's peak of multiply-adds.
+// Times linear layers of a prompt over weights of float32, bfloat16 and float16, and with inputs rounded to bfloat16.
 //
-//   prompt_linear [THREADS] [ROWS] [ROUNDS] [TARGET]
+//   prompt_linear [THREADS] [ROWS] [ROUNDS] [TARGET] [SIZE]
 //
-// The layers of a Llama of 110M: 12 layers with separate weights, run in order, so that weights come from memory as in a prompt.
-// Prints the fastest and median of the rounds in ms for all 12, and GFLOPS of the fastest. The three kinds are interleaved.
+// The layers of a Llama of 110M, or with SIZE 1100 of 1.1B: some layers with separate weights, run in order, so that weights
+// come from memory as in a prompt. Prints the fastest and median of the rounds in ms for all of them, and GFLOPS of the
+// fastest. The kinds are interleaved.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <random>
+#include <type_traits>
 #include <vector>
 
 #include "float_linear.h"
@@ -21,15 +24,17 @@ using namespace exportable_cache::kernels;
 
 namespace {
 
-constexpr int64_t kLayers = 12;
-
+// `number` layers of a shape.
 struct Shape {
   const char* name;
   int64_t inputs, outputs, number;
 };
 
-constexpr Shape kShapes[] = {
-    {"query, output", 768, 768, 2}, {"key, value", 768, 256, 2}, {"gate, up", 768, 2048, 2}, {"down", 2048, 768, 1}};
+const std::vector<Shape> kSmall = {
+    {"query, output", 768, 768, 24}, {"key, value", 768, 256, 24}, {"gate, up", 768, 2048, 24}, {"down", 2048, 768, 12}};
+// 3 of 16 layers.
+const std::vector<Shape> kLarge = {
+    {"query, output", 2048, 2048, 6}, {"key, value", 2048, 512, 6}, {"gate, up", 2048, 8192, 6}, {"down", 8192, 2048, 3}};
 
 std::vector<float> numbers(int64_t count) {
   std::minstd_rand random(1);
@@ -38,9 +43,26 @@ std::vector<float> numbers(int64_t count) {
   return made;
 }
 
-// The layers of one shape, over weights of one kind.
-template <class W>
+// Scratch memory, of which layers without rounded inputs need none.
+template <class L>
+size_t scratch_of(const L&) {
+  return 0;
+}
+size_t scratch_of(const RoundedLinear& linear) { return rounded_scratch(linear); }
+
+template <class L>
+void run_layer(const L& linear, const Threads& threads, void*) {
+  apply_float_linears(&linear, 1, threads);
+}
+void run_layer(const RoundedLinear& linear, const Threads& threads, void* scratch) {
+  apply_float_linears(&linear, 1, threads, scratch);
+}
+
+// The layers of one shape and kind.
+template <class L>
 class Layers {
+  using W = std::remove_const_t<std::remove_pointer_t<decltype(L::weights)>>;
+
  public:
   Layers(const char* name, const Shape& shape, const std::vector<float>& source, int64_t rows)
       : name_(name), shape_(shape), source_(source), out_(rows * shape.outputs), rows_(rows),
@@ -52,9 +74,13 @@ class Layers {
   void run(const Threads& threads, bool is_timed) {
     const auto start = std::chrono::steady_clock::now();
     for (int64_t layer = 0; layer < count(); ++layer) {
-      const FloatLinearOf<W> linear{{rows_, shape_.inputs, shape_.outputs, source_.data(), nullptr, out_.data()},
-                                    &weights_[layer * size_]};
-      apply_float_linears(&linear, 1, threads);
+      L linear;
+      linear.rows = rows_, linear.inputs = shape_.inputs, linear.outputs = shape_.outputs;
+      linear.source = source_.data(), linear.out = out_.data(), linear.weights = &weights_[layer * size_];
+      scratch_.resize(scratch_of(linear) / sizeof(float) + 16);
+      void* scratch = scratch_.data();
+      size_t space = scratch_.size() * sizeof(float);
+      run_layer(linear, threads, std::align(64, scratch_of(linear), scratch, space));
     }
     const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
     if (is_timed) times_.push_back(took.count());
@@ -80,12 +106,12 @@ class Layers {
   static BFloat16Pair weight(float number, float next, BFloat16Pair) {
     return bfloat16_of_float(number) | static_cast<BFloat16Pair>(bfloat16_of_float(next)) << 16;
   }
-  int64_t count() const { return kLayers * shape_.number; }
+  int64_t count() const { return shape_.number; }
 
   const char* name_;
   const Shape shape_;
   const std::vector<float>& source_;
-  std::vector<float> out_;
+  std::vector<float> out_, scratch_;
   int64_t rows_, size_;
   std::vector<W> weights_;
   std::vector<double> times_;
@@ -103,16 +129,18 @@ int main(int count, char** arguments) {
   Pool own(static_cast<size_t>(threads));
   const Threads runtime = threads_of(own, static_cast<size_t>(threads));
   std::printf("%s, %lld threads, %lld rows\n", target_name(), static_cast<long long>(threads), static_cast<long long>(rows));
-  double all[3] = {};
-  for (const Shape& shape : kShapes) {
+  double all[4] = {};
+  for (const Shape& shape : number(5, 110) < 1000 ? kSmall : kLarge) {
     const std::vector<float> source = numbers(rows * shape.inputs);
-    Layers<float> floats("float32", shape, source, rows);
-    Layers<BFloat16Pair> bfloats("bfloat16", shape, source, rows);
-    Layers<hwy::float16_t> halves("float16", shape, source, rows);
+    Layers<FloatLinear> floats("float32", shape, source, rows);
+    Layers<BFloat16Linear> bfloats("bfloat16", shape, source, rows);
+    Layers<Float16Linear> halves("float16", shape, source, rows);
+    Layers<RoundedLinear> rounded("rounded", shape, source, rows);
     for (int64_t round = 0; round <= rounds; ++round) {
       floats.run(runtime, round > 0), bfloats.run(runtime, round > 0), halves.run(runtime, round > 0);
+      rounded.run(runtime, round > 0);
     }
-    all[0] += floats.print(), all[1] += bfloats.print(), all[2] += halves.print();
+    all[0] += floats.print(), all[1] += bfloats.print(), all[2] += halves.print(), all[3] += rounded.print();
   }
-  std::printf("all: float32 %.2f ms, bfloat16 %.2f ms, float16 %.2f ms\n", all[0], all[1], all[2]);
+  std::printf("all: float32 %.2f ms, bfloat16 %.2f ms, float16 %.2f ms, rounded %.2f ms\n", all[0], all[1], all[2], all[3]);
 }

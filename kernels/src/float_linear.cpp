@@ -19,6 +19,7 @@
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 // After foreach_target.h.
 #include "hwy/highway.h"
+#include "bfloat16_dots-inl.h"
 #include "unrolled-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -61,6 +62,13 @@ HWY_INLINE V weights_of(const BFloat16Pair* step, int64_t input) {
   return hn::BitCast(F(), input == 0 ? hn::ShiftLeft<16>(pairs) : hn::And(pairs, hn::Set(bits, 0xFFFF0000u)));
 }
 
+// Writes the sums of one row and block.
+HWY_INLINE void finish(const LinearRows& linear, const float* sums, int64_t block, int64_t row) {
+  const int64_t output = block * kBlockOutputs, count = std::min(kBlockOutputs, linear.outputs - output);
+  float* const out = linear.out + row * linear.outputs + output;
+  for (int64_t i = 0; i < count; ++i) out[i] = sums[i] + (linear.bias ? linear.bias[output + i] : 0.0f);
+}
+
 // kRows rows of kBlocks blocks.
 template <int64_t kRows, int64_t kBlocks, class W>
 HWY_NOINLINE void multiply(const LinearRows& linear, const W* weights, int64_t block, int64_t row) {
@@ -98,7 +106,7 @@ HWY_NOINLINE void multiply(const LinearRows& linear, const W* weights, int64_t b
       }
       float results[kBlockOutputs];
       EC_EACH(v, kVectors) hn::StoreU(sums[r][b * kVectors + v], d, results + v * kLanes);
-      for (int64_t i = 0; i < count; ++i) out[i] = results[i] + (linear.bias ? linear.bias[output + i] : 0.0f);
+      finish(linear, results, block + b, row + r);
     }
   }
 }
@@ -164,6 +172,76 @@ void multiply_bfloat16_tile(const BFloat16Linear& linear, const Tile& tile) { mu
 
 int64_t blocks_of_tile() { return kTileBlocks; }
 
+// The bits of floats rounded to bfloat16, to nearest and ties to even, in the high halves.
+template <class Bits>
+HWY_INLINE hn::Vec<Bits> rounded(Bits bits, V floats) {
+  const auto whole = hn::BitCast(bits, floats);
+  const auto is_odd = hn::And(hn::ShiftRight<16>(whole), hn::Set(bits, 1));
+  const auto nearest = hn::Add(whole, hn::Add(is_odd, hn::Set(bits, 0x7FFF)));
+  // The sum of a NaN may be infinite.
+  const auto nan = hn::Or(whole, hn::Set(bits, 0x400000));
+  const auto chosen = hn::IfThenElse(hn::RebindMask(bits, hn::IsNaN(floats)), nan, nearest);
+  return hn::And(chosen, hn::Set(bits, 0xFFFF0000u));
+}
+
+void round_row(const float* row, int64_t inputs, float* to) {
+  const hn::RebindToUnsigned<F> bits;
+  int64_t i = 0;
+  for (; i + kLanes <= inputs; i += kLanes) {
+    hn::StoreU(hn::BitCast(F(), rounded(bits, hn::LoadU(F(), row + i))), F(), to + i);
+  }
+  for (; i < inputs; ++i) to[i] = float_of_bfloat16(bfloat16_of_float(row[i]));
+}
+
+void round_row_to_pairs(const float* row, int64_t inputs, BFloat16Pair* to) {
+  const hn::RebindToUnsigned<F> bits;
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= inputs; i += 2 * kLanes) {
+    V even, odd;
+    hn::LoadInterleaved2(F(), row + i, even, odd);
+    hn::StoreU(hn::Or(hn::ShiftRight<16>(rounded(bits, even)), rounded(bits, odd)), bits, to + i / 2);
+  }
+  for (; i < inputs; i += 2) {
+    const uint16_t next = i + 1 < inputs ? bfloat16_of_float(row[i + 1]) : 0;
+    to[i / 2] = bfloat16_of_float(row[i]) | static_cast<BFloat16Pair>(next) << 16;
+  }
+}
+
+#ifdef EC_DOTS
+bool has_dots() { return dots::are_there(); }
+
+int64_t blocks_of_dots() { return dots::kTileBlocks; }
+
+template <int64_t kBlocks>
+void multiply_dots_rows(const BFloat16Linear& linear, const BFloat16Pair* rows, const Tile& tile, int64_t block) {
+  const int64_t steps = steps_of<BFloat16Pair>(linear.inputs);
+  const BFloat16Pair* const weights = linear.weights + block * steps * kBlockOutputs;
+  int64_t row = tile.first_row;
+  const auto store = [&](const float* sums, int64_t count) {
+    for (int64_t r = 0; r < count; ++r) {
+      for (int64_t b = 0; b < kBlocks; ++b, sums += kBlockOutputs) finish(linear, sums, block + b, row + r);
+    }
+  };
+  for (; row + dots::kTileRows <= tile.last_row; row += dots::kTileRows) {
+    dots::multiply<dots::kTileRows, kBlocks>(rows + row * steps, weights, steps, store);
+  }
+  for (; row + 4 <= tile.last_row; row += 4) dots::multiply<4, kBlocks>(rows + row * steps, weights, steps, store);
+  for (; row < tile.last_row; ++row) dots::multiply<1, kBlocks>(rows + row * steps, weights, steps, store);
+}
+
+void multiply_dots_tile(const BFloat16Linear& linear, const BFloat16Pair* rows, const Tile& tile) {
+  int64_t block = tile.first_block;
+  for (; block + dots::kTileBlocks <= tile.last_block; block += dots::kTileBlocks) {
+    multiply_dots_rows<dots::kTileBlocks>(linear, rows, tile, block);
+  }
+  for (; block < tile.last_block; ++block) multiply_dots_rows<1>(linear, rows, tile, block);
+}
+#else
+bool has_dots() { return false; }
+int64_t blocks_of_dots() { return 1; }
+void multiply_dots_tile(const BFloat16Linear&, const BFloat16Pair*, const Tile&) {}
+#endif
+
 }  // namespace HWY_NAMESPACE
 }  // namespace exportable_cache::kernels
 HWY_AFTER_NAMESPACE();
@@ -174,11 +252,19 @@ HWY_EXPORT(multiply_float_tile);
 HWY_EXPORT(multiply_float16_tile);
 HWY_EXPORT(multiply_bfloat16_tile);
 HWY_EXPORT(blocks_of_tile);
+HWY_EXPORT(round_row);
+HWY_EXPORT(round_row_to_pairs);
+HWY_EXPORT(has_dots);
+HWY_EXPORT(blocks_of_dots);
+HWY_EXPORT(multiply_dots_tile);
 
 namespace {
 
 // Bytes of a task's rows, which stay in a core's L2 cache while its blocks are multiplied.
 constexpr int64_t kTaskBytes = 512 * 1024;
+// The same for rounded rows: a tile's rows are read once for 48 outputs, so weights that are read less often are worth more
+// than rows in the L2 cache (8192 inputs: 208 instead of 188 GFLOPS).
+constexpr int64_t kTaskBytesOfPairs = 1024 * 1024;
 // Blocks of one row that some targets multiply together.
 constexpr int64_t kOneRowTogether = 8;
 
@@ -206,7 +292,69 @@ void apply(const L* layers, size_t count, const Threads& threads) {
   run_tasks(threads, work.count(), multiply_one<L>, &work, work.is_worth_threads());
 }
 
+// Rows that a task rounds.
+constexpr int64_t kRoundedRows = 16;
+
+struct Rounding {
+  const RoundedLinear& layer;
+  // Pairs, or floats that bfloat16 represents.
+  bool to_pairs;
+  void* to;
+};
+
+void round_rows(void* context, size_t task) {
+  const auto& [layer, to_pairs, to] = *static_cast<const Rounding*>(context);
+  const int64_t first = static_cast<int64_t>(task) * kRoundedRows, last = std::min(first + kRoundedRows, layer.rows);
+  for (int64_t row = first; row < last; ++row) {
+    const float* const from = layer.source + row * layer.inputs;
+    if (to_pairs) {
+      auto* const pairs = static_cast<BFloat16Pair*>(to) + row * steps_of<BFloat16Pair>(layer.inputs);
+      HWY_DYNAMIC_DISPATCH(round_row_to_pairs)(from, layer.inputs, pairs);
+    } else {
+      HWY_DYNAMIC_DISPATCH(round_row)(from, layer.inputs, static_cast<float*>(to) + row * layer.inputs);
+    }
+  }
+}
+
+struct DotTiles {
+  TilesOfLayers<RoundedLinear> tiles;
+  const BFloat16Pair* rows;
+};
+
+void multiply_dots(void* context, size_t index) {
+  const auto& work = *static_cast<const DotTiles*>(context);
+  work.tiles.run(static_cast<int64_t>(index), [&](const RoundedLinear& linear, const Tile& tile) {
+    HWY_DYNAMIC_DISPATCH(multiply_dots_tile)(linear, work.rows, tile);
+  });
+}
+
+// A row alone is bound by memory: the products of floats are as fast, and need no conversion of what they read.
+bool by_dots(int64_t rows) { return rows > 1 && HWY_DYNAMIC_DISPATCH(has_dots)(); }
+
 }  // namespace
+
+size_t rounded_scratch(const RoundedLinear& layer) {
+  const int64_t words = by_dots(layer.rows) ? steps_of<BFloat16Pair>(layer.inputs) : layer.inputs;
+  return static_cast<size_t>(layer.rows * words) * sizeof(BFloat16Pair);
+}
+
+void apply_float_linears(const RoundedLinear* layers, size_t count, const Threads& threads, void* scratch) {
+  if (count == 0 || layers->rows == 0) return;
+  const bool is_by_dots = by_dots(layers->rows);
+  Rounding rounding{*layers, is_by_dots, scratch};
+  run_tasks(threads, (layers->rows + kRoundedRows - 1) / kRoundedRows, round_rows, &rounding,
+            layers->rows * layers->inputs > kWorthAThread);
+  if (!is_by_dots) {
+    BFloat16Linear of_floats[kMostLayers];
+    for (size_t i = 0; i < count; ++i) of_floats[i] = layers[i], of_floats[i].source = static_cast<float*>(scratch);
+    apply(of_floats, count, threads);
+    return;
+  }
+  const int64_t task_rows = std::max<int64_t>(1, kTaskBytesOfPairs / 2 / layers->inputs / 24) * 24;
+  DotTiles work{{layers, count, task_rows, HWY_DYNAMIC_DISPATCH(blocks_of_dots)(), threads},
+                static_cast<const BFloat16Pair*>(scratch)};
+  run_tasks(threads, work.tiles.count(), multiply_dots, &work, work.tiles.is_worth_threads());
+}
 
 void apply_float_linears(const FloatLinear* layers, size_t count, const Threads& threads) {
   apply(layers, count, threads);

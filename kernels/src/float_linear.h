@@ -42,7 +42,15 @@ constexpr int64_t steps_of(int64_t inputs) {
   return (inputs + kInputsOfStep<W> - 1) / kInputsOfStep<W>;
 }
 
+// Weights of bfloat16 whose inputs are rounded to bfloat16, to nearest and ties to even. Sums are float32. One row, and
+// processors without instructions for such products, take the same inputs as floats.
+struct RoundedLinear : BFloat16Linear {};
+
+// Bytes of scratch memory for the rounded inputs, which must be aligned to 64.
+size_t rounded_scratch(const RoundedLinear& layer);
+
 // Computes up to `kMostLayers` layers of the same rows.
+void apply_float_linears(const RoundedLinear* layers, size_t count, const Threads& threads, void* scratch);
 void apply_float_linears(const FloatLinear* layers, size_t count, const Threads& threads);
 void apply_float_linears(const Float16Linear* layers, size_t count, const Threads& threads);
 void apply_float_linears(const BFloat16Linear* layers, size_t count, const Threads& threads);

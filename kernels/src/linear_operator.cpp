@@ -4,6 +4,7 @@
 //   exportable_cache::linears_4bit.out(Tensor source, Tensor[] weights, Tensor[] biases, int[] outputs, *,
 //                   Tensor(a!)[] out) -> ()
 //   exportable_cache::linear_float.out and linears_float.out, and of float16 and bfloat16, the same
+//   exportable_cache::linear_bfloat16_rounded.out and linears_bfloat16_rounded.out, the same, with inputs rounded to bfloat16
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
 #include <executorch/runtime/kernel/operator_registry.h>
 
@@ -95,6 +96,9 @@ bool is_made(KernelRuntimeContext& context, const Tensor& source, int64_t inputs
 void apply(const Linear* layers, size_t count) {
   apply_linears(layers, count, runtime_threads(), scratch_of(linear_scratch(*layers)));
 }
+void apply(const RoundedLinear* layers, size_t count) {
+  apply_float_linears(layers, count, runtime_threads(), scratch_of(rounded_scratch(*layers)));
+}
 template <class W>
 void apply(const FloatLinearOf<W>* layers, size_t count) {
   apply_float_linears(layers, count, runtime_threads());
@@ -136,6 +140,7 @@ void linears_out(KernelRuntimeContext& context, Span<EValue*> stack) {
 constexpr const char kLinearFloat[] = "exportable_cache::linear_float.out",
                      kLinearFloat16[] = "exportable_cache::linear_float16.out",
                      kLinearBFloat16[] = "exportable_cache::linear_bfloat16.out",
+                     kLinearRounded[] = "exportable_cache::linear_bfloat16_rounded.out",
                      kLinear4Bit[] = "exportable_cache::linear_4bit.out";
 
 }  // namespace
@@ -147,10 +152,12 @@ void register_linear_operators() {
   (void)register_kernel(make_boxed_kernel(kLinearFloat, EXECUTORCH_FN(linear_out<FloatLinear>, kLinearFloat)));
   (void)register_kernel(make_boxed_kernel(kLinearFloat16, EXECUTORCH_FN(linear_out<Float16Linear>, kLinearFloat16)));
   (void)register_kernel(make_boxed_kernel(kLinearBFloat16, EXECUTORCH_FN(linear_out<BFloat16Linear>, kLinearBFloat16)));
+  (void)register_kernel(make_boxed_kernel(kLinearRounded, EXECUTORCH_FN(linear_out<RoundedLinear>, kLinearRounded)));
   (void)register_kernel(make_boxed_kernel(kLinear4Bit, EXECUTORCH_FN(linear_out<Linear>, kLinear4Bit)));
   (void)register_kernel(Kernel("exportable_cache::linears_float.out", linears_out<FloatLinear>));
   (void)register_kernel(Kernel("exportable_cache::linears_float16.out", linears_out<Float16Linear>));
   (void)register_kernel(Kernel("exportable_cache::linears_bfloat16.out", linears_out<BFloat16Linear>));
+  (void)register_kernel(Kernel("exportable_cache::linears_bfloat16_rounded.out", linears_out<RoundedLinear>));
   (void)register_kernel(Kernel("exportable_cache::linears_4bit.out", linears_out<Linear>));
 }
 

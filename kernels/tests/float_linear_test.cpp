@@ -1,14 +1,18 @@
 // Compares apply_float_linears() with double precision, for shapes, rows, thread counts and every instruction set of this machine.
 //
-// The oracle multiplies unpacked values. 16-bit weights must give the same results as in float32, bit for bit. Weights end with
-// their last byte, so that the address sanitizer detects reads after it.
+// The oracle multiplies unpacked values. 16-bit weights must give the same results as in float32, bit for bit. With rounded
+// inputs, the oracle rounds them, too, so that only the order of sums differs. Weights end with their last byte, so that the
+// address sanitizer detects reads after it.
 #include "../src/float_linear.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <random>
+#include <type_traits>
 #include <vector>
 
 #include "../src/half.h"
@@ -71,24 +75,39 @@ std::vector<W> packed_weights(const float* plain, int64_t inputs, int64_t output
   return packed;
 }
 
+template <class L>
+void run_layers(const std::vector<L>& layers, const Threads& threads) {
+  apply_float_linears(layers.data(), layers.size(), threads);
+}
+void run_layers(const std::vector<RoundedLinear>& layers, const Threads& threads) {
+  constexpr size_t kAlignment = 64;
+  const size_t bytes = rounded_scratch(layers[0]);
+  std::unique_ptr<void, decltype(&std::free)> scratch(
+      std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment), &std::free);
+  apply_float_linears(layers.data(), layers.size(), threads, scratch.get());
+}
+
 // The outputs of a case's layers, [rows, outputs].
-template <class W>
+template <class L>
 std::vector<float> results(const Case& c, const Numbers& numbers) {
+  using W = std::remove_const_t<std::remove_pointer_t<decltype(L::weights)>>;
   std::vector<std::vector<W>> packed(c.layers);
   std::vector<std::vector<float>> out(c.layers);
-  std::vector<FloatLinearOf<W>> layers;
+  std::vector<L> layers;
   std::vector<int64_t> first_of;
   for (size_t layer = 0; layer < c.layers; ++layer) {
     const int64_t first = first_output(c.outputs, c.layers, layer);
     const int64_t outputs = first_output(c.outputs, c.layers, layer + 1) - first;
     packed[layer] = packed_weights<W>(numbers.weights.data() + first * c.inputs, c.inputs, outputs);
     out[layer].assign(c.rows * outputs, NAN);
-    layers.push_back({{c.rows, c.inputs, outputs, numbers.source.data(),
-                       c.bias ? numbers.bias.data() + first : nullptr, out[layer].data()},
-                      packed[layer].data()});
+    L made;
+    made.rows = c.rows, made.inputs = c.inputs, made.outputs = outputs, made.source = numbers.source.data();
+    made.bias = c.bias ? numbers.bias.data() + first : nullptr, made.out = out[layer].data();
+    made.weights = packed[layer].data();
+    layers.push_back(made);
     first_of.push_back(first);
   }
-  apply_float_linears(layers.data(), c.layers, threads_of(c.threads));
+  run_layers(layers, threads_of(c.threads));
   std::vector<float> all(c.rows * c.outputs);
   for (int64_t row = 0; row < c.rows; ++row) {
     for (int64_t output = 0; output < c.outputs; ++output) {
@@ -98,17 +117,15 @@ std::vector<float> results(const Case& c, const Numbers& numbers) {
   return all;
 }
 
-// The largest difference, relative to the sum of the products' magnitudes.
-double difference(const Case& c, std::mt19937& random) {
-  const Numbers numbers = numbers_of(c, random);
-  const std::vector<float> found = results<float>(c, numbers);
-  if (results<BFloat16Pair>(c, numbers) != found || results<hwy::float16_t>(c, numbers) != found) return INFINITY;
+// The largest difference from the products of `source`, relative to the sum of their magnitudes.
+double difference(const Case& c, const Numbers& numbers, const std::vector<float>& source,
+                  const std::vector<float>& found) {
   double worst = 0;
   for (int64_t row = 0; row < c.rows; ++row) {
     for (int64_t output = 0; output < c.outputs; ++output) {
       double sum = c.bias ? numbers.bias[output] : 0.0, size = 1e-6 + std::fabs(sum);
       for (int64_t i = 0; i < c.inputs; ++i) {
-        const double product = double(numbers.source[row * c.inputs + i]) * numbers.weights[output * c.inputs + i];
+        const double product = double(source[row * c.inputs + i]) * numbers.weights[output * c.inputs + i];
         sum += product, size += std::fabs(product);
       }
       const double apart = std::fabs(sum - found[row * c.outputs + output]) / size;
@@ -116,6 +133,40 @@ double difference(const Case& c, std::mt19937& random) {
     }
   }
   return worst;
+}
+
+// The largest difference of all kinds from their oracles.
+double difference(const Case& c, std::mt19937& random) {
+  const Numbers numbers = numbers_of(c, random);
+  const std::vector<float> found = results<FloatLinear>(c, numbers);
+  if (results<BFloat16Linear>(c, numbers) != found || results<Float16Linear>(c, numbers) != found) return INFINITY;
+  std::vector<float> rounded = numbers.source;
+  for (float& number : rounded) number = float_of_bfloat16(bfloat16_of_float(number));
+  const std::vector<float> by_rounded = results<RoundedLinear>(c, numbers);
+  const double exact = difference(c, numbers, numbers.source, found);
+  // Of rounded inputs, each product is off by at most 2^-8 of itself.
+  if (!(difference(c, numbers, numbers.source, by_rounded) <= 1.0 / 256 + 1e-6)) return INFINITY;
+  return std::max(exact, difference(c, numbers, rounded, by_rounded));
+}
+
+// Check ties, infinities and NaN of the inputs, in as many rows as `rows`, alone and in vectors of others.
+int wrong_roundings(int64_t rows) {
+  const float ties[] = {1.0f + 1.0f / 256, 1.0f + 3.0f / 256, -1.0f - 1.0f / 256, 3.3895314e38f, -INFINITY, NAN,
+                        float_of_bits(0x7FFFFFFF), float_of_bits(0xFFFFFFFF), 1e-30f, 0.1f};
+  int wrong = 0;
+  for (int64_t inputs : {1, 2, 37, 64}) {
+    for (const float number : ties) {
+      const int64_t at = inputs * 2 / 3;
+      Numbers numbers{std::vector<float>(16 * inputs), {}, std::vector<float>(rows * inputs)};
+      for (int64_t output = 0; output < 16; ++output) numbers.weights[output * inputs + at] = 1.0f;
+      for (int64_t row = 0; row < rows; ++row) numbers.source[row * inputs + at] = number;
+      const float expected = float_of_bfloat16(bfloat16_of_float(number));
+      for (const float sum : results<RoundedLinear>({rows, inputs, 16, false, 1}, numbers)) {
+        wrong += std::isnan(expected) ? !std::isnan(sum) : sum != expected;
+      }
+    }
+  }
+  return wrong;
 }
 
 // Check that rows of packed weights equal the unpacked rows.
@@ -155,6 +206,7 @@ int main() {
         }
       }
     }
+    for (int64_t rows : {1, 2, 9}) failures += wrong_roundings(rows);
     std::printf("%s: the greatest difference is %.1e of what is summed up\n", target_name(), worst);
   }
   // More inputs than a task's rows may have, so that the fewest rows are used at a time.

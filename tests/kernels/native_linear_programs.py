@@ -11,14 +11,14 @@ import torch
 from exportable_cache import export
 from exportable_cache.backends.executorch.dedup.segment_calls import ClonedSegments
 from exportable_cache.backends.executorch.lowering.lower import lower_programs
-from exportable_cache.backends.executorch.native.linears import NAMES, pack, pack_float
+from exportable_cache.backends.executorch.native.linears import NAMES, ROUNDED, pack, pack_float
 from exportable_cache.common.compat.executorch import load_program
 
 from ..backends.test_executorch_clones import LAYERS, model_of, programs_of
 from ..support.models import tiny_model, tokens
 
 #: Of weights, and the types of those that are no whole numbers.
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
+DTYPES = {name: dtype for dtype, name in NAMES.items()} | {ROUNDED: torch.bfloat16}
 KINDS = ("4bit", *DTYPES)
 
 
@@ -94,12 +94,17 @@ def check_table(path: Path, kind: str) -> None:
 
 
 def check_bundle(
-    folder: Path, quantize: str | None, operators: list[str], dtype: torch.dtype = torch.float32, tied: bool = False
+    folder: Path,
+    quantize: str | None,
+    operators: list[str],
+    dtype: torch.dtype = torch.float32,
+    tied: bool = False,
+    compute: str = "float32",
 ) -> int:
     """A whole model, which the export compares with torchao's or its own; how large its file is."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "tie_word_embeddings": tied}
     model = tiny_model("llama", dtype, **sizes)
-    options = {"quantize": quantize, "linears": "native", "prefill_chunk": 13}
+    options = {"quantize": quantize, "linears": "native", "compute": compute, "prefill_chunk": 13}
     export(model, "executorch", 64, folder, **options)
     found = json.loads((folder / "manifest.json").read_text())["verification"]
     # A sum that is off by its last bit is rounded to the next number of 8 bits at times: no exact bound holds.
@@ -141,3 +146,9 @@ def check_linears(folder: Path) -> None:
         half = check_bundle(folder.with_name(kind), None, operators, dtype)
         tied = check_bundle(folder.with_name(f"tied_{kind}"), None, [*operators, f"embedding_{kind}"], dtype, tied=True)
         assert tied < half < whole
+    operators = [f"linears_{ROUNDED}", f"linear_{ROUNDED}", "embedding_bfloat16"]
+    rounded = check_bundle(folder.with_name(ROUNDED), None, operators, torch.bfloat16, tied=True, compute="bfloat16")
+    manifest = json.loads((folder.with_name(ROUNDED) / "manifest.json").read_text())
+    assert rounded < half and manifest["options"]["compute"] == "bfloat16"
+    # As far from the model as inputs with 8 bits are, which float32 would not accept.
+    assert 1e-4 < manifest["verification"]["max_difference"] <= manifest["verification"]["tolerance"] >= 5e-2

@@ -8,7 +8,14 @@ from torch import nn
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from exportable_cache.backends.executorch.native.linears import BLOCK, linears_to_native, pack, tables_to_native, unpack
+from exportable_cache.backends.executorch.native.linears import (
+    BLOCK,
+    ROUNDED,
+    linears_to_native,
+    pack,
+    tables_to_native,
+    unpack,
+)
 from exportable_cache.backends.executorch.quantized import FoldedLinears, int4_layer
 from exportable_cache.common.tensors import exact_dtype
 from exportable_cache.models.quantization.quantize import quantize
@@ -152,9 +159,9 @@ class Head(nn.Module):
         return self.head(states), self.few(states)
 
 
-def own_program(module: nn.Module, tokens: torch.Tensor) -> torch.export.ExportedProgram:
+def own_program(module: nn.Module, tokens: torch.Tensor, rounded: bool = False) -> torch.export.ExportedProgram:
     with torch.no_grad():
-        return linears_to_native(tables_to_native(torch.export.export(module, (tokens,))))
+        return linears_to_native(tables_to_native(torch.export.export(module, (tokens,))), rounded)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -188,6 +195,37 @@ def test_what_16_bits_have_without_loss_is_kept_so(kind: str, tied: bool) -> Non
     with torch.no_grad():
         for found, expected in zip(program.module()(tokens), module(tokens), strict=True):
             assert torch.equal(found, expected)
+
+
+def test_rounded_inputs_are_those_that_bfloat16_has() -> None:
+    operator = getattr(torch.ops.exportable_cache, f"linear_{ROUNDED}")
+    weight, source = torch.randn(20, 33).bfloat16().float(), torch.randn(2, 3, 33)
+    # A tie, whose even neighbour is the smaller one.
+    source[0, 0, 0] = 1 + 2**-8
+    found = operator(source, packed_of(ROUNDED, weight), None, 20)
+    assert torch.equal(found, nn.functional.linear(source.bfloat16().float(), weight))
+    assert not torch.equal(found, nn.functional.linear(source, weight))
+
+
+def test_rounded_layers_are_those_with_weights_in_bfloat16() -> None:
+    """A tied table is still looked up as it is, and layers that bfloat16 cannot hold keep their inputs."""
+    module, tokens = Head(True).bfloat16().float().eval(), torch.tensor([[1, 4, 7]])
+    module.layer.weight.data[0, 0] = 1 + 2**-9
+    program = own_program(module, tokens, rounded=True)
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count(f"exportable_cache.linear_{ROUNDED}.default") == 1
+    assert (
+        targets.count("exportable_cache.linear_float16.default")
+        + targets.count("exportable_cache.linear_float.default")
+        == 2
+    )
+    assert targets.count("exportable_cache.embedding_bfloat16.default") == 1
+    assert not any("linear_bfloat16.default" in target for target in targets)
+    with torch.no_grad():
+        (found, _), (exact, _) = program.module()(tokens), module(tokens)
+        states = module.layer(module.layer(module.table(tokens)))
+        torch.testing.assert_close(found, module.head(states.bfloat16().float()), atol=1e-5, rtol=1e-5)
+        assert not torch.equal(found, exact)
 
 
 @pytest.mark.parametrize(("number", "kind"), [(1 + 2**-9, "float16"), (1 + 2**-12, "float"), (2.0**17, "bfloat16")])

@@ -13,7 +13,7 @@ from ..tensorrt.options import TensorRTOptions
 
 #: Options by delegate.
 DELEGATES = {
-    "xnnpack": ("kernels", "linears", "llm_runner", "methods", "score_length"),
+    "xnnpack": ("compute", "kernels", "linears", "llm_runner", "methods", "score_length"),
     "vulkan": (),
     "coreml": (),
     "tensorrt": ("opt_length", "sm"),
@@ -23,6 +23,7 @@ DEVICE_ONLY = ("vulkan", "coreml")
 METHODS = ("auto", "forward", "split", "both")
 KERNELS = ("executorch", "native")
 LINEARS = ("delegate", "native")
+COMPUTE = ("float32", "bfloat16")
 NATIVE_KERNELS_NEEDED = (
     "the program calls native operators of this package; `exportable-cache native build` installs them (C++ runner: "
     "-DEC_KERNELS=PATH or -DEC_NATIVE_KERNELS=ON), and `exportable-cache export MODEL --recipe portable ...` makes a "
@@ -57,6 +58,9 @@ class ExecutorchOptions(TensorRTOptions):
         linears: `delegate`: XNNPACK computes the linear layers. `native`: float32 and 8da4w layers are operators of
             this package, which run only with its compiled kernels. Scales of 8da4w may then be negative, which reduces
             the error (docs/benchmarks.md). The default is `native` with kernels='native', else `delegate`.
+        compute: `float32`: inputs of linear layers keep all their bits. `bfloat16`: native operators round the inputs
+            of layers with bfloat16 weights to bfloat16, and add the products in float32. On processors with AVX512_BF16
+            the linear layers of a prompt then take half the time (kernels/README.md).
         score_length: Number of last tokens of a call for which logits are returned, for speculative decoding: by
             `forward`, or by a method `score` if the program is split, which packs the weights once more.
         llm_runner: Require `forward`, the constant methods that the runner reads, and operators that every build of
@@ -80,6 +84,7 @@ class ExecutorchOptions(TensorRTOptions):
         choices=LINEARS,
         shown_default="native with kernels=native, else delegate",
     )
+    compute: str = setting("float32", "Type of the inputs of native linear layers.", choices=COMPUTE)
     score_length: int = 0
     llm_runner: bool = setting(False, "Require what ExecuTorch's text runner calls.", kind=bool)
 

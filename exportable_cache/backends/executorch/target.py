@@ -71,8 +71,15 @@ class ExecutorchBackend:
             return lower_to_plans(program, folder, FILE, options)
         from .lowering.lower import write_program
 
-        native = options.native_linears
-        return [LoweredFile(FILE, write_program(program, folder / FILE, options.delegate, options.llm_runner, native))]
+        written = write_program(
+            program,
+            folder / FILE,
+            options.delegate,
+            options.llm_runner,
+            native=options.native_linears,
+            rounded=options.compute == "bfloat16",
+        )
+        return [LoweredFile(FILE, written)]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
         """Open a program in ExecuTorch's Python runtime."""

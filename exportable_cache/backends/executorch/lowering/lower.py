@@ -67,6 +67,7 @@ def to_edge(
     constant_methods: Mapping[str, Any] | None = None,
     delegate: str = "xnnpack",
     native: bool = False,
+    rounded: bool = False,
 ) -> EdgeProgramManager:
     """Partition for a delegate, all methods together, so that weights they share are stored once.
 
@@ -75,6 +76,7 @@ def to_edge(
         constant_methods: Values that methods of the file return, by name.
         delegate: A key of `options.DELEGATES`.
         native: Use native operators for linear layers, and for embedding tables that 16 bits hold without loss.
+        rounded: Round the inputs of native layers with bfloat16 weights to bfloat16.
     """
     patch_exporter()
     segments = ClonedSegments(_segment_to_edge)
@@ -83,7 +85,7 @@ def to_edge(
         partial(fold_constants, state=state_of(programs.values())),
         *REWRITES,
     )
-    rewrites = (*rewrites, *((tables_to_native, linears_to_native) if native else ()))
+    rewrites = (*rewrites, *((tables_to_native, partial(linears_to_native, rounded=rounded)) if native else ()))
     rewrites = (*rewrites, *((segments.replace, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
     rewritten = {name: _rewritten(program, rewrites) for name, program in programs.items()}
     edge = replace_placeholders(_partitioned(rewritten, delegate, constant_methods), segments)
@@ -170,13 +172,19 @@ def lower_programs(
     constant_methods: Mapping[str, Any] | None = None,
     delegate: str = "xnnpack",
     native: bool = False,
+    rounded: bool = False,
 ) -> ExecutorchProgramManager:
     """Call `to_edge`, then `to_program`."""
-    return to_program(to_edge(programs, constant_methods, delegate, native))
+    return to_program(to_edge(programs, constant_methods, delegate, native, rounded))
 
 
 def write_program(
-    program: Program, path: Path, delegate: str = "xnnpack", for_llm_runner: bool = False, native: bool = False
+    program: Program,
+    path: Path,
+    delegate: str = "xnnpack",
+    for_llm_runner: bool = False,
+    native: bool = False,
+    rounded: bool = False,
 ) -> str:
     """Lower a program for a delegate and write it.
 
@@ -186,6 +194,7 @@ def write_program(
         delegate: A key of `options.DELEGATES`.
         for_llm_runner: Require what ExecuTorch's `TextLLMRunner` reads.
         native: Use native operators for linear layers and embedding tables.
+        rounded: Round the inputs of native layers with bfloat16 weights to bfloat16.
 
     Returns:
         Description of the file's contents for people.
@@ -194,7 +203,7 @@ def write_program(
         UnsupportedModelError: If ExecuTorch cannot lower the model, or lacks a kernel for one of its operators.
     """
     check_methods(delegate, program)
-    lowered = _lowered(program, delegate, for_llm_runner, native)
+    lowered = _lowered(program, delegate, for_llm_runner, native, rounded)
     holds = f"methods {', '.join(program.methods)}, weights, one cache"
     if delegate != "xnnpack":
         check_cache(delegate, program, lowered)
@@ -209,7 +218,9 @@ def write_program(
     return holds
 
 
-def _lowered(program: Program, delegate: str, for_llm_runner: bool, native: bool) -> ExecutorchProgramManager:
+def _lowered(
+    program: Program, delegate: str, for_llm_runner: bool, native: bool, rounded: bool
+) -> ExecutorchProgramManager:
     with warnings.catch_warnings():
         # Deprecations inside executorch, hundreds per export, which callers cannot change.
         warnings.simplefilter("ignore", FutureWarning)
@@ -217,7 +228,7 @@ def _lowered(program: Program, delegate: str, for_llm_runner: bool, native: bool
             exported = {name: program.export(name) for name in program.methods}
         metadata = runner_metadata(program, required=for_llm_runner) if "forward" in exported else None
         try:
-            lowered = lower_programs(exported, metadata, delegate, native)
+            lowered = lower_programs(exported, metadata, delegate, native, rounded)
         except ExportableCacheError:
             raise
         except Exception as error:  # passes and compilers raise arbitrary errors

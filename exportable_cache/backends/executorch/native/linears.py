@@ -1,9 +1,10 @@
 """Native operators for linear layers and embedding tables, and how their weights are packed.
 
 `exportable_cache::linear_float` takes float32 weights, `linear_bfloat16` and `linear_float16` take weights that these
-types hold without loss, `linear_4bit` takes 4-bit weights and quantizes activations to 8 bits per token, as torchao's
-`8da4w` does. `embedding_bfloat16` and `embedding_float16` look up rows of a table that is tied to such a layer. Other
-tables are stored in 16 bits if that loses nothing. Computation is in float32.
+types hold without loss. `linear_bfloat16_rounded` also rounds its inputs to bfloat16. `linear_4bit` takes 4-bit weights
+and quantizes activations to 8 bits per token, as torchao's `8da4w` does. `embedding_bfloat16` and `embedding_float16`
+look up rows of a table that is tied to such a layer. Other tables are stored in 16 bits if that loses nothing. Sums are
+in float32.
 
 XNNPACK (ExecuTorch 1.4.1) packs a second copy of the weights when a program is loaded, and multiplies 4-bit weights in
 16 bits on processors with AVX2 but without AVX-512, at half the speed. Here weights are packed at export, in blocks of
@@ -42,6 +43,8 @@ _QUADS = 8
 
 #: Suffix of operator names by dtype of the weights.
 NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+#: Suffix for bfloat16 weights whose inputs are rounded to bfloat16.
+ROUNDED = "bfloat16_rounded"
 
 
 def pack_float(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -128,16 +131,20 @@ class _Packed(NamedTuple):
     outputs: int
 
 
-def linears_to_native(program: ExportedProgram) -> ExportedProgram:
+def linears_to_native(program: ExportedProgram, rounded: bool = False) -> ExportedProgram:
     """Rewrite each linear layer that a native operator supports, in place; others are unchanged.
 
     Layers with the same input, such as query, key and value projections, become one call, because rows are then
     quantized once and threads synchronize once.
+
+    Args:
+        program: Program to rewrite.
+        rounded: Round the inputs of layers with bfloat16 weights to bfloat16.
     """
     graph = fold_linears(program).graph
     by_input: dict[tuple[OpOverload, Node, bool], list[tuple[Node, _Packed]]] = {}
     for node in list(graph.nodes):
-        layer = _packed_4bit(program, node) or _packed_float(program, node)
+        layer = _packed_4bit(program, node) or _packed_float(program, node, rounded)
         if layer is None:
             continue
         by_input.setdefault((layer.operator, layer.source, layer.bias is None), []).append((node, layer))
@@ -199,7 +206,7 @@ def is_native_linear(program: ExportedProgram, node: Node) -> bool:
     return form.dtype == source.meta["val"].dtype == torch.float32 and form.shape[0] >= BLOCK
 
 
-def _packed_float(program: ExportedProgram, node: Node) -> _Packed | None:
+def _packed_float(program: ExportedProgram, node: Node, rounded: bool) -> _Packed | None:
     """Return the packed layer, or None if it is unsupported or its weight has other readers, such as a tied table."""
     if not is_native_linear(program, node):
         return None
@@ -209,7 +216,8 @@ def _packed_float(program: ExportedProgram, node: Node) -> _Packed | None:
         return None
     numbers = get_param_tensor(program, weight)
     dtype = exact_dtype(numbers)
-    call = getattr(torch.ops.exportable_cache, f"linear_{NAMES[dtype]}").default
+    name = ROUNDED if rounded and dtype == torch.bfloat16 else NAMES[dtype]
+    call = getattr(torch.ops.exportable_cache, f"linear_{name}").default
     return _Packed(call, source, packed_weight(program, weight, lambda: pack_float(numbers, dtype)), bias, len(numbers))
 
 
@@ -226,6 +234,13 @@ def linear_float(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor
         float32 [..., outputs].
     """
     return torch.nn.functional.linear(source, unpack_float(weights, source.shape[-1], outputs), bias)
+
+
+def linear_bfloat16_rounded(
+    source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int
+) -> torch.Tensor:
+    """Compute `linear_float` of inputs that are rounded to bfloat16, to nearest and ties to even."""
+    return linear_float(source.to(torch.bfloat16).float(), weights, bias, outputs)
 
 
 def linear_4bit(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
@@ -291,12 +306,13 @@ def _define(name: str, plain: Callable[..., torch.Tensor]) -> None:
 
 for _name in NAMES.values():
     _define(f"linear_{_name}", linear_float)
+_define(f"linear_{ROUNDED}", linear_bfloat16_rounded)
 _define("linear_4bit", linear_4bit)
 _TOGETHER: dict[OpOverload, OpOverload] = {
     getattr(torch.ops.exportable_cache, f"linear_{name}").default: getattr(
         torch.ops.exportable_cache, f"linears_{name}"
     ).default
-    for name in (*NAMES.values(), "4bit")
+    for name in (*NAMES.values(), ROUNDED, "4bit")
 }
 
 

@@ -53,10 +53,13 @@ _UNKNOWN_TO_TORCH = {
     "executorch_prim::et_copy_index.tensor": "T T i",
     "exportable_cache::attention.out": "T L L T f i i i f T? T? T T",
     "exportable_cache::write.out": "T T T i T? T T",
-    "exportable_cache::linear_4bit.out": "T T T? i T T",
-    "exportable_cache::linear_float.out": "T T T? i T T",
-    "exportable_cache::linears_4bit.out": "T L L I L L",
-    "exportable_cache::linears_float.out": "T L L I L L",
+    **{
+        f"exportable_cache::{name}_{kind}.out": kinds
+        for name, kinds in (("linear", "T T T? i T T"), ("linears", "T L L I L L"))
+        for kind in ("4bit", "float", "bfloat16", "float16", "bfloat16_rounded")
+    },
+    "exportable_cache::embedding_bfloat16.out": "T T i i T T",
+    "exportable_cache::embedding_float16.out": "T T i i T T",
     "quantized_decomposed::embedding_byte.out": "T T T? i i T T T",
 }
 #: Scalar arithmetic of the runtime, such as `executorch_prim::add.Scalar`.
