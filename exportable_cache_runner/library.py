@@ -32,6 +32,7 @@ FILE = "libexportable_cache.dylib" if sys.platform == "darwin" else "libexportab
 ABI = 1
 
 AllowTokens = CFUNCTYPE(c_int, POINTER(c_int64), c_size_t, POINTER(c_uint32), c_size_t, c_void_p)
+OnLogProbs = CFUNCTYPE(None, c_double, POINTER(c_int64), POINTER(c_double), c_size_t, c_void_p)
 OnToken = CFUNCTYPE(c_int, c_int64, c_void_p)
 # A piece has a size; as `c_char_p` it would end at its first zero byte.
 OnText = CFUNCTYPE(c_int, c_void_p, c_size_t, c_void_p)
@@ -58,6 +59,10 @@ class OptionsStruct(ctypes.Structure):
         ("allowed_user", c_void_p),
         ("min_p", c_double),
         ("repetition_penalty", c_double),
+        ("cached_tokens", c_int64),
+        ("on_logprobs", OnLogProbs),
+        ("logprobs_user", c_void_p),
+        ("alternatives", c_int64),
     ]
 
 

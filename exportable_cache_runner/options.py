@@ -10,11 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from .failures import Failure, Status
-from .library import AllowTokens, OptionsStruct, StatisticsStruct
+from .library import AllowTokens, OnLogProbs, OptionsStruct, StatisticsStruct
 
 #: Callback that takes the tokens chosen so far, without the prompt, and a mask of zeroed 32-bit words. It sets bit
 #: `token % 32` of word `token // 32` for each allowed token, and returns False if the response is complete.
 AllowedTokens = Callable[[list[int], "array[int]"], bool]
+
+#: Callback that takes a token's log probability under the model, before temperature and other settings, and pairs of
+#: the most probable tokens, in order, and theirs.
+TakeLogProbs = Callable[[float, list[tuple[int, float]]], object]
 
 
 class Stop(enum.IntEnum):
@@ -71,6 +75,10 @@ class Options:
         min_p: Sample from tokens at least this times as probable as the most probable one; 0 for all.
         repetition_penalty: Above 1, tokens of the prompt and of the generation become less likely; None for the
             checkpoint's.
+        cached_tokens: Number of the prompt's first tokens that are cached: later ones are rolled back, and the rest of
+            the prompt is fed. 0 if the prompt follows the cached tokens.
+        on_logprobs: Called before each token, see `TakeLogProbs`; None if not needed.
+        alternatives: Number of most probable tokens that it gets.
     """
 
     max_new_tokens: int | None = None
@@ -84,6 +92,9 @@ class Options:
     allowed_tokens: AllowedTokens | None = None
     min_p: float = 0.0
     repetition_penalty: float | None = None
+    cached_tokens: int = 0
+    on_logprobs: TakeLogProbs | None = None
+    alternatives: int = 0
 
     def __post_init__(self) -> None:
         # In C, 0 means no limit, and values out of an integer's range would be truncated.
@@ -91,6 +102,8 @@ class Options:
             ("max_new_tokens", self.max_new_tokens, 1),
             ("top_k", self.top_k, 1),
             ("prompt_lookup", self.prompt_lookup, 0),
+            ("cached_tokens", self.cached_tokens, 0),
+            ("alternatives", self.alternatives, 0),
             *(("stop_tokens", token, 0) for token in self.stop_tokens),
         ):
             if value is not None and not least <= value < 2**63:
@@ -112,6 +125,9 @@ class Options:
         strings = (ctypes.c_char_p * len(self.stop_strings))(*map(encoded, self.stop_strings))
         found.stop_tokens, found.stop_token_count = tokens, len(tokens)
         found.stop_strings, found.stop_string_count = strings, len(strings)
+        found.cached_tokens, found.alternatives = self.cached_tokens, self.alternatives
+        if self.on_logprobs is not None:
+            found.on_logprobs = OnLogProbs(_giver(self.on_logprobs, failed))
         if self.allowed_tokens is not None:
             found.allowed_tokens = AllowTokens(_taker(self.allowed_tokens, failed))
         return found
@@ -129,6 +145,16 @@ def encoded(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise Failure(Status.INPUT, f"the text has half of a character at {error.start}; leave it out") from None
+
+
+def _giver(take: TakeLogProbs, failed: Callable[[BaseException], None]) -> Callable[..., None]:
+    def give(logprob: float, tokens: Any, logprobs: Any, count: int, user: Any) -> None:
+        try:
+            take(logprob, [*zip(tokens[:count], logprobs[:count])])
+        except BaseException as error:
+            failed(error)
+
+    return give
 
 
 def _taker(allowed: AllowedTokens, failed: Callable[[BaseException], None]) -> Callable[..., int]:

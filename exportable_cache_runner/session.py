@@ -231,7 +231,7 @@ class Session:
         def take(value: Any, values: list[Any], callback: Callable[[Any], object] | None) -> int:
             values.append(value)
             try:
-                return int(callback is None or callback(value) is not False)
+                return int((callback is None or callback(value) is not False) and not raised)
             except BaseException as error:
                 raised.append(error)
                 return 0

@@ -7,6 +7,7 @@ JSON.
 from __future__ import annotations
 
 import array
+import dataclasses
 import json
 import sys
 import threading
@@ -47,6 +48,8 @@ _NUMBERS = (
     "prompt_lookup",
     "min_p",
     "repetition_penalty",
+    "cached_tokens",
+    "alternatives",
 )
 
 
@@ -132,6 +135,27 @@ def calls(library: str, bundle: str, folder: Path, asked: dict[str, Any]) -> dic
         tokens, statistics = session.generate(array.array("q", prompt), Options(max_new_tokens=8), given.append)
         found["generate"] = [tokens, given, *counted(statistics)]
         session.reset()
+        found["likely"] = []
+        session.reset()
+        noted = Options(max_new_tokens=3, on_logprobs=lambda *given: found["likely"].append(given), alternatives=2)
+        session.generate(prompt, noted)
+        # All but the prompt's last five tokens are cached, and one more that is not wanted.
+        held = prompt[:-5]
+        session.reset()
+        session.prefill([*held, 7])
+        again = session.generate(prompt, Options(max_new_tokens=8, cached_tokens=len(held)))
+        found["cached"] = [again[0], *counted(again[1]), session.length]
+        penalised = Options(max_new_tokens=8, repetition_penalty=1.3)
+        session.reset()
+        whole = session.generate(prompt, penalised)[0]
+        session.reset()
+        session.prefill(held)
+        rest = session.generate(prompt, dataclasses.replace(penalised, cached_tokens=len(held)))[0]
+        found["penalised"] = [whole, rest]
+        session.reset()
+        raising = Options(on_logprobs=lambda *given: given[2])
+        found["failing logprobs"] = outcome(lambda: session.generate(prompt, raising))
+        session.reset()
         tokens, statistics = session.generate(prompt, on_token=lambda token: False)
         found["callback"] = [tokens, *counted(statistics)]
         session.reset()
@@ -175,6 +199,9 @@ def calls(library: str, bundle: str, folder: Path, asked: dict[str, Any]) -> dic
             "new": lambda: session.generate(prompt, Options(max_new_tokens=0)),
             "seed": lambda: session.generate(prompt, Options(temperature=1.0, seed=-1)),
             "stop": lambda: session.generate(prompt, Options(stop_tokens=[5, -1])),
+            "cached": lambda: session.generate(prompt, Options(cached_tokens=1)),
+            "cached whole": lambda: (session.prefill(prompt), session.generate(prompt, Options(cached_tokens=40))),
+            "alternatives": lambda: session.generate(prompt, Options(alternatives=-1)),
             "top_p": lambda: session.generate(prompt, Options(temperature=1.0, top_p=3.0)),
             "no encoder": lambda: session.encode_input([5, 6]),
             "no speech": lambda: session.encode_input(array.array("f", [1.0, 2.0])),
@@ -200,6 +227,8 @@ def calls(library: str, bundle: str, folder: Path, asked: dict[str, Any]) -> dic
         "prompt_lookup": 7,
         "min_p": 0.125,
         "repetition_penalty": 1.5,
+        "cached_tokens": 3,
+        "alternatives": 4,
     }
     found["options"] = [every, fields(Options(**every)), fields(Options())]
     library_file.ABI += 1

@@ -81,6 +81,29 @@ def test_it_answers_as_the_session(called, session) -> None:
     ]
 
 
+def test_log_probabilities_are_the_sessions(called, session) -> None:
+    session.reset()
+    logits = session.prefill(torch.tensor([PROMPT]))
+    for token, (logprob, alternatives) in zip(called["generate"][0], called["likely"], strict=False):
+        expected = logits[0].log_softmax(dim=-1)
+        values, best = expected.topk(2)
+        assert [one for one, _ in alternatives] == best.tolist()
+        assert [logprob, *(value for _, value in alternatives)] == pytest.approx(
+            [float(expected[token]), *values.tolist()], abs=TOLERANCE
+        )
+        logits = session.decode(torch.tensor([token]))
+    assert len(called["likely"]) == 3
+    assert called["failing logprobs"] == ["IndexError", "tuple index out of range"]
+
+
+def test_what_is_cached_of_a_prompt_is_not_fed_again(called) -> None:
+    tokens, _, _, count, stop = called["generate"]
+    assert called["cached"] == [tokens, 5, count, stop, len(PROMPT) + count - 1]
+    # Rules read the whole prompt.
+    whole, rest = called["penalised"]
+    assert whole == rest != tokens
+
+
 def test_the_library_is_given_every_option(called, session) -> None:
     asked, given, defaults = called["options"]
     assert given == {**asked, "has_seed": 1}
@@ -124,6 +147,9 @@ def test_what_is_refused_has_a_kind_and_a_sentence(called) -> None:
         "new": ("INPUT", "max_new_tokens must be from 1 to"),
         "seed": ("INPUT", "seed must be from 0 to"),
         "stop": ("INPUT", "stop_tokens must be from 0 to"),
+        "cached": ("INPUT", "cached_tokens is 1; it must be from 0 to 0: the cache holds 0 tokens"),
+        "cached whole": ("INPUT", "cached_tokens is 40; it must be from 0 to 39: the cache holds 40 tokens"),
+        "alternatives": ("INPUT", "alternatives must be from 0 to"),
         "top_p": ("INPUT", "top_p"),
         "no encoder": ("INPUT", "this model has no encoder"),
         "no speech": ("INPUT", "this model has no encoder"),

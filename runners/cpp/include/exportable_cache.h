@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 /* Grows with each addition; another upper half means that callers have to be compiled again. */
-#define EC_ABI_VERSION 0x00010004u
+#define EC_ABI_VERSION 0x00010005u
 
 typedef struct ec_session ec_session;
 
@@ -57,6 +57,10 @@ typedef enum ec_dtype {
  * of llguidance and XGrammar. */
 typedef int (*ec_allow_tokens)(const int64_t* tokens, size_t count, uint32_t* mask, size_t words, void* user);
 
+/* Log probabilities under the model, before temperature, rules and masks: of the token that on_token is called with next, and of the
+ * `count` most probable tokens, in order. */
+typedef void (*ec_on_logprobs)(double logprob, const int64_t* tokens, const double* logprobs, size_t count, void* user);
+
 /* Options of a generation. Fill it with ec_options_init first. */
 typedef struct ec_options {
   size_t size;                     /* of this structure, as the caller compiled it */
@@ -76,6 +80,10 @@ typedef struct ec_options {
   void* allowed_user;              /* passed to allowed_tokens */
   double min_p;                    /* 0: no limit; otherwise only tokens at least min_p times as probable as the most probable one */
   double repetition_penalty;       /* 0: the checkpoint's; above 1, tokens of the prompt and the generation become less likely */
+  int64_t cached_tokens;           /* 0: the prompt follows the cached tokens; N: its first N are cached, and later ones are rolled back */
+  ec_on_logprobs on_logprobs;      /* null: not called */
+  void* logprobs_user;             /* passed to on_logprobs */
+  int64_t alternatives;            /* most probable tokens that on_logprobs gets */
 } ec_options;
 
 /* Result of a generation; times in seconds. */

@@ -62,6 +62,14 @@ Result<GenerateOptions> options_of(const ec_options* given) {
   options.prompt_lookup = known.prompt_lookup;
   if (known.min_p != 0) options.sampling.min_p = known.min_p;
   if (known.repetition_penalty != 0) options.sampling.repetition_penalty = known.repetition_penalty;
+  options.cached_tokens = known.cached_tokens;
+  options.alternatives = known.alternatives;
+  if (known.on_logprobs != nullptr) {
+    options.on_logprobs = [give = known.on_logprobs, user = known.logprobs_user](double logprob, std::span<const int64_t> tokens,
+                                                                                 std::span<const double> logprobs) {
+      give(logprob, tokens.data(), logprobs.data(), tokens.size(), user);
+    };
+  }
   if (known.allowed_tokens != nullptr) {
     options.allowed_tokens = [allow = known.allowed_tokens, user = known.allowed_user](std::span<const int64_t> tokens,
                                                                                        std::span<uint32_t> mask) -> Result<bool> {

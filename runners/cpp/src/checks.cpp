@@ -47,6 +47,7 @@ Status check_options(const GenerateOptions& options, const Manifest& manifest) {
     return fail(ErrorCode::kInput, "max_new_tokens is ", *options.max_new_tokens,
                 "; it must be at least 1, or left out for as many as fit");
   }
+  if (options.alternatives < 0) return fail(ErrorCode::kInput, "alternatives is ", options.alternatives, "; it must be at least 0");
   for (const int64_t token : options.stop_tokens) {
     if (token < 0 || token >= manifest.vocab_size) {
       return fail(ErrorCode::kInput, "stop token ", token, " is outside the vocabulary of 0 to ", manifest.vocab_size - 1);

@@ -6,6 +6,7 @@
 #include <exportable_cache/session.h>
 
 #include "checks.h"
+#include "log_probs.h"
 #include "timing.h"
 #include "token_mask.h"
 #include "token_rules.h"
@@ -47,10 +48,13 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
   if (const Status status = check_options(given, manifest_); !status.ok()) return status.error();
   if (const Status status = check_lookup(given); !status.ok()) return status.error();
   if (const Status status = check_tokens(prompt, manifest_, "tokens"); !status.ok()) return status.error();
+  if (const Status status = check_cached(given.cached_tokens, prompt); !status.ok()) return status.error();
+  // Tokens before the prompt: none if it begins with what is cached.
+  const int64_t held = given.cached_tokens > 0 ? 0 : length_;
   const auto prompt_size = static_cast<int64_t>(prompt.size());
-  const Status fits = check_room(max_length(), length_, prompt_size, given.max_new_tokens);
+  const Status fits = check_room(max_length(), held, prompt_size, given.max_new_tokens);
   if (!fits.ok()) return fits.error();
-  const Result<std::optional<int64_t>> limit = limit_of(manifest_, given.max_new_tokens, length_ + prompt_size);
+  const Result<std::optional<int64_t>> limit = limit_of(manifest_, given.max_new_tokens, held + prompt_size);
   if (!limit.ok()) return limit.error();
   GenerateOptions options = given;
   options.max_new_tokens = *limit;
@@ -66,8 +70,10 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
   TokenMask mask(options.allowed_tokens, static_cast<size_t>(manifest_.logits_size));
   Result<bool> goes_on = mask.ask({});
   if (!goes_on.ok()) return goes_on.error();
-  const int64_t held = length_;
-  Result<std::span<const float>> logits = feed(prompt, true);
+  if (given.cached_tokens > 0) {
+    if (const Status status = rewind(length_ - given.cached_tokens); !status.ok()) return status.error();
+  }
+  Result<std::span<const float>> logits = feed(std::span<const int64_t>(prompt).subspan(static_cast<size_t>(given.cached_tokens)), true);
   if (!logits.ok()) return logits.error();
   Generation generation;
   // The newest token needs no slot.
@@ -77,6 +83,7 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
   std::vector<int64_t> context = std::move(prompt);
   int64_t proposed = 0, accepted = 0;
   std::vector<int64_t> judged;  // tokens of `logits`: the newest one, and its proposed successors
+  LogProbs log_probs;
   std::optional<StopReason> reason;
   if (!*goes_on) reason = StopReason::kWhole;
   // A cancelled prompt has no logits to continue from.
@@ -104,6 +111,7 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
       if (generation.tokens.empty()) first = Clock::now();
       generation.tokens.push_back(token);
       context.push_back(token);
+      if (options.on_logprobs) log_probs.give(logits->subspan((used - 1) * vocabulary, vocabulary), token, options);
       reason = on_token(token);
       if (!reason && is_end(token, manifest_, options)) reason = StopReason::kEndToken;
       if (!reason && static_cast<int64_t>(generation.tokens.size()) == options.max_new_tokens) reason = StopReason::kMaxNewTokens;
@@ -131,7 +139,7 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
   }
   generation.reason = *reason;
   generation.statistics = {
-      .prompt_tokens = prompt_size,
+      .prompt_tokens = prompt_size - given.cached_tokens,
       .generated_tokens = static_cast<int64_t>(generation.tokens.size()),
       .time_to_first_token = seconds(first - start),
       .decode_seconds = seconds(Clock::now() - first),

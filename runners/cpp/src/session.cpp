@@ -316,6 +316,19 @@ Status Session::check_rewind(int64_t tokens) const {
   return check_cut(placed_, length_ - tokens);
 }
 
+Status Session::check_cached(int64_t cached, std::span<const int64_t> prompt) const {
+  if (cached == 0) return {};
+  const auto size = static_cast<int64_t>(prompt.size());
+  if (cached < 0 || cached > length_ || cached >= size) {
+    return fail(ErrorCode::kInput, "cached_tokens is ", cached, "; it must be from 0 to ", std::min(length_, size - 1), ": the cache holds ",
+                length_, " tokens, and the last one of the prompt is always fed");
+  }
+  if (manifest_.encoder || !items_.is_empty()) {
+    return fail(ErrorCode::kInput, "cached_tokens is ", cached, ", but the prompt has an encoder's input or items; reset() and pass 0");
+  }
+  return check_rewind(length_ - cached);
+}
+
 Status Session::check_items(std::span<const int64_t> tokens) const {
   if (const Status status = items_.check(tokens); !status.ok() || items_.is_empty()) return status;
   const auto places = places_of(manifest_.items, *manifest_.embeds, tokens, program_.max_step(true));

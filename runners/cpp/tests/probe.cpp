@@ -91,6 +91,7 @@ GenerateOptions options_of(const Fields& fields, size_t first) {
         return Result<bool>(true);
       };
     }
+    if (name == "cached_tokens") options.cached_tokens = integer(value);
     if (name == "stop_token") options.stop_tokens.push_back(integer(value));
     if (name == "stop") options.stop_strings.push_back(from_hex(value));
   }

@@ -21,6 +21,9 @@
 
 namespace exportable_cache {
 
+/// Log probability of a token, and the most probable tokens with theirs, in order.
+using OnLogProbs = std::function<void(double logprob, std::span<const int64_t> tokens, std::span<const double> logprobs)>;
+
 struct GenerateOptions {
   std::optional<int64_t> max_new_tokens{};  // default: the checkpoint's limit, otherwise as many as fit
   Sampling sampling{};
@@ -29,6 +32,12 @@ struct GenerateOptions {
   /// Most tokens proposed per step from the text itself (prompt lookup, Saxena 2023) and verified together. Tokens are the same as
   /// without, up to rounding. Needs a bundle that was exported with `score_length`. 0 for none.
   int64_t prompt_lookup = 0;
+  /// Number of the prompt's first tokens that the cache holds: later ones are rolled back, and the rest of the prompt is fed. Rules
+  /// for tokens read the whole prompt. 0 if the prompt follows the cached tokens.
+  int64_t cached_tokens = 0;
+  /// Called before each token with its log probability under the model and the most probable tokens; empty if not needed.
+  OnLogProbs on_logprobs{};
+  int64_t alternatives = 0;  // number of most probable tokens
   /// Allowed next tokens; empty if all are allowed. Its failure is the call's failure; tokens returned before stay valid.
   AllowTokens allowed_tokens{};
 };
@@ -175,6 +184,7 @@ class Session {
   Status check_lookup(const GenerateOptions& options) const;
   Status check_rewind(int64_t tokens) const;
   // Check that the prompt matches the added items.
+  Status check_cached(int64_t cached, std::span<const int64_t> prompt) const;
   Status check_items(std::span<const int64_t> tokens) const;
   // Restart at position 0; added items stay.
   void begin();
