@@ -82,3 +82,22 @@ def check_count(value: Any, what: str, least: int) -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InputError(f"{what} is {value!r}; it must be an int of at least {least}")
+
+
+def label_of(config: Mapping[str, Any]) -> str:
+    """Return a short description of a layer's `config`: `ring`, `full int8`, `full + states`, `ring (tensorrt)`.
+
+    Kinds are not looked up, because the layout may come from a target that is not installed.
+    """
+    # Manifests call the layout "kernel".
+    policy, storage, layout = (config.get(part, {}).get("kind") for part in ("policy", "storage", "kernel"))
+    words = [policy]
+    if storage not in (None, "float"):
+        words.append(storage)
+    if "states" in config and storage is not None:
+        words.append("+ states")
+    if "indexer" in config:
+        words.append("+ indexer")
+    if layout != "portable":
+        words.append(f"({layout})")
+    return " ".join(map(str, words))

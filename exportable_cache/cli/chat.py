@@ -26,9 +26,10 @@ from .options import (
     at_least,
 )
 from .output.terminal import Terminal
+from .runtime import open_completer
 
 if TYPE_CHECKING:
-    from ..decoding.completion import Completer, CompletionOptions
+    from ..decoding.completion import AnyCompleter, CompletionOptions
 
 PROMPT = "> "
 _HELP = """\
@@ -72,16 +73,20 @@ def chat(
     lines that are pasted at once are one message.
     """
     terminal: Terminal = ctx.obj
-    with terminal.opening(folder):
-        from ..decoding.completion import Completer, CompletionOptions
-        from ..generation.sampling import Sampling
-        from ..generation.text import check_text
-        from ..session.session import load
+    from ..decoding.completion import CompletionOptions
+    from ..generation.sampling_options import SamplingOptions
+    from ..generation.text import check_text
 
-        options = CompletionOptions(Sampling(temperature, top_p=top_p, seed=seed), max_new_tokens)
-        session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
-        completer = Completer(session, split_special_tokens)
-    terminal.note_all(session.generation_settings.remarks())
+    options = CompletionOptions(SamplingOptions(temperature, top_p=top_p, seed=seed), max_new_tokens)
+    completer = open_completer(
+        terminal,
+        folder,
+        split_special_tokens=split_special_tokens,
+        ignore_versions=ignore_versions,
+        trust=trust,
+        check=check,
+        key=key,
+    )
     if not completer.takes_messages:
         raise InputError(
             "chat needs a tokenizer with a chat template, and this bundle has none; use generate, or set "
@@ -128,7 +133,7 @@ class _Conversation:
     """
 
     terminal: Terminal
-    completer: Completer
+    completer: AnyCompleter
     options: CompletionOptions
     system: str | None
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -180,8 +185,8 @@ class _Conversation:
         if completion is None:
             return
         self.messages += [message, {"role": "assistant", "content": answer}]
-        is_full = self.completer.session.room == 0
-        if completion.finish_reason == "length" and self.options.max_new_tokens is None and is_full:
+        was_cut = completion.finish_reason == "length" and self.options.max_new_tokens is None
+        if was_cut and self.completer.is_full:
             self.terminal.note("the cache is full; use /undo or /reset, or export with a larger --max-cache-len")
 
     def _undo(self) -> None:

@@ -110,7 +110,7 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
 
 
 def _row(layer: dict[str, Any], batch_size: int) -> LayerRow:
-    from ..cache.layers import label_of
+    from ..cache.component import label_of
     from ..cache.policies import SlotPolicy
     from ..cache.storage import Storage
 

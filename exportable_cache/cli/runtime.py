@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..common.process.tuning import no_collections
 
 if TYPE_CHECKING:
+    from ..decoding.completion import AnyCompleter
     from ..session.native import NativeSession
     from .output.terminal import Terminal
 
@@ -53,3 +54,35 @@ def leave_to_torch(terminal: Terminal, folder: Path, reason: str) -> None:
 def _note(terminal: Terminal, reason: str) -> None:
     if reason:
         terminal.note(f"using torch's runtime, which starts more slowly: {reason}")
+
+
+def open_completer(
+    terminal: Terminal,
+    folder: Path,
+    *,
+    split_special_tokens: bool,
+    ignore_versions: bool,
+    trust: bool,
+    check: bool,
+    key: Path | None,
+) -> AnyCompleter:
+    """Open a bundle, and return what completes prompts over it; settings that are not followed are noted.
+
+    Raises:
+        BundleError, InputError, MissingDependencyError: See `load` and `Completer`.
+    """
+    completer: AnyCompleter
+    native = open_natively(terminal, folder, ignore_versions, check, key)
+    if native is not None:
+        from ..decoding.native_completion import NativeCompleter
+
+        completer = NativeCompleter(native, split_special_tokens)
+    else:
+        with terminal.opening(folder):
+            from ..decoding.completion import Completer
+            from ..session.session import load
+
+            session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
+            completer = Completer(session, split_special_tokens)
+    terminal.note_all(completer.settings.remarks())
+    return completer

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import Annotated
 
 import typer
@@ -18,6 +20,7 @@ from .options import (
     at_least,
 )
 from .output.terminal import Terminal
+from .runtime import open_completer
 
 
 def serve(
@@ -78,23 +81,33 @@ def serve(
         raise MissingDependencyError(
             f"serve needs {' and '.join(missing)}; install the extra: pip install 'exportable-cache[serve]'"
         )
-    with terminal.opening(folder):
-        from ..decoding.completion import Completer
-        from ..session.session import load
-        from .server.app import ServerOptions, make_app, run
+    from .server.origins import AllowedOrigins
 
-        options = ServerOptions(
-            name or Path(folder).resolve().name,
-            most_waiting,
-            api_key,
-            host=host,
-            allow_hosts=tuple(allow_host or ()),
-            allow_origins=tuple(allow_origin or ()),
-        )
-        options.allowed()
-        session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
-        completer = Completer(session, split_special_tokens)
-    terminal.note_all(session.generation_settings.remarks())
+    hosts, origins = tuple(allow_host or ()), tuple(allow_origin or ())
+    # Checked before the bundle is opened, which may take long.
+    AllowedOrigins.of(host, api_key is not None, hosts, origins)
+    importing = Thread(target=_import_server)
+    importing.start()
+    completer = open_completer(
+        terminal,
+        folder,
+        split_special_tokens=split_special_tokens,
+        ignore_versions=ignore_versions,
+        trust=trust,
+        check=check,
+        key=key,
+    )
+    importing.join()
+    from .server.app import ServerOptions, make_app, run
+
+    options = ServerOptions(
+        name or Path(folder).resolve().name,
+        most_waiting,
+        api_key,
+        host=host,
+        allow_hosts=hosts,
+        allow_origins=origins,
+    )
     run(
         make_app(completer, options),
         host,
@@ -103,3 +116,9 @@ def serve(
             f"{options.model_name} at {address} (page) and {address}/v1 (API); Ctrl+C ends it"
         ),
     )
+
+
+def _import_server() -> None:
+    """Import the server while the bundle is opened, because FastAPI takes as long as that."""
+    import_module("uvicorn")
+    import_module("exportable_cache.cli.server.app")

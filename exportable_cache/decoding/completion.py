@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..errors import CacheFullError, InputError
 from ..generation.constraint import Constraint, ConstraintCompiler, Follower
-from ..generation.sampling import Sampling
-from ..generation.text import TextPieces, encode_prompt
+from ..generation.sampling_options import SamplingOptions
+from ..generation.text import TextPieces, encode_ids
 from ..session.checks import check_stops
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
+    from ..generation.checkpoint_settings import CheckpointSettings
     from ..models.tokenizers.text import TextTokenizer
     from ..session.session import Session
 
@@ -61,7 +63,7 @@ class CompletionOptions:
         InputError: If a value is out of range.
     """
 
-    sampling: Sampling = Sampling()
+    sampling: SamplingOptions = SamplingOptions()
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     alternatives: int | None = None
@@ -76,31 +78,56 @@ class CompletionOptions:
         check_stops(self.stop)
 
 
-class _Cancelled(Exception):
+class Choice(NamedTuple):
+    """A token that a model chose.
+
+    Attributes:
+        token: Token id.
+        completes: True if the token completes the constraint.
+        logprob: See `Piece`.
+        alternatives: See `Piece`.
+    """
+
+    token: int
+    completes: bool = False
+    logprob: float | None = None
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+class Cancelled(Exception):
     """Signals that the completion whose prompt is being fed was cancelled."""
 
 
 class Completion(Iterator[Piece]):
-    """Yields the pieces of a completion, and runs a step for each.
+    """Yields the pieces of a completion.
 
     Attributes:
-        prompt_tokens: Number of tokens in the prompt.
-        reused_tokens: Number of these that the session held already.
+        ids: Token ids of the prompt.
+        options: Options of the completion.
+        limit: The limit of new tokens; None for no limit.
+        follower: Follows the constraint; None for any text.
+        reused_tokens: Number of tokens of the prompt that the session held already.
         new_tokens: Number of tokens generated so far.
         finish_reason: "stop" for an end token, a stop text or a complete constraint, "length" for the limit of tokens;
             None before the end.
+        is_given_up: True once the completion was cancelled.
+        when_given_up: Function that ends the running step; a completer sets it.
     """
 
     def __init__(
-        self, completer: Completer, ids: Sequence[int], options: CompletionOptions, follower: Follower | None = None
+        self, completer: AnyCompleter, ids: Sequence[int], options: CompletionOptions, follower: Follower | None = None
     ) -> None:
         if follower is None and options.constraint is not None:
             follower = completer.follow(options.constraint)
-        self._follower = follower
-        self.prompt_tokens, self.reused_tokens, self.new_tokens = len(ids), 0, 0
+        self.ids, self.options, self.follower = list(ids), options, follower
+        self.limit = completer.limit(len(ids), options.max_new_tokens)
+        self.reused_tokens, self.new_tokens = 0, 0
         self.finish_reason: FinishReason | None = None
-        self._is_cancelled = threading.Event()
-        self._pieces = self._run(completer, list(ids), options)
+        self.when_given_up: Callable[[], None] = lambda: None
+        self._given_up = threading.Event()
+        before = self.ids if options.continues else ()
+        self._texts, self._taken = TextPieces(completer.tokenizer, completer.end_tokens, options.stop, before), 0
+        self._pieces = self._run(completer)
 
     def __next__(self) -> Piece:
         try:
@@ -109,112 +136,129 @@ class Completion(Iterator[Piece]):
             self._close_follower()
             raise
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens in the prompt."""
+        return len(self.ids)
+
+    @property
+    def is_given_up(self) -> bool:
+        """True once `give_up` was called."""
+        return self._given_up.is_set()
+
     def close(self) -> None:
         """End the completion; the session keeps its tokens."""
         self._pieces.close()
         self._close_follower()
 
     def _close_follower(self) -> None:
-        if self._follower is not None:
-            self._follower.close()
+        if self.follower is not None:
+            self.follower.close()
 
     def give_up(self) -> None:
         """Cancel the completion from any thread, after the running step or chunk of the prompt.
 
         A piece that is being computed is the last one.
         """
-        self._is_cancelled.set()
+        self._given_up.set()
+        self.when_given_up()
 
-    def _check_not_cancelled(self) -> None:
-        if self._is_cancelled.is_set():
-            raise _Cancelled
+    def check_not_cancelled(self) -> None:
+        """Check that the completion was not cancelled.
 
-    def _run(self, completer: Completer, ids: list[int], options: CompletionOptions) -> Generator[Piece]:
-        from ..session.generate import sampler_after
-        from ..session.rows import TokenRows
+        Raises:
+            Cancelled: After `give_up`.
+        """
+        if self.is_given_up:
+            raise Cancelled
 
-        session = completer.session
-        limit = completer.limit(len(ids), options.max_new_tokens)
-        try:
-            self.reused_tokens, logits = completer.feed(ids, self._check_not_cancelled)
-        except _Cancelled:
-            return
-        rows = TokenRows.whole(torch.tensor([ids], device=session.device))
-        sampler = sampler_after(session, options.sampling, rows, limit)
-        before = ids if options.continues else ()
-        pieces = TextPieces(completer.tokenizer, completer.end_tokens, options.stop, before)
-        allowed = None if self._follower is None else self._follower.only_allowed
-        while True:
-            token = int(sampler.choose(logits, allowed)[0])
-            self.new_tokens += 1
-            text = pieces.push(token)
-            if pieces.ended:
-                self.finish_reason = "stop"
-            elif self._completes(token):
-                self.finish_reason, text = "stop", text + pieces.finish()
-            elif self.new_tokens == limit:
-                self.finish_reason, text = "length", text + pieces.finish()
-            yield Piece(text, token, *_logprobs(logits[0], token, options.alternatives))
-            if self.finish_reason is not None or self._is_cancelled.is_set():
-                return
-            try:
-                logits = completer.step(token, self._check_not_cancelled)
-            except _Cancelled:
-                return
+    def take(self, choice: Choice) -> tuple[Piece, FinishReason | None]:
+        """Return the piece of the next token, and why it is the last one; None if another token follows it.
 
-    def _completes(self, token: int) -> bool:
-        if self._follower is None:
-            return False
-        self._follower.take(token)
-        return self._follower.ended
+        A completer calls it for each token, in the thread that runs the steps.
+        """
+        self._taken += 1
+        text = self._texts.push(choice.token)
+        reason: FinishReason | None = None
+        if self._texts.ended:
+            reason = "stop"
+        elif choice.completes:
+            reason, text = "stop", text + self._texts.finish()
+        elif self._taken == self.limit:
+            reason, text = "length", text + self._texts.finish()
+        return Piece(text, choice.token, choice.logprob, choice.alternatives), reason
+
+    def _run(self, completer: AnyCompleter) -> Generator[Piece]:
+        with closing(completer.pieces(self)) as pieces:
+            for piece, reason in pieces:
+                self.new_tokens += 1
+                self.finish_reason = reason
+                if reason is not None:
+                    # The session is at rest when the last piece is given out.
+                    pieces.close()
+                yield piece
+                if reason is not None or self.is_given_up:
+                    return
 
 
-class Completer:
+class AnyCompleter(ABC):
     """Completes prompts over one session, from one thread, one after another.
 
     The prefix that a prompt shares with the session is not fed again, so a conversation costs its new message only. If
     a layer cannot take back the tokens after the prefix (a ring past its window, a state), the prompt is fed whole.
 
     Args:
-        session: A text decoder at batch size 1 with a tokenizer. No other code may use it meanwhile.
-        split_special_tokens: True to encode control tokens that are spelled in messages as text; see `encode_prompt`.
-
-    Raises:
-        InputError: If the session is another one.
+        tokenizer: Tokenizer of the model.
+        vocab_size: Token ids run from 0 to vocab_size - 1.
+        split_special_tokens: True to encode control tokens that are spelled in messages as text; see `encode_ids`.
     """
 
-    def __init__(self, session: Session, split_special_tokens: bool = True) -> None:
-        if session.has_encoder:
-            raise InputError("completions need a text decoder, got an encoder-decoder; use generate_text")
-        if session.batch_size != 1:
-            raise InputError(
-                f"batch_size must be 1 for completions, got {session.batch_size}; export the model with batch_size=1"
-            )
-        if session.stepper.ranks is not None:
-            raise InputError(
-                f"this session runs on {session.stepper.ranks.size} ranks, which must all get the same requests in the "
-                "same order; completions are for sessions of one process, use generate_text"
-            )
-        if session.text_tokenizer is None:
-            raise InputError("completions need a tokenizer and this session has none; export the model with its own")
-        self.session = session
-        self._split_special_tokens = split_special_tokens
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | TextTokenizer, vocab_size: int, split_special_tokens: bool
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._vocab_size, self._split_special_tokens = vocab_size, split_special_tokens
         # Tokens that the session holds; None while they are not known.
         self._held: list[int] | None = None
         self._constraints: ConstraintCompiler | None = None
         self._compiling = threading.Lock()
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | TextTokenizer:
-        """Tokenizer of the session."""
-        tokenizer = self.session.text_tokenizer
-        assert tokenizer is not None
-        return tokenizer
+    @abstractmethod
+    def settings(self) -> CheckpointSettings:
+        """Settings of the checkpoint."""
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Number of tokens that the session holds."""
+
+    @property
+    @abstractmethod
+    def max_length(self) -> int | None:
+        """The limit of tokens that the session can hold; None for no limit."""
+
+    @property
+    @abstractmethod
+    def layers(self) -> list[tuple[str, int | None]]:
+        """Description and number of slots of each layer; None for a layer that keeps one state for any number."""
+
+    @abstractmethod
+    def pieces(self, completion: Completion) -> Generator[tuple[Piece, FinishReason | None]]:
+        """Yield what `Completion.take` gives for each token, up to the last one.
+
+        It ends without a further piece if the completion is given up. Closing it ends the step that is running.
+        """
 
     @property
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end a generation, from the model's generation config or else its tokenizer."""
-        return frozenset(self.session.generation_settings.ends)
+        return frozenset(self.settings.ends)
+
+    @property
+    def is_full(self) -> bool:
+        """True if the session cannot hold another token."""
+        return self.max_length is not None and self.length >= self.max_length
 
     @property
     def takes_messages(self) -> bool:
@@ -225,9 +269,9 @@ class Completer:
         """Return the token ids of text or of chat messages.
 
         Raises:
-            InputError: See `encode_prompt`.
+            InputError: See `encode_ids`.
         """
-        return encode_prompt(self.tokenizer, prompt, split_special_tokens=self._split_special_tokens)[0].tolist()
+        return encode_ids(self.tokenizer, prompt, split_special_tokens=self._split_special_tokens)
 
     def complete(
         self,
@@ -249,9 +293,9 @@ class Completer:
         """
         if not ids:
             raise InputError("the prompt is empty; pass at least one token")
-        wrong = next((token for token in ids if not 0 <= token < self.session.vocab_size), None)
+        wrong = next((token for token in ids if not 0 <= token < self._vocab_size), None)
         if wrong is not None:
-            raise InputError(f"token ids must be from 0 to {self.session.vocab_size - 1}, got {wrong}")
+            raise InputError(f"token ids must be from 0 to {self._vocab_size - 1}, got {wrong}")
         self.limit(len(ids), options.max_new_tokens)
         return Completion(self, ids, options, follower)
 
@@ -264,7 +308,7 @@ class Completer:
         with self._compiling:
             if self._constraints is None:
                 # Made on first use, because it takes half a second with a large vocabulary.
-                self._constraints = ConstraintCompiler(self.tokenizer, self.session.vocab_size, self.end_tokens)
+                self._constraints = ConstraintCompiler(self.tokenizer, self._vocab_size, self.end_tokens)
         return self._constraints.follow(constraint)
 
     def close(self) -> None:
@@ -283,9 +327,9 @@ class Completer:
             InputError: If the checkpoint's limit of all tokens leaves no room for a new one.
             CacheFullError: If the prompt and the requested tokens do not fit.
         """
-        most, default = self.session.max_length, None
+        most, default = self.max_length, None
         if asked is None:
-            default = self.session.generation_settings.limit(prompt)
+            default = self.settings.limit(prompt)
         if most is None:
             return default if asked is None else asked
         if prompt > most:
@@ -302,6 +346,105 @@ class Completer:
             return asked
         return most + 1 - prompt if default is None else min(most + 1 - prompt, default)
 
+    def common(self, ids: Sequence[int]) -> int | None:
+        """Return the number of a prompt's first tokens that the session holds, or None if its tokens are not known."""
+        held = self._held
+        if held is None or len(held) != self.length:
+            return None
+        # The last token is always fed, because its logits are needed.
+        most = min(len(held), len(ids) - 1)
+        return next((index for index in range(most) if held[index] != ids[index]), most)
+
+
+def check_decoder(has_encoder: bool) -> None:
+    """Check that a model can complete prompts.
+
+    Raises:
+        InputError: If it is an encoder-decoder.
+    """
+    if has_encoder:
+        raise InputError("completions need a text decoder, got an encoder-decoder; use generate_text")
+
+
+class Completer(AnyCompleter):
+    """Completes prompts over a `Session`; see `AnyCompleter`.
+
+    Args:
+        session: A text decoder at batch size 1 with a tokenizer. No other code may use it meanwhile.
+        split_special_tokens: True to encode control tokens that are spelled in messages as text; see `encode_ids`.
+
+    Raises:
+        InputError: If the session is another one.
+    """
+
+    def __init__(self, session: Session, split_special_tokens: bool = True) -> None:
+        check_decoder(session.has_encoder)
+        if session.batch_size != 1:
+            raise InputError(
+                f"batch_size must be 1 for completions, got {session.batch_size}; export the model with batch_size=1"
+            )
+        if session.stepper.ranks is not None:
+            raise InputError(
+                f"this session runs on {session.stepper.ranks.size} ranks, which must all get the same requests in the "
+                "same order; completions are for sessions of one process, use generate_text"
+            )
+        if session.text_tokenizer is None:
+            raise InputError("completions need a tokenizer and this session has none; export the model with its own")
+        super().__init__(session.text_tokenizer, session.vocab_size, split_special_tokens)
+        self.session = session
+
+    @property
+    def settings(self) -> CheckpointSettings:
+        """See `AnyCompleter.settings`."""
+        return self.session.generation_settings
+
+    @property
+    def length(self) -> int:
+        """See `AnyCompleter.length`."""
+        return int(self.session.length[0])
+
+    @property
+    def max_length(self) -> int | None:
+        """See `AnyCompleter.max_length`."""
+        return self.session.max_length
+
+    @property
+    def layers(self) -> list[tuple[str, int | None]]:
+        """See `AnyCompleter.layers`."""
+        return [(layer.label, getattr(layer.policy, "capacity", None)) for layer in self.session.layers]
+
+    def pieces(self, completion: Completion) -> Generator[tuple[Piece, FinishReason | None]]:
+        """See `AnyCompleter.pieces`."""
+        import torch
+
+        from ..generation.sampling import Sampling
+        from ..session.generate import sampler_after
+        from ..session.rows import TokenRows
+
+        ids, follower = completion.ids, completion.follower
+        try:
+            completion.reused_tokens, logits = self.feed(ids, completion.check_not_cancelled)
+        except Cancelled:
+            return
+        rows = TokenRows.whole(torch.tensor([ids], device=self.session.device))
+        sampler = sampler_after(self.session, Sampling(**asdict(completion.options.sampling)), rows, completion.limit)
+        ends = self.end_tokens
+        while True:
+            token = int(sampler.choose(logits, None if follower is None else follower.only_allowed)[0])
+            if follower is not None and token not in ends:
+                follower.take(token)
+            completes = follower is not None and follower.ended
+            piece, reason = completion.take(
+                Choice(token, completes, *_logprobs(logits[0], token, completion.options.alternatives))
+            )
+            yield piece, reason
+            if reason is not None:
+                return
+            try:
+                logits = self.step(token, completion.check_not_cancelled)
+            except Cancelled:
+                return
+
     def feed(self, ids: list[int], before_chunk: Callable[[], None] = lambda: None) -> tuple[int, torch.Tensor]:
         """Feed the rest of a prompt, and return the number of tokens reused and logits [1, vocab].
 
@@ -310,27 +453,22 @@ class Completer:
             before_chunk: Called before each chunk of at most `MOST_A_CHUNK` tokens. An exception that it raises ends
                 the prompt; the chunks that were fed are kept, for a prompt that begins with them.
         """
-        session = self.session
-        held = self._held if self._held is not None and len(self._held) == int(session.length[0]) else None
-        common = 0
-        if held is not None:
-            # The last token is always fed, because its logits are needed.
-            most = min(len(held), len(ids) - 1)
-            common = next((index for index in range(most) if held[index] != ids[index]), most)
+        import torch
+
+        session, common = self.session, self.common(ids) or 0
+        if common:
             try:
-                session.rewind(len(held) - common)
+                session.rewind(self.length - common)
             except InputError:  # a layer has overwritten slots that would be needed again, or keeps a state
-                held = None
-        if held is not None and not session.stepper.continues(common, len(ids)):
-            held = None
-        if held is None or common == 0:
+                common = 0
+        if not common or not session.stepper.continues(common, len(ids)):
             common = 0
             session.reset()
         self._held = None
         try:
             with session.paced(MOST_A_CHUNK, before_chunk):
                 logits = session.prefill(torch.tensor([ids[common:]], device=session.device))
-        except _Cancelled:
+        except Cancelled:
             self._held = ids[: int(session.length[0])]
             raise
         self._held = list(ids)
@@ -343,12 +481,14 @@ class Completer:
             token: Token id.
             before_chunk: See `feed`; it is called if the sequence is computed again because RoPE changes.
         """
+        import torch
+
         session, held = self.session, self._held
         self._held = None
         try:
             with session.paced(MOST_A_CHUNK, before_chunk):
                 logits = session.decode_for_generation(torch.tensor([token], device=session.device))
-        except _Cancelled:
+        except Cancelled:
             self._held = None if held is None else [*held, token][: int(session.length[0])]
             raise
         if held is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bundle.checked import CheckedBundle
+from ..cache.component import label_of
 from ..common.native.kernels import BUILD, TARGET_VARIABLE
 from ..common.native.kernels import VARIABLE as KERNELS_VARIABLE
 from ..common.process.quiet import native_lines_hidden
@@ -235,10 +236,27 @@ class NativeSession:
         # The runner has checked the lengths of those that return logits.
         return max((one["max_length"] for one in methods if _gives_logits(one)), default=1)
 
+    @property
+    def layers(self) -> list[tuple[str, int | None]]:
+        """Description and number of slots of each layer; None for a layer without slots."""
+        layers = self.fields.get("layers")
+        # The runner has checked the policies.
+        parts = [_parts(layer) for layer in layers] if isinstance(layers, list) else []
+        return [(label_of(part), _slots(_mapping(part, "policy"))) for part in parts]
+
     def prefill(self, tokens: Sequence[int]) -> array[float]:
         """Feed tokens after the cached ones, and return the logits of the last one, [vocabulary], float32."""
         with _failures():
             return self.runner.prefill(tokens)
+
+    def rewind(self, tokens: int) -> None:
+        """Roll back the newest tokens.
+
+        Raises:
+            InputError: If a layer cannot take them back.
+        """
+        with _failures():
+            self.runner.rewind(tokens)
 
     def reset(self) -> None:
         """Start again at position 0."""
@@ -249,13 +267,18 @@ class NativeSession:
         self.runner.cancel()
 
     @property
+    def has_encoder(self) -> bool:
+        """True for an encoder-decoder."""
+        return "encode" in _mapping(_mapping(self.fields, "program"), "methods")
+
+    @property
     def start_token(self) -> int | None:
         """Token that the decoder of an encoder-decoder starts with; None for a model without an encoder.
 
         Raises:
             InputError: If the generation config has none.
         """
-        if "encode" not in _mapping(_mapping(self.fields, "program"), "methods"):
+        if not self.has_encoder:
             return None
         config = _mapping(self.fields, "generation_config")
         for name in ("decoder_start_token_id", "bos_token_id"):
@@ -272,6 +295,7 @@ class NativeSession:
         sampling: SamplingOptions = GREEDY,
         prompt_lookup: int = 0,
         follower: Follower | None = None,
+        **further: Any,
     ) -> Statistics:
         """Generate tokens after the cached ones and a prompt.
 
@@ -281,16 +305,24 @@ class NativeSession:
             max_new_tokens: The limit; None for the checkpoint's, or else as many as fit.
             sampling: Settings of the sampler. A seed draws other numbers than torch's generator.
             prompt_lookup: Most tokens proposed per step from the text itself; 0 for none.
-            follower: Follows a constraint of the text; the caller closes it.
+            follower: Follows a constraint of the text; the caller closes it. It has taken a token before `on_token`.
+            **further: Further options of the runner, such as `cached_tokens` and `on_logprobs`.
 
         Raises:
             InputError: If the prompt or an option is out of range.
             CacheFullError: If the prompt, or the prompt with `max_new_tokens`, does not fit.
         """
         check_max_new_tokens(max_new_tokens)
+        ends = self.end_tokens
+
+        def take(token: int) -> object:
+            if follower is not None and token not in ends:
+                follower.take(token)
+            return None if on_token is None else on_token(token)
+
         with _failures():
-            options = self._options(max_new_tokens, sampling, prompt_lookup, follower)
-            return self.runner.generate(ids, options, on_token)[1]
+            options = self._options(max_new_tokens, sampling, prompt_lookup, follower, further)
+            return self.runner.generate(ids, options, take)[1]
 
     def generate_text(
         self,
@@ -365,7 +397,12 @@ class NativeSession:
         return frozenset(self.settings.ends)
 
     def _options(
-        self, max_new_tokens: int | None, sampling: SamplingOptions, prompt_lookup: int, follower: Follower | None
+        self,
+        max_new_tokens: int | None,
+        sampling: SamplingOptions,
+        prompt_lookup: int,
+        follower: Follower | None,
+        further: Mapping[str, Any],
     ) -> Options:
         from exportable_cache_runner import Options
 
@@ -381,6 +418,7 @@ class NativeSession:
             stop_tokens=self.settings.ends,
             prompt_lookup=prompt_lookup,
             allowed_tokens=None if follower is None else _allowed_by(follower),
+            **further,
         )
 
 
@@ -388,10 +426,8 @@ def _allowed_by(follower: Follower) -> Callable[[list[int], array[int]], bool]:
     """Return the runner's callback for the tokens that a constraint allows."""
 
     def allow(tokens: list[int], mask: array[int]) -> bool:
-        if tokens:
-            follower.take(tokens[-1])
-            if follower.ended:
-                return False
+        if follower.ended:
+            return False
         allowed = follower.mask[: len(mask) * mask.itemsize]
         memoryview(mask).cast("B")[: len(allowed)] = allowed
         return True
@@ -438,6 +474,17 @@ def _takes_ids(encoder: Any) -> bool:
 def _gives_logits(method: Any) -> bool:
     outputs = method.get("outputs") if isinstance(method, dict) else None
     return isinstance(outputs, list) and any(isinstance(one, dict) and one.get("name") == "logits" for one in outputs)
+
+
+def _parts(layer: Any) -> dict[str, Any]:
+    return {name: part for name, part in layer.items() if isinstance(part, dict)} if isinstance(layer, dict) else {}
+
+
+def _slots(policy: Mapping[str, Any]) -> int | None:
+    sizes = {name: size for name, size in policy.items() if isinstance(size, int)}
+    if "window" not in sizes:
+        return sizes.get("capacity")
+    return sum(sizes.get(name, 0) for name in ("sinks", "window", "rollback_slots"))
 
 
 def _mapping(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:

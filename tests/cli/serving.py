@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +29,9 @@ import openai
 from exportable_cache.cli.server.app import ServerOptions, make_app, run
 from exportable_cache.decoding import Completer
 
-MAX_CACHE_LEN = 128
+from ..conftest import DEMO_MAX_CACHE_LEN as MAX_CACHE_LEN
+
+__all__ = ["MAX_CACHE_LEN"]
 QUESTION = "the code of amber is 4821. amber?"
 JSON = {"Content-Type": "application/json"}
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
@@ -62,6 +70,35 @@ def served(session: Session, **options: Any) -> Iterator[str]:
             servers[0].should_exit = True
             thread.join(20)
     assert not thread.is_alive()
+
+
+@contextmanager
+def served_natively(bundle: Path) -> Iterator[str]:
+    """An address where the command serves a bundle in the native runner, in a process of its own."""
+    command = [sys.executable, "-m", "exportable_cache", "serve", str(bundle), "--port", "0", "--name", "demo"]
+    environment = {**os.environ, "EXPORTABLE_CACHE_RUNTIME": "native", "PYTHONPROFILEIMPORTTIME": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        lines = [process.stderr.readline()]
+        try:
+            while not (found := re.search(r"demo at (http://127\.0\.0\.1:\d+) ", lines[-1])):
+                lines.append(process.stderr.readline())
+                assert lines[-1], lines
+            # Read on, because a full pipe would block the server.
+            rest = threading.Thread(target=lambda: lines.extend(process.stderr or ()))
+            rest.start()
+            yield found[1]
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(30)
+            finally:
+                process.kill()
+        rest.join(20)
+    assert process.returncode == 0 and "Traceback" not in "".join(lines), lines
+    imported = {line.rpartition("|")[2].strip() for line in lines}
+    assert "exportable_cache.decoding.native_completion" in imported
+    assert imported.isdisjoint(("torch", "transformers", "numpy"))
 
 
 def client_of(address: str, key: str = "none") -> Any:

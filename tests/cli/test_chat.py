@@ -3,25 +3,67 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from exportable_cache import export, load
 from exportable_cache.decoding.completion import Completer, Completion
 
+from ..conftest import DEMO_MAX_CACHE_LEN
 from ..support.letters import letter_tokenizer
 from ..support.models import tiny_model
+from ..support.native import require_native
 
 QUESTION = "the code of amber is 4821. amber?"
 
 pytestmark = pytest.mark.usefixtures("fake_backend")
 
 
+@pytest.fixture(scope="module", params=["session", "native"])
+def runtime(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, runtime: str) -> Path:
+    if runtime == "native":
+        require_native()
+        return request.getfixturevalue("demo_bundle")
     folder = tmp_path_factory.mktemp("bundles") / "demo"
-    return export("demo", "fake", 128, folder, prefill_chunk=16, verify=False).path
+    return export("demo", "fake", DEMO_MAX_CACHE_LEN, folder, prefill_chunk=16, verify=False).path
+
+
+@dataclass
+class Done:
+    """What a command in another process did."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def chat(run: Any, runtime: str) -> Callable[..., Any]:
+    """`chat(bundle, ..., input=...)` -> result, in this process or by the native runner."""
+
+    def in_process(*arguments: object, input: str | bytes) -> Any:
+        return run("chat", *arguments, input=input)
+
+    def natively(*arguments: object, input: str | bytes) -> Done:
+        command = [sys.executable, "-m", "exportable_cache", "chat", *map(str, arguments)]
+        environment = {**os.environ, "EXPORTABLE_CACHE_RUNTIME": "native"}
+        given = input if isinstance(input, bytes) else input.encode()
+        done = subprocess.run(command, input=given, capture_output=True, timeout=120, env=environment)
+        return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+    return natively if runtime == "native" else in_process
 
 
 def answers(bundle: Path, *turns: str, system: str | None = None) -> list[str]:
@@ -35,15 +77,26 @@ def answers(bundle: Path, *turns: str, system: str | None = None) -> list[str]:
     return found
 
 
-def test_questions_are_answered_in_turn(run, bundle: Path) -> None:
-    result = run("chat", bundle, input=f"{QUESTION}\n\namber?\n/quit\nnever\n")
+def test_questions_are_answered_in_turn(chat, bundle: Path) -> None:
+    result = chat(bundle, input=f"{QUESTION}\n\namber?\n/quit\nnever\n")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines() == answers(bundle, QUESTION, "amber?")
-    system = run("chat", bundle, "--system", "the code of amber is 7.", input="amber?\n")
+    system = chat(bundle, "--system", "the code of amber is 7.", input="amber?\n")
     assert system.stdout.splitlines() == answers(bundle, "amber?", system="the code of amber is 7.")
 
 
-def test_undo_reset_save_and_load(run, bundle: Path, tmp_path: Path) -> None:
+def test_the_native_runner_chats_without_torch(demo_bundle: Path) -> None:
+    require_native()
+    command = [sys.executable, "-m", "exportable_cache", "chat", str(demo_bundle)]
+    environment = {**os.environ, "EXPORTABLE_CACHE_RUNTIME": "native", "PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run(command, input="amber?\n", capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "exportable_cache.decoding.native_completion" in imported
+    assert imported.isdisjoint(("torch", "transformers", "numpy"))
+
+
+def test_undo_reset_save_and_load(chat, bundle: Path, tmp_path: Path) -> None:
     saved = tmp_path / "conversation.json"
     lines = [
         QUESTION,
@@ -57,7 +110,7 @@ def test_undo_reset_save_and_load(run, bundle: Path, tmp_path: Path) -> None:
         "/undo",
         "amber?",
     ]
-    result = run("chat", bundle, input="\n".join(lines))
+    result = chat(bundle, input="\n".join(lines))
     assert result.exit_code == 0, result.stderr
     first, second = answers(bundle, QUESTION, "amber?")
     (alone,) = answers(bundle, "amber?")
@@ -66,28 +119,29 @@ def test_undo_reset_save_and_load(run, bundle: Path, tmp_path: Path) -> None:
     assert [message["content"] for message in messages] == [QUESTION, first, "amber?", second]
 
 
-def test_what_cannot_be_done_is_said_and_the_conversation_goes_on(run, bundle: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_said_and_the_conversation_goes_on(chat, bundle: Path, tmp_path: Path) -> None:
     for name, text in (("no.json", "{"), ("other.json", '{"messages": [{"role": "user", "content": "x"}]}')):
         (tmp_path / name).write_text(text)
     lines = [
         "/undo", "/nonsense", "/save", f"/save {tmp_path}/none/file", f"/load {tmp_path}/none",
-        f"/load {tmp_path}/no.json", f"/load {tmp_path}/other.json", "the " * 300, QUESTION,
+        f"/load {tmp_path}/no.json", f"/load {tmp_path}/other.json", "the " * 1000, QUESTION,
     ]  # fmt: skip
-    result = run("chat", bundle, input="\n".join(lines) + "\n")
+    result = chat(bundle, input="\n".join(lines) + "\n")
     assert result.exit_code == 0, result.stderr
     said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     expected = [
         "there is no message to remove", "there is no command '/nonsense'", "/save needs a file", "cannot write",
-        "cannot read", "must hold JSON", "must hold a conversation", "the cache holds 128; shorten it",
+        "cannot read", "must hold JSON", "must hold a conversation",
+        f"the cache holds {DEMO_MAX_CACHE_LEN}; shorten it",
     ]  # fmt: skip
     assert len(said) == len(expected)
     assert all(part in line for part, line in zip(expected, said, strict=True)), said
     assert result.stdout.splitlines()[-1:] == answers(bundle, QUESTION)
 
 
-def test_bytes_that_are_no_text_cost_one_question(run, bundle: Path) -> None:
+def test_bytes_that_are_no_text_cost_one_question(chat, bundle: Path) -> None:
     lines = [b"a\xff\xfeb", QUESTION.encode(), b"/save a\0b", b"/load a\0b", b"amber?"]
-    result = run("chat", bundle, input=b"\n".join(lines))
+    result = chat(bundle, input=b"\n".join(lines))
     assert result.exit_code == 0, result.stderr
     said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 3 and "the prompt must be UTF-8, got" in said[0], said
@@ -97,8 +151,10 @@ def test_bytes_that_are_no_text_cost_one_question(run, bundle: Path) -> None:
 
 @pytest.mark.parametrize("amid", ["the question", "the answer"])
 def test_an_interrupt_ends_an_answer_and_not_the_conversation(
-    run, bundle: Path, monkeypatch: pytest.MonkeyPatch, amid: str
+    run, runtime: str, bundle: Path, monkeypatch: pytest.MonkeyPatch, amid: str
 ) -> None:
+    if runtime == "native":
+        pytest.skip("the interrupt is raised in this process")
     interrupts = iter([KeyboardInterrupt])
 
     def once(original):
@@ -117,13 +173,13 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
     assert result.stdout.split("\n")[-2] == answers(bundle, QUESTION)[0]
 
 
-def test_a_conversation_that_is_no_text_is_not_loaded(run, bundle: Path, tmp_path: Path) -> None:
+def test_a_conversation_that_is_no_text_is_not_loaded(chat, bundle: Path, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "x"}]
     (tmp_path / "conversation.json").write_text(json.dumps({"messages": turns}))
-    result = run("chat", bundle, input=f"/load {tmp_path}/conversation.json\n{QUESTION}\n/save {tmp_path}/saved.json\n")
+    result = chat(bundle, input=f"/load {tmp_path}/conversation.json\n{QUESTION}\n/save {tmp_path}/saved.json\n")
     assert result.exit_code == 0 and "must be UTF-8" in result.stderr, result.stderr
     assert json.loads((tmp_path / "saved.json").read_text())["messages"][0]["content"] == QUESTION
-    assert run("chat", bundle, "--system", "\udcff", input="").exit_code == 2
+    assert chat(bundle, "--system", "\udcff", input="").exit_code == 2
 
 
 def test_a_model_without_a_template_is_refused(run, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_refusal_is_shown_in_the_page(browser: Any, server_bundle: Path) -> No
     with served(load(server_bundle)) as address:
         browser.get(f"{address}/#again")
         wait_for(browser, READY)
-        assert f"the cache holds {MAX_CACHE_LEN}" in ask(browser, "the code of amber " * 60)
+        assert f"the cache holds {MAX_CACHE_LEN}" in ask(browser, "the code of amber " * 240)
     browser.get("about:blank")
 
 

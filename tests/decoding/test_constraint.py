@@ -165,10 +165,10 @@ def test_answers_that_are_given_up_leave_no_process_taken(completer: Completer) 
     answers = [completer.complete([5, 6, 7], options) for _ in range(4)]
     compiler = completer._constraints
     compiler._free.clear()
-    processes = {one._follower._process for one in answers}
+    processes = {one.follower._process for one in answers}
     assert len(processes) == 4 and not processes & set(compiler._free)
     answers[0].close()
-    assert compiler._free == [answers[0]._follower._process]
+    assert compiler._free == [answers[0].follower._process]
     del answers
     gc.collect()
     # Two are kept; the others end.

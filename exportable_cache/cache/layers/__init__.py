@@ -10,7 +10,7 @@ from ...pytree import register_node
 from ..policies import CrossPolicy, ItemsPolicy, PromptPolicy
 from .cross import CrossLayer, ItemsLayer
 from .indexed import IndexedLayer, IndexerKeys
-from .layer import CacheLayer, RowSizes, label_of
+from .layer import CacheLayer, RowSizes
 from .linear import LinearLayer, LinearStates, StateShape
 from .prompt import PromptLayer
 
@@ -28,7 +28,6 @@ __all__ = [
     "PromptLayer",
     "RowSizes",
     "StateShape",
-    "label_of",
     "layer_class",
     "layer_from",
     "register_layer",

@@ -14,11 +14,11 @@ from transformers.cache_utils import CacheLayerMixin
 from ...common.tensors import dtype_name, ordinary_tensors
 from ...errors import InputError, first_line
 from ..checks import check_new_states, check_room, is_traced, row_numbers
-from ..component import check_count, names
+from ..component import check_count, label_of, names
 from ..layout import PORTABLE, Layout, StateTensor
 from ..policies import SlotPolicy
 from ..step import PLAIN
-from ..storage import FloatStorage, Storage
+from ..storage import Storage
 from ..storage.slots import tracked, write_slots, write_slots_
 
 if TYPE_CHECKING:
@@ -598,26 +598,6 @@ class CacheLayer(CacheLayerMixin):
     def __reduce__(self) -> tuple[Any, ...]:
         # By config, because exported programs carry example inputs, which load with classes known to torch only.
         return rebuilt, (type(self), self.config(), dict(self.named_state()), self._max_len_ever)
-
-
-def label_of(config: Mapping[str, Any]) -> str:
-    """Return a short description of a layer's `config`: `ring`, `full int8`, `full + states`, `ring (tensorrt)`.
-
-    Kinds are not looked up, because the layout may come from a target that is not installed.
-    """
-    policy, storage, layout = (
-        config.get(_config_key(part), {}).get("kind") for part in ("policy", "storage", "layout")
-    )
-    words = [policy]
-    if storage not in (None, FloatStorage.kind):
-        words.append(storage)
-    if "states" in config and storage is not None:
-        words.append("+ states")
-    if "indexer" in config:
-        words.append("+ indexer")
-    if layout != PORTABLE.kind:
-        words.append(f"({layout})")
-    return " ".join(words)
 
 
 def rebuilt(

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...decoding.completion import Completer, Completion, CompletionOptions, Piece
+from ...decoding.completion import AnyCompleter, Completion, CompletionOptions, Piece
 from ...errors import CacheFullError, ExportableCacheError, InputError
 from ...generation.token_text import TokenTexts
 from .engine import Busy, Engine
@@ -79,11 +79,11 @@ class ClientGone(Exception):
     """The client has closed the connection."""
 
 
-def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
+def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
     """Return the application over one session. Any ASGI server runs it, in one process.
 
     Args:
-        completer: Completer over the session, which no other caller may use meanwhile.
+        completer: AnyCompleter over the session, which no other caller may use meanwhile.
         options: Options of the server.
     """
     engine = Engine(completer, options.most_waiting)
@@ -116,7 +116,7 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
         return {"status": "ok", "waiting": engine.waiting, "answered": engine.answered}
 
     def about() -> dict[str, Any]:
-        held = completer.session.max_length
+        held = completer.max_length
         fields = {"id": options.model_name, "object": "model", "created": 0, "owned_by": "exportable-cache"}
         return {**fields, "max_model_len": held, "chat": completer.takes_messages}
 
@@ -225,16 +225,14 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def cache_fill(completer: Completer) -> dict[str, Any]:
+def cache_fill(completer: AnyCompleter) -> dict[str, Any]:
     """Return the number of tokens in each layer. Slots are None if a layer keeps one state for any number of tokens."""
-    length = int(completer.session.length[0])
-    layers = []
-    for layer in completer.session.layers:
-        slots = getattr(layer.policy, "capacity", None)
-        layers.append(
-            {"kind": layer.label, "slots": slots, "filled": None if slots is None else min(length, int(slots))}
-        )
-    return {"length": length, "max_length": completer.session.max_length, "layers": layers}
+    length = completer.length
+    layers = [
+        {"kind": kind, "slots": slots, "filled": None if slots is None else min(length, slots)}
+        for kind, slots in completer.layers
+    ]
+    return {"length": length, "max_length": completer.max_length, "layers": layers}
 
 
 class _BodyTooLong:
@@ -258,7 +256,7 @@ class _BodyTooLong:
         await self._app(scope, receive, checked)
 
 
-def _handle_errors(app: FastAPI, completer: Completer, options: ServerOptions) -> None:
+def _handle_errors(app: FastAPI, completer: AnyCompleter, options: ServerOptions) -> None:
     def refuse(status: int, message: str, kind: str = "invalid_request_error", **more: Any) -> JSONResponse:
         headers = {"Retry-After": str(_RETRY_AFTER)} if status == 503 else None
         return JSONResponse(error_of(message, kind, **more), status, headers=headers)
@@ -287,7 +285,7 @@ def _handle_errors(app: FastAPI, completer: Completer, options: ServerOptions) -
     async def of_room(request: Request, error: CacheFullError) -> JSONResponse:
         # litellm recognises an overflow by the beginning of this sentence, langchain by the code in it.
         code = "context_length_exceeded"
-        held = f"This model's maximum context length is {completer.session.max_length} tokens ({code})"
+        held = f"This model's maximum context length is {completer.max_length} tokens ({code})"
         field = "messages" if request.url.path.endswith("/chat/completions") else "prompt"
         return refuse(400, f"{held}: {error}", code=code, param=field)
 

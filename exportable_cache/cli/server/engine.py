@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from ...decoding.completion import Completer, Completion, Piece
+from ...decoding.completion import AnyCompleter, Completion, Piece
 from ...generation.constraint import Constraint, Follower
 
 Result = TypeVar("Result")
@@ -34,7 +34,7 @@ class Engine:
         answered: Number of requests that were completed, or cancelled during the response.
     """
 
-    def __init__(self, completer: Completer, most_waiting: int) -> None:
+    def __init__(self, completer: AnyCompleter, most_waiting: int) -> None:
         self.completer = completer
         self.answered = 0
         self._most_waiting = most_waiting

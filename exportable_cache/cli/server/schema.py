@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from ...decoding.completion import CompletionOptions
 from ...errors import InputError
 from ...generation.constraint import Constraint
-from ...generation.sampling import Sampling
+from ...generation.sampling_options import SamplingOptions
 
 _REFUSED = "refused"
 _BODY = "the body"
@@ -308,7 +308,7 @@ class _Request(Fields):
     def _options(self, limit: int | None, alternatives: int | None) -> CompletionOptions:
         temperature = TEMPERATURE if self.temperature is None else self.temperature
         # Checked as for sampling, because greedy requests carry these fields, too.
-        sampling = Sampling(
+        sampling = SamplingOptions(
             temperature or TEMPERATURE,
             None if self.top_k in _ALL_TOKENS else self.top_k,
             # 1 takes all tokens.
