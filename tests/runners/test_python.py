@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from exportable_cache import load
-from exportable_cache.common.native.kernels import FILE, installed_path
+from exportable_cache.backends.executorch.native.build import STAMP, build_native, missing_tools
+from exportable_cache_runner.installed import release_folder
 
 from ..support.store import REPOSITORY
-from .conftest import SOURCES, TOLERANCE, cmake_program, over_wheel, with_python_runner
+from .conftest import SOURCES, TOLERANCE, with_python_runner
 from .test_c_api import PROMPT, QUESTION, shared_library  # noqa: F401  a fixture
 from .test_cpp import CAPACITY
 
@@ -172,27 +173,23 @@ def test_what_is_refused_has_a_kind_and_a_sentence(called) -> None:
     assert called["beside the bindings"][0] == "RUNTIME" and "another process" in called["beside the bindings"][1]
 
 
-@pytest.mark.full
-def test_the_installed_package_has_the_library(
-    shared_library: Path,  # noqa: F811
-    demo_bundle: Path,
-    tmp_path: Path,
-) -> None:
-    build, prefix = tmp_path / "build", tmp_path / "installed"
-    for command in (
-        ["-S", RUNNER, "-B", build, *over_wheel(), "-DCMAKE_CXX_FLAGS_RELEASE=-O0"],
-        ["--build", build, "--parallel"],
-        ["--install", build, "--component", "native", "--prefix", prefix],
-    ):
-        done = subprocess.run([cmake_program(), *command], capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    folder = installed_path().parent
-    assert {path.name for path in (prefix / folder.parent.name / folder.name).iterdir()} == {shared_library.name, FILE}
-    shutil.copytree(REPOSITORY / "exportable_cache_runner", prefix / "exportable_cache_runner")
+@pytest.mark.cpp
+def test_the_native_package_is_found_where_it_is_installed(demo_bundle: Path, tmp_path: Path) -> None:
+    pytest.importorskip("executorch", reason="the executorch extra is not installed")
+    if missing := missing_tools():
+        pytest.skip(f"the native package needs {missing}")
+    folder = tmp_path / release_folder()
+    package = build_native(output=folder, options=["-DCMAKE_CXX_FLAGS_RELEASE=-O0 -DNDEBUG"])
+    assert package.is_new and {path.name for path in folder.iterdir()} == {
+        package.kernels.name,
+        package.runner.name,
+        STAMP,
+    }
     code = "import sys, exportable_cache_runner as runner; print(runner.Session(sys.argv[1]).max_length)"
-    environment = {name: value for name, value in with_python_runner().items() if name != "EXPORTABLE_CACHE_RUNNER"}
+    variables = {name: value for name, value in os.environ.items() if name != "EXPORTABLE_CACHE_RUNNER"}
+    # Before the environment's own.
+    variables["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
     done = subprocess.run(
-        [sys.executable, "-c", code, demo_bundle],
-        capture_output=True, text=True, timeout=120, env=environment | {"PYTHONPATH": str(prefix)},
-    )  # fmt: skip
+        [sys.executable, "-c", code, demo_bundle], capture_output=True, text=True, timeout=120, env=variables
+    )
     assert done.returncode == 0 and done.stdout.split() == [str(CAPACITY)], done.stderr[-3000:]
