@@ -83,7 +83,7 @@ setup: $(VENV)/.installed native
 # Kernels and the runner without torch. Prints one line and never fails: without them bundles run on ExecuTorch's kernels.
 # Called every time, because it takes under a second if nothing changed, and a compiler may have been installed.
 native: $(VENV)/.installed
-	@$(BIN)/exportable-cache native build --optional
+	-@$(BIN)/exportable-cache native build --optional
 
 # Needs a C++ compiler with sanitizers, and Google Highway. The cmake of the test extra, where there is no other.
 kernels-sanitized: export PATH := $(PATH):$(abspath $(BIN))
