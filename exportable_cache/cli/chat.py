@@ -26,7 +26,7 @@ from .options import (
     at_least,
 )
 from .output.terminal import Terminal
-from .runtime import open_completer
+from .runtime import BundleChecks, open_completer
 
 if TYPE_CHECKING:
     from ..decoding.completion import AnyCompleter, CompletionOptions
@@ -78,15 +78,8 @@ def chat(
     from ..generation.text import check_text
 
     options = CompletionOptions(SamplingOptions(temperature, top_p=top_p, seed=seed), max_new_tokens)
-    completer = open_completer(
-        terminal,
-        folder,
-        split_special_tokens=split_special_tokens,
-        ignore_versions=ignore_versions,
-        trust=trust,
-        check=check,
-        key=key,
-    )
+    checks = BundleChecks(ignore_versions, trust, check, key)
+    completer = open_completer(terminal, folder, checks, split_special_tokens)
     if not completer.takes_messages:
         raise InputError(
             "chat needs a tokenizer with a chat template, and this bundle has none; use generate, or set "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..common.process.tuning import no_collections
 
@@ -56,23 +56,29 @@ def _note(terminal: Terminal, reason: str) -> None:
         terminal.note(f"using torch's runtime, which starts more slowly: {reason}")
 
 
-def open_completer(
-    terminal: Terminal,
-    folder: Path,
-    *,
-    split_special_tokens: bool,
-    ignore_versions: bool,
-    trust: bool,
-    check: bool,
-    key: Path | None,
-) -> AnyCompleter:
+class BundleChecks(NamedTuple):
+    """Options of commands for the checks of a bundle that is opened; see `load`."""
+
+    ignore_versions: bool
+    trust: bool
+    check: bool
+    key: Path | None
+
+
+def open_completer(terminal: Terminal, folder: Path, checks: BundleChecks, split_special_tokens: bool) -> AnyCompleter:
     """Open a bundle, and return what completes prompts over it; settings that are not followed are noted.
+
+    Args:
+        terminal: Shows progress and notes.
+        folder: Folder of the bundle.
+        checks: How it is checked.
+        split_special_tokens: See `AnyCompleter`.
 
     Raises:
         BundleError, InputError, MissingDependencyError: See `load` and `Completer`.
     """
     completer: AnyCompleter
-    native = open_natively(terminal, folder, ignore_versions, check, key)
+    native = open_natively(terminal, folder, checks.ignore_versions, checks.check, checks.key)
     if native is not None:
         from ..decoding.native_completion import NativeCompleter
 
@@ -82,7 +88,8 @@ def open_completer(
             from ..decoding.completion import Completer
             from ..session.session import load
 
-            session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
+            versions = not checks.ignore_versions
+            session = load(folder, check_versions=versions, trust=checks.trust, key=checks.key, check=checks.check)
             completer = Completer(session, split_special_tokens)
     terminal.note_all(completer.settings.remarks())
     return completer

@@ -20,7 +20,7 @@ from .options import (
     at_least,
 )
 from .output.terminal import Terminal
-from .runtime import open_completer
+from .runtime import BundleChecks, open_completer
 
 
 def serve(
@@ -88,15 +88,8 @@ def serve(
     AllowedOrigins.of(host, api_key is not None, hosts, origins)
     importing = Thread(target=_import_server)
     importing.start()
-    completer = open_completer(
-        terminal,
-        folder,
-        split_special_tokens=split_special_tokens,
-        ignore_versions=ignore_versions,
-        trust=trust,
-        check=check,
-        key=key,
-    )
+    checks = BundleChecks(ignore_versions, trust, check, key)
+    completer = open_completer(terminal, folder, checks, split_special_tokens)
     importing.join()
     from .server.app import ServerOptions, make_app, run
 
