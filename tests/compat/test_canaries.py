@@ -41,10 +41,8 @@ NAMES: dict[str, dict[str, Any]] = {
         "torch._inductor.cpp_builder.CppBuilder.get_target_file_path": CALLABLE,
         "torch._inductor.runtime.cache_dir_utils.cache_dir": CALLABLE,
     },
-    "torch_loading": {
-        "torch._inductor.codecache.PyCodeCache.modules": VALUE,
-        "torch.utils._python_dispatch.is_traceable_wrapper_subclass": CALLABLE,
-    },
+    # Its names are those of its patches, which have digests.
+    "torch_loading": {},
     "torch_distributed": {
         "torch.distributed._functional_collectives.broadcast": takes("self", "src", "group"),
         "torch.distributed._functional_collectives.all_reduce": takes("self", "reduceOp", "group"),
@@ -56,8 +54,6 @@ NAMES: dict[str, dict[str, Any]] = {
         "torch.distributed.distributed_c10d._unregister_process_group": CALLABLE,
     },
     "torch": {
-        "torch._C._len_torch_dispatch_stack": CALLABLE,
-        "torch.autograd._profiler_enabled": CALLABLE,
         "torch._check": takes("cond", "message"),
         "torch.ops.aten._reshape_copy": VALUE,
         "torch.ops.mkldnn._linear_pointwise": VALUE,

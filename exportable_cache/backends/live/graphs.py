@@ -189,13 +189,6 @@ class BoundTensors:
             found.append(tensor)
         return found
 
-    def match(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return True if the current tensors are these objects, with unchanged shapes and strides."""
-        return all(
-            holder.get(name) is tensor and (tensor.shape, tensor.stride()) == form[2:]
-            for (holder, name, form), tensor in zip(self._found, tensors, strict=True)
-        )
-
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return type(tensor), tensor.dtype, tensor.shape, tensor.stride()

@@ -15,7 +15,6 @@ from .graphs import BoundTensor, BoundTensors
 from .ops.attention import attention_of_few_queries
 from .ops.linear import linears_by_onednn, linears_of_few_rows
 from .regions import regions_of
-from .replay import ReplayedSteps
 
 if TYPE_CHECKING:
     from .clone_layers import EqualLayers
@@ -67,13 +66,9 @@ class LayeredGraph(private.SerializableCallable):
         self.calls, self.count, self.results = tuple(calls), count, tuple(results)
         self.bound = BoundTensors(bound)
         self._functions = [(private.region_function(compiled[call.region]), call) for call in calls]
-        self.steps = ReplayedSteps(self.bound)
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """Run the graph and return its outputs."""
-        return self.steps(self._run, inputs)
-
-    def _run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         values = [*inputs, *self.bound.tensors()]
         values += [None] * (self.count - len(values))
         for region, call in self._functions:

@@ -23,7 +23,6 @@
 | `torch._dynamo.guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES` | the same |
 | `torch.nn.Module._parameters`, `_buffers` | each step takes longer to find the tensors of its layers |
 | `torch.fx.Graph._codegen` | a graph keeps the signature of the module that it was traced from |
-| `torch._C._len_torch_dispatch_stack`, `torch.autograd._profiler_enabled` | profilers miss some operators |
 | `torch.compiler.get_default_backend` | public, but torch 2.11 and 2.12 lack it, where no other backend can be set |
 | `torch._C._CudaDeviceProperties`, `torch._library.register_fake_class` | torch_tensorrt needs CUDA |
 
@@ -197,11 +196,6 @@ def unwritable_guards() -> frozenset[str]:
     from torch._dynamo.guards import CheckFunctionManager
 
     return frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
-
-
-def is_watched() -> bool:
-    """Return True if a dispatch mode or a profiler observes the operators of this thread."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch.autograd._profiler_enabled()
 
 
 def module_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:

@@ -1,4 +1,4 @@
-"""Private names of torch that load compiled graphs without the compiler and record their calls, seen in 2.13.0.
+"""Private names of torch that load compiled graphs without the compiler, seen in 2.13.0.
 
 Importing this imports a part of the compiler.
 
@@ -10,8 +10,6 @@ Importing this imports a part of the compiler.
 | `torch._functorch._aot_autograd.aot_autograd_result.BundledOutputCodeLoadable.post_compile` | the same |
 | `torch._inductor.graph`, `torch._inductor.select_algorithm.extern_kernels`, `KernelNamespace` | the same |
 | `torch._inductor.hooks`, `torch._functorch._aot_autograd.subclass_codegen` | they are imported with the first graph |
-| `torch._inductor.codecache.PyCodeCache.modules`, and how generated modules name kernels | Python calls them |
-| `torch.utils._python_dispatch.is_traceable_wrapper_subclass` | steps of quantized models fail |
 
 Of the 0.7 processor seconds that the first graph of a process takes to load, 0.45 are imports of the compiler for three
 names: a hook of tests, and two imports in generated code that seldom uses them.
@@ -19,25 +17,19 @@ names: a hook of tests, and two imports in generated code that seldom uses them.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import re
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from types import BuiltinFunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch._functorch._aot_autograd.aot_autograd_result import BundledOutputCodeLoadable
-from torch._inductor.codecache import PyCodeCache, code_hash, get_path, write_atomic
+from torch._inductor.codecache import code_hash, get_path, write_atomic
 from torch._inductor.output_code import CompiledFxGraph
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from ..patch import Patch, torch_patch
-from .torch import OpOverload
 
 #: The compiler's module. Once it is imported, avoiding it saves nothing.
 _COMPILER = "torch._inductor.graph"
@@ -155,103 +147,3 @@ def self_contained(code: str) -> str:
         elif name == "extern_kernels" and used <= {*PLAIN_KERNELS}:
             code = code.replace(line, _PLAIN)
     return code
-
-
-_KERNEL = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(\[([^\]]*)\]", re.MULTILINE)
-_LIBRARY = ".so"
-#: Held while recording, because a second recorder would restore the first one's replacements for good.
-_NOTING = threading.RLock()
-
-
-class GeneratedKernel(NamedTuple):
-    """A function that Inductor generated.
-
-    Attributes:
-        address: Address of the function, which takes tensors as pointers.
-        kinds: C++ types of its arguments.
-    """
-
-    address: int
-    kinds: tuple[str, ...]
-
-
-#: Called with each kernel (None if unknown) and its Python arguments.
-OnKernel = Callable[["GeneratedKernel | None", tuple[Any, ...]], None]
-#: Called with each torch operator, its arguments and its results.
-OnOperator = Callable[[OpOverload, tuple[Any, ...], Any], None]
-
-
-@contextmanager
-def calls_recorded(on_kernel: OnKernel, on_operator: OnOperator) -> Iterator[None]:
-    """Report this thread's calls of generated kernels and torch operators within a block, in order."""
-    thread = threading.get_ident()
-    with _NOTING:
-        replaced = [
-            (vars(module), name, function)
-            for module in list(PyCodeCache.modules)
-            for name, function in list(vars(module).items())
-            if _library_of(function)
-        ]
-        try:
-            for names, name, function in replaced:
-                names[name] = _noting(function, _kernel(names, name, function), on_kernel, thread)
-            with _Operators(on_operator):
-                yield
-        finally:
-            for names, name, function in replaced:
-                names[name] = function
-
-
-def is_wrapper(value: Any) -> bool:
-    """Return True for a tensor that wraps other tensors."""
-    return is_traceable_wrapper_subclass(value)
-
-
-class _Operators(TorchDispatchMode):
-    def __init__(self, on_operator: OnOperator) -> None:
-        super().__init__()
-        self._on_operator = on_operator
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._on_operator(func, (*args, *(kwargs or {}).values()), result)
-        return result
-
-
-def _noting(
-    function: Callable[..., None], kernel: GeneratedKernel | None, on_kernel: OnKernel, thread: int
-) -> Callable[..., None]:
-    def noted(*arguments: Any) -> None:
-        function(*arguments)
-        if threading.get_ident() == thread:
-            on_kernel(kernel, arguments)
-
-    return noted
-
-
-def _library_of(value: Any) -> str:
-    """Return the library file of a generated function, or "" for other values."""
-    if not isinstance(value, BuiltinFunctionType) or not isinstance(value.__self__, ModuleType):
-        return ""
-    origin = getattr(getattr(value.__self__, "__spec__", None), "origin", None) or ""
-    # Libraries of torch do not belong to generated modules.
-    return origin if origin.endswith(_LIBRARY) and not value.__self__.__name__.startswith("torch.") else ""
-
-
-def _kernel(names: Mapping[str, Any], name: str, function: Any) -> GeneratedKernel | None:
-    kinds = _argument_kinds(names["__file__"]).get(name)
-    if kinds is None:
-        return None
-    address = ctypes.cast(getattr(ctypes.CDLL(_library_of(function)), function.__name__), ctypes.c_void_p).value
-    return None if address is None else GeneratedKernel(address, kinds)
-
-
-@functools.lru_cache(maxsize=256)
-def _argument_kinds(path: str) -> dict[str, tuple[str, ...]]:
-    """Return the argument types of each kernel of a generated module."""
-    return {
-        name: tuple(kind.strip(" '\"") for kind in kinds.split(","))
-        for name, kinds in _KERNEL.findall(Path(path).read_text())
-    }

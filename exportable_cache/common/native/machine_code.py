@@ -6,7 +6,6 @@ their folder.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import logging
@@ -16,10 +15,7 @@ import select
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import torch
 
@@ -40,14 +36,11 @@ class MachineCode:
     Args:
         source: C++ file that needs only torch's headers.
         headers: Headers of this package that it includes.
-        results: Result types of its C functions by name, if not int.
     """
 
-    def __init__(self, source: Path, *headers: Path, results: Mapping[str, Any] = MappingProxyType({})) -> None:
-        self.source, self.headers, self._results = source, headers, results
+    def __init__(self, source: Path, *headers: Path) -> None:
+        self.source, self.headers = source, headers
         self._is_loaded = False
-        #: C functions, once the library is loaded.
-        self.library: ctypes.CDLL | None = None
         #: The running compiler, and a pipe that closes when it ends.
         self._begun: tuple[subprocess.Popen[bytes], int] | None = None
         #: Why the library is not available; "" if nothing has failed.
@@ -121,10 +114,6 @@ class MachineCode:
                 if not is_user_file(file.fileno()):
                     raise OSError(f"{self.path} must belong to you and be writable by you only")
             torch.ops.load_library(str(folder / self.path.name))
-            library = ctypes.CDLL(str(folder / self.path.name))
-            for name, kind in self._results.items():
-                getattr(library, name).restype = kind
-            self.library = library
             self._is_loaded = True
         except (ExportableCacheError, OSError, RuntimeError, subprocess.SubprocessError) as error:
             self.reason = first_line(error.__cause__ or error)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from ....cache.attention.extended import EXTENDED_ATTENTION
 from ....common.compat.torch import fixed_size
 from ....common.native.machine_code import MachineCode
-from .native import RECORDING_RESULTS, NativeOperators
+from .native import NativeOperators
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -66,8 +66,7 @@ def _shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *othe
 #: `EXPORTABLE_CACHE_ATTENTION=torch` disables the kernel.
 OPERATORS = NativeOperators(
     MachineCode(
-        *(_FOLDER / name for name in ("few_queries.cpp", "blocks.h", "seen_keys.h", "vectors.h", "recording.h")),
-        results=RECORDING_RESULTS,
+        *(_FOLDER / name for name in ("few_queries.cpp", "blocks.h", "seen_keys.h", "vectors.h")),
     ),
     "EXPORTABLE_CACHE_ATTENTION",
     {"few_queries_attention": _shape_of},

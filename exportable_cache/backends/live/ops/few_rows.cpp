@@ -142,7 +142,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const Numbers& scales, 
   const Tensor x = without_gaps(input);
   Layers<W> layers = layers_over<W>(x);
   const Tensor y = add(layers, x, weight, scales, bias, weights);
-  run_noted([=] { run(layers); });
+  run(layers);
   return y;
 }
 
@@ -156,7 +156,7 @@ std::vector<Tensor> linears(const Tensor& input, const std::vector<Tensor>& weig
     STD_TORCH_CHECK(weights[i].scalar_type() == weights[0].scalar_type(), "few_rows_linears: weights of one dtype");
     outputs.push_back(add(layers, x, weights[i], {}, biases.empty() ? std::nullopt : std::optional(biases[i])));
   }
-  run_noted([=] { run(layers); });
+  run(layers);
   return outputs;
 }
 

@@ -19,7 +19,7 @@ import torch
 
 from ....common.compat.torch import LINEAR, fixed_size, linear_by_onednn
 from ....common.native.machine_code import MachineCode, cpu_fields
-from .native import RECORDING_RESULTS, NativeOperators
+from .native import NativeOperators
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -45,8 +45,7 @@ def _shapes_of(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequenc
 #: `EXPORTABLE_CACHE_LINEARS=torch` disables the kernel.
 OPERATORS = NativeOperators(
     MachineCode(
-        *(_FOLDER / name for name in ("few_rows.cpp", "row_products.h", "vectors.h", "recording.h")),
-        results=RECORDING_RESULTS,
+        *(_FOLDER / name for name in ("few_rows.cpp", "row_products.h", "vectors.h")),
     ),
     "EXPORTABLE_CACHE_LINEARS",
     {"few_rows_linear": _shape_of, "few_rows_linear_int8": _shape_of, "few_rows_linears": _shapes_of},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -11,13 +10,6 @@ from typing import Any
 import torch
 
 from ....common.native.machine_code import MachineCode
-
-#: Result types of the functions of recording.h, see `MachineCode`.
-RECORDING_RESULTS = {
-    "exportable_cache_recording": ctypes.c_void_p,
-    "exportable_cache_is_whole": ctypes.c_bool,
-    "exportable_cache_run": ctypes.c_bool,
-}
 
 
 class NativeOperators:
@@ -58,11 +50,6 @@ class NativeOperators:
             for name, shape in self._shapes.items():
                 torch.library.register_fake(f"exportable_cache::{name}", shape)
         return True
-
-    def has(self, operator: Any) -> bool:
-        """Return True if `operator` is in this library."""
-        namespace, _, name = operator.name().partition("::")
-        return namespace == "exportable_cache" and name in self._shapes
 
     def are_called_in(self, graph: bytes) -> bool:
         """Return True if a serialized graph calls an operator of this library."""

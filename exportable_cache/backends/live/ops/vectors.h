@@ -2,8 +2,6 @@
 // bfloat16, scratch memory per thread, and tensors of torch's stable ABI.
 #pragma once
 
-#include "recording.h"
-
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -181,7 +179,6 @@ Tensor empty(const Tensor& like, const std::vector<int64_t>& shape) {
 // Returns a contiguous tensor with the same values.
 Tensor without_gaps(const Tensor& x) {
   if (x.is_contiguous()) return x;
-  not_noted();
   const auto sizes = x.sizes();
   const Tensor copy = empty(x, std::vector<int64_t>(sizes.begin(), sizes.end()));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), x.get(), 0));
