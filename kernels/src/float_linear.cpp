@@ -258,35 +258,34 @@ HWY_EXPORT(has_dots);
 HWY_EXPORT(blocks_of_dots);
 HWY_EXPORT(multiply_dots_tile);
 
+void multiply_linear_tile(const FloatLinear& linear, const Tile& tile) {
+  HWY_DYNAMIC_DISPATCH(multiply_float_tile)(linear, tile);
+}
+void multiply_linear_tile(const Float16Linear& linear, const Tile& tile) {
+  HWY_DYNAMIC_DISPATCH(multiply_float16_tile)(linear, tile);
+}
+void multiply_linear_tile(const BFloat16Linear& linear, const Tile& tile) {
+  HWY_DYNAMIC_DISPATCH(multiply_bfloat16_tile)(linear, tile);
+}
+
 namespace {
 
-// Bytes of a task's rows, which stay in a core's L2 cache while its blocks are multiplied.
-constexpr int64_t kTaskBytes = 512 * 1024;
-// The same for rounded rows: a tile's rows are read once for 48 outputs, so weights that are read less often are worth more
-// than rows in the L2 cache (8192 inputs: 208 instead of 188 GFLOPS).
+// Bytes of a task's rounded rows: a tile's rows are read once for 48 outputs, so weights that are read less often are worth
+// more than rows in the L2 cache (8192 inputs: 208 instead of 188 GFLOPS).
 constexpr int64_t kTaskBytesOfPairs = 1024 * 1024;
 // Blocks of one row that some targets multiply together.
 constexpr int64_t kOneRowTogether = 8;
 
-void multiply(const FloatLinear& linear, const Tile& tile) { HWY_DYNAMIC_DISPATCH(multiply_float_tile)(linear, tile); }
-void multiply(const Float16Linear& linear, const Tile& tile) {
-  HWY_DYNAMIC_DISPATCH(multiply_float16_tile)(linear, tile);
-}
-void multiply(const BFloat16Linear& linear, const Tile& tile) {
-  HWY_DYNAMIC_DISPATCH(multiply_bfloat16_tile)(linear, tile);
-}
-
 template <class L>
 void multiply_one(void* context, size_t index) {
   static_cast<TilesOfLayers<L>*>(context)->run(static_cast<int64_t>(index),
-                                               [](const L& linear, const Tile& tile) { multiply(linear, tile); });
+                                               [](const L& linear, const Tile& tile) { multiply_linear_tile(linear, tile); });
 }
 
 template <class L>
 void apply(const L* layers, size_t count, const Threads& threads) {
   if (count == 0 || layers->rows == 0) return;
-  // A multiple of every tile's rows.
-  const int64_t task_rows = std::max<int64_t>(1, kTaskBytes / 4 / layers->inputs / 24) * 24;
+  const int64_t task_rows = float_task_rows(layers->inputs);
   const int64_t together = layers->rows == 1 ? kOneRowTogether : HWY_DYNAMIC_DISPATCH(blocks_of_tile)();
   TilesOfLayers<L> work(layers, count, task_rows, together, threads);
   run_tasks(threads, work.count(), multiply_one<L>, &work, work.is_worth_threads());

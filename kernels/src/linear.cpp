@@ -23,14 +23,6 @@ namespace exportable_cache::kernels {
 // Inputs whose products are summed as integers: a part of a group.
 constexpr int64_t kRun = kGroupMultiple;
 
-// Quantized rows of activations.
-struct Rounded {
-  int8_t* numbers;  // [rows, inputs]
-  int32_t* sums;    // [rows, runs]: contribution of the weights' offset of 8 to a run, to be subtracted
-  float* scale;     // [rows]
-  float* zero;      // [rows]: the integer that represents 0
-};
-
 }  // namespace exportable_cache::kernels
 #endif
 
@@ -288,13 +280,12 @@ void multiply_tile(const Linear& linear, const Rounded& rounded, const Tile& til
 }
 
 // Quantizes one row to 8 bits, like torchao's dynamic activations: from the minimum to the maximum, including 0.
-void round_row(const Linear& linear, const Rounded& rounded, int64_t row) {
+void round_row(const float* source, int64_t inputs, const Rounded& rounded, int64_t row) {
   const F d;
   const I32 whole;
   const hn::Rebind<int16_t, F> narrow;
   const hn::Rebind<int8_t, F> narrowest;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), inputs = linear.inputs;
-  const float* const source = linear.source + row * inputs;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   VF least = hn::Zero(d), most = hn::Zero(d);
   for (int64_t i = 0; i < inputs; i += lanes) {
     const VF values = hn::LoadU(d, source + i);
@@ -329,20 +320,26 @@ namespace exportable_cache::kernels {
 HWY_EXPORT(multiply_tile);
 HWY_EXPORT(round_row);
 
-namespace {
-
-// Rows of a task, whose activations stay in a core's cache while its blocks are multiplied.
-constexpr int64_t kTaskRows = 128;
-// Blocks that some targets multiply together.
-constexpr int64_t kTogether = 2;
-constexpr size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-Rounded rounded_in(const Linear& linear, void* scratch) {
-  char* const start = static_cast<char*>(scratch);
-  const size_t numbers = aligned(linear.rows * linear.inputs), sums = aligned(4 * linear.rows * (linear.inputs / kRun));
-  float* const scale = reinterpret_cast<float*>(start + numbers + sums);
-  return {reinterpret_cast<int8_t*>(start), reinterpret_cast<int32_t*>(start + numbers), scale, scale + linear.rows};
+size_t rounded_bytes(int64_t rows, int64_t inputs) {
+  return aligned(rows * inputs) + aligned(4 * rows * (inputs / kRun)) + aligned(8 * rows);
 }
+
+Rounded rounded_in(int64_t rows, int64_t inputs, void* scratch) {
+  char* const start = static_cast<char*>(scratch);
+  const size_t numbers = aligned(rows * inputs), sums = aligned(4 * rows * (inputs / kRun));
+  float* const scale = reinterpret_cast<float*>(start + numbers + sums);
+  return {reinterpret_cast<int8_t*>(start), reinterpret_cast<int32_t*>(start + numbers), scale, scale + rows};
+}
+
+void round_linear_row(const float* source, int64_t inputs, const Rounded& rounded, int64_t row) {
+  HWY_DYNAMIC_DISPATCH(round_row)(source, inputs, rounded, row);
+}
+
+void multiply_linear_tile(const Linear& linear, const Rounded& rounded, const Tile& tile) {
+  HWY_DYNAMIC_DISPATCH(multiply_tile)(linear, rounded, tile);
+}
+
+namespace {
 
 struct Work {
   const Linear& first;
@@ -352,26 +349,27 @@ struct Work {
 
 void round_one(void* context, size_t index) {
   const Work& work = *static_cast<Work*>(context);
-  HWY_DYNAMIC_DISPATCH(round_row)(work.first, work.rounded, static_cast<int64_t>(index));
+  const int64_t row = static_cast<int64_t>(index), inputs = work.first.inputs;
+  round_linear_row(work.first.source + row * inputs, inputs, work.rounded, row);
 }
 
 void multiply_one(void* context, size_t index) {
   const Work& work = *static_cast<Work*>(context);
   work.tiles.run(static_cast<int64_t>(index), [&](const Linear& linear, const Tile& tile) {
-    HWY_DYNAMIC_DISPATCH(multiply_tile)(linear, work.rounded, tile);
+    multiply_linear_tile(linear, work.rounded, tile);
   });
 }
 
 }  // namespace
 
 size_t linear_scratch(const Linear& linear) {
-  return aligned(linear.rows * linear.inputs) + aligned(4 * linear.rows * (linear.inputs / kRun)) + 8 * linear.rows;
+  return rounded_bytes(linear.rows, linear.inputs);
 }
 
 void apply_linears(const Linear* layers, size_t count, const Threads& threads, void* scratch) {
   if (count == 0 || layers->rows == 0) return;
   const Linear& first = *layers;
-  Work work{first, rounded_in(first, scratch), {layers, count, kTaskRows, kTogether, threads}};
+  Work work{first, rounded_in(first.rows, first.inputs, scratch), {layers, count, kTaskRows, kTogether, threads}};
   run_tasks(threads, first.rows, round_one, &work, first.rows * first.inputs > kWorthAThread);
   run_tasks(threads, work.tiles.count(), multiply_one, &work, work.tiles.is_worth_threads());
 }

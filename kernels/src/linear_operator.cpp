@@ -5,12 +5,18 @@
 //                   Tensor(a!)[] out) -> ()
 //   exportable_cache::linear_float.out and linears_float.out, and of float16 and bfloat16, the same
 //   exportable_cache::linear_bfloat16_rounded.out and linears_bfloat16_rounded.out, the same, with inputs rounded to bfloat16
+// and those of experts.py, with weights of all experts:
+//   exportable_cache::experts_4bit.out(Tensor source, Tensor weights, Tensor? bias, Tensor indices, Tensor? factors,
+//                   int outputs, *, Tensor(a!) out) -> Tensor(a!)
+//   exportable_cache::experts_float.out, and of float16 and bfloat16, the same
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
 #include <executorch/runtime/kernel/operator_registry.h>
 
 #include <array>
+#include <cinttypes>
 #include <vector>
 
+#include "experts.h"
 #include "float_linear.h"
 #include "linear.h"
 #include "native_operators.h"
@@ -62,11 +68,13 @@ bool is_prepared(KernelRuntimeContext& context, const Tensor& source, const Tens
   return true;
 }
 
-// True if weights of a kind fit; they are then set in the layer.
-bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs, Linear& linear) {
-  const bool is_packed = weights.dim() == 2 && weights.scalar_type() == ScalarType::Byte && is_contiguous(weights);
-  const int64_t groups = is_packed ? groups_of(weights.size(1), inputs) : 0;
-  ET_KERNEL_CHECK_MSG(context, groups > 0 && weights.size(0) == blocks_of(outputs), InvalidArgument, false,
+// True if weights of a kind fit, after `leading` dimensions; they are then set in the layer.
+bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs, Linear& linear,
+                 ssize_t leading = 0) {
+  const bool is_packed =
+      weights.dim() == leading + 2 && weights.scalar_type() == ScalarType::Byte && is_contiguous(weights);
+  const int64_t groups = is_packed ? groups_of(weights.size(leading + 1), inputs) : 0;
+  ET_KERNEL_CHECK_MSG(context, groups > 0 && weights.size(leading) == blocks_of(outputs), InvalidArgument, false,
                       "weights must be uint8 blocks of 16 outputs, packed for the source's size");
   linear.groups = groups, linear.weights = weights.const_data_ptr<uint8_t>();
   return true;
@@ -74,8 +82,8 @@ bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t i
 
 template <class W>
 bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs,
-                 FloatLinearOf<W>& linear) {
-  linear.weights = packed_weights<W>(weights, inputs, outputs);
+                 FloatLinearOf<W>& linear, ssize_t leading = 0) {
+  linear.weights = packed_weights<W>(weights, inputs, outputs, leading);
   ET_KERNEL_CHECK_MSG(context, linear.weights != nullptr, InvalidArgument, false,
                       "weights must be blocks of 16 outputs, of the operator's type and the source's size");
   return true;
@@ -137,11 +145,64 @@ void linears_out(KernelRuntimeContext& context, Span<EValue*> stack) {
   apply(layers.data(), count);
 }
 
+bool is_float_shaped(const Tensor& tensor, int64_t rows, int64_t columns) {
+  return is_float(tensor) && tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == columns;
+}
+
+// Converts choices for the kernel; false if a tensor does not fit, or an index is not one of an expert.
+bool is_chosen(KernelRuntimeContext& context, const Tensor& source, const Tensor& weights, const Tensor& indices,
+               const OptionalTensor& factors, Choice& choice) {
+  ET_KERNEL_CHECK_MSG(context,
+                      indices.dim() == 2 && indices.size(1) > 0 && indices.scalar_type() == ScalarType::Long &&
+                          is_contiguous(indices),
+                      InvalidArgument, false, "indices must be int64 [tokens, choices], with at least one choice");
+  choice.tokens = indices.size(0), choice.choices = indices.size(1);
+  choice.experts = weights.dim() > 0 ? weights.size(0) : 0;
+  choice.is_shared = source.dim() == 2;
+  ET_KERNEL_CHECK_MSG(context,
+                      (choice.is_shared || (source.dim() == 3 && source.size(1) == choice.choices)) &&
+                          source.size(0) == choice.tokens,
+                      InvalidArgument, false, "source must be [tokens, inputs] or [tokens, choices, inputs]");
+  ET_KERNEL_CHECK_MSG(context, !factors || is_float_shaped(*factors, choice.tokens, choice.choices), InvalidArgument, false,
+                      "factors must be float32 [tokens, choices]");
+  choice.indices = indices.const_data_ptr<int64_t>();
+  choice.factors = factors ? factors->const_data_ptr<float>() : nullptr;
+  for (int64_t slot = 0; slot < choice.slots(); ++slot) {
+    ET_KERNEL_CHECK_MSG(context, choice.indices[slot] >= 0 && choice.indices[slot] < choice.experts, InvalidArgument, false,
+                        "expert %" PRId64 " is out of range (%" PRId64 " experts)", choice.indices[slot], choice.experts);
+  }
+  return true;
+}
+
+template <class L>
+Tensor& experts_out(KernelRuntimeContext& context, const Tensor& source, const Tensor& weights, const OptionalTensor bias,
+                    const Tensor& indices, const OptionalTensor factors, int64_t outputs, Tensor& out) {
+  const int64_t inputs = inputs_of(context, source);
+  Choice choice;
+  L layer;
+  if (inputs == 0 || !is_chosen(context, source, weights, indices, factors, choice)) return out;
+  ET_KERNEL_CHECK_MSG(context, outputs > 0 && (!bias || is_float_shaped(*bias, choice.experts, outputs)), InvalidArgument,
+                      out, "a bias must be float32 [experts, outputs]");
+  if (!has_weights(context, weights, inputs, outputs, layer, 1)) return out;
+  const size_t kept = factors ? 1 : 2;
+  ET_KERNEL_CHECK_MSG(context, is_float(out) && resize_rows(indices, kept, outputs, out), InvalidArgument, out,
+                      "the output must be contiguous float32 [tokens, outputs], without factors [tokens, choices, outputs]");
+  layer.inputs = inputs, layer.outputs = outputs;
+  layer.source = source.const_data_ptr<float>(), layer.out = out.mutable_data_ptr<float>();
+  layer.bias = bias ? bias->const_data_ptr<float>() : nullptr;
+  apply_experts(layer, choice, runtime_threads(), scratch_of(experts_scratch(layer, choice)));
+  return out;
+}
+
 constexpr const char kLinearFloat[] = "exportable_cache::linear_float.out",
                      kLinearFloat16[] = "exportable_cache::linear_float16.out",
                      kLinearBFloat16[] = "exportable_cache::linear_bfloat16.out",
                      kLinearRounded[] = "exportable_cache::linear_bfloat16_rounded.out",
-                     kLinear4Bit[] = "exportable_cache::linear_4bit.out";
+                     kLinear4Bit[] = "exportable_cache::linear_4bit.out",
+                     kExpertsFloat[] = "exportable_cache::experts_float.out",
+                     kExpertsFloat16[] = "exportable_cache::experts_float16.out",
+                     kExpertsBFloat16[] = "exportable_cache::experts_bfloat16.out",
+                     kExperts4Bit[] = "exportable_cache::experts_4bit.out";
 
 }  // namespace
 
@@ -154,6 +215,10 @@ void register_linear_operators() {
   (void)register_kernel(make_boxed_kernel(kLinearBFloat16, EXECUTORCH_FN(linear_out<BFloat16Linear>, kLinearBFloat16)));
   (void)register_kernel(make_boxed_kernel(kLinearRounded, EXECUTORCH_FN(linear_out<RoundedLinear>, kLinearRounded)));
   (void)register_kernel(make_boxed_kernel(kLinear4Bit, EXECUTORCH_FN(linear_out<Linear>, kLinear4Bit)));
+  (void)register_kernel(make_boxed_kernel(kExpertsFloat, EXECUTORCH_FN(experts_out<FloatLinear>, kExpertsFloat)));
+  (void)register_kernel(make_boxed_kernel(kExpertsFloat16, EXECUTORCH_FN(experts_out<Float16Linear>, kExpertsFloat16)));
+  (void)register_kernel(make_boxed_kernel(kExpertsBFloat16, EXECUTORCH_FN(experts_out<BFloat16Linear>, kExpertsBFloat16)));
+  (void)register_kernel(make_boxed_kernel(kExperts4Bit, EXECUTORCH_FN(experts_out<Linear>, kExperts4Bit)));
   (void)register_kernel(Kernel("exportable_cache::linears_float.out", linears_out<FloatLinear>));
   (void)register_kernel(Kernel("exportable_cache::linears_float16.out", linears_out<Float16Linear>));
   (void)register_kernel(Kernel("exportable_cache::linears_bfloat16.out", linears_out<BFloat16Linear>));

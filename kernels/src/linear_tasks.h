@@ -1,4 +1,4 @@
-// Splitting of a linear layer's products into tasks.
+// Splitting of a linear layer's products into tasks, and the products of one task.
 #pragma once
 
 #include <algorithm>
@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "float_linear.h"
 #include "linear.h"
 
 namespace exportable_cache::kernels {
@@ -18,6 +19,39 @@ constexpr int64_t kTasksOfThread = 4;
 struct Tile {
   int64_t first_block, last_block, first_row, last_row;
 };
+
+// Rows of a 4-bit layer's task, whose activations stay in a core's cache while its blocks are multiplied.
+constexpr int64_t kTaskRows = 128;
+// Blocks of a 4-bit layer that some targets multiply together.
+constexpr int64_t kTogether = 2;
+// Bytes of a float layer's task's rows, which stay in a core's L2 cache while its blocks are multiplied.
+constexpr int64_t kTaskBytes = 512 * 1024;
+
+// Rows of a float layer's task: a multiple of every tile's rows.
+inline int64_t float_task_rows(int64_t inputs) { return std::max<int64_t>(1, kTaskBytes / 4 / inputs / 24) * 24; }
+
+constexpr size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Quantized rows of activations.
+struct Rounded {
+  int8_t* numbers;  // [rows, inputs]
+  int32_t* sums;    // [rows, runs]: contribution of the weights' offset of 8 to a run, to be subtracted
+  float* scale;     // [rows]
+  float* zero;      // [rows]: the integer that represents 0
+};
+
+// Bytes of quantized rows, and their parts in scratch memory, which must be aligned to 64.
+size_t rounded_bytes(int64_t rows, int64_t inputs);
+Rounded rounded_in(int64_t rows, int64_t inputs, void* scratch);
+
+// Quantizes float32 [inputs] to a row.
+void round_linear_row(const float* source, int64_t inputs, const Rounded& rounded, int64_t row);
+
+// The products of one task. The tile's rows are those of `rounded` or of the layer's source, and of its output.
+void multiply_linear_tile(const Linear& linear, const Rounded& rounded, const Tile& tile);
+void multiply_linear_tile(const FloatLinear& linear, const Tile& tile);
+void multiply_linear_tile(const Float16Linear& linear, const Tile& tile);
+void multiply_linear_tile(const BFloat16Linear& linear, const Tile& tile);
 
 // Tiles of all outputs and rows of a layer, or of a few layers with the same rows: `task_rows` rows, and a multiple of
 // `together` of the layer's blocks. All layers have `all_blocks` together.

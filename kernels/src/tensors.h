@@ -54,14 +54,15 @@ inline constexpr ScalarType kStoredAs<hwy::float16_t> = ScalarType::Half;
 template <>
 inline constexpr ScalarType kStoredAs<BFloat16Pair> = ScalarType::BFloat16;
 
-// Weights [blocks, steps, kBlockOutputs], optionally with the inputs of a step as last dimension; null if they are others.
+// Weights [blocks, steps, kBlockOutputs], optionally with the inputs of a step as last dimension, after `leading` dimensions of
+// any size; null if they are others.
 template <class W>
-const W* packed_weights(const Tensor& weights, int64_t inputs, int64_t outputs) {
+const W* packed_weights(const Tensor& weights, int64_t inputs, int64_t outputs, ssize_t leading = 0) {
   constexpr int64_t kInputs = kInputsOfStep<W>;
   const bool fits = is_contiguous(weights) && weights.scalar_type() == kStoredAs<W> && outputs > 0 &&
-                    weights.dim() == (kInputs > 1 ? 4 : 3) && weights.size(0) == blocks_of(outputs) &&
-                    weights.size(1) == steps_of<W>(inputs) && weights.size(2) == kBlockOutputs &&
-                    (kInputs == 1 || weights.size(3) == kInputs);
+                    weights.dim() == leading + (kInputs > 1 ? 4 : 3) && weights.size(leading) == blocks_of(outputs) &&
+                    weights.size(leading + 1) == steps_of<W>(inputs) && weights.size(leading + 2) == kBlockOutputs &&
+                    (kInputs == 1 || weights.size(leading + 3) == kInputs);
   return fits ? static_cast<const W*>(weights.const_data_ptr()) : nullptr;
 }
 
