@@ -59,6 +59,8 @@ class Quantized(Entry):
     embeddings: str | None
     # None in bundles of releases that only had `absmax`.
     scales: str | None = None
+    # None in bundles whose experts, if any, are not quantized.
+    experts: str | None = None
     # Bytes of the integers with their scales, and of the weights that stay float32; None in older bundles.
     quantized_bytes: int | None = None
     other_bytes: int | None = None

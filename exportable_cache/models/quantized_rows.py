@@ -15,6 +15,9 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from .experts import EXPERT_LINEAR, experts_output
+from .rounding import rounded_activations
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -44,8 +47,6 @@ if TYPE_CHECKING:
 
 # Weights dequantised at once: enough for an efficient product, few enough for the processor's cache.
 _ELEMENTS_AT_ONCE = 1 << 20
-# Activations rounded at once: few enough to stay in the cache over several passes.
-_ACTIVATIONS_AT_ONCE = 1 << 17
 
 
 class QuantizedRows(TorchFunctionMode):
@@ -89,6 +90,8 @@ class QuantizedZeros(QuantizedRows):
     ) -> Any:
         if func is functional.linear and is_quantized(args[1]):
             return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])
+        if func is EXPERT_LINEAR:
+            return experts_output(*args).zero_()
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -106,42 +109,6 @@ def rows_of(weight: QuantizedWeight, index: torch.Tensor | slice) -> QuantizedWe
     """Return some rows of a quantised weight as a quantised weight."""
     form = (weight.target_dtype, weight.block_size, weight.dtype, weight.activation_quantization)
     return type(weight)(weight.qdata[index], weight.scale[index], weight.zero_point[index], *form)
-
-
-def rounded_activations(source: torch.Tensor) -> torch.Tensor:
-    """Round activations, float32 [..., features], to 8 bits with a scale and zero point per token, and back.
-
-    The result is what torchao's layers with `INT8_ASYM_PER_TOKEN` multiply by.
-    """
-    from torchao.quantization.quant_primitives import (
-        MappingType,
-        choose_qparams_affine,
-        dequantize_affine,
-        quantize_affine,
-    )
-
-    least, most = torch.iinfo(torch.int8).min, torch.iinfo(torch.int8).max
-    features = source.shape[-1]
-    parts = []
-    for tokens in source.reshape(-1, features).split(max(1, _ACTIVATIONS_AT_ONCE // features)):
-        scale, zero_point = choose_qparams_affine(
-            tokens,
-            MappingType.ASYMMETRIC,
-            (1, features),
-            torch.int8,
-            quant_min=least,
-            quant_max=most,
-            zero_point_dtype=torch.int8,
-        )
-        integers = quantize_affine(
-            tokens, (1, features), scale, zero_point, output_dtype=torch.int8, quant_min=least, quant_max=most
-        )
-        parts.append(
-            dequantize_affine(
-                integers, (1, features), scale, zero_point, torch.int8, least, most, output_dtype=tokens.dtype
-            )
-        )
-    return torch.cat(parts).view(source.shape)
 
 
 def has_quantized_weights(model: nn.Module) -> bool:

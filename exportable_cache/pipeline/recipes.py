@@ -91,11 +91,13 @@ class FilledOptions:
 
     @property
     def quantization(self) -> Quantization | None:
-        """Quantization of linear layers and tables, or None."""
+        """Quantization of linear layers, tables and experts, or None."""
         scheme = self.settings.get("quantize")
         if scheme is None:
             return None
-        return Quantization(scheme, self.settings["group_size"], self.settings["quantize_embeddings"])
+        found = Quantization(scheme, self.settings["group_size"], self.settings["quantize_embeddings"])
+        is_native = (self.options.get("linears") or self.options.get("kernels")) == "native"
+        return found.for_native_linears() if is_native else found
 
 
 def fill_options(

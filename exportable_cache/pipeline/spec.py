@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,8 +167,8 @@ class ExportSpec:
         if self.quantization is not None:
             linear, embeddings = getattr(backend, "linear_schemes", ()), getattr(backend, "embedding_schemes", ())
             check_schemes(self.quantization, self.target, linear, embeddings)
-            if self.quantization.scales == "mse" and getattr(options, "native_linears", False):
-                object.__setattr__(self, "quantization", replace(self.quantization, scales="signed_mse"))
+            if getattr(options, "native_linears", False):
+                object.__setattr__(self, "quantization", self.quantization.for_native_linears())
         from ..common.tensors import parse_dtype
         from .dtypes import check_dtype
 

@@ -204,6 +204,11 @@ def _linear(node: Call, dim: int) -> Operands | None:
     return {x: dim}
 
 
+def _experts(node: Call, dim: int) -> Operands | None:
+    """Apply the rule of linear layers of experts, whose rows are tokens and perhaps their choices."""
+    return {operand: 0 for operand in (*node.args[:1], *node.args[4:6]) if operand is not None} if dim == 0 else None
+
+
 def _product(argument: int) -> Rule:
     """Return the rule of `mm(x [rows, features], weight)`, with x at index `argument`."""
 
@@ -334,6 +339,7 @@ _COPIES = {
 #: Rules for operators of libraries that may not be imported.
 _RULES_BY_NAME: dict[str, Rule] = {
     "exportable_cache::quantized_linear": _linear,
+    "exportable_cache::expert_linear": _experts,
     "torchao::choose_qparams_affine": _in_blocks(2),
     "torchao::quantize_affine": _in_blocks(1),
     "torchao::dequantize_affine": _in_blocks(1),
@@ -352,6 +358,7 @@ _RULES: dict[OpOverload, Rule] = {
     _aten.cat.default: _along(1),
     _aten.slice.Tensor: _along(1),
     **dict.fromkeys(_SPLITS, _along(2)),
+    _aten.topk.default: _along(2, -1),
     _aten.select.int: _selected,
     _aten.unsqueeze.default: _unsqueezed,
     _aten.squeeze.dim: _squeezed,

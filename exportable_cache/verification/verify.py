@@ -93,7 +93,11 @@ def verify(
 
         recorded = manifest.quantization
         quantization = Quantization(
-            recorded.linear, recorded.group_size, recorded.embeddings, recorded.scales or "absmax"
+            recorded.linear,
+            recorded.group_size,
+            recorded.embeddings,
+            recorded.scales or "absmax",
+            recorded.experts,
         )
         progress(f"quantising to {quantization}", 0, None)
         model = quantize(model, quantization).model

@@ -86,6 +86,8 @@ NAMES: dict[str, dict[str, Any]] = {
         "transformers.distributed.pipeline_parallel.PipelineStage.layer_range_for_rank": takes("rank", "num_layers"),
         "transformers.PreTrainedConfig._attn_implementation": VALUE,
         "transformers.PreTrainedConfig._experts_implementation": VALUE,
+        "transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS": VALUE,
+        "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate": takes("self", "gate_up"),
         "transformers.cache_utils.CacheLayerMixin._layer_type": VALUE,
         "transformers.PreTrainedModel._can_set_attn_implementation": CALLABLE,
         "transformers.PreTrainedConfig._attn_implementation_internal": FIELD,

@@ -17,6 +17,8 @@ from ..support.store import REPOSITORY, stored
 SOURCES = REPOSITORY / "kernels"
 
 Build = Callable[..., Path]
+#: Programs of `native_programs` that are made in one process.
+FAST = ("operators", "experts", "rows")
 
 
 @pytest.fixture(scope="session")
@@ -65,3 +67,25 @@ def native_library(kernels_build: Build) -> Path:
     """The library, against the executorch wheel of this interpreter."""
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     return kernels_build("-DEC_KERNELS_TESTS=ON") / "libexportable_cache_kernels.so"
+
+
+@pytest.fixture(scope="session")
+def native_bundle(native_library: Path, tmp_path_factory: pytest.TempPathFactory):
+    """`native_bundle("rows")` -> folder of one of `PROGRAMS`, whose logits were found to be the model's."""
+    folder, made = tmp_path_factory.mktemp("own"), set()
+
+    def make(name: str) -> Path:
+        if name not in made:
+            from exportable_cache.common.native.kernels import VARIABLE
+
+            # One process for those that always run: to import the exporter takes as long as to export.
+            names = FAST if name in FAST else (name,)
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.kernels.native_programs", folder, *names],
+                capture_output=True, text=True, timeout=900, env={**os.environ, VARIABLE: str(native_library)},
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr[-3000:]
+            made.update(names)
+        return folder / name.replace(" ", "-")
+
+    return make

@@ -20,15 +20,21 @@ from ..support.kinds import KINDS, kind_model
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 from ..test_ragged import check_rows
+from .native_expert_programs import check_experts, check_mixtures
 from .native_linear_programs import check_linears
 from .native_operator_calls import check_operators
 
 TOLERANCE = 1e-4
 CAPACITY, CHUNK = 64, 13
 
-#: Besides these, all kinds of calls in one program, and linear layers of 4 bits.
-OPERATORS, LINEARS = "operators", "linears"
-_CHECKS = {OPERATORS: check_operators, LINEARS: check_linears}
+#: Besides these, all kinds of calls in one program, linear layers of 4 bits, and experts.
+OPERATORS, LINEARS, EXPERTS, MIXTURES = "operators", "linears", "experts", "mixtures"
+_CHECKS = {
+    OPERATORS: check_operators,
+    LINEARS: check_linears,
+    EXPERTS: check_experts,
+    MIXTURES: check_mixtures,
+}
 #: Model type, fields of its config, options of the export.
 PROGRAMS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # Soft-capping, a ring that keeps more than its window, and rows of different length.

@@ -32,8 +32,6 @@ from ..support.models import among, tiny_model
 from .native_programs import CAPACITY, LINEARS, OPERATORS, PROGRAMS
 
 STORAGES = {kind: storage_of(torch.float32, None if kind == "float32" else kind) for kind in ("float32", *KV_DTYPES)}
-#: Made in one process.
-FAST = (OPERATORS, "rows")
 #: First slots, ring, window and chunk of a layer.
 REACH = {
     "full": (40, 0, 0, 0),
@@ -83,26 +81,6 @@ def test_the_operator_is_attention_over_the_tokens_that_are_seen(reach: str, sto
         torch.testing.assert_close(found[row], expected[0], atol=1e-5, rtol=1e-5)
     out = torch.empty_like(found)
     assert torch.equal(torch.ops.exportable_cache.attention.out(*given, out=out), found)
-
-
-@pytest.fixture(scope="session")
-def native_bundle(native_library: Path, tmp_path_factory: pytest.TempPathFactory):
-    """`native_bundle("rows")` -> folder of one of `PROGRAMS`, whose logits were found to be the model's."""
-    folder, made = tmp_path_factory.mktemp("own"), set()
-
-    def make(name: str) -> Path:
-        if name not in made:
-            # One process for those that always run: to import the exporter takes as long as to export.
-            names = FAST if name in FAST else (name,)
-            done = subprocess.run(
-                [sys.executable, "-m", "tests.kernels.native_programs", folder, *names],
-                capture_output=True, text=True, timeout=900, env={**os.environ, VARIABLE: str(native_library)},
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr[-3000:]
-            made.update(names)
-        return folder / name.replace(" ", "-")
-
-    return make
 
 
 def test_the_compiled_operators_are_the_plain_ones(native_bundle) -> None:

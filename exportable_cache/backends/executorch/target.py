@@ -41,18 +41,21 @@ class ExecutorchBackend:
 
     def program_spec(self, asked: ProgramSpec, options: ExecutorchOptions) -> ProgramSpec:
         """See `Backend.program_spec`."""
+        from ...models.experts import register_experts
         from .attention.fused import EXECUTORCH_ATTENTION, fuse_layers, one_method_suffices
         from .native.operators import check_native_kernels
 
         if options.delegate == "tensorrt":
             return backend_for("tensorrt").program_spec(asked, options)
-        # Batched products, because ExecuTorch has no grouped expert kernels.
+        # Batched products, because ExecuTorch has no kernels for experts.
         asked = replace(asked, form=Form.RESIDENT, experts="batched_mm")
         if options.delegate in DEVICE_ONLY:
             # No fused operators, because they would split the delegate's graph at every layer.
             return replace(asked, attention=MATMUL_ATTENTION)
         if options.kernels == "native" or options.native_linears:
             check_native_kernels()
+        if options.native_linears:
+            asked = replace(asked, experts=register_experts())
         methods, auto = options.methods, options.methods == "auto"
         return replace(
             asked,

@@ -11,6 +11,9 @@
 | `PreTrainedModel._hf_peft_config_loaded` | a model with adapters inside fails when it is traced |
 | `_layer_type` of cache layers | the state of DeepSeek V4's compressed layers is not found |
 | `PreTrainedModel._pp_stage` | a model whose layers are split over stages seems to lack layers |
+| `transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS` | experts cannot be native operators |
+| `_apply_gate` of experts | the same |
+| `_is_expert_parallel` of experts | experts split over processes would get indices of others |
 | `_is_hooked` of modules | fewer key and value heads than ranks are refused, not repeated |
 | `cached_file(_raise_exceptions_for_missing_entries=..., _raise_exceptions_for_connection_errors=...)` | see below |
 
@@ -23,6 +26,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -57,6 +61,35 @@ def set_config_attention(config: PreTrainedConfig, attention: str | None) -> Non
 def experts_implementation(config: PreTrainedConfig) -> str | None:
     """Return the name of the experts implementation, or None if the config has none."""
     return getattr(config, "_experts_implementation", None)
+
+
+def register_experts_implementation(name: str, function: Callable) -> None:
+    """Add a function that computes experts, under a name for `set_experts_implementation`.
+
+    Args:
+        name: Name of the implementation.
+        function: Function `(module, hidden_states, top_k_index, top_k_weights)`.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(name, function)
+
+
+def batched_experts() -> Callable:
+    """Return transformers' function that computes experts by batched products."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    return ALL_EXPERTS_FUNCTIONS["batched_mm"]
+
+
+def gated(module: Any, states: torch.Tensor) -> torch.Tensor:
+    """Return what experts compute between their two layers: the gate times the rest, or an activation function."""
+    return module._apply_gate(states) if module.has_gate else module.act_fn(states)
+
+
+def is_split_by_experts(module: nn.Module) -> bool:
+    """Return True if a module has only some of its experts, and others are in other processes."""
+    return getattr(module, "_is_expert_parallel", False)
 
 
 def can_set_attention(model: PreTrainedModel) -> bool:

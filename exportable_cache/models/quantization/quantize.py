@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ...common.process.tuning import one_thread
 from ...errors import InputError, UnsupportedModelError
+from ..experts import (
+    EXPERT_LINEAR,
+    experts_of,
+    is_expert_scale,
+    projections,
+    rows_of_weight,
+    set_quantized,
+    use_expert_linears,
+)
 from ..layers.specs import vocab_size_of
 from ..patches.registry import prepare_model
 from ..quantized_rows import QuantizedRows, is_quantized, rounds_activations
@@ -67,8 +77,11 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
         rows["its head"] = head
     if quantization.embeddings == "4w":
         rows["its embeddings"] = table
-    for path, module in rows.items():
-        length = module.weight.shape[1]
+    lengths = {path: module.weight.shape[1] for path, module in rows.items()}
+    if quantization.experts is not None:
+        for path, module in experts_of(model):
+            lengths |= {f"{path}.{name}": rows_of_weight(module, name).shape[2] for name in projections(module)}
+    for path, length in lengths.items():
         if length % size:
             fitting = [fit for fit in range(GROUP_MULTIPLE, length + 1, GROUP_MULTIPLE) if length % fit == 0]
             remedy = (
@@ -157,6 +170,12 @@ def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratc
                     _quantize_groups(module, quantization, torch.bfloat16, quantization.scales == "signed_mse", scratch)
                 else:
                     _quantize_weight(module, config, scratch)
+    if quantization.experts is not None:
+        for _, module in experts_of(model):
+            for name in projections(module):
+                _quantize_experts(module, name, quantization, scratch)
+        if any(experts_of(model)):
+            use_expert_linears(model)
     if tied and quantization.embeddings is not None:
         weight = _weight(table)
         assert is_quantized(weight)
@@ -218,6 +237,17 @@ def _quantize_groups(
     module.weight = nn.Parameter(IntxUnpackedToInt8Tensor(integers, scales, zeros, *form), requires_grad=False)
 
 
+def _quantize_experts(module: nn.Module, name: str, quantization: Quantization, scratch: Scratch | None) -> None:
+    """Replace a weight of experts by 4-bit integers and scales, one expert at a time."""
+    size = quantization.group_size or DEFAULT_GROUP_SIZE
+    weight = rows_of_weight(module, name)
+    integers = (torch.empty if scratch is None else scratch.empty)(weight.shape, dtype=torch.int8)
+    scales = torch.empty(*weight.shape[:2], weight.shape[2] // size, dtype=torch.bfloat16)
+    for expert, rows in enumerate(weight):
+        integers[expert], scales[expert] = round_groups(rows, size, scales.dtype, quantization.scales == "signed_mse")
+    set_quantized(module, name, integers, scales)
+
+
 def _quantized(rows: torch.Tensor, config: Any) -> QuantizedWeight:
     from torchao.quantization.quant_api import quantize_
 
@@ -232,7 +262,7 @@ def _to_float32(model: nn.Module) -> None:
     converted: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_floating_point() and not is_quantized(parameter):
+            if parameter.is_floating_point() and not is_quantized(parameter) and not is_expert_scale(module, name):
                 new = converted.setdefault(id(parameter), nn.Parameter(parameter.float(), requires_grad=False))
                 setattr(module, name, new)
         for name, buffer in module.named_buffers(recurse=False):
@@ -262,8 +292,25 @@ def _stored_bytes(model: nn.Module) -> int:
             bits = 4 if parameter.target_dtype == _INT4 else 8
             stored[parameter.qdata.data_ptr()] = parameter.qdata.numel() * bits // 8 + parameter.scale.nbytes
         else:
-            stored[parameter.data_ptr()] = parameter.nbytes
+            # Integers of experts, two per byte.
+            packed = 2 if parameter.dtype == torch.int8 else 1
+            stored[parameter.data_ptr()] = parameter.nbytes // packed
     return sum(stored.values())
+
+
+class _ExpertInputs(TorchFunctionMode):
+    """A mode in which a function changes the inputs of quantised experts."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._change = change
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is EXPERT_LINEAR and args[2] is not None:
+            args = (self._change(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 class RoundingNoise(NamedTuple):
@@ -299,11 +346,13 @@ def rounding_noise(
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def round_otherwise(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        values = inputs[0]
+    def rounded_otherwise(values: torch.Tensor) -> torch.Tensor:
         step = (values.amax(-1, keepdim=True).clamp(min=0) - values.amin(-1, keepdim=True).clamp(max=0)) / 255
         where = torch.randint(values.shape[-1], (*values.shape[:-1], 1), generator=generator)
-        return (values.scatter_add(-1, where, step), *inputs[1:])
+        return values.scatter_add(-1, where, step)
+
+    def round_otherwise(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (rounded_otherwise(inputs[0]), *inputs[1:])
 
     quantized = [
         module for module in model.modules() if isinstance(module, nn.Linear) and rounds_activations(module.weight)
@@ -316,7 +365,8 @@ def rounding_noise(
         exact = model(**inputs, use_cache=False).logits
         hooks = [module.register_forward_pre_hook(round_otherwise) for module in quantized]
         try:
-            moved = (model(**inputs, use_cache=False).logits - exact).float()
+            with _ExpertInputs(rounded_otherwise):
+                moved = (model(**inputs, use_cache=False).logits - exact).float()
         finally:
             for hook in hooks:
                 hook.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from ...common.tensors import exact_dtype
+from ..experts import experts_of, projections
 from .spec import DEFAULT_GROUP_SIZE, EMBEDDING_SCHEMES, LINEAR_SCHEMES
 
 if TYPE_CHECKING:
@@ -46,9 +48,25 @@ def _forms(model: PreTrainedModel, quantization: Quantization) -> dict[int, _For
         for module in model.modules():
             if isinstance(module, nn.Linear) and not (tied and module is head):
                 forms[id(module.weight)] = _Form(bits, scale)
+    if quantization.experts is not None:
+        forms |= {id(weight): _Form(4, _BFLOAT16) for weight in _expert_weights(model)}
     if quantization.embeddings is not None:
         forms[id(table.weight)] = _Form(EMBEDDING_SCHEMES[quantization.embeddings], _FLOAT32)
     return forms
+
+
+def _expert_weights(model: nn.Module) -> Iterator[nn.Parameter]:
+    for _, module in experts_of(model):
+        for name in projections(module):
+            yield getattr(module, name)
+
+
+def _layer_weights(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the weights that native operators store in 16 bits if these are exact."""
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            yield module.weight
+    yield from _expert_weights(model)
 
 
 def quantized_bytes(model: PreTrainedModel, quantization: Quantization) -> int:
@@ -141,14 +159,14 @@ def coverage_of(model: PreTrainedModel, quantization: Quantization) -> Coverage:
 
 
 def exact_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters, with weights of linear layers and tables in the smallest exact dtype.
+    """Return the bytes of all parameters, with layers, experts and tables in the smallest exact dtype.
 
     Tied parameters count once.
     """
     sizes = {id(parameter): parameter.nbytes for parameter in model.parameters()}
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight.dtype == torch.float32:
-            sizes[id(module.weight)] = module.weight.numel() * exact_dtype(module.weight).itemsize
+    for weight in _layer_weights(model):
+        if weight.dtype == torch.float32:
+            sizes[id(weight)] = weight.numel() * exact_dtype(weight).itemsize
     return sum(sizes.values())
 
 
@@ -158,7 +176,7 @@ def float_bytes(model: nn.Module, dtype: torch.dtype, stored: torch.dtype) -> in
     Args:
         model: A model on any device.
         dtype: Dtype of parameters.
-        stored: Dtype of the weights of linear layers and tables.
+        stored: Dtype of the weights of linear layers, experts and tables.
     """
-    weights = {id(one.weight) for one in model.modules() if isinstance(one, (nn.Linear, nn.Embedding))}
+    weights = {id(weight) for weight in _layer_weights(model)}
     return sum(one.numel() * (stored if id(one) in weights else dtype).itemsize for one in model.parameters())

@@ -6,7 +6,7 @@ This module does not import torch, because the command line builds its options f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import util
 from typing import Any
 
@@ -19,6 +19,8 @@ LINEAR_SCHEMES = {"8da4w": (4, True), "8da8w": (8, True), "8w": (8, False)}
 EMBEDDING_SCHEMES = {"8w": 8, "4w": 4}
 #: Scheme of the table if linear layers are quantised, and the value that leaves it unquantised.
 DEFAULT_EMBEDDINGS, NO_EMBEDDINGS = "8w", "none"
+#: Schemes of the experts of mixtures; they are those of linear layers.
+EXPERT_SCHEMES = ("8da4w",)
 DEFAULT_GROUP_SIZE = 32
 #: How the scales of 4-bit groups are chosen: `mse` is the candidate of least squared error, see `group_scales`;
 #: `signed_mse` also allows negative scales in linear layers, which this package's kernels support and XNNPACK's do not;
@@ -41,6 +43,8 @@ class Quantization:
         embeddings: One of `EMBEDDING_SCHEMES`; None or "none" to leave the table unquantised. A head that is tied to
             the table is quantised with it, in 8 bits, so that both read the same values.
         scales: One of `SCALES`; None without 4-bit weights. The target chooses it, and the manifest records it.
+        experts: One of `EXPERT_SCHEMES`, with the group size of linear layers; None leaves the experts of mixtures
+            unquantised. The target chooses it, and the manifest records it.
 
     Raises:
         InputError: If a scheme is unknown, nothing is quantised, or the kernels do not support the group size.
@@ -72,6 +76,7 @@ class Quantization:
         shown_default=f"{DEFAULT_EMBEDDINGS} with --quantize",
     )
     scales: str | None = setting(None, "How the scales of 4-bit groups are chosen.", choices=SCALES)
+    experts: str | None = setting(None, "Weights of the experts of mixtures.", choices=EXPERT_SCHEMES)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -81,6 +86,8 @@ class Quantization:
             raise InputError(
                 f"group_size must be given with quantize or quantize_embeddings, got {self.group_size}; pass one"
             )
+        if self.experts is not None and self.linear != self.experts:
+            raise InputError(f"experts must be None unless quantize is {self.experts!r}, got {self.linear!r}; omit it")
         if 4 not in (self._bits(self.linear, LINEAR_SCHEMES), self._bits(self.embeddings, EMBEDDING_SCHEMES)):
             if self.group_size is not None:
                 raise InputError(
@@ -101,6 +108,12 @@ class Quantization:
     def _bits(scheme: str | None, known: dict[str, Any]) -> int | None:
         found = None if scheme is None else known.get(scheme)
         return found[0] if isinstance(found, tuple) else found
+
+    def for_native_linears(self) -> Quantization:
+        """Return the quantisation for this package's operators: scales of either sign, and quantised experts."""
+        if self.scales != SCALES[0]:
+            return self
+        return replace(self, scales="signed_mse", experts=self.linear if self.linear in EXPERT_SCHEMES else None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a manifest records them; `Quantization(**recorded)` reads them back."""

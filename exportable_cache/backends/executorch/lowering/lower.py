@@ -20,6 +20,7 @@ from ....common.compat.executorch import edge_config, release_program
 from ....errors import ExportableCacheError, InputError, UnsupportedModelError, describe_trace_error
 from ..dedup.segment_calls import ClonedSegments
 from ..graph_edits import drop_provenance
+from ..native.experts import experts_to_native
 from ..native.linears import linears_to_native, tables_to_native
 from ..pte.kernels import check_kernels
 from ..pte.rewrite import make_largest_first, write_pte
@@ -85,7 +86,8 @@ def to_edge(
         partial(fold_constants, state=state_of(programs.values())),
         *REWRITES,
     )
-    rewrites = (*rewrites, *((tables_to_native, partial(linears_to_native, rounded=rounded)) if native else ()))
+    to_native = (tables_to_native, partial(linears_to_native, rounded=rounded), experts_to_native)
+    rewrites = (*rewrites, *(to_native if native else ()))
     rewrites = (*rewrites, *((segments.replace, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
     rewritten = {name: _rewritten(program, rewrites) for name, program in programs.items()}
     edge = replace_placeholders(_partitioned(rewritten, delegate, constant_methods), segments)

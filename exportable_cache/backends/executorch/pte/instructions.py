@@ -58,6 +58,10 @@ _UNKNOWN_TO_TORCH = {
         for name, kinds in (("linear", "T T T? i T T"), ("linears", "T L L I L L"))
         for kind in ("4bit", "float", "bfloat16", "float16", "bfloat16_rounded")
     },
+    **{
+        f"exportable_cache::experts_{kind}.out": "T T T? T T? i T T"
+        for kind in ("4bit", "float", "bfloat16", "float16")
+    },
     "exportable_cache::embedding_bfloat16.out": "T T i i T T",
     "exportable_cache::embedding_float16.out": "T T i i T T",
     "quantized_decomposed::embedding_byte.out": "T T T? i i T T T",

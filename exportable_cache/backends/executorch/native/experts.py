@@ -1,0 +1,142 @@
+"""Native operators for the experts of mixtures, and how their weights are packed.
+
+`exportable_cache::experts_4bit` and, for float weights, `experts_float`, `experts_bfloat16`, `experts_float16` are the
+linear operators of `linears.py` over the weights of all experts. A step reads only those of the chosen experts. Each
+expert's weights are packed like a layer's, one after the other. `kernels/src/experts.h` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from executorch.backends.transforms.utils import get_param_tensor, is_param
+
+from ....common.tensors import exact_dtype
+from ....errors import UnsupportedModelError
+from ....models.experts import EXPERT_LINEAR
+from ..graph_edits import insert_call, packed_weight, replace_call
+from .linears import NAMES, linear_4bit, linear_float, pack, pack_float
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Node
+
+_library = torch.library.Library("exportable_cache", "FRAGMENT")
+_EXPERTS = "(Tensor source, Tensor weights, Tensor? bias, Tensor indices, Tensor? factors, int outputs"
+
+
+def pack_experts(count: int, pack_one: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """Pack the weights of all experts one at a time, because packing takes several times the memory of its result.
+
+    Args:
+        count: Number of experts.
+        pack_one: Returns the packed weights of an expert, given its index.
+    """
+    first = pack_one(0)
+    packed = first.new_empty(count, *first.shape)
+    for expert in range(count):
+        packed[expert] = pack_one(expert) if expert else first
+    return packed
+
+
+def experts_to_native(program: ExportedProgram) -> ExportedProgram:
+    """Rewrite each linear layer of experts as a native operator, in place.
+
+    Raises:
+        UnsupportedModelError: If the weights of experts are computed in the program.
+    """
+    graph = program.graph
+    layers = graph.find_nodes(op="call_function", target=EXPERT_LINEAR)
+    for node in layers:
+        with graph.inserting_before(node):
+            call = _inserted(program, node)
+        call.meta = {**node.meta, "val": call.meta["val"]}
+        replace_call(node, call)
+    if layers:
+        graph.eliminate_dead_code()
+        program.graph_module.recompile()
+    return program
+
+
+def _inserted(program: ExportedProgram, node: Node) -> Node:
+    arguments: tuple[Any, ...] = node.args
+    source, weight, scale, bias, indices, factors, transposed = arguments
+    if not is_param(program, weight):
+        raise UnsupportedModelError(
+            f"weights of experts must be parameters of the model, got {weight.name}, which the program computes; pass "
+            "linears='delegate'"
+        )
+    numbers = get_param_tensor(program, weight).detach()
+    if scale is not None:
+        scales = get_param_tensor(program, scale).detach()
+        name, outputs = "4bit", numbers.shape[1]
+
+        def pack_one(expert: int) -> torch.Tensor:
+            return pack(numbers[expert], scales[expert])
+
+    else:
+        rows = numbers.transpose(1, 2) if transposed else numbers
+        dtype = exact_dtype(numbers)
+        name, outputs = NAMES[dtype], rows.shape[1]
+
+        def pack_one(expert: int) -> torch.Tensor:
+            return pack_float(rows[expert], dtype)
+
+    packed = packed_weight(program, weight, lambda: pack_experts(len(numbers), pack_one))
+    operator = getattr(torch.ops.exportable_cache, f"experts_{name}").default
+    return insert_call(program.graph, operator, source, packed, bias, indices, factors, outputs)
+
+
+def _plain(linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a layer of experts in plain operators, as the kernel computes it, from the layer of one expert."""
+
+    def experts(
+        source: torch.Tensor,
+        weights: torch.Tensor,
+        bias: torch.Tensor | None,
+        indices: torch.Tensor,
+        factors: torch.Tensor | None,
+        outputs: int,
+    ) -> torch.Tensor:
+        rows = source[:, None].expand(*indices.shape, -1) if source.dim() == 2 else source
+        results = source.new_empty(*indices.shape, outputs)
+        for expert in indices.unique().tolist():
+            chosen = indices == expert
+            of_expert = None if bias is None else bias[expert]
+            results[chosen] = linear(rows[chosen], weights[expert], of_expert, outputs)
+        return results if factors is None else (results * factors[..., None]).sum(dim=1)
+
+    return experts
+
+
+def _output(
+    source: torch.Tensor,
+    weights: torch.Tensor,
+    bias: torch.Tensor | None,
+    indices: torch.Tensor,
+    factors: torch.Tensor | None,
+    outputs: int,
+) -> torch.Tensor:
+    return source.new_empty(*(indices.shape if factors is None else indices.shape[:1]), outputs)
+
+
+def _define(name: str, plain: Callable[..., torch.Tensor]) -> None:
+    """Define an operator; ExecuTorch calls the out variant."""
+
+    def into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(plain(*arguments))
+
+    for schema, function in (
+        (f"{name}{_EXPERTS}) -> Tensor", plain),
+        (f"{name}.out{_EXPERTS}, *, Tensor(a!) out) -> Tensor(a!)", into),
+    ):
+        _library.define(schema)
+        _library.impl(schema[: schema.index("(")], function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"exportable_cache::{name}", _output, lib=_library)
+
+
+for _name in NAMES.values():
+    _define(f"experts_{_name}", _plain(linear_float))
+_define("experts_4bit", _plain(linear_4bit))

@@ -1,0 +1,172 @@
+"""Experts of a mixture as two linear layers each, which read only the weights of the experts that were chosen.
+
+transformers stores the experts of most architectures in tensors [experts, ...] and computes them by one function of its
+`ExpertsInterface`. `NAME` is another such function. It calls the operator `exportable_cache::expert_linear` for each of
+the two layers, and the model's own code for the gate between them. A target with a kernel replaces the operator
+(`backends/executorch/native/experts.py`).
+
+Quantised experts are integers [experts, outputs, inputs], and bfloat16 scales [experts, outputs, groups] in a parameter
+whose name adds `_scale`. Only `NAME` computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .rounding import rounded_activations
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Name in transformers' `ExpertsInterface`.
+NAME = "exportable_cache"
+_SCALE = "_scale"
+_BIAS = "_bias"
+_DOWN = "down_proj"
+#: Attributes that transformers gives to modules whose experts are computed by its interface.
+_DESCRIBED = ("has_gate", "has_bias", "is_transposed")
+#: Dimensions of a weight of experts.
+_DIMENSIONS = 3
+_SCHEMA = (
+    "expert_linear(Tensor source, Tensor weight, Tensor? scale, Tensor? bias, Tensor indices, Tensor? factors, "
+    "bool transposed) -> Tensor"
+)
+_library = torch.library.Library("exportable_cache", "FRAGMENT")
+
+
+def expert_linear(
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    indices: torch.Tensor,
+    factors: torch.Tensor | None,
+    transposed: bool,
+) -> torch.Tensor:
+    """Compute a linear layer of the experts that were chosen for each token.
+
+    Args:
+        source: float32 [tokens, inputs] for all choices of a token, or [tokens, choices, inputs].
+        weight: float32 [experts, outputs, inputs], or int8 from -8 to 7.
+        scale: Scales [experts, outputs, groups] of integers; activations are then quantised to 8 bits per row. None for
+            float weights.
+        bias: float32 [experts, outputs], or None.
+        indices: int64 [tokens, choices].
+        factors: float32 [tokens, choices], or None.
+        transposed: True if the weight is [experts, inputs, outputs].
+
+    Returns:
+        float32 [tokens, choices, outputs]; with factors the sum of a token's results times its factors, [tokens,
+        outputs].
+    """
+    tokens, choices = indices.shape
+    if scale is not None:
+        source = rounded_activations(source)
+    rows = source[:, None].expand(tokens, choices, -1) if source.dim() == 2 else source
+    results = source.new_empty(tokens, choices, weight.shape[2 if transposed else 1])
+    for expert in indices.unique().tolist():
+        chosen = indices == expert
+        of_expert = weight[expert].T if transposed else weight[expert]
+        if scale is not None:
+            grouped = of_expert.view(len(of_expert), scale.shape[2], -1)
+            of_expert = (grouped * scale[expert].float()[..., None]).view_as(of_expert)
+        results[chosen] = nn.functional.linear(rows[chosen], of_expert, None if bias is None else bias[expert])
+    return results if factors is None else (results * factors[..., None]).sum(dim=1)
+
+
+def experts_output(
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    indices: torch.Tensor,
+    factors: torch.Tensor | None,
+    transposed: bool,
+) -> torch.Tensor:
+    """Return an uninitialised result of `expert_linear`."""
+    rows = indices.shape if factors is None else indices.shape[:1]
+    return source.new_empty(*rows, weight.shape[2 if transposed else 1])
+
+
+_library.define(_SCHEMA)
+_library.impl("expert_linear", expert_linear, "CompositeExplicitAutograd")
+torch.library.register_fake("exportable_cache::expert_linear", experts_output, lib=_library)
+EXPERT_LINEAR = torch.ops.exportable_cache.expert_linear.default
+
+
+def register_experts() -> str:
+    """Register `NAME` with transformers, and return it."""
+    from ..common.compat.transformers import register_experts_implementation
+
+    register_experts_implementation(NAME, _forward)
+    return NAME
+
+
+def _forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute experts for hidden states [tokens, hidden], indices and weights [tokens, choices]."""
+    from ..common.compat.transformers import batched_experts, gated, is_split_by_experts
+
+    if hidden_states.dtype != torch.float32 or is_split_by_experts(self):
+        # Kernels of the operator compute in float32.
+        return batched_experts()(self, hidden_states, top_k_index, top_k_weights)
+    up, down = projections(self)
+    indices, factors = top_k_index.to(torch.int64), top_k_weights.to(torch.float32)
+    states = gated(self, _project(self, up, hidden_states, indices, None))
+    if not getattr(self, "has_post_expert_norm", False):
+        return _project(self, down, states, indices, factors)
+    results = self.post_expert_norm(_project(self, down, states, indices, None))
+    return (results * factors[..., None]).sum(dim=1)
+
+
+def _project(
+    module: Any, name: str, source: torch.Tensor, indices: torch.Tensor, factors: torch.Tensor | None
+) -> torch.Tensor:
+    scale = getattr(module, name + _SCALE, None)
+    bias = getattr(module, name + _BIAS) if module.has_bias else None
+    return EXPERT_LINEAR(
+        source, getattr(module, name), scale, bias, indices, factors, module.is_transposed and scale is None
+    )
+
+
+def projections(module: Any) -> tuple[str, str]:
+    """Return the names of the parameters that hold the weights of a module of experts."""
+    return ("gate_up_proj" if module.has_gate else "up_proj"), _DOWN
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield path and module of all experts that `NAME` can compute."""
+    for path, module in model.named_modules():
+        described: Any = module
+        if all(hasattr(module, name) for name in _DESCRIBED):
+            weights = [getattr(described, name, None) for name in projections(described)]
+            if all(isinstance(one, nn.Parameter) and one.dim() == _DIMENSIONS for one in weights):
+                yield path, module
+
+
+def rows_of_weight(module: Any, name: str) -> torch.Tensor:
+    """Return a float weight of experts as [experts, outputs, inputs]."""
+    weight: torch.Tensor = getattr(module, name)
+    return weight.transpose(1, 2) if module.is_transposed else weight
+
+
+def set_quantized(module: nn.Module, name: str, integers: torch.Tensor, scales: torch.Tensor) -> None:
+    """Replace a weight of experts by integers and their scales."""
+    setattr(module, name, nn.Parameter(integers, requires_grad=False))
+    setattr(module, name + _SCALE, nn.Parameter(scales, requires_grad=False))
+
+
+def is_expert_scale(module: nn.Module, name: str) -> bool:
+    """Return True if a parameter holds the scales of quantised experts."""
+    weight = getattr(module, name.removesuffix(_SCALE), None) if name.endswith(_SCALE) else None
+    return isinstance(weight, torch.Tensor) and weight.dtype == torch.int8
+
+
+def use_expert_linears(model: PreTrainedModel) -> None:
+    """Make a model compute its experts by `NAME`, permanently."""
+    model.set_experts_implementation(register_experts())
