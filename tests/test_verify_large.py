@@ -1,24 +1,35 @@
 """Verification of large models: one sequence of which all prompts are beginnings, and the program opened after it."""
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from exportable_cache import export
+from exportable_cache import ExportableCache, Session, export
+from exportable_cache.backends.live.runner import ModuleRunner
+from exportable_cache.backends.registry import TARGETS
 from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.models.quantized_rows import has_quantized_weights
 from exportable_cache.verification import compare as comparing
 from exportable_cache.verification import references
-from exportable_cache.verification.verify import verify
+from exportable_cache.verification.compare import compare, measure_distance
+from exportable_cache.verification.quantization_effect import short_prompts
+from exportable_cache.verification.references import logits_by_step, logits_of_beginnings
+from exportable_cache.verification.report import FedPrompt
+from exportable_cache.verification.verify import verify, verify_session
 
-from .support.models import tiny_model
+from .support import fake_target
+from .support.models import WINDOW, tiny_model, tokens
 
-pytest.importorskip("executorch", reason="the executorch extra is not installed")
+CAPACITY = 64
 
 
 def test_the_reference_comes_first_and_a_program_of_other_weights_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("executorch", reason="the executorch extra is not installed")
     monkeypatch.setattr(references, "MOST_PARAMETERS", 0)
     events = []
     reference, opened = comparing.logits_of_beginnings, Bundle.open_runner
@@ -45,3 +56,149 @@ def test_the_reference_comes_first_and_a_program_of_other_weights_fails(
         model.model.layers[0].self_attn.o_proj.weight[0] += 0.1
     report = verify(bundle, model)
     assert report.at_once and not report.passed
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model counts as large."""
+    monkeypatch.setattr(references, "MOST_PARAMETERS", 0)
+
+
+def session_of(model: Any, reference: Any = None, **options: Any) -> Session:
+    """Return a session over `model` whose layers are those of `reference`."""
+    cache = ExportableCache.from_model(reference or model, CAPACITY, **options)
+    return Session.from_model(model, cache, buckets=False, prefill_chunk=16)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("quantize", ["8da8w", None])
+def test_each_model_runs_once_and_the_program_only_to_be_verified(
+    quantize: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three distances: from the quantised model, from the float model, and from an exact cache."""
+    if quantize is not None:
+        pytest.importorskip("torchao", reason="the executorch extra is not installed")
+    monkeypatch.setitem(TARGETS, "fake", fake_target.ENTRY)
+    monkeypatch.setattr(fake_target.FakeBackend, "linear_schemes", ("8da8w",), raising=False)
+    passes, fed = [], []
+    reference, run = comparing.logits_of_beginnings, fake_target.FakeRunner.run
+
+    def logits_of_beginnings(model, ids, plan, sinks=None, storage=None):
+        passes.append((has_quantized_weights(model), ids.shape[1], storage is not None))
+        return reference(model, ids, plan, sinks, storage)
+
+    def counted_run(runner, method, ids, *rest):
+        fed.append(ids.shape[1])
+        return run(runner, method, ids, *rest)
+
+    def stepwise(*given):
+        raise AssertionError("the reference ran in single steps")
+
+    monkeypatch.setattr(comparing, "logits_of_beginnings", logits_of_beginnings)
+    monkeypatch.setattr(comparing, "logits_by_step", stepwise)
+    monkeypatch.setattr(fake_target.FakeRunner, "run", counted_run)
+    # Sizes by which 32 weights share a scale.
+    model = tiny_model("gemma3_text", hidden_size=64, head_dim=32, intermediate_size=64)
+    bundle = export(model, "fake", CAPACITY, tmp_path / "x", prefill_chunk=16, kv_dtype="int8", quantize=quantize)
+    manifest = bundle.manifest
+    prompts = [3, 7, 8, 9, 40, 64]
+    assert [prompt["length"] for prompt in manifest.verification["prompts"]] == prompts
+    assert manifest.verification["at_once"]
+    # 64 tokens once with the program's rounding; 40 tokens and 8 steps of the models that it is compared with.
+    others = [(False, 48, False), (True, 48, False)] if quantize else [(False, 48, False)]
+    assert passes == [(quantize is not None, 64, True), *others]
+    steps = 5 * 24
+    # Each prompt once, with stale tokens of another text before all except the longest, and nothing for the distances.
+    assert sum(fed) == sum(prompts) + sum(length + 24 for length in prompts[:-1]) + steps
+    assert manifest.verification["steps"] == steps + len(prompts)
+    distances = [manifest.kv_cache] if quantize is None else [manifest.kv_cache, manifest.quantization]
+    # After each of the five prompts, and after 8 tokens that follow it.
+    assert [distance.positions for distance in distances] == [5 * 9] * len(distances)
+    assert all(1e-5 < distance.max_difference < 1 for distance in distances)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"attention_sinks": 2, "attention_window": 8}])
+def test_one_pass_gives_what_single_steps_give(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    # A chunk that ends inside what sinks keep, and many past it.
+    monkeypatch.setattr(references, "_CHUNK", 6)
+    model = tiny_model("llama" if "attention_sinks" in options else "gemma3_text")
+    session = session_of(model, **options)
+    storage, sinks = comparing.rounding_storage(session.layers), comparing.kept_sinks(session)
+    ids = tokens(30)
+    at_once = logits_of_beginnings(model, ids, [(3, 0), (9, 4), (20, 10)], sinks, storage)
+    assert sorted(at_once) == [2, *range(8, 13), *range(19, 30)]
+    for length, steps in ((3, 0), (9, 4), (20, 10)):
+        expected = logits_by_step(model, ids[:, : length + steps], length, sinks, None, storage)
+        for position, logits in enumerate(expected, length - 1):
+            assert torch.equal(at_once[position].argmax(-1), logits.argmax(-1))
+            # A key in the middle of two 8-bit steps may round the other way.
+            assert (at_once[position] - logits).abs().max() < (2e-2 if storage else 1e-5)
+    assert verify_session(session, model).at_once
+
+
+@pytest.mark.usefixtures("large")
+def test_distances_are_those_that_single_steps_measure() -> None:
+    model, other = tiny_model("llama"), tiny_model("llama", rms_norm_eps=1e-3)
+    session, fed = session_of(model), []
+    assert compare(session, model, fed=fed).passed
+    few = short_prompts(fed)
+    assert [prompt.length for prompt in few] == [3, 8, 40] and [prompt.length for prompt in fed][0] == CAPACITY
+    alone = [FedPrompt(one.length, one.ids, one.sinks, one.encoder_inputs, one.logits) for one in few]
+    at_once, by_step = measure_distance(other, few), measure_distance(other, alone)
+    assert at_once.positions == by_step.positions == 3 * 9
+    assert at_once.max_difference == pytest.approx(by_step.max_difference, abs=1e-5)
+    assert at_once.max_difference > 1e-3
+
+
+def one_slot_too_few(model: Any, **options: Any) -> Session:
+    """Return a session whose mask is off by one past the window."""
+    session = session_of(model, **options)
+    narrow = tiny_model("gemma3_text", sliding_window=WINDOW - 1)
+    session.runner = ModuleRunner(model, ExportableCache.from_model(narrow, CAPACITY, **options))
+    return session
+
+
+def wrong_scale(model: Any, **options: Any) -> Session:
+    """Return a session whose last layer's output has a wrong scale, as one group of quantised weights would."""
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.model.layers[-1].self_attn.o_proj.weight[:4] *= 1.5
+    return session_of(changed, model, **options)
+
+
+def wrong_rotary(border: int):
+    """Return a function to a session that rotates keys and queries past a border as at another position."""
+
+    def session(model: Any, **options: Any) -> Session:
+        changed = copy.deepcopy(model)
+        rotary = changed.model.rotary_emb.forward
+
+        def forward(x: torch.Tensor, position_ids: torch.Tensor, *rest: Any, **more: Any) -> Any:
+            return rotary(x, position_ids + (position_ids > border).long(), *rest, **more)
+
+        changed.model.rotary_emb.forward = forward
+        return session_of(changed, model, **options)
+
+    return session
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}])
+@pytest.mark.parametrize(
+    ("faulty", "right"),
+    [
+        # Steps of several tokens read their own keys.
+        (one_slot_too_few, [CAPACITY]),
+        (wrong_scale, []),
+        (wrong_rotary(20), []),
+        # Only the prompt that fills the cache gets there.
+        (wrong_rotary(CAPACITY - 6), [3, 7, 8, 9]),
+    ],
+)
+def test_faults_are_found(faulty: Any, right: list[int], options: dict[str, Any]) -> None:
+    model = tiny_model("gemma3_text")
+    assert verify_session(session_of(model, **options), model).passed
+    report = verify_session(faulty(model, **options), model)
+    assert report.at_once and not report.passed
+    assert {prompt.length for prompt in report.prompts if prompt.max_difference <= report.tolerance} >= set(right)

@@ -11,7 +11,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +45,8 @@ from ..models.quantization.quantize import quantize
 from ..models.quantization.sizes import Coverage, coverage_of, exact_bytes
 from ..program.inputs.modalities import modalities_of
 from ..program.program import Program
-from ..verification.compare import compare, measure_stored
-from ..verification.quantization_effect import measure_distance, measure_quantization
+from ..verification.compare import compare, measure_distance, measure_stored
+from ..verification.quantization_effect import measure_quantization, short_prompts
 from ..verification.references import session_to_verify
 from ..verification.report import VerifyReport
 from ..verification.spec import VerifySpec
@@ -360,22 +360,22 @@ def _verified(
         largest, rms = spec.tolerance, None
     rounded = target_dtypes(manifest.target, manifest.options).rounded
     settings = VerifySpec(tolerance=largest, rms_tolerance=rms, rounded=rounded)
-    # For quantized weights, the effect below is measured against the stored model instead.
-    keeps = source.dtype.widened and spec.quantization is None
-    report = compare(session, model, settings, progress, fed if keeps else None)
+    report = compare(session, model, settings, progress, fed)
     report = replace(report, remark=remark)
     _require_agreement(report, output_of(spec))
     recorded: dict[str, Any] = {"verification": report.to_dict()}
     if spec.quantization is not None:
-        effect = measure_quantization(session, source.loaded, progress)
+        effect = measure_quantization(session, source.loaded, short_prompts(fed), progress)
         assert manifest.quantization is not None
         recorded["quantization"] = manifest.quantization.model_copy(update=effect)
     if spec.cache.kv_dtype is not None:
         # Against the model with the same weights; for quantized ones, the line above measures both effects together.
-        effect = measure_distance(session, model, progress)
+        distance = measure_distance(model, short_prompts(fed), progress)
         assert manifest.kv_cache is not None
-        recorded["kv_cache"] = manifest.kv_cache.model_copy(update=effect)
-    return replace(bundle, manifest=manifest.model_copy(update=recorded)), fed
+        recorded["kv_cache"] = manifest.kv_cache.model_copy(update=asdict(distance))
+    # For quantized weights, the effect above was measured against the stored model.
+    keeps = source.dtype.widened and spec.quantization is None
+    return replace(bundle, manifest=manifest.model_copy(update=recorded)), fed if keeps else []
 
 
 def measure(resolved: Resolved, bundle: Bundle, fed: list[FedPrompt], progress: Progress = silent) -> Bundle:

@@ -27,12 +27,12 @@ from .references import (
 )
 from .report import (
     KEPT_STEPS,
+    Distance,
     FedPrompt,
     StoredDistance,
     VerifiedEncoder,
     VerifiedPrompt,
     VerifyReport,
-    distance_from_stored,
     largest,
 )
 from .spec import VerifySpec
@@ -131,7 +131,7 @@ def compare(
         spec: Prompts, steps and tolerance.
         progress: Called for every step.
         fed: List that gets the prompts with the first `KEPT_STEPS` steps and the program's logits, for
-            `measure_stored`.
+            `measure_distance`.
 
     Raises:
         InputError: If a length does not fit, or the model has another vocabulary than the session.
@@ -152,14 +152,13 @@ def compare(
     generator = torch.Generator().manual_seed(spec.seed)
     encode = session.runner.methods.get("encode")
     seen = _Seen(progress, 2 * sum(1 + steps for _, steps in plan))
-    # Of the others, a reference is one of single steps.
-    of_prompt = any(layer.policy.keeps_prompt for layer in session.layers)
-    alone = sinks is None and storage is None and encode is None and not of_prompt and not changes
-    at_once = alone and is_large(model) and not takes_no_cache(model)
+    # Logits of the others depend on more than the tokens before them: the prompt's length, or the encoder's input.
+    of_prompt = any(layer.policy.keeps_prompt for layer in session.layers) or bool(changes) or encode is not None
+    at_once = is_large(model) and not of_prompt and not takes_no_cache(model)
     if at_once:
         sequence = random_text(session, max(length + steps for length, steps in plan), generator)
         progress("running the model", 0, None)
-        known = logits_of_beginnings(model, sequence, plan)
+        known = logits_of_beginnings(model, sequence, plan, sinks, storage)
     for index, (length, steps) in enumerate(reversed(plan)):
         ids = sequence[:, : length + steps] if at_once else random_text(session, length + steps, generator)
         encoder_inputs = None
@@ -182,7 +181,8 @@ def compare(
             session.prefill(random_text(session, length + steps, generator).to(session.device))
         kept = seen.compare(session, ids.to(session.device), length, expected)
         if fed is not None:
-            fed.append(FedPrompt(length, ids[:, : length + len(kept) - 1], sinks, encoder_inputs, torch.stack(kept)))
+            tokens = ids[:, : length + len(kept) - 1]
+            fed.append(FedPrompt(length, tokens, sinks, encoder_inputs, torch.stack(kept), at_once))
     session.reset()
     prompts = tuple(reversed(seen.prompts))
     encoders = verify_encoders(session, model, generator, spec.tolerance, spec.rounded)
@@ -305,17 +305,38 @@ def _feed(session: Session, ids: torch.Tensor, parts: Sequence[int]) -> torch.Te
     return logits
 
 
-def measure_stored(model: PreTrainedModel, fed: Sequence[FedPrompt], progress: Progress = silent) -> StoredDistance:
-    """Measure the distance of a program from the model in the dtype of the stored weights, over an exact cache.
+@torch.no_grad()
+def measure_distance(model: PreTrainedModel, fed: Sequence[FedPrompt], progress: Progress = silent) -> Distance:
+    """Measure the distance of a program from another model, over an exact cache.
+
+    The program does not run again. The model runs once if the prompts are prefixes of one sequence.
 
     Args:
-        model: The model in that dtype.
+        model: The model before quantisation or conversion; or the program's own, to measure the cache alone.
         fed: Prompts and logits collected by `compare`.
         progress: Called once.
     """
-
-    def reference(prompt: FedPrompt) -> Iterator[torch.Tensor]:
-        return logits_by_step(model, prompt.ids, prompt.length, prompt.sinks, prompt.encoder_inputs)
-
     progress(f"comparing with the model in {dtype_name(model.dtype)}", 0, None)
-    return distance_from_stored(fed, dtype_name(model.dtype), reference)
+    longest = max(fed, key=lambda prompt: prompt.ids.shape[1])
+    if longest.at_once:
+        plan = [(prompt.length, prompt.steps) for prompt in fed]
+        known = logits_of_beginnings(model, longest.ids, plan, longest.sinks)
+    differences, agreements = [], []
+    for prompt in fed:
+        reference: Iterator[torch.Tensor]
+        if prompt.at_once:
+            reference = (known[position] for position in range(prompt.length - 1, prompt.ids.shape[1]))
+        else:
+            reference = logits_by_step(model, prompt.ids, prompt.length, prompt.sinks, prompt.encoder_inputs)
+        for found, expected in zip(prompt.logits, reference, strict=True):
+            logits = found.to(expected.device)
+            differences.append((logits.float() - expected.float()).abs().max())
+            agreements.append(logits.argmax(-1) == expected.argmax(-1))
+    agreed = torch.cat(agreements)
+    return Distance(len(agreed), torch.stack(differences).max().item(), agreed.float().mean().item())
+
+
+def measure_stored(model: PreTrainedModel, fed: Sequence[FedPrompt], progress: Progress = silent) -> StoredDistance:
+    """Measure the distance of a program from the model in the dtype of the stored weights, see `measure_distance`."""
+    found = measure_distance(model, fed, progress)
+    return StoredDistance(dtype_name(model.dtype), found.positions, found.max_difference)

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from .spec import VerifySpec
 
 
-_PROMPTS_WITHOUT_WINDOW = (3, 8, 40)
+_SHORT_PROMPTS = (3, 8, 40)
 _DECODE_STEPS = 24
 # Steps past a window, enough for the ring buffer to wrap.
 _PAST_WINDOW = 8
-# Larger windows get fewer and shorter prompts, because decoding past them takes time.
+# Larger windows get fewer prompts, and few steps past them, because decoding past them takes time.
 _SMALL_WINDOW = 256
 
 
@@ -38,7 +38,7 @@ def default_prompts(windows: Sequence[int], max_length: int | None, prefill_chun
             except if prefill, which takes two tokens, would not fit: `default_prompts([], 2, 2)` is `[2]`.
         prefill_chunk: Longest chunk.
     """
-    lengths = {3} if windows else set(_PROMPTS_WITHOUT_WINDOW)
+    lengths = {3} if any(window <= _SMALL_WINDOW for window in windows) else set(_SHORT_PROMPTS)
     for window in windows:
         lengths |= {window - 1, window, window + 1, 5 * window} if window <= _SMALL_WINDOW else {window - 1, window + 1}
     if max(lengths) <= prefill_chunk:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,21 +15,24 @@ from ..demo.task import accuracy, make_questions
 from ..models.cache_factory import ExportableCache
 from ..models.loading.loading import MOST_WIDENED_BYTES, converted
 from ..session.session import Session
-from .compare import compare
-from .spec import VerifySpec
+from .compare import measure_distance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..common.progress import Progress
     from ..models.loading.loading import LoadedModel
+    from .report import FedPrompt
 
-_PROMPT, _DECODE_STEPS = 40, 24
+# Tokens of the longest prompt over which effects of rounding are measured.
+_ENOUGH_TOKENS = 40
 _QUESTIONS, _QUESTIONS_SEED = 50, 20_000
 _ANSWER_TOKENS = 6
 
 
-def measure_quantization(session: Session, float_model: LoadedModel, progress: Progress = silent) -> dict[str, Any]:
+def measure_quantization(
+    session: Session, float_model: LoadedModel, fed: Sequence[FedPrompt], progress: Progress = silent
+) -> dict[str, Any]:
     """Compare a quantised program with the model before quantisation, and return fields of `manifest.Quantized`.
 
     The model is converted to float32 if that takes at most `MOST_WIDENED_BYTES`.
@@ -36,41 +40,28 @@ def measure_quantization(session: Session, float_model: LoadedModel, progress: P
     Args:
         session: The session of the quantised program.
         float_model: The model it was made from, in its stored dtype.
+        fed: Prompts and logits of the program, collected by `compare`.
         progress: Called for every step.
     """
     model = float_model.model
     if model.dtype != torch.float32 and 4 * model.num_parameters() <= MOST_WIDENED_BYTES:
         float_model = replace(float_model, model=converted(model, torch.float32))
-    effect = measure_distance(session, float_model.model, progress)
+    effect: dict[str, Any] = asdict(measure_distance(float_model.model, fed, progress))
     effect["compared_in"] = dtype_name(float_model.model.dtype)
-    longest = _longest(session, float_model.model)
+    longest = min(session.max_length or math.inf, _positions(float_model.model))
     if float_model.source == "demo" and session.tokenizer is not None and longest > 128:
         effect |= _demo_accuracy(session, float_model, longest, progress)
     return effect
 
 
-def measure_distance(session: Session, model: PreTrainedModel, progress: Progress = silent) -> dict[str, Any]:
-    """Compare a program with a model over an exact cache, and return fields of `manifest.RoundedCache`.
+def short_prompts(fed: Sequence[FedPrompt]) -> list[FedPrompt]:
+    """Return the prompts up to the first of at least `_ENOUGH_TOKENS`, with which effects of rounding are measured.
 
-    Args:
-        session: The session of a program with quantised weights or a quantised cache.
-        model: The float model; or one quantised like the program, to measure the cache alone.
-        progress: Called for every step.
+    Longer ones would cost a pass of another model over all of their tokens.
     """
-    longest = _longest(session, model)
-    steps = int(min(_DECODE_STEPS, max(0, longest - 2)))
-    prompt = int(min(_PROMPT, longest - steps))
-    spec = VerifySpec(tolerance=math.inf, exact_cache=True, prompts=[prompt], decode_steps=steps)
-    report = compare(session, model, spec, progress)
-    return {
-        "positions": report.steps,
-        "max_difference": report.max_difference,
-        "argmax_agreement": report.prompts[0].argmax_agreement,
-    }
-
-
-def _longest(session: Session, model: PreTrainedModel) -> float:
-    return min(session.max_length or math.inf, _positions(model))
+    ascending = sorted(fed, key=lambda prompt: prompt.length)
+    enough = next((prompt.length for prompt in ascending if prompt.length >= _ENOUGH_TOKENS), math.inf)
+    return [prompt for prompt in ascending if prompt.length <= enough]
 
 
 def _demo_accuracy(session: Session, float_model: LoadedModel, longest: float, progress: Progress) -> dict[str, Any]:

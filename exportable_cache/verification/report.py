@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -186,6 +186,7 @@ class FedPrompt:
         sinks: Attention sinks of the full-attention layers; None if they kept every token.
         encoder_inputs: Inputs of the encoder by name, for an encoder-decoder.
         logits: Logits of the program, [steps + 1, batch, vocab].
+        at_once: True if all prompts are prefixes of one sequence, so that one pass of a model computes their logits.
     """
 
     length: int
@@ -193,6 +194,27 @@ class FedPrompt:
     sinks: Sinks | None
     encoder_inputs: dict[str, torch.Tensor] | None
     logits: torch.Tensor
+    at_once: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Number of tokens after the prompt."""
+        return self.ids.shape[1] - self.length
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Distance of a program's logits from those of a model.
+
+    Attributes:
+        positions: Positions compared, over all prompts and rows.
+        max_difference: Largest |logit difference|; NaN if either side produced one.
+        argmax_agreement: Share of positions with the same most probable token.
+    """
+
+    positions: int
+    max_difference: float
+    argmax_agreement: float
 
 
 @dataclass(frozen=True)
@@ -211,24 +233,3 @@ class StoredDistance:
 
     def __str__(self) -> str:
         return f"{self.max_difference:.1e} from the model as stored in {self.dtype} ({self.positions} positions)"
-
-
-#: Function that yields a model's logits [batch, vocab] after the prompt and after each later token.
-Reference = Callable[[FedPrompt], Iterable[torch.Tensor]]
-
-
-@torch.no_grad()
-def distance_from_stored(fed: Sequence[FedPrompt], dtype: str, reference: Reference) -> StoredDistance:
-    """Compare a program's logits with those of the model in its stored dtype.
-
-    Args:
-        fed: Prompts with the program's logits.
-        dtype: The stored dtype.
-        reference: Logits of the model in that dtype.
-    """
-    differences, positions = [], 0
-    for prompt in fed:
-        for found, expected in zip(prompt.logits, reference(prompt), strict=True):
-            differences.append((found.float() - expected.to(found.device).float()).abs().max())
-            positions += found.shape[0]
-    return StoredDistance(dtype, positions, torch.stack(differences).max().item())
