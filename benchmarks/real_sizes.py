@@ -1,6 +1,7 @@
 """Export models of published sizes: seconds by stage, peak memory, file size, and the speed of the bundle.
 
     python benchmarks/real_sizes.py qwen3-0.6b llama-3.2-1b          # or all of them, without names
+    python benchmarks/real_sizes.py qwen3-0.6b --recipe fast         # native operators, 8-bit keys and values
 
 Checkpoints are written first: random weights in bfloat16 with the published shapes, one tensor at a time, in shards as
 on the hub. Each is exported in its own process, to ExecuTorch with 4-bit weights, 8-bit embeddings and a cache of 2048
@@ -137,16 +138,18 @@ class Stages:
             time.sleep(0.1)
 
 
-def export_one(checkpoint: Path, bundle: Path) -> dict[str, Any]:
-    """Export a model, in a process of its own; the import is included."""
+def export_one(checkpoint: Path, bundle: Path, recipe: str = "") -> dict[str, Any]:
+    """Export a model by a recipe, or to 4 bits without one, in a process of its own; the import is included."""
     start = time.monotonic()
     from exportable_cache import export
 
     stages = Stages()
-    made = export(checkpoint, max_cache_len=CACHE, output_dir=bundle, overwrite=True, progress=stages, **QUANTIZED)
+    options = {"recipe": recipe} if recipe else QUANTIZED
+    made = export(checkpoint, max_cache_len=CACHE, output_dir=bundle, overwrite=True, progress=stages, **options)
     found = stages.closed()
     return {
         "seconds": time.monotonic() - start,
+        "processor_seconds": time.process_time(),
         "stages": found,
         "peak_bytes": max(stage["peak_bytes"] for stage in found),
         "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -207,13 +210,14 @@ def main(
     folder: Annotated[Path, typer.Option(help="Folder of checkpoints and bundles.")] = Path("artifacts/real-sizes"),
     results: Annotated[Path, typer.Option(help="JSON, added to.")] = Path("docs/real_sizes.json"),
     show: Annotated[bool, typer.Option("--table", help="Print the table and measure nothing.")] = False,
+    recipe: Annotated[str, typer.Option(help="Recipe of the exports; 8da4w without one.")] = "",
     child: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Export, open and time models of true size."""
     if child:
         (name,) = names
         places = (folder / name / "checkpoint", folder / name / "bundle")
-        print(json.dumps(export_one(*places) if child == "export" else run_one(places[1])))
+        print(json.dumps(export_one(*places, recipe) if child == "export" else run_one(places[1])))
         return
     found = json.loads(results.read_text()) if results.is_file() else {}
     if not show:
@@ -222,9 +226,10 @@ def main(
             measured: dict[str, Any] = {"processor": processor()}
             for what in ("export", "run"):
                 command = [sys.executable, __file__, name, "--folder", str(folder), "--child", what]
+                command += ["--recipe", recipe]
                 printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
                 measured[what] = json.loads(printed.splitlines()[-1])
-            found[name] = measured
+            found[f"{name} {recipe}".strip()] = measured
             results.write_text(json.dumps(found, indent=1) + "\n")
     print("\n".join(table(json.loads(json.dumps(found)))))
 
