@@ -42,6 +42,8 @@ DICTATED = {
     "cache/attention/functions.py:matmul_attention": "transformers' AttentionInterface",
     "cache/attention/masks.py:position_mask": "transformers' AttentionMaskInterface",
     "models/quantized_rows.py:QuantizedWeight.__new__": "the constructor of torchao's IntxUnpackedToInt8Tensor",
+    "models/experts.py:expert_linear": "the operator's schema, which graphs name",
+    "models/experts.py:experts_output": "the operator's schema, which graphs name",
     "models/patches/mechanisms/fused_attention.py:_falcon_attention": "the forward of transformers' FalconAttention",
     "models/patches/families/deepseek_v4.py:_model": "the forward of transformers' DeepseekV4Model, and the original",
     "models/patches/families/git.py:_git_text": "the forward of transformers' GitModel, and the original",
