@@ -10,6 +10,7 @@ import torch
 
 from ...errors import BundleError
 from .engine_io import LOGITS, STATE_IN, STATE_OUT, records_of
+from .options import CAPABILITIES, HOPPER, loads_on
 
 if TYPE_CHECKING:
     from ...program.methods import ProgramMethod
@@ -188,7 +189,7 @@ def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
             major, minor = torch.cuda.get_device_capability()
             raise BundleError(
                 f"TensorRT cannot load {file}, built for {built_for}, on this GPU of SM {major}{minor}: "
-                f"{'; '.join(errors) or 'no reason given'}; export again with sm={major}{minor}"
+                f"{'; '.join(errors) or 'no reason given'}; {_remedy(10 * major + minor)}"
             )
         contexts[method] = context
     device = torch.device("cuda", torch.cuda.current_device())
@@ -197,17 +198,18 @@ def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
     )
 
 
+def _remedy(here: int) -> str:
+    if here in CAPABILITIES:
+        return f"export again with sm={here}"
+    return "export again without sm" if here == HOPPER else "TensorRT-RTX builds no plan for it; use another GPU"
+
+
 def runs_here(records: Iterable[EngineRecord]) -> bool:
     """Return True if the plans were built for this machine's GPU."""
     if not torch.cuda.is_available():
         return False
     major, minor = torch.cuda.get_device_capability()
-    here = 10 * major + minor
-    # 90 and 100 are not supported by portable plans.
-    return all(
-        here in record.capabilities or (not record.capabilities and here in (80, 86, 89)) or here >= 120
-        for record in records
-    )
+    return all(loads_on(10 * major + minor, record.capabilities) for record in records)
 
 
 def _allocate(tensor: Output, device: torch.device) -> torch.Tensor:

@@ -10,11 +10,13 @@ from ...common.settings import setting
 from ...errors import InputError
 from ..options import TargetOptions
 
-#: Compute capabilities that TensorRT-RTX 1.5 builds for, on any machine. Hopper's 90 is not included.
+#: Compute capabilities that TensorRT-RTX 1.5 builds for, on any machine. It has no name for 90.
 CAPABILITIES = (75, 80, 86, 89, 120, 121)
 
 #: Portable plans load on these and later ones, according to its documentation.
 PORTABLE = (80, 86, 89, 120)
+#: Hopper is not in the documentation, but an H200 loaded and ran portable plans and plans for 80 (docs/gpu.md).
+HOPPER = 90
 
 
 def parse_capabilities(given: Any) -> tuple[int, ...]:
@@ -33,7 +35,7 @@ def parse_capabilities(given: Any) -> tuple[int, ...]:
     if unknown or not parts:
         raise InputError(
             f"sm must be one or more of {', '.join(known)}, such as '80,89', got {given!r}; or omit it for a plan that "
-            "loads on every GPU from 80 on except 90 and 100"
+            "loads on every GPU from 80 on except 100"
         )
     return tuple(sorted({known[name] for name in names}))
 
@@ -43,6 +45,18 @@ def describe_capabilities(capabilities: tuple[int, ...] | list[int]) -> str:
     if not capabilities:
         return f"SM {', '.join(map(str, PORTABLE))} and later"
     return f"SM {', '.join(map(str, capabilities))}"
+
+
+def loads_on(here: int, capabilities: Sequence[int]) -> bool:
+    """Return True if a plan loads on a GPU.
+
+    Args:
+        here: Compute capability of the GPU, such as 86.
+        capabilities: What the plan was built for; empty for the portable default.
+    """
+    if here == HOPPER:
+        return not capabilities or 80 in capabilities
+    return here in capabilities or (not capabilities and here in PORTABLE) or here >= PORTABLE[-1]
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,10 @@ def test_an_engine_without_a_recorded_tensor_is_refused() -> None:
         ((8, 0), [], True),
         ((8, 6), [80, 86], True),
         ((8, 9), [80, 86], False),
-        ((9, 0), [], False),  # not on TensorRT-RTX's list
+        ((9, 0), [], True),
+        ((9, 0), [80, 86], True),
+        ((9, 0), [86, 89], False),
+        ((10, 0), [], False),  # not on TensorRT-RTX's list
         ((12, 0), [], True),
         (None, [], False),
     ],
