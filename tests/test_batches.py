@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache
+from exportable_cache.common.compat.transformers import cache_argument
 from exportable_cache.decoding import ContinuousBatch
-from exportable_cache.models.layers.specs import cache_argument
 
 from .support.models import tiny_model, tokens
 from .support.oracle import reference_logits

@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 from exportable_cache import ExportableCache
+from exportable_cache.common.compat.transformers import cache_argument
 from exportable_cache.errors import InputError
-from exportable_cache.models.layers.specs import cache_argument
 from exportable_cache.program.program import takes_positions
 
 from .support.compiling import DEFAULT_BACKEND, compiling_with

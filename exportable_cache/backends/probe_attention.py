@@ -12,8 +12,9 @@ from ..cache.attention.functions import matmul_attention
 from ..cache.attention.implementation import attention_of
 from ..cache.attention.masks import register_masks
 from ..cache.policies import FullPolicy
+from ..common.compat.transformers import cache_argument
 from ..models.cache_factory import ExportableCache
-from ..models.layers.specs import cache_argument, probe_tokens
+from ..models.layers.specs import probe_tokens
 from ..models.patches.mechanisms.fused_attention import expanded_latents
 from ..models.quantized_rows import QuantizedZeros
 

@@ -52,8 +52,9 @@ register_attention()
 class ExportableCache(LayeredCache):
     """A fixed-size KV cache whose lengths are tensors.
 
-    It is a `transformers.Cache`: pass it as `past_key_values` to a model, to `generate`, or in your own loop. No step
-    depends on the sequence length, so one compiled or exported step serves every position.
+    It is a `transformers.Cache`: pass it as `past_key_values`, or `cache` from transformers 5.24 on, to a model, to
+    `generate`, or in your own loop. No step depends on the sequence length, so one compiled or exported step serves
+    every position.
 
     Its tensors carry no gradients. Outside of `torch.no_grad` gradients flow to the tokens of a call, and the results
     of earlier calls are constants; call `backward` before the next step, because buffers are written in place.

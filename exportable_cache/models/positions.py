@@ -7,6 +7,7 @@ own length, which every step gets as a tensor.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def rope_rule(model: PreTrainedModel) -> RopeRule | None:
             f"{', '.join(sorted(kinds))} past {', '.join(map(str, sorted(borders)))} tokens; use DynamicCache"
         )
     prepare = getattr(type(model), "prepare_inputs_for_generation", None)
-    names = getattr(getattr(prepare, "__code__", None), "co_names", ())
+    names = getattr(getattr(inspect.unwrap(prepare) if prepare else None, "__code__", None), "co_names", ())
     # The method of Phi 3, which PhiMoE and Phi 4 multimodal copy.
     recomputes = "original_max_position_embeddings" in names and hasattr(
         model.config, "original_max_position_embeddings"

@@ -16,11 +16,11 @@ from torch.export import Dim, ShapesCollection
 from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import attention_of
 from ..cache.step import StepContext, known_length
+from ..common.compat.transformers import cache_argument
 from ..common.method_io import name_forward
 from ..errors import InputError, UnsupportedModelError, describe_trace_error
 from ..models.cache_factory import ExportableEncoderDecoderCache
 from ..models.layers.codebooks import codebooks_of
-from ..models.layers.specs import cache_argument
 from ..models.patches.mechanisms.rope import check_follows, rope_by
 from ..models.patches.mechanisms.speech import short_masks
 from ..models.patches.registry import patch_model

@@ -15,10 +15,11 @@ from transformers.cache_utils import DynamicLayer
 from ..backends import backend_for
 from ..backends.base import RunsElsewhere, empty_layers
 from ..cache.attention.implementation import attention_of
+from ..common.compat.transformers import cache_argument
 from ..common.progress import silent
 from ..errors import UnsupportedModelError
 from ..models.cache_factory import ExportableCache
-from ..models.layers.specs import cache_argument, vocab_size_of
+from ..models.layers.specs import vocab_size_of
 from ..models.loading.support import RIGHT_BY_TOKEN, WITHOUT_DYNAMIC_CACHE
 from ..models.positions import lengths_forgotten, rope_rule
 from ..models.quantized_rows import QuantizedRows
@@ -151,7 +152,7 @@ def decoder_of(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Calla
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     common = {
         "encoder_outputs": model.get_encoder()(**inputs),
-        "past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache()),
+        cache_argument(model): EncoderDecoderCache(DynamicCache(), DynamicCache()),
         **{name: tensor for name, tensor in inputs.items() if name == "attention_mask"},
     }
 
@@ -183,9 +184,10 @@ def logits_of_itself(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> 
             yield from model(ids, use_cache=False, **options).logits[:, prompt - 1 :].unbind(1)
             return
         options = {}
+        state = cache_argument(model) if name == "cache" else name
         for position in range(ids.shape[1]):
             output = model(ids[:, position : position + 1], use_cache=True, **options)
-            options = {name: getattr(output, name)}
+            options = {state: getattr(output, state)}
             if position >= prompt - 1:
                 yield output.logits[:, -1].clone()
 

@@ -16,6 +16,7 @@ from exportable_cache.backends.live.clone_layers import CloneError, EqualLayers,
 from exportable_cache.backends.live.graphs import BoundTensors, OutdatedGraph, binding_tensors
 from exportable_cache.backends.live.regions import Region, regions_of
 from exportable_cache.backends.live.runner import ModuleRunner
+from exportable_cache.common.compat.transformers import cache_name
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
@@ -128,7 +129,8 @@ def why_not_cloned(model: Any, cache: ExportableCache) -> str:
 def test_a_layer_that_reads_another_ones_keys_is_no_template(forward_of_llama: Callable) -> None:
     model = tiny_model("llama", num_hidden_layers=5)
     cache = cache_of(model)
-    forward_of_llama(lambda self, hidden, kwargs: hidden + kwargs["past_key_values"].layers[3].keys.sum())
+    name = cache_name()
+    forward_of_llama(lambda self, hidden, kwargs: hidden + kwargs[name].layers[3].keys.sum())
     assert "of another layer" in why_not_cloned(model, cache)
 
 

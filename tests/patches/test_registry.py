@@ -25,14 +25,23 @@ from ..zoo.architectures import architectures
 from ..zoo.build import tiny_model as zoo_model
 
 MODELS = Path(transformers.__file__).parent / "models"
+#: Models that transformers 5.23 does not have.
+NEWER = {"lara_mini"}
 ALL = list({(patch.file, patch.name): patch for patches in PATCHES.values() for patch in patches}.values())
+
+
+def is_there(patch: Patch) -> bool:
+    if not (MODELS / patch.file.split(".")[0]).is_dir():
+        return False
+    owner, name = patch._owner()
+    return hasattr(owner, name)
 
 
 @pytest.mark.parametrize("patch", ALL, ids=lambda patch: f"{patch.file}-{patch.label}")
 def test_every_patch_was_written_for_the_installed_source(patch: Patch) -> None:
     """Fails where transformers changed an original: read it, adapt the replacement, and add the digest."""
-    if not patch.needed and not (MODELS / patch.file.split(".")[0]).is_dir():
-        pytest.skip("this release of transformers has no such model")
+    if (not patch.needed or patch.file.split(".")[0] in NEWER) and not is_there(patch):
+        pytest.skip("this release of transformers has no such model or method")
     assert patch.digest() in patch.digests
     assert patch.reason and re.fullmatch(r"https://github.com/huggingface/.*\.py", patch.link)
 
@@ -49,7 +58,10 @@ def test_every_copy_of_a_replaced_function_has_a_patch() -> None:
 def test_every_model_type_is_one_of_the_files_configs() -> None:
     for model_type, patches in PATCHES.items():
         for patch in patches:
-            sources = [path.read_text() for path in (MODELS / patch.file.split(".")[0]).glob("configuration_*.py")]
+            folder = MODELS / patch.file.split(".")[0]
+            if folder.name in NEWER and not folder.is_dir():
+                continue
+            sources = [path.read_text() for path in folder.glob("configuration_*.py")]
             found = {name for source in sources for name in re.findall(r'model_type(?:: str)? = "([^"]+)"', source)}
             assert model_type in found
 

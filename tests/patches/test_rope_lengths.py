@@ -89,7 +89,7 @@ def test_one_source_for_every_modeling_file() -> None:
         ).digest()
         == rope._DIGEST
     )
-    assert Patch("phimoe.modeling_phimoe", "PhimoeRotaryEmbedding.forward", None, "", ()).digest() == rope._PHIMOE
+    assert Patch("phimoe.modeling_phimoe", "PhimoeRotaryEmbedding.forward", None, "", ()).digest() in rope._PHIMOE
     for path in MODELS.glob("*/modeling_*.py"):
         source = path.read_text()
         if "@dynamic_rope_update" in source:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from exportable_cache.models.layers.specs import cache_argument
+from exportable_cache.common.compat.transformers import cache_argument
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
+from exportable_cache.common.compat.transformers import cache_name
 from exportable_cache.models.layers.codebooks import codebooks_of
 from exportable_cache.models.layers.encoder import encoder_of
 from exportable_cache.models.loading.support import RIGHT_BY_TOKEN
@@ -152,9 +153,7 @@ def forced_logits(
     Raises:
         TypeError: If the model takes no such cache.
     """
-    names = [
-        name for name in ("past_key_values", "cache_params") if name in inspect.signature(model.forward).parameters
-    ]
+    names = [name for name in (cache_name(), "cache_params") if name in inspect.signature(model.forward).parameters]
     if not names:
         raise TypeError(f"{type(model).__name__} takes no transformers cache")
     start, rows = 0, []

@@ -49,8 +49,10 @@ for _name in ("layer_begins", "layer_ends", "equal_layer"):
 _FIRST, _LAST = 2, 1
 _INDEX = "layer_idx"
 _LENGTH = "cumulative_length"
-#: Uses of the layer index that only access the layer's part of the cache.
-_CACHE_ACCESS = re.compile(r"\.(update\w*|get_\w+|has_\w+)\([^()]*layer_idx\)|\.layers\[(self\.)?layer_idx\]")
+#: Uses of the layer index that only access the layer's part of the cache; transformers 5.24 passes `kwargs` on.
+_CACHE_ACCESS = re.compile(
+    r"\.(update\w*|get_\w+|has_\w+)\([^()]*layer_idx(,kwargs=kwargs)?\)|\.layers\[(self\.)?layer_idx\]"
+)
 
 
 class _Role(NamedTuple):

@@ -1,4 +1,4 @@
-"""Private names of transformers, seen in 5.20.2 and 5.23.0.
+"""Private names of transformers, seen in 5.20.2, 5.23.0 and 5.24.0, and the name of the cache argument.
 
 | name | without it |
 |---|---|
@@ -22,6 +22,8 @@ Without these arguments, which `cached_file` passes to `cached_files`, a missing
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,27 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@functools.cache
+def cache_name() -> str:
+    """Return what modeling code calls a cache: `cache`, or `past_key_values` before transformers 5.24.
+
+    It is the name of arguments, and of the field of outputs.
+    """
+    from transformers.masking_utils import create_causal_mask
+
+    return "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the name of the cache argument of `model.forward`.
+
+    Code from a repository may have another name than transformers, and the Mamba family has `cache_params` before 5.24.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    names = ("past_key_values", "cache", "cache_params")
+    return next((name for name in names if name in parameters), cache_name())
 
 
 def attention_implementation(config: PreTrainedConfig) -> str | None:

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 
 from ...cache.attention.implementation import attention_of
 from ...cache.layer_spec import CROSS_ATTENTION, LayerSpec
+from ...common.compat.transformers import cache_argument
 from ...common.method_io import TensorSpec
 from ...errors import InputError, UnsupportedModelError
 from ..loading.support import WRONG_PADDED_IN_FLOAT16
@@ -339,7 +340,7 @@ def encoder_decoder_layers(
         token = probe_tokens(model)
         # Eager, because our attention functions mask slots, which transformers' cache does not have.
         with attention_of(model, "eager"):
-            model(decoder_input_ids=token, encoder_outputs=states, past_key_values=cache, use_cache=True)
+            model(decoder_input_ids=token, encoder_outputs=states, use_cache=True, **{cache_argument(model): cache})
     finally:
         model.train(was_training)
     layers: list[Any] = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]

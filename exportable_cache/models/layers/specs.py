@@ -21,7 +21,7 @@ from ...cache.layer_spec import (
 )
 from ...cache.layers import LinearLayer, StateShape
 from ...cache.policies import CrossPolicy, ItemsPolicy, RingPolicy
-from ...common.compat.transformers import type_of_layer
+from ...common.compat.transformers import cache_argument, type_of_layer
 from ...errors import InputError, UnsupportedModelError
 from ...parallel.split import whole_shape
 from ..loading.support import (
@@ -326,12 +326,6 @@ def logits_size_of(model: PreTrainedModel) -> int:
     except NotImplementedError:
         head = None
     return getattr(head, "out_features", vocab_size_of(model))
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """Return the name of the cache argument of `model.forward`, which is `cache_params` in the Mamba family."""
-    parameters = inspect.signature(model.forward).parameters
-    return "cache_params" if "cache_params" in parameters and "past_key_values" not in parameters else "past_key_values"
 
 
 def layer_specs_from_config(config: PreTrainedConfig, model: PreTrainedModel | None = None) -> list[LayerSpec]:

@@ -54,14 +54,14 @@ STATES_OF_LAYERS = {"rwkv": 2, "xlstm": 3}
 #: Layer types of DeepSeek V4 whose compressor inputs are kept for every token, like an indexer's keys.
 COMPRESSED_TYPES = ("compressed_sparse_attention", "heavily_compressed_attention")
 
-#: Models that do not take a transformers cache -> the name of their state, as argument and output. None for a model
-#: that takes every token at every step.
+#: Models that do not take a transformers cache -> the name of their state, as argument and output: "cache" for that of
+#: `cache_argument`, None for a model that takes every token at every step.
 WITHOUT_DYNAMIC_CACHE = {
-    "minimax": "past_key_values",
+    "minimax": "cache",
     "openai-gpt": None,
     "rwkv": "state",
     "xlm": None,
-    "xlstm": "cache_params",
+    "xlstm": "cache",
 }
 
 #: Models whose original results are right only if tokens are fed one by one: model type -> what several tokens per call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,29 @@ from ...cache.attention import ATTENTION_NAMES
 from ...cache.attention.functions import matmul_attention
 from ...cache.attention.masks import position_mask
 from ...cache.layers import CacheLayer
-from ...common.compat.transformers import attention_implementation
+from ...common.compat.transformers import attention_implementation, cache_name
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig
+
+
+#: Name of the cache in modeling code, as argument and as field of outputs. Replacements call it `cache`.
+CACHE = cache_name()
+# Names before transformers 5.24, which its users may still use.
+_RENAMED = {"past_key_values": "cache", "cache_params": "cache", "past_key_values_length": "cache_length"}
+_CACHES = ("cache", "past_key_values", "layer_past", "cache_params")
+
+
+def with_new_names(replacement: Callable) -> Callable:
+    """Wrap a replacement to take its arguments `cache` and `cache_length` also by their old names."""
+    parameters = inspect.signature(replacement).parameters
+    names = {old: new for old, new in _RENAMED.items() if new in parameters}
+
+    def renaming(*args: Any, **kwargs: Any) -> Any:
+        return replacement(*args, **{names.get(name, name): value for name, value in kwargs.items()})
+
+    return renaming if names else replacement
 
 
 def over_our_cache(replacement: Callable) -> Callable[[Callable], Callable]:
@@ -26,10 +45,11 @@ def over_our_cache(replacement: Callable) -> Callable[[Callable], Callable]:
     Args:
         replacement: Function with the method's arguments, and the method itself as `original`.
     """
+    replacement = with_new_names(replacement)
 
     def patch(original: Callable) -> Callable:
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            cache = kwargs.get("past_key_values", kwargs.get("layer_past", kwargs.get("cache_params")))
+            cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
             if cache is None:
                 cache = next((one for one in args if isinstance(one, Cache)), None)
             if getattr(cache, "is_probe", False) or any(
@@ -49,6 +69,7 @@ def only_traced(replacement: Callable) -> Callable[[Callable], Callable]:
     Args:
         replacement: Function with the method's arguments, and the method itself as `original`.
     """
+    replacement = with_new_names(replacement)
 
     def patch(original: Callable) -> Callable:
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

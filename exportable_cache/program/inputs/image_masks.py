@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformers.masking_utils import create_causal_mask, sliding_window_overlay
 
+from ...common.compat.transformers import cache_name
+
 if TYPE_CHECKING:
     import torch
     from torch.nn.attention.flex_attention import BlockMask
@@ -44,7 +46,7 @@ def image_masks(
         "config": config,
         "inputs_embeds": inputs_embeds,
         "attention_mask": None,
-        "past_key_values": cache,
+        cache_name(): cache,
     }
     same = _of_same_image(image_ids, input_pos)
     full = None if sees == "sliding item" else same

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 #: Values of `mm_token_type_ids` by kind.
 MARKS = {"image": 1, "video": 2, "audio": 3}
 # Arguments of the decoder that are not features of an item, or are checked separately.
-_STANDARD = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "labels")
+_STANDARD = (
+    "input_ids",
+    "inputs_embeds",
+    "position_ids",
+    "attention_mask",
+    "cache",
+    "past_key_values",
+    "use_cache",
+    "labels",
+)
 _MASKS = ("visual_pos_masks", "vision_mask")
 _VISION = (("vision_start_token_id", "boi_token_id"), ("vision_end_token_id", "eoi_token_id"))
 _AROUND = {

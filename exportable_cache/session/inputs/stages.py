@@ -142,6 +142,7 @@ _ELSEWHERE = {
     "eos_token_id": "pass stop, with token ids or strings",
     "stop_strings": "pass stop, with token ids or strings",
     "tokenizer": "leave it out, the session has its own",
+    "cache": "leave it out, the session has its own cache",
     "past_key_values": "leave it out, the session has its own cache",
     "assistant_model": "pass draft=DraftModel(session)",
     "prompt_lookup_num_tokens": "pass draft=PromptLookup()",

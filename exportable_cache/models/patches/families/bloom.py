@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ....cache.checks import check_covers
 from ....common.patch import Patch
-from ..conditions import over_our_cache
+from ..conditions import CACHE, over_our_cache
 
 if TYPE_CHECKING:
     import torch
@@ -21,16 +21,16 @@ def _bloom_model(
     input_ids: torch.Tensor | None = None,
     *args: Any,
     attention_mask: torch.Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     inputs_embeds: torch.Tensor | None = None,
     original: Callable,
     **kwargs: Any,
 ) -> Any:
     new = input_ids if inputs_embeds is None else inputs_embeds
-    if attention_mask is not None and attention_mask.dim() == 2 and past_key_values is not None and new is not None:
+    if attention_mask is not None and attention_mask.dim() == 2 and cache is not None and new is not None:
         length = new.shape[1]
-        check_covers(attention_mask, past_key_values.get_query_offset(0), length)
-        slots, _ = past_key_values.get_mask_sizes(length, 0)
+        check_covers(attention_mask, cache.get_query_offset(0), length)
+        slots, _ = cache.get_mask_sizes(length, 0)
         # Slot s holds position s, and slots after the mask are empty.
         attention_mask = F.pad(attention_mask, (0, max(0, slots - attention_mask.shape[1])))
     return original(
@@ -38,7 +38,7 @@ def _bloom_model(
         input_ids,
         *args,
         attention_mask=attention_mask,
-        past_key_values=past_key_values,
+        **{CACHE: cache},
         inputs_embeds=inputs_embeds,
         **kwargs,
     )
@@ -51,7 +51,7 @@ PATCHES = {
             "BloomModel.forward",
             over_our_cache(_bloom_model),
             "its position bias has the size of the padding mask, not of the slots",
-            digests=("b02943aa0253d5b5",),
+            digests=("b02943aa0253d5b5", "b2b4c798ab3c90b9"),
         ),
     )
 }

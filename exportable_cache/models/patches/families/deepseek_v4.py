@@ -17,7 +17,7 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ....common.patch import Patch
-from ..conditions import over_our_cache
+from ..conditions import CACHE, over_our_cache
 
 
 class _Entries(NamedTuple):
@@ -37,7 +37,7 @@ def _model(
     input_ids: torch.Tensor | None = None,
     attention_mask: Any = None,
     position_ids: torch.Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     inputs_embeds: torch.Tensor | None = None,
     use_cache: bool | None = None,
     *,
@@ -48,12 +48,12 @@ def _model(
     embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
     if position_ids is None:
         # A probe cache has no tokens yet.
-        start = 0 if getattr(past_key_values, "is_probe", False) else past_key_values.get_query_offset()
+        start = 0 if getattr(cache, "is_probe", False) else cache.get_query_offset()
         position_ids = (torch.arange(embeds.shape[1], device=embeds.device) + start).reshape(-1, embeds.shape[1])
     is_ring = [layer_type == "sliding_attention" for layer_type in self.config.layer_types]
     masks = {
         kind: create_sliding_window_causal_mask(
-            self.config, embeds, attention_mask, past_key_values, position_ids, layer_idx=is_ring.index(kind)
+            self.config, embeds, attention_mask, cache, position_ids, layer_idx=is_ring.index(kind)
         )
         for kind in set(is_ring)
     }
@@ -68,12 +68,10 @@ def _model(
             position_ids=position_ids,
             attention_mask=masks[kind],
             input_ids=input_ids,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             **kwargs,
         )
-    return MoeModelOutputWithPast(
-        last_hidden_state=self.norm(self.hc_head(hidden_states)), past_key_values=past_key_values
-    )
+    return MoeModelOutputWithPast(last_hidden_state=self.norm(self.hc_head(hidden_states)), **{CACHE: cache})
 
 
 def _heavily_compressed(
@@ -81,14 +79,14 @@ def _heavily_compressed(
     hidden_states: torch.Tensor,
     q_residual: torch.Tensor,
     position_ids: torch.Tensor,
-    past_key_values: Any,
+    cache: Any,
     layer_idx: int,
     *,
     original: Callable,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return entries [batch, 1, windows, head_dim], and their additive mask [batch, 1, length, windows]."""
     kept = torch.cat([self.kv_proj(hidden_states), self.gate_proj(hidden_states)], dim=-1)
-    kv, gate = past_key_values.update_indexer(kept, layer_idx).chunk(2, dim=-1)
+    kv, gate = cache.update_indexer(kept, layer_idx).chunk(2, dim=-1)
     found = _entries(self, _windows(self, kv), _windows(self, gate) + self.position_bias, position_ids)
     return found.entries[:, None], _additive(found.is_seen, hidden_states.dtype)
 
@@ -98,7 +96,7 @@ def _compressed(
     hidden_states: torch.Tensor,
     q_residual: torch.Tensor,
     position_ids: torch.Tensor,
-    past_key_values: Any,
+    cache: Any,
     layer_idx: int,
     *,
     original: Callable,
@@ -107,7 +105,7 @@ def _compressed(
     indexer = self.indexer
     projections = (self.kv_proj, self.gate_proj, indexer.kv_proj, indexer.gate_proj)
     parts = [linear(hidden_states) for linear in projections]
-    kept = past_key_values.update_indexer(torch.cat(parts, dim=-1), layer_idx)
+    kept = cache.update_indexer(torch.cat(parts, dim=-1), layer_idx)
     kv, gate, index_kv, index_gate = kept.split([part.shape[-1] for part in parts], dim=-1)
     found = _entries(self, *_overlapping(self, kv, gate), position_ids)
     keys = _entries(indexer, *_overlapping(indexer, index_kv, index_gate), position_ids).entries
@@ -177,14 +175,19 @@ def _of_class(name: str, replacement: Callable, others: str, *digests: str) -> P
 _INDEXER = "DeepseekV4Indexer DeepseekV4IndexerScorer DeepseekV4CSACache"
 PATCHES = {
     "deepseek_v4": (
-        _of_class("DeepseekV4Model", _model, "DeepseekV4Attention", "2362df87b4cf7ea8", "d6af01d34283c189"),
+        _of_class(
+            "DeepseekV4Model", _model, "DeepseekV4Attention", "2362df87b4cf7ea8", "d6af01d34283c189", "cb7848701b158308"
+        ),
         _of_class(
             "DeepseekV4HCACompressor",
             _heavily_compressed,
             "DeepseekV4HCACache",
             "18a5e7843d05aa38",
             "f778e92da6dbe6d9",
+            "952f2a3fa3e65828",
         ),
-        _of_class("DeepseekV4CSACompressor", _compressed, _INDEXER, "4095deea97c80063", "eac9f43f06822d34"),
+        _of_class(
+            "DeepseekV4CSACompressor", _compressed, _INDEXER, "4095deea97c80063", "eac9f43f06822d34", "63cddc717385a0d2"
+        ),
     )
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.masking_utils import create_causal_mask
 
 from ....common.patch import Patch
-from ..conditions import only_traced
+from ..conditions import CACHE, only_traced
 
 if TYPE_CHECKING:
     import torch
@@ -21,21 +21,17 @@ def _git_text(
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     pixel_values: torch.Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     inputs_embeds: torch.Tensor | None = None,
     *,
     original: Callable,
     **kwargs: Any,
 ) -> Any:
     if pixel_values is not None:
-        return original(
-            self, input_ids, attention_mask, position_ids, pixel_values, past_key_values, inputs_embeds, **kwargs
-        )
+        return original(self, input_ids, attention_mask, position_ids, pixel_values, cache, inputs_embeds, **kwargs)
     hidden_states = self.embeddings(input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds)
-    mask = create_causal_mask(
-        self.config.get_text_config(), hidden_states, attention_mask, past_key_values, position_ids
-    )
-    return self.encoder(hidden_states, attention_mask=mask, past_key_values=past_key_values, **kwargs)
+    mask = create_causal_mask(self.config.get_text_config(), hidden_states, attention_mask, cache, position_ids)
+    return self.encoder(hidden_states, attention_mask=mask, **{CACHE: cache}, **kwargs)
 
 
 PATCHES = {
@@ -45,10 +41,7 @@ PATCHES = {
             "GitModel.forward",
             only_traced(_git_text),
             "it branches on the length of the cache",
-            digests=(
-                "81037dcd8b02a326",
-                "76cb5c52b9b3dccd",
-            ),
+            digests=("81037dcd8b02a326", "76cb5c52b9b3dccd", "c162859e6021ae6a"),
         ),
     )
 }

@@ -52,7 +52,7 @@ _PATCHES = (
         "Glm5NextTextIndexer.get_pooled_states",
         only_traced(_all_pools),
         "the number of its indexer's pools depends on data",
-        digests=("4edb0be4b131b67a",),
+        digests=("4edb0be4b131b67a", "4635523aa501e70f"),
         source="Glm5NextTextIndexer",
     ),
     Patch(

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
 from ....common.patch import Patch
-from ..conditions import only_traced, over_our_cache, step_mask
+from ..conditions import CACHE, only_traced, over_our_cache, step_mask
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,14 +25,14 @@ def _led_attention(
     self: LEDDecoderAttention,
     hidden_states: torch.Tensor,
     key_value_states: torch.Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     attention_mask: torch.Tensor | None = None,
     *,
     original: Callable,
     **kwargs: Any,
 ) -> Any:
     if key_value_states is None and attention_mask is None:
-        layers = getattr(past_key_values, "layers", ())
+        layers = getattr(cache, "layers", ())
         index: Any = self.layer_idx  # upstream annotates it as a bool
         layer = layers[index] if index < len(layers) else None
         attention_mask = step_mask(layer, hidden_states)
@@ -40,7 +40,7 @@ def _led_attention(
         self,
         hidden_states,
         key_value_states=key_value_states,
-        past_key_values=past_key_values,
+        **{CACHE: cache},
         attention_mask=attention_mask,
         **kwargs,
     )
@@ -49,11 +49,11 @@ def _led_attention(
 def _positions(
     self: nn.Embedding,
     input_ids_shape: torch.Size,
-    past_key_values_length: int | torch.Tensor = 0,
+    cache_length: int | torch.Tensor = 0,
     *,
     original: Callable,
 ) -> torch.Tensor:
-    at = torch.arange(input_ids_shape[1], device=self.weight.device) + past_key_values_length
+    at = torch.arange(input_ids_shape[1], device=self.weight.device) + cache_length
     return F.embedding(at, self.weight)
 
 
@@ -122,24 +122,21 @@ PATCHES = {
             "LEDDecoderAttention.forward",
             over_our_cache(_led_attention),
             "it has no mask in steps of one token",
-            digests=("f50557b77079226f",),
+            digests=("f50557b77079226f", "fb36ee6b91dc746b"),
         ),
         Patch(
             "led.modeling_led",
             "LEDLearnedPositionalEmbedding.forward",
             only_traced(_positions),
             "the number of positions that it looks up depends on data",
-            digests=("6c7aea9039be88b9",),
+            digests=("6c7aea9039be88b9", "8db5aba37ddad783"),
         ),
         Patch(
             "led.modeling_led",
             "LEDEncoder.forward",
             only_traced(_encoder),
             "it searches for tokens of global attention, and pads to whole windows",
-            digests=(
-                "2978e41d817c7e47",
-                "43066e8519f63240",
-            ),
+            digests=("2978e41d817c7e47", "43066e8519f63240"),
             source="LEDEncoder LEDEncoderLayer LEDEncoderAttention LEDEncoderSelfAttention",
         ),
     )

@@ -38,7 +38,7 @@ PATCHES = {
             "_prepare_cross_attention_mask",
             _over_slots,
             "it has no mask for tokens that see none of the images in the cache",
-            digests=("3f1cd28e8a617bda",),
+            digests=("3f1cd28e8a617bda", "cd181603d1aa4325"),
             source="_prepare_cross_attention_mask _has_cached_cross_attention_states",
         ),
     )

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from ....common.patch import Patch
-from ..conditions import only_traced
+from ..conditions import only_traced, with_new_names
 from ..mechanisms.fused_attention import fusing_attention, with_config
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def _mpt_attention(
     self: MptAttention,
     hidden_states: torch.Tensor,
     position_bias: torch.Tensor,
-    past_key_values: Any = None,
+    cache: Any = None,
     attention_mask: torch.Tensor | None = None,
     *,
     original: Callable,
@@ -34,8 +34,8 @@ def _mpt_attention(
         part.reshape(batch_size, query_length, self.n_heads, self.head_dim).transpose(1, 2)
         for part in mixed.chunk(3, dim=2)
     )
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, self.layer_idx)
+    if cache is not None:
+        key, value = cache.update(key, value, self.layer_idx)
     attend = fusing_attention(self)
     if attend is not None:
         assert attention_mask is not None
@@ -56,12 +56,12 @@ def _mpt_attention(
 
 
 def _traced_or_fused(original: Callable) -> Callable:
-    traced = only_traced(_mpt_attention)(original)
+    traced, fused = only_traced(_mpt_attention)(original), with_new_names(_mpt_attention)
 
     def method(self: MptAttention, *args: Any, **kwargs: Any) -> Any:
         if fusing_attention(self) is None:
             return traced(self, *args, **kwargs)
-        return _mpt_attention(self, *args, original=original, **kwargs)
+        return fused(self, *args, original=original, **kwargs)
 
     return method
 
@@ -75,7 +75,7 @@ PATCHES = {
             "MptAttention.forward",
             _traced_or_fused,
             "it slices its position bias by the sequence length",
-            digests=("2c8c35aac07fbf2b",),
+            digests=("2c8c35aac07fbf2b", "da5841a801a90f33"),
             source="MptAttention",
         ),
     )

@@ -39,7 +39,7 @@ def _gpt(
     position_ids: torch.Tensor | None = None,
     inputs_embeds: torch.Tensor | None = None,
     *,
-    past_key_values: Any,
+    cache: Any,
     original: Callable,
     logits_to_keep: int | torch.Tensor = 0,
     **kwargs: Any,
@@ -47,7 +47,7 @@ def _gpt(
     """Run GPT (Radford et al. 2018), with norms after attention and feed-forward, and learned positions."""
     model = self.transformer
     hidden_states = model.tokens_embed(input_ids) if inputs_embeds is None else inputs_embeds
-    positions, mask = _step(model, hidden_states, past_key_values, attention_mask)
+    positions, mask = _step(model, hidden_states, cache, attention_mask)
     hidden_states = hidden_states + model.positions_embed(positions if position_ids is None else position_ids)
     if token_type_ids is not None:
         hidden_states = hidden_states + model.tokens_embed(token_type_ids)
@@ -55,7 +55,7 @@ def _gpt(
     for index, block in enumerate(model.h):
         attention = block.attn
         query, key, value = _split_heads(attention.n_head, *attention.c_attn(hidden_states).chunk(3, dim=-1))
-        key, value = past_key_values.update(key, value, index)
+        key, value = cache.update(key, value, index)
         scaling = value.shape[-1] ** -0.5 if attention.scale else 1.0
         output, _ = attend(attention, query, key, value, mask, scaling=scaling)
         output = attention.c_proj(output.reshape(hidden_states.shape))
@@ -73,7 +73,7 @@ def _xlm(
     position_ids: torch.Tensor | None = None,
     inputs_embeds: torch.Tensor | None = None,
     *,
-    past_key_values: Any,
+    cache: Any,
     original: Callable,
     logits_to_keep: int | torch.Tensor = 0,
     **kwargs: Any,
@@ -81,7 +81,7 @@ def _xlm(
     """Run causal XLM (Lample and Conneau 2019); without `langs` no language embedding is added, as upstream."""
     model = self.transformer
     hidden_states = model.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-    positions, mask = _step(model, hidden_states, past_key_values, attention_mask)
+    positions, mask = _step(model, hidden_states, cache, attention_mask)
     hidden_states = hidden_states + model.position_embeddings(positions if position_ids is None else position_ids)
     if langs is not None and model.use_lang_emb and model.n_langs > 1:
         hidden_states = hidden_states + model.lang_embeddings(langs)
@@ -94,7 +94,7 @@ def _xlm(
             attention.n_heads,
             *(linear(hidden_states) for linear in (attention.q_lin, attention.k_lin, attention.v_lin)),
         )
-        key, value = past_key_values.update(key, value, index)
+        key, value = cache.update(key, value, index)
         output, _ = attend(attention, query, key, value, mask, scaling=attention.head_dim**-0.5)
         output = attention.out_lin(output.reshape(hidden_states.shape))
         hidden_states = model.layer_norm1[index](hidden_states + output)
@@ -109,10 +109,7 @@ PATCHES = {
             "OpenAIGPTLMHeadModel.forward",
             over_our_cache(_gpt),
             "it takes every token at every step",
-            digests=(
-                "30d908d83c52daf9",
-                "83d1290d0b315add",
-            ),
+            digests=("30d908d83c52daf9", "83d1290d0b315add"),
             source="OpenAIGPTLMHeadModel OpenAIGPTModel Block MLP Attention",
         ),
     ),
@@ -122,10 +119,7 @@ PATCHES = {
             "XLMWithLMHeadModel.forward",
             over_our_cache(_xlm),
             "it takes every token at every step, and a cache as another argument",
-            digests=(
-                "9154282c41355d80",
-                "3f864dd028bdefd5",
-            ),
+            digests=("9154282c41355d80", "3f864dd028bdefd5", "c0691cb98a2c3bff"),
             source="XLMWithLMHeadModel XLMModel MultiHeadAttention",
         ),
     ),

@@ -12,7 +12,7 @@ from transformers import EncoderDecoderCache
 from transformers.masking_utils import create_causal_mask
 
 from ....common.patch import Patch
-from ..conditions import over_our_cache
+from ..conditions import CACHE, over_our_cache
 
 
 class _Bias(NamedTuple):
@@ -34,7 +34,7 @@ def _decoder(
     attention_mask: torch.Tensor | None = None,
     encoder_hidden_states: torch.Tensor | None = None,
     encoder_attention_mask: torch.Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     inputs_embeds: torch.Tensor | None = None,
     *,
     original: Callable,
@@ -47,10 +47,10 @@ def _decoder(
     module = sys.modules[type(self).__module__]
     embeds = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
     length = embeds.shape[1]
-    has_encoder = isinstance(past_key_values, EncoderDecoderCache)
-    cache = past_key_values.self_attention_cache if has_encoder else past_key_values
+    has_encoder = isinstance(cache, EncoderDecoderCache)
+    own = cache.self_attention_cache if has_encoder else cache
     # A probe cache has no tokens yet.
-    start = 0 if getattr(cache, "is_probe", False) else cache.get_query_offset()
+    start = 0 if getattr(own, "is_probe", False) else own.get_query_offset()
     positions = (torch.arange(length, device=embeds.device) + start).reshape(-1, length)
     table = self.position_embeddings
     first = positions + 1 + table.padding_idx
@@ -62,27 +62,27 @@ def _decoder(
     hidden_states = torch.cat(streams, dim=1)
     if self.embeddings_layer_norm:
         hidden_states = self.embeddings_layer_norm(hidden_states)
-    bias = _bias(self, embeds, cache, positions, create_causal_mask(self.config, embeds, attention_mask, cache))
+    bias = _bias(self, embeds, own, positions, create_causal_mask(self.config, embeds, attention_mask, own))
     encoder_mask = None
     if encoder_attention_mask is not None:
         encoder_mask = (1.0 - encoder_attention_mask[:, None, None, :].to(embeds.dtype)) * torch.finfo(embeds.dtype).min
         encoder_mask = encoder_mask.expand(-1, self.config.num_decoder_attention_heads, -1, -1)
     for layer in self.layers:
-        attended = _attention(layer.self_attn, hidden_states, cache, bias)
+        attended = _attention(layer.self_attn, hidden_states, own, bias)
         hidden_states = layer.self_attn_layer_norm(hidden_states + attended)
         if encoder_hidden_states is not None:
             attended, _ = layer.cross_attn(
                 hidden_states=hidden_states,
                 key_value_states=encoder_hidden_states,
                 attention_mask=encoder_mask,
-                past_key_values=past_key_values,
+                **{CACHE: cache},
             )
             hidden_states = layer.cross_attn_layer_norm(attended + hidden_states)
         hidden_states = layer.feed_forward_layer_norm(layer.feed_forward(hidden_states) + hidden_states)
     return module.ProphetNetDecoderModelOutput(
         last_hidden_state=hidden_states.narrow(1, 0, length),
         last_hidden_state_ngram=hidden_states.narrow(1, length, self.ngram * length),
-        past_key_values=past_key_values,
+        **{CACHE: cache},
     )
 
 
@@ -154,7 +154,7 @@ PATCHES = {
             "ProphetNetDecoder.forward",
             over_our_cache(_decoder),
             "the size of its position bias is not that of the slots",
-            digests=("693ad757c0a7c4ac",),
+            digests=("693ad757c0a7c4ac", "2f3686cbad7621ca"),
             source="ProphetNetDecoder ProphetNetDecoderLayer ProphetNetNgramSelfAttention ngram_attention_bias",
         ),
     )

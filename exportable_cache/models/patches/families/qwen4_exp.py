@@ -27,7 +27,7 @@ def _indexer(
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor,
-    past_key_values: Any,
+    cache: Any,
     *,
     original: Callable,
 ) -> torch.Tensor:
@@ -44,7 +44,7 @@ def _indexer(
     query = self.q_layernorm(query.reshape(batch_size, length, -1, self.index_head_dim))
     query = rotated(query, cos=cos, sin=sin, unsqueeze_dim=2)
     kept = torch.cat([key, cos.expand(batch_size, -1, -1), sin.expand(batch_size, -1, -1)], dim=-1)
-    kept = past_key_values.update_indexer(kept, self.layer_idx)
+    kept = cache.update_indexer(kept, self.layer_idx)
     slots, ratio = kept.shape[1], self.compress_ratio
     blocks = slots // ratio
     groups = kept.narrow(1, 0, blocks * ratio).reshape(batch_size, blocks, ratio, kept.shape[2])
@@ -67,10 +67,10 @@ def _indexer(
     return (F.pad(seen, (0, 1), value=1.0).index_select(-1, slot // ratio) > 0)[:, None]
 
 
-def _ngrams(self: Any, input_ids: torch.Tensor, past_key_values: Any, *, original: Callable) -> torch.Tensor:
+def _ngrams(self: Any, input_ids: torch.Tensor, cache: Any, *, original: Callable) -> torch.Tensor:
     """Embed the hashed n-grams that end at each token, [batch, length, dim]; n-grams do not cross an end of text."""
     length, end = input_ids.shape[1], self.eos_token_id
-    history = past_key_values.update_conv_state(
+    history = cache.update_conv_state(
         input_ids.long() - end, self.layer_idx, state_idx=_TOKENS, conv_kernel_size=self.context_len
     )
     # Padded, because a probe cache returns only the new tokens.
@@ -112,5 +112,8 @@ def _of_file(*digests: tuple[str, ...]) -> tuple[Patch, ...]:
     )
 
 
-_PATCHES = _of_file(("6d404a8edd3c5aa9",), ("5d9af639e2d9f0d1",))
+_PATCHES = _of_file(
+    ("6d404a8edd3c5aa9", "72a5b1fae20c050f"),
+    ("5d9af639e2d9f0d1", "37c9c702e6428d2a"),
+)
 PATCHES = {"qwen4_exp": _PATCHES, "qwen4_exp_text": _PATCHES}

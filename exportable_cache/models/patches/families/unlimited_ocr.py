@@ -11,11 +11,12 @@ from transformers.masking_utils import create_causal_mask
 from ....cache.layers import PromptLayer
 from ....cache.policies import PromptPolicy
 from ....common.patch import Patch
+from ..conditions import CACHE
 
 
 def _reference_mask(original: Callable) -> Callable:
     def create_reference_sliding_window_causal_mask(*args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         numbered = enumerate(getattr(cache, "layers", ()))
         index, layer = next((one for one in numbered if isinstance(one[1], PromptLayer)), (0, None))
         if layer is None:
@@ -37,7 +38,7 @@ _PATCHES = (
         "create_reference_sliding_window_causal_mask",
         _reference_mask,
         "its mask reads the prompt's length from its cache layers as a Python int",
-        digests=("19288d3c8848cebb",),
+        digests=("19288d3c8848cebb", "e1dc271d48cd751e"),
     ),
 )
 PATCHES = {"unlimited_ocr": _PATCHES, "unlimited_ocr_text": _PATCHES}

@@ -23,7 +23,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ....common.patch import Patch
-from ..conditions import kept_hidden_states
+from ..conditions import CACHE, kept_hidden_states
 from .rope import phimoe_by_lengths
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _chameleon(
     logits = self.lm_head(kept_hidden_states(outputs.last_hidden_state, logits_to_keep))
     return CausalLMOutputWithPast(
         logits=logits.index_fill(-1, self.image_token_ids, torch.finfo(logits.dtype).min),
-        past_key_values=outputs.past_key_values,
+        **{CACHE: getattr(outputs, CACHE)},
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
     )
@@ -179,7 +179,9 @@ PREPARATIONS = {"chameleon": ("", _keep_image_tokens)}
 
 PATCHES = {
     "chameleon": (
-        _on_device("chameleon", "ChameleonForConditionalGeneration.forward", _chameleon, "b66091c0596a71c1"),
+        _on_device(
+            "chameleon", "ChameleonForConditionalGeneration.forward", _chameleon, "b66091c0596a71c1", "6963a8c3718d2d78"
+        ),
     ),
     "deepseek_ocr2": _tower("deepseek_ocr2", "DeepseekOcr2SamVisionAttention"),
     "falcon": (_on_device("falcon", "FalconAttention._split_heads", _falcon_heads, "cb157de061155926"),),
@@ -195,7 +197,7 @@ PATCHES = {
             "PhimoeRotaryEmbedding.forward",
             _phimoe_forward,
             _REASON,
-            ("b9c85539c82b68e8",),
+            ("b9c85539c82b68e8", "abfb30d6df52d9eb"),
             needed=False,
         ),
     ),

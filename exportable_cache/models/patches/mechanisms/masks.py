@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from ....common.patch import Patch
 from ....errors import UnsupportedModelError
-from ..conditions import only_traced, over_our_cache
+from ..conditions import CACHE, only_traced, over_our_cache
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -37,7 +37,7 @@ def _masks_of_text(
     attention_mask: Any = None,
     inputs_embeds: torch.Tensor | None = None,
     mm_token_type_ids: torch.Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     original: Callable,
     **kwargs: Any,
 ) -> Any:
@@ -52,7 +52,7 @@ def _masks_of_text(
             "config": self.config.get_text_config(),
             "inputs_embeds": _like(self, input_ids, inputs_embeds),
             "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
+            CACHE: cache,
             "position_ids": None,
         }
         attention_mask = {
@@ -65,7 +65,7 @@ def _masks_of_text(
         *args,
         attention_mask=attention_mask,
         inputs_embeds=inputs_embeds,
-        past_key_values=past_key_values,
+        **{CACHE: cache},
         **kwargs,
     )
 
@@ -76,18 +76,16 @@ def _mask_with_window(
     attention_mask: Any = None,
     *args: Any,
     inputs_embeds: torch.Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     original: Callable,
     **kwargs: Any,
 ) -> Any:
     """Create the mask of a ring, which the model uses unchanged."""
     if attention_mask is None or attention_mask.dim() == 2:
         attention_mask = create_sliding_window_causal_mask(
-            self.config, _like(self, input_ids, inputs_embeds), attention_mask, past_key_values
+            self.config, _like(self, input_ids, inputs_embeds), attention_mask, cache
         )
-    return original(
-        self, input_ids, attention_mask, *args, inputs_embeds=inputs_embeds, past_key_values=past_key_values, **kwargs
-    )
+    return original(self, input_ids, attention_mask, *args, inputs_embeds=inputs_embeds, **{CACHE: cache}, **kwargs)
 
 
 def _kosmos_text(
@@ -97,14 +95,14 @@ def _kosmos_text(
     image_embeds: torch.Tensor | None = None,
     image_embeds_position_mask: torch.Tensor | None = None,
     *,
-    past_key_values: Any,
+    cache: Any,
     inputs_embeds: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     original: Callable,
     **kwargs: Any,
 ) -> BaseModelOutputWithPastAndCrossAttentions:
     """Run the layers with a mask over slots; positions count from the padding index + 1, without padding."""
-    table, past = self.embed_positions, past_key_values.get_seq_length()
+    table, past = self.embed_positions, cache.get_seq_length()
     if position_ids is None and inputs_embeds is None:
         position_ids = table.create_position_ids_from_input_ids(input_ids, table.padding_idx, past)
     elif position_ids is None:
@@ -116,12 +114,10 @@ def _kosmos_text(
         img_input_mask=image_embeds_position_mask,
         position_ids=position_ids,
     )
-    mask = create_causal_mask(self.config, hidden_states, attention_mask, past_key_values)
+    mask = create_causal_mask(self.config, hidden_states, attention_mask, cache)
     for layer in self.layers:
-        hidden_states = layer(hidden_states, mask, past_key_values=past_key_values, use_cache=True)
-    return BaseModelOutputWithPastAndCrossAttentions(
-        last_hidden_state=self.layer_norm(hidden_states), past_key_values=past_key_values
-    )
+        hidden_states = layer(hidden_states, mask, **{CACHE: cache}, use_cache=True)
+    return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.layer_norm(hidden_states), **{CACHE: cache})
 
 
 def _masked_by_slots(
@@ -130,18 +126,16 @@ def _masked_by_slots(
     attention_mask: torch.Tensor | BlockMask | None = None,
     *args: Any,
     inputs_embeds: torch.Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     original: Callable,
     **kwargs: Any,
 ) -> Any:
     """Create a mask [batch, 1, length, slots] from the cache, which models use unchanged."""
-    if attention_mask is None and past_key_values is not None:
+    if attention_mask is None and cache is not None:
         like = _like(self, input_ids, inputs_embeds)
-        cache = getattr(past_key_values, "self_attention_cache", past_key_values)
-        attention_mask = create_causal_mask(self.config, like, None, cache)
-    return original(
-        self, input_ids, attention_mask, *args, inputs_embeds=inputs_embeds, past_key_values=past_key_values, **kwargs
-    )
+        own = getattr(cache, "self_attention_cache", cache)
+        attention_mask = create_causal_mask(self.config, like, None, own)
+    return original(self, input_ids, attention_mask, *args, inputs_embeds=inputs_embeds, **{CACHE: cache}, **kwargs)
 
 
 def _opt_by_slots(
@@ -150,21 +144,19 @@ def _opt_by_slots(
     attention_mask: torch.Tensor | None = None,
     *,
     position_ids: torch.Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     inputs_embeds: torch.Tensor | None = None,
     original: Callable,
     **kwargs: Any,
 ) -> Any:
     """Create the mask and the positions, which OPT would count from its own mask."""
-    if attention_mask is None and position_ids is None and past_key_values is not None:
+    if attention_mask is None and position_ids is None and cache is not None:
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         assert tokens is not None
-        positions = past_key_values.get_seq_length() + torch.arange(tokens.shape[1], device=tokens.device)
+        positions = cache.get_seq_length() + torch.arange(tokens.shape[1], device=tokens.device)
         position_ids = positions[None].expand(tokens.shape[:2])
-    caches = {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values}
-    return _masked_by_slots(
-        self, input_ids, attention_mask, position_ids=position_ids, original=original, **caches, **kwargs
-    )
+    given = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, "cache": cache}
+    return _masked_by_slots(self, input_ids, attention_mask, original=original, **given, **kwargs)
 
 
 _REASON = "it makes a mask as long as the sequence"
@@ -174,7 +166,7 @@ def _of_class(model: str, name: str, *digests: str) -> tuple[Patch, ...]:
     return (Patch(f"{model}.modeling_{model}", f"{name}.forward", only_traced(_masked_by_slots), _REASON, digests),)
 
 
-_PIX2STRUCT = _of_class("pix2struct", "Pix2StructTextModel", "45cc7360d8ca6df6", "94a21c26fbad9c18")
+_PIX2STRUCT = _of_class("pix2struct", "Pix2StructTextModel", "45cc7360d8ca6df6", "94a21c26fbad9c18", "ac4da68215c2d7af")
 
 
 PATCHES = {
@@ -184,10 +176,7 @@ PATCHES = {
             "Gemma4UnifiedModel.forward",
             over_our_cache(_masks_of_text),
             "it indexes images in its mask by the cache's length as a Python int",
-            digests=(
-                "57d696e75d14b3cd",
-                "726fdf5de4ce009d",
-            ),
+            digests=("57d696e75d14b3cd", "726fdf5de4ce009d", "1c5f4ad1ee96792c"),
         ),
     ),
     "kosmos_2_text_model": (
@@ -196,10 +185,7 @@ PATCHES = {
             "Kosmos2TextTransformer.forward",
             over_our_cache(_kosmos_text),
             "its attention mask covers the tokens of a step, not the cache's slots",
-            digests=(
-                "29ece5e06bfbf7e0",
-                "2c332000029f17b9",
-            ),
+            digests=("29ece5e06bfbf7e0", "2c332000029f17b9", "ea7cae7e41b92b69"),
         ),
     ),
     "moshi": (
@@ -208,10 +194,7 @@ PATCHES = {
             "MoshiModel.forward",
             over_our_cache(_mask_with_window),
             "its attention mask leaves out the sliding window",
-            digests=(
-                "f7fccb74c229ebd8",
-                "f803dd08c01a124c",
-            ),
+            digests=("f7fccb74c229ebd8", "f803dd08c01a124c", "d86c88b43b7dae7a"),
         ),
     ),
     "kyutai_speech_to_text": (
@@ -220,17 +203,25 @@ PATCHES = {
             "KyutaiSpeechToTextModel.forward",
             over_our_cache(_mask_with_window),
             "its attention mask leaves out the sliding window",
-            digests=("f7fccb74c229ebd8", "f803dd08c01a124c"),
+            digests=("f7fccb74c229ebd8", "f803dd08c01a124c", "d86c88b43b7dae7a"),
         ),
     ),
-    "big_bird": _of_class("big_bird", "BigBirdModel", "3b2d700041772ed9", "87c436a64c8424d3"),
-    "biogpt": _of_class("biogpt", "BioGptModel", "fad64a70caa3d5a5", "cdca3c4f2e215352"),
-    "megatron-bert": _of_class("megatron_bert", "MegatronBertModel", "08aaaa04d39b7bdf", "3b58f74cdb2aa20e"),
+    "big_bird": _of_class("big_bird", "BigBirdModel", "3b2d700041772ed9", "87c436a64c8424d3", "e76a274ff0915c13"),
+    "biogpt": _of_class("biogpt", "BioGptModel", "fad64a70caa3d5a5", "cdca3c4f2e215352", "a3728d00186c6d19"),
+    "megatron-bert": _of_class(
+        "megatron_bert", "MegatronBertModel", "08aaaa04d39b7bdf", "3b58f74cdb2aa20e", "7c0a90df27105274"
+    ),
     "opt": (
-        Patch("opt.modeling_opt", "OPTDecoder.forward", only_traced(_opt_by_slots), _REASON, ("a60e8286d39616ff",)),
+        Patch(
+            "opt.modeling_opt",
+            "OPTDecoder.forward",
+            only_traced(_opt_by_slots),
+            _REASON,
+            ("a60e8286d39616ff", "282fd812a71e4c3b"),
+        ),
     ),
     "pix2struct": _PIX2STRUCT,
     "pix2struct_text_model": _PIX2STRUCT,
-    "rembert": _of_class("rembert", "RemBertModel", "6a1e8ec9f8cae378", "bc856660417c7e51"),
-    "roformer": _of_class("roformer", "RoFormerModel", "e04b5f14baeefbcc", "10ce5af282bd3239"),
+    "rembert": _of_class("rembert", "RemBertModel", "6a1e8ec9f8cae378", "bc856660417c7e51", "9ed632a0eeb2ca5e"),
+    "roformer": _of_class("roformer", "RoFormerModel", "e04b5f14baeefbcc", "10ce5af282bd3239", "d9e184bfced79f39"),
 }

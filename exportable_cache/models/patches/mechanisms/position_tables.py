@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def _positions(
     self: nn.Embedding,
     ids_or_shape: torch.Tensor | torch.Size,
-    past_key_values_length: int | torch.Tensor = 0,
+    cache_length: int | torch.Tensor = 0,
     position_ids: torch.Tensor | None = None,
     *,
     original: Callable,
@@ -30,22 +30,22 @@ def _positions(
     """Compute positions as `past + arange(n)`. Some tables get ids, others the shape [batch, length]."""
     if position_ids is None:
         shape = ids_or_shape.shape if isinstance(ids_or_shape, torch.Tensor) else ids_or_shape
-        position_ids = past_key_values_length + torch.arange(shape[1], device=self.weight.device)
-    return original(self, ids_or_shape, past_key_values_length, position_ids)
+        position_ids = cache_length + torch.arange(shape[1], device=self.weight.device)
+    return original(self, ids_or_shape, cache_length, position_ids)
 
 
 def _sinusoids_of_ids(
-    self: nn.Module, ids: torch.Tensor, past_key_values_length: int | torch.Tensor = 0, *, original: Callable
+    self: nn.Module, ids: torch.Tensor, cache_length: int | torch.Tensor = 0, *, original: Callable
 ) -> torch.Tensor:
     """Compute the sinusoids of MusicGen for ids [batch, codebooks, length]."""
-    return _sinusoids(self, ids.shape[2], past_key_values_length)
+    return _sinusoids(self, ids.shape[2], cache_length)
 
 
 def _sinusoids_of_embeddings(
-    self: nn.Module, embeds: torch.Tensor, past_key_values_length: int | torch.Tensor = 0, *, original: Callable
+    self: nn.Module, embeds: torch.Tensor, cache_length: int | torch.Tensor = 0, *, original: Callable
 ) -> torch.Tensor:
     """Compute the sinusoids of MusicGen Melody for embeddings [batch, length, hidden_size]."""
-    return _sinusoids(self, embeds.shape[1], past_key_values_length)
+    return _sinusoids(self, embeds.shape[1], cache_length)
 
 
 def _sinusoids(table: Any, length: int, past: int | torch.Tensor) -> torch.Tensor:
@@ -71,20 +71,20 @@ _MUSICGEN = Patch(
     "MusicgenSinusoidalPositionalEmbedding.forward",
     only_traced(_sinusoids_of_ids),
     _GROWS,
-    ("5f91b419b3cd9a70",),
+    ("5f91b419b3cd9a70", "9681c4a853c4269c"),
 )
 _MUSICGEN_MELODY = Patch(
     "musicgen_melody.modeling_musicgen_melody",
     "MusicgenMelodySinusoidalPositionalEmbedding.forward",
     only_traced(_sinusoids_of_embeddings),
     _GROWS,
-    ("4851571b68c820dc",),
+    ("4851571b68c820dc", "4536156f7176c154"),
 )
 
 PATCHES = {
     "musicgen_decoder": (_MUSICGEN,),
     "musicgen_melody_decoder": (_MUSICGEN_MELODY,),
-    "mvp": _of_class("mvp", "MvpLearnedPositionalEmbedding", "ff0289e389da4468"),
-    "roformer": _of_class("roformer", "RoFormerSinusoidalPositionalEmbedding", "bd1ac856484b48d1"),
-    "trocr": _of_class("trocr", "TrOCRLearnedPositionalEmbedding", "ff0289e389da4468"),
+    "mvp": _of_class("mvp", "MvpLearnedPositionalEmbedding", "ff0289e389da4468", "f2a49c32b6139e67"),
+    "roformer": _of_class("roformer", "RoFormerSinusoidalPositionalEmbedding", "bd1ac856484b48d1", "6e97d62c4f1ba410"),
+    "trocr": _of_class("trocr", "TrOCRLearnedPositionalEmbedding", "ff0289e389da4468", "f2a49c32b6139e67"),
 }

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 _DIGEST = "08325dbe8de5e5f0"
-_PHIMOE = "b9c85539c82b68e8"
+_PHIMOE = ("b9c85539c82b68e8", "abfb30d6df52d9eb")
 _REASON = "it selects frequencies by the largest position of a call, for all rows, and keeps them for later calls"
 #: Attribute of a replacement that supports `rope_by`.
 _FOLLOWS = "_exportable_cache_rope_by"
@@ -195,7 +195,7 @@ def _is_from_transformers(rotary: type) -> bool:
 def _patch_of(rotary: type) -> Patch:
     file, name = rotary.__module__.removeprefix("transformers.models."), f"{rotary.__name__}.forward"
     if rotary.__name__ == "PhimoeRotaryEmbedding":
-        return Patch(file, name, phimoe_by_lengths, _REASON, (_PHIMOE,))
+        return Patch(file, name, phimoe_by_lengths, _REASON, _PHIMOE)
     return Patch(file, name, by_lengths, _REASON, (_DIGEST,), source="dynamic_rope_update")
 
 
@@ -263,7 +263,19 @@ def _of_file(
     )
 
 
-_LLAMA = _of_file("llama4", "Llama4TextRotaryEmbedding", 2, ("8ef5ce218b1c39f6",), ("6449c30f36c9d1f4",))
-_DEEPSEEK = _of_file("deepseek_v2", "DeepseekV2RotaryEmbedding", 1, ("b3340f5c8a939cad",), ("e0760ae8e20f4090",))
+_LLAMA = _of_file(
+    "llama4",
+    "Llama4TextRotaryEmbedding",
+    2,
+    ("8ef5ce218b1c39f6", "5853a4b4bbed2d4a"),
+    ("6449c30f36c9d1f4",),
+)
+_DEEPSEEK = _of_file(
+    "deepseek_v2",
+    "DeepseekV2RotaryEmbedding",
+    1,
+    ("b3340f5c8a939cad", "afca3c9f519b93a5"),
+    ("e0760ae8e20f4090",),
+)
 
 PATCHES = {"llama4": _LLAMA, "llama4_text": _LLAMA, "deepseek_v2": _DEEPSEEK}

@@ -171,10 +171,7 @@ PATCHES = {
             "MoonshineStreamingDecoder.forward",
             over_our_cache(_with_cloned_states),
             "it adds positions to the encoder's output in place, in every step",
-            digests=(
-                "06c52f55a3d1f2f1",
-                "72dd6a2b1c055c7f",
-            ),
+            digests=("06c52f55a3d1f2f1", "72dd6a2b1c055c7f", "aee27730bd855550"),
         ),
     ),
 }

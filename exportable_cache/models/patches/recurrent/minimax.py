@@ -25,7 +25,7 @@ def _lightning_attention(
     hidden_states: torch.Tensor,
     position_embeddings: Any = None,
     attention_mask: torch.Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     *,
     original: Callable,
     **kwargs: Any,
@@ -36,12 +36,12 @@ def _lightning_attention(
     if attention_mask is not None:
         mixed = mixed * attention_mask[:, :, None].to(mixed.dtype)
     query, key, value = mixed.reshape(batch_size, length, self.num_attention_heads, 3 * self.head_dim).chunk(3, dim=-1)
-    state = past_key_values.get_recurrent_state(self.layer_idx)
+    state = cache.get_recurrent_state(self.layer_idx)
     if state is None:
         state = value.new_zeros(batch_size, self.num_attention_heads, self.head_dim, self.head_dim)
     steps = torch.ones(batch_size, length, self.num_attention_heads, dtype=torch.float32, device=value.device)
     output, state = state_space_scan(value, steps, -self.slope_rate.flatten().float(), key, query, state.float())
-    past_key_values.update_recurrent_state(state.to(value.dtype), self.layer_idx)
+    cache.update_recurrent_state(state.to(value.dtype), self.layer_idx)
     output = self.norm(output.to(value.dtype).reshape(batch_size, length, self.num_attention_heads * self.head_dim))
     return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * output), state
 
@@ -53,17 +53,14 @@ PATCHES = {
             "MiniMaxModel.forward",
             over_our_cache(_without_cache_check),
             "it accepts only a MiniMaxCache",
-            digests=(
-                "5d15e07c1aa62c73",
-                "917fbe0f4e8b6cce",
-            ),
+            digests=("5d15e07c1aa62c73", "917fbe0f4e8b6cce", "80ce253c73965179"),
         ),
         Patch(
             "minimax.modeling_minimax",
             "MiniMaxLightningAttention.forward",
             over_our_cache(_lightning_attention),
             "it keeps its state in a MiniMaxCache, and loops over the tokens of a step",
-            digests=("5ad232eb952984af",),
+            digests=("5ad232eb952984af", "2ed76bbeb2c45e0a"),
             source="MiniMaxLightningAttention",
         ),
     )

@@ -26,7 +26,7 @@ def _recurrent_block(
     input_states: torch.Tensor,
     position_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     *,
     original: Callable,
     **kwargs: Any,
@@ -35,16 +35,16 @@ def _recurrent_block(
     assert self.lru_width is not None
     gate = self.act_fn(self.linear_y(input_states))
     branch = self.linear_x(input_states).transpose(1, 2)
-    branch = past_key_values.update_conv_state(branch, self.layer_idx, conv_kernel_size=self.conv1d_width - 1)
+    branch = cache.update_conv_state(branch, self.layer_idx, conv_kernel_size=self.conv1d_width - 1)
     # Padded with zeros, because a probe cache returns only the new tokens.
     branch = F.pad(branch, (self.conv1d_width - 1 + input_states.shape[1] - branch.shape[2], 0))
     branch = F.conv1d(branch, self.conv_1d.weight, self.conv_1d.bias, groups=self.lru_width).transpose(1, 2)
-    initial = past_key_values.get_recurrent_state(self.layer_idx)
+    initial = cache.get_recurrent_state(self.layer_idx)
     if initial is None:
         initial = torch.zeros(branch.shape[0], self.lru_width, dtype=torch.float32, device=branch.device)
     decay, inputs = _gated(self.rg_lru, branch, position_ids)
     states = linear_recurrence(decay, inputs, initial)
-    past_key_values.update_recurrent_state(states[:, -1], self.layer_idx)
+    cache.update_recurrent_state(states[:, -1], self.layer_idx)
     return self.linear_out(states.to(branch.dtype) * gate), None
 
 
@@ -95,10 +95,7 @@ PATCHES = {
             "RecurrentGemmaModel.forward",
             over_our_cache(_with_layer_indices),
             "its recurrent blocks have no layer index",
-            digests=(
-                "02ab8dca9f32dca8",
-                "c4f52fc6f6ef8018",
-            ),
+            digests=("02ab8dca9f32dca8", "c4f52fc6f6ef8018", "fcfa02323a6126af"),
         ),
         Patch(
             "recurrent_gemma.modeling_recurrent_gemma",

@@ -23,7 +23,7 @@ def _rwkv(
     attention_mask: torch.Tensor | None = None,
     inputs_embeds: torch.Tensor | None = None,
     *,
-    past_key_values: Any,
+    cache: Any,
     original: Callable,
     logits_to_keep: int | torch.Tensor = 0,
     **kwargs: Any,
@@ -35,8 +35,8 @@ def _rwkv(
     for index, block in enumerate(model.blocks):
         if index == 0:
             hidden_states = block.pre_ln(hidden_states)
-        hidden_states = hidden_states + _time_mixing(block.attention, block.ln1(hidden_states), past_key_values)
-        hidden_states = hidden_states + _channel_mixing(block.feed_forward, block.ln2(hidden_states), past_key_values)
+        hidden_states = hidden_states + _time_mixing(block.attention, block.ln1(hidden_states), cache)
+        hidden_states = hidden_states + _channel_mixing(block.feed_forward, block.ln2(hidden_states), cache)
         if rescale_every > 0 and (index + 1) % rescale_every == 0:
             hidden_states = hidden_states / 2
     logits = self.head(kept_hidden_states(model.ln_out(hidden_states), logits_to_keep))
@@ -90,10 +90,7 @@ PATCHES = {
             "RwkvForCausalLM.forward",
             over_our_cache(_rwkv),
             "it keeps its states in a list",
-            digests=(
-                "fe044712abf5c350",
-                "bfd050a400eb19a6",
-            ),
+            digests=("fe044712abf5c350", "bfd050a400eb19a6", "44d129fdc00ebc04"),
             source=(
                 "RwkvForCausalLM RwkvModel RwkvBlock RwkvFeedForward RwkvSelfAttention rwkv_linear_attention "
                 "rwkv_linear_attention_cpu"

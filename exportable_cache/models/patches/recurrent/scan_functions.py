@@ -3,8 +3,8 @@
 The scan of Mamba, Falcon-Mamba, Jamba and Zamba loops over tokens and always starts from zeros, so a prompt in two
 parts gives wrong results. Upstream states: "Initial hidden state is not supported by the kernel path". Mamba and
 Falcon-Mamba also apply the padding mask of all tokens to the new ones. The scans of Mamba 2 and its hybrids and the
-gated delta rule (per head in Qwen3-Next, Qwen3.5 and OLMo hybrid; per channel in Kimi Linear, GLM 5 Next and Bailing
-hybrid) pad to whole chunks, which fixes the length of a traced step.
+gated delta rule (per head in Qwen3-Next, Qwen3.5, Lara mini and OLMo hybrid; per channel in Kimi Linear, GLM 5 Next
+and Bailing hybrid) pad to whole chunks, which fixes the length of a traced step.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ PATCHES = {
     "glm5_next": _kimi("glm5_next"),
     "glm5_next_text": _kimi("glm5_next"),
     "kimi_linear": _kimi("kimi_linear"),
+    "lara_mini": _gated("lara_mini"),
     "olmo_hybrid": _gated("olmo_hybrid"),
     "qwen3_5": _gated("qwen3_5"),
     "qwen3_5_text": _gated("qwen3_5"),

@@ -17,7 +17,7 @@ def _xlstm(
     self: Any,
     input_ids: torch.Tensor | None = None,
     inputs_embeds: torch.Tensor | None = None,
-    cache_params: Any = None,
+    cache: Any = None,
     *,
     original: Callable,
     **kwargs: Any,
@@ -25,12 +25,10 @@ def _xlstm(
     """Run the blocks with their memory in the cache."""
     hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
     for index, block in enumerate(self.blocks):
-        hidden_states = hidden_states + _memory_layer(
-            block.mlstm_layer, block.norm_mlstm(hidden_states), index, cache_params
-        )
+        hidden_states = hidden_states + _memory_layer(block.mlstm_layer, block.norm_mlstm(hidden_states), index, cache)
         hidden_states = hidden_states + block.ffn(block.norm_ffn(hidden_states))
     output = sys.modules[type(self).__module__].xLSTMOutput
-    return output(last_hidden_state=self.out_norm(hidden_states), cache_params=cache_params)
+    return output(self.out_norm(hidden_states), cache)
 
 
 def _memory_layer(self: Any, hidden_states: torch.Tensor, index: int, cache: Any) -> torch.Tensor:
@@ -68,10 +66,7 @@ PATCHES = {
             "xLSTMModel.forward",
             over_our_cache(_xlstm),
             "it keeps its states in an xLSTMCache, and loops over the tokens of a step",
-            digests=(
-                "29ba2f28c8830ddd",
-                "0b04bf4e08001330",
-            ),
+            digests=("29ba2f28c8830ddd", "0b04bf4e08001330", "468aa5fa142b20f0"),
             source=(
                 "xLSTMModel xLSTMBlock xLSTMLayer xLSTMBackend mlstm_recurrent_sequence_native "
                 "mlstm_recurrent_step_native"
