@@ -28,8 +28,8 @@ def bare(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment.update(
         PYTHONPATH=str(REPOSITORY), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", EXPORTABLE_CACHE_HOME=str(cwd)
     )
-    # Every runner opens what it exports so.
-    environment[VARIABLE] = "executorch"
+    # Every runner opens what it exports so; with the runtime named, nothing depends on what is installed.
+    environment |= {VARIABLE: "executorch", "EXPORTABLE_CACHE_RUNTIME": "torch"}
     done = subprocess.run(
         [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
     )
