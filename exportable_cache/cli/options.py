@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..common.settings import REQUIRED, Setting, keyword_of, setting_of
-from ..pipeline.recipes import RECIPES
 
 
 def at_least(least: int) -> Callable[[Any], Any]:
@@ -188,11 +187,6 @@ PlanTargetOption = Annotated[
         autocompletion=_complete_targets,
         show_default=False,
     ),
-]
-_RECIPE: Any = Literal[tuple(RECIPES)]
-PlanRecipeOption = Annotated[
-    _RECIPE | None,
-    typer.Option("--recipe", help="Plan for an ExecuTorch program with this recipe.", show_default=False),
 ]
 TemperatureOption = Annotated[
     float,

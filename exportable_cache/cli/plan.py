@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..cache.spec import CacheSpec
 from ..errors import shown
-from ..pipeline.recipes import remark_of
+from ..pipeline.recipes import RECIPES, remark_of
 from ..pipeline.spec import Split
 from .export import print_recipe_sizes
-from .options import JsonOption, ModelArgument, PlanRecipeOption, PlanTargetOption, declared, options_of, takes
+from .options import JsonOption, ModelArgument, PlanTargetOption, declared, options_of, takes
 from .output.tables import LayerRow, layer_table
 from .output.terminal import Terminal, bytes_text
 
@@ -20,12 +20,18 @@ if TYPE_CHECKING:
     from ..parallel.plan import RankPlan
     from ..pipeline.plan import Plan
 
+_RECIPE: Any = Literal[tuple(RECIPES)]
+RecipeOption = Annotated[
+    _RECIPE | None,
+    typer.Option("--recipe", help="Plan for an ExecuTorch program with this recipe.", show_default=False),
+]
+
 
 @takes(
     declared("model", ModelArgument),
     *options_of([CacheSpec, Split]),
     declared("target", PlanTargetOption, None),
-    declared("recipe", PlanRecipeOption, None),
+    declared("recipe", RecipeOption, None),
     declared("json", JsonOption, False),
 )
 def plan(ctx: typer.Context, model: str, target: str | None, recipe: str | None, json: bool, **given: Any) -> None:
