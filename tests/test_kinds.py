@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 
 from exportable_cache import ExportableCache
 from exportable_cache.common.compat.transformers import cache_argument
@@ -65,7 +65,11 @@ def worst_difference(session, model) -> dict[tuple[int, ...], float]:
 def test_eager(family: str) -> None:
     model = kind_model(family)
     session = live_session(model, False, 64)
-    assert [layer.label for layer in session.layers] == KINDS[family][1]
+    fields, labels = KINDS[family]
+    if not hasattr(cache_utils, "DummyLayer"):
+        # Caches of transformers 5.20 have no entry for layers that share keys.
+        labels = labels[: len(labels) - fields.get("num_kv_shared_layers", 0)]
+    assert [layer.label for layer in session.layers] == labels
     found = worst_difference(session, model)
     assert max(found.values()) <= TOLERANCE, found
 

@@ -209,7 +209,12 @@ class LayeredCache(Cache):
     # -- linear layers ----------------------------------------------------------------------------------------------
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return True, because a state of zeros is equal to no state."""
+        """Return True, because a state of zeros is equal to no state.
+
+        Models of transformers 5.20 call it first in a step of a layer. Some read the state only in steps of one token.
+        """
+        if layer_idx is not None and not state_idx:
+            self._linear_layer(layer_idx).begin_reads()
         return True
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:

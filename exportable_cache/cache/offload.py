@@ -103,6 +103,10 @@ class OffloadedLinearLayer(OffloadedLayer, LinearLayer):
 
     resident_class = LinearLayer
 
+    def begin_reads(self) -> None:
+        """See `LinearLayer.begin_reads`."""
+        self._resident().begin_reads()
+
     def get_conv_state(self, state_idx: int = 0) -> torch.Tensor | None:
         """See `LinearLayer.get_conv_state`."""
         return self._resident().get_conv_state(state_idx)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +171,16 @@ class LinearStates(Component):
             raise InputError(f"states must be shapes, got another config ({type(error).__name__}: {error})") from error
 
 
+class _StatesByIndex:
+    """The states of a layer by index, read by the layer's own method."""
+
+    def __init__(self, read: Callable[[int], torch.Tensor | None]) -> None:
+        self._read = read
+
+    def __getitem__(self, state_idx: int) -> torch.Tensor | None:
+        return self._read(state_idx)
+
+
 class LinearLayer(CacheLayer):
     """Convolution and recurrent states, in transformers' protocol for linear layers (cache_utils.py, 5.23).
 
@@ -191,6 +201,8 @@ class LinearLayer(CacheLayer):
 
     composed_of = {**CacheLayer.composed_of, "states": LinearStates}
     is_croppable = False
+    #: Models of transformers 5.20 ask this of a layer, later ones call `is_recording_past` of the cache.
+    record_past = False
 
     states: LinearStates
 
@@ -236,6 +248,22 @@ class LinearLayer(CacheLayer):
     def has_previous_state(self) -> dict[int, bool]:
         """True for every state, see `LinearLayer`."""
         return dict.fromkeys(range(max(len(self.states.conv), len(self.states.recurrent))), True)
+
+    # Models of transformers 5.20 read these two, where later ones call `get_conv_state` and `get_recurrent_state`.
+
+    @property
+    def conv_states(self) -> _StatesByIndex:
+        """The convolution states by index, see `get_conv_state`."""
+        return _StatesByIndex(self.get_conv_state)
+
+    @property
+    def recurrent_states(self) -> _StatesByIndex:
+        """The recurrent states by index, see `get_recurrent_state`."""
+        return _StatesByIndex(self.get_recurrent_state)
+
+    def begin_reads(self) -> None:
+        """Forget that an earlier step counted a token without an update, before a step of transformers 5.20."""
+        self._counted_one = False
 
     def get_conv_state(self, state_idx: int = 0) -> torch.Tensor | None:
         """Return the state [batch_size, channels, kernel_size], which a step of one token may write in place."""

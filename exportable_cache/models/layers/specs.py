@@ -78,7 +78,8 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
     if config.model_type in STATES_OF_LAYERS:
         types = ["linear_attention"] * len(types)
     crosses = cross_layers_of(config)
-    types = ["dummy" if index in crosses else one for index, one in enumerate(types)]
+    # Transformers 5.20 keeps the types of layers without attention.
+    types = ["dummy" if index in crosses or one in ("mlp", "moe") else one for index, one in enumerate(types)]
     is_compressed = [layer_type in COMPRESSED_TYPES for layer_type in types]
     types = ["indexed_attention" if of_entries else one for one, of_entries in zip(types, is_compressed, strict=True)]
     for index, layer_type in enumerate(types):
@@ -214,6 +215,11 @@ class ProbeCache(DynamicCache):
         self.layers = [
             DynamicIndexedLayer() if type_of_layer(layer) in COMPRESSED_TYPES else layer for layer in self.layers
         ]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return a state, or None if there is none. Caches of transformers 5.20 do not have this method."""
+        layer: Any = self.layers[layer_idx]
+        return layer.recurrent_states[state_idx]
 
 
 def probe_tokens(model: PreTrainedModel, length: int = 1) -> torch.Tensor:

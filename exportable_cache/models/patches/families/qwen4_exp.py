@@ -7,6 +7,7 @@ token, which upstream uses before the first token, because states begin with zer
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -67,6 +68,30 @@ def _indexer(
     return (F.pad(seen, (0, 1), value=1.0).index_select(-1, slot // ratio) > 0)[:, None]
 
 
+def _added_indexer(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor,
+    cache: Any,
+    *,
+    original: Callable,
+) -> torch.Tensor:
+    """Return `_indexer`'s mask, for a float mask as numbers, which transformers 5.20 adds to it."""
+    seen = _indexer(self, hidden_states, position_embeddings, attention_mask, cache, original=original)
+    if not attention_mask.is_floating_point():
+        return seen
+    # Nothing is added to masked slots, because the sum would be -inf.
+    zero = attention_mask.new_zeros(())
+    return torch.where(seen | (attention_mask != 0), zero, torch.finfo(attention_mask.dtype).min)
+
+
+def _indexer_of(original: Callable) -> Callable:
+    """Create the patch of an indexer, whose mask is bool except in transformers 5.20."""
+    is_added = "finfo" in inspect.unwrap(original).__code__.co_names
+    return over_our_cache(_added_indexer if is_added else _indexer)(original)
+
+
 def _ngrams(self: Any, input_ids: torch.Tensor, cache: Any, *, original: Callable) -> torch.Tensor:
     """Embed the hashed n-grams that end at each token, [batch, length, dim]; n-grams do not cross an end of text."""
     length, end = input_ids.shape[1], self.eos_token_id
@@ -96,7 +121,7 @@ def _of_file(*digests: tuple[str, ...]) -> tuple[Patch, ...]:
         Patch(
             file,
             "Qwen4ExpTextQSAIndexer.forward",
-            over_our_cache(_indexer),
+            _indexer_of,
             "its indexer's number of key blocks depends on data",
             digests=digests[0],
             source="Qwen4ExpTextQSAIndexer",
@@ -113,7 +138,7 @@ def _of_file(*digests: tuple[str, ...]) -> tuple[Patch, ...]:
 
 
 _PATCHES = _of_file(
-    ("6d404a8edd3c5aa9", "72a5b1fae20c050f"),
-    ("5d9af639e2d9f0d1", "37c9c702e6428d2a"),
+    ("310bb729fd5a8edb", "6d404a8edd3c5aa9", "72a5b1fae20c050f"),
+    ("874ee437373ae5ed", "5d9af639e2d9f0d1", "37c9c702e6428d2a"),
 )
 PATCHES = {"qwen4_exp": _PATCHES, "qwen4_exp_text": _PATCHES}

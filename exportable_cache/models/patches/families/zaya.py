@@ -20,7 +20,8 @@ def _convolved(
     original: Callable,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries, keys and values [batch, length, heads, dim]; half of a value is from the previous token."""
-    if cache is None or cache.get_recurrent_state(self.layer_idx) is None:
+    # Caches of transformers 5.20 do not have this method.
+    if not hasattr(cache, "get_recurrent_state") or cache.get_recurrent_state(self.layer_idx) is None:
         return original(self, hidden_states, cache, conv_mask)
     if conv_mask is not None:
         hidden_states = hidden_states * conv_mask[:, :, None].to(hidden_states.dtype)
@@ -52,7 +53,7 @@ PATCHES = {
             "ZayaCCAProjection.forward",
             only_traced(_convolved),
             "it drops the last token of a step, so tracers specialise on steps of two tokens",
-            digests=("0cb200d20a90c6fe", "cde0891bce7411dc"),
+            digests=("73444030a0d7a64a", "0cb200d20a90c6fe", "cde0891bce7411dc"),
             source="ZayaCCAProjection",
             needed=False,
         ),

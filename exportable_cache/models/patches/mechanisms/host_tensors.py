@@ -180,7 +180,12 @@ PREPARATIONS = {"chameleon": ("", _keep_image_tokens)}
 PATCHES = {
     "chameleon": (
         _on_device(
-            "chameleon", "ChameleonForConditionalGeneration.forward", _chameleon, "b66091c0596a71c1", "6963a8c3718d2d78"
+            "chameleon",
+            "ChameleonForConditionalGeneration.forward",
+            _chameleon,
+            "4139847aa06ee476",
+            "b66091c0596a71c1",
+            "6963a8c3718d2d78",
         ),
     ),
     "deepseek_ocr2": _tower("deepseek_ocr2", "DeepseekOcr2SamVisionAttention"),

@@ -217,7 +217,7 @@ PATCHES = {
             "OPTDecoder.forward",
             only_traced(_opt_by_slots),
             _REASON,
-            ("a60e8286d39616ff", "282fd812a71e4c3b"),
+            ("d43867d386c679c7", "a60e8286d39616ff", "282fd812a71e4c3b"),
         ),
     ),
     "pix2struct": _PIX2STRUCT,

@@ -71,14 +71,14 @@ _MUSICGEN = Patch(
     "MusicgenSinusoidalPositionalEmbedding.forward",
     only_traced(_sinusoids_of_ids),
     _GROWS,
-    ("5f91b419b3cd9a70", "9681c4a853c4269c"),
+    ("44fbf25110d45e36", "5f91b419b3cd9a70", "9681c4a853c4269c"),
 )
 _MUSICGEN_MELODY = Patch(
     "musicgen_melody.modeling_musicgen_melody",
     "MusicgenMelodySinusoidalPositionalEmbedding.forward",
     only_traced(_sinusoids_of_embeddings),
     _GROWS,
-    ("4851571b68c820dc", "4536156f7176c154"),
+    ("93e35d962506760e", "4851571b68c820dc", "4536156f7176c154"),
 )
 
 PATCHES = {
