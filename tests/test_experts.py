@@ -29,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_MIXTURE, "moe_intermediate_size": 32, "num_experts": 6},
     # Biases, gates between the others, transposed weights.
     "gpt_oss": {**_MIXTURE, "intermediate_size": 64, "num_local_experts": 4},
-    # Shared experts beside them.
+    # Shared experts next to them.
     "deepseek_v3": {},
     # No gates.
     "nemotron_h": {

@@ -11,7 +11,7 @@ whose name adds `_scale`. Only `NAME` computes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,18 +63,40 @@ def expert_linear(
         float32 [tokens, choices, outputs]; with factors the sum of a token's results times its factors, [tokens,
         outputs].
     """
-    tokens, choices = indices.shape
     if scale is not None:
         source = rounded_activations(source)
-    rows = source[:, None].expand(tokens, choices, -1) if source.dim() == 2 else source
-    results = source.new_empty(tokens, choices, weight.shape[2 if transposed else 1])
-    for expert in indices.unique().tolist():
-        chosen = indices == expert
+
+    def layer(expert: int, rows: torch.Tensor) -> torch.Tensor:
         of_expert = weight[expert].T if transposed else weight[expert]
         if scale is not None:
             grouped = of_expert.view(len(of_expert), scale.shape[2], -1)
             of_expert = (grouped * scale[expert].float()[..., None]).view_as(of_expert)
-        results[chosen] = nn.functional.linear(rows[chosen], of_expert, None if bias is None else bias[expert])
+        return nn.functional.linear(rows, of_expert, None if bias is None else bias[expert])
+
+    return by_expert(source, indices, factors, weight.shape[2 if transposed else 1], layer)
+
+
+def by_expert(
+    source: torch.Tensor,
+    indices: torch.Tensor,
+    factors: torch.Tensor | None,
+    outputs: int,
+    layer: Callable[[int, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Compute the chosen experts one after the other, each for all rows that chose it.
+
+    Args:
+        source: See `expert_linear`, also for `indices`, `factors` and the result.
+        indices: int64 [tokens, choices].
+        factors: float32 [tokens, choices], or None.
+        outputs: Number of results of an expert.
+        layer: Returns [rows, outputs], given the index of an expert and its rows [rows, inputs].
+    """
+    rows = source[:, None].expand(*indices.shape, -1) if source.dim() == 2 else source
+    results = source.new_empty(*indices.shape, outputs)
+    for expert in indices.unique().tolist():
+        chosen = indices == expert
+        results[chosen] = layer(expert, rows[chosen])
     return results if factors is None else (results * factors[..., None]).sum(dim=1)
 
 

@@ -42,7 +42,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @dataclass
 class Done:
-    """What a command in another process did."""
+    """A finished command of another process."""
 
     exit_code: int
     stdout: str

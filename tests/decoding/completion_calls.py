@@ -38,7 +38,7 @@ def refusal(completer: AnyCompleter, ids: list[int], **options: Any) -> list[str
 
 
 def calls(completer: AnyCompleter) -> dict[str, Any]:
-    """What any completer gives alike."""
+    """Return the results that every completer has to give."""
     messages = [{"role": "user", "content": QUESTION}]
     first = completer.encode(messages)
     found: dict[str, Any] = {

@@ -15,15 +15,14 @@ from executorch.backends.transforms.utils import get_param_tensor, is_param
 
 from ....common.tensors import exact_dtype
 from ....errors import UnsupportedModelError
-from ....models.experts import EXPERT_LINEAR
+from ....models.experts import EXPERT_LINEAR, by_expert
 from ..graph_edits import insert_call, packed_weight, replace_call
-from .linears import NAMES, linear_4bit, linear_float, pack, pack_float
+from .linears import NAMES, define_operator, linear_4bit, linear_float, pack, pack_float
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import Node
 
-_library = torch.library.Library("exportable_cache", "FRAGMENT")
 _EXPERTS = "(Tensor source, Tensor weights, Tensor? bias, Tensor indices, Tensor? factors, int outputs"
 
 
@@ -100,13 +99,10 @@ def _plain(linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         factors: torch.Tensor | None,
         outputs: int,
     ) -> torch.Tensor:
-        rows = source[:, None].expand(*indices.shape, -1) if source.dim() == 2 else source
-        results = source.new_empty(*indices.shape, outputs)
-        for expert in indices.unique().tolist():
-            chosen = indices == expert
-            of_expert = None if bias is None else bias[expert]
-            results[chosen] = linear(rows[chosen], weights[expert], of_expert, outputs)
-        return results if factors is None else (results * factors[..., None]).sum(dim=1)
+        def layer(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            return linear(rows, weights[expert], None if bias is None else bias[expert], outputs)
+
+        return by_expert(source, indices, factors, outputs, layer)
 
     return experts
 
@@ -122,21 +118,6 @@ def _output(
     return source.new_empty(*(indices.shape if factors is None else indices.shape[:1]), outputs)
 
 
-def _define(name: str, plain: Callable[..., torch.Tensor]) -> None:
-    """Define an operator; ExecuTorch calls the out variant."""
-
-    def into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
-        return out.copy_(plain(*arguments))
-
-    for schema, function in (
-        (f"{name}{_EXPERTS}) -> Tensor", plain),
-        (f"{name}.out{_EXPERTS}, *, Tensor(a!) out) -> Tensor(a!)", into),
-    ):
-        _library.define(schema)
-        _library.impl(schema[: schema.index("(")], function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"exportable_cache::{name}", _output, lib=_library)
-
-
 for _name in NAMES.values():
-    _define(f"experts_{_name}", _plain(linear_float))
-_define("experts_4bit", _plain(linear_4bit))
+    define_operator(f"experts_{_name}", _EXPERTS, _plain(linear_float), _output)
+define_operator("experts_4bit", _EXPERTS, _plain(linear_4bit), _output)

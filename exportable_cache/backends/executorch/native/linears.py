@@ -269,11 +269,33 @@ def _output(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | No
     return source.new_empty(*source.shape[:-1], outputs)
 
 
-def _define(name: str, plain: Callable[..., torch.Tensor]) -> None:
-    """Define operators for one layer (`linear_...`) and several (`linears_...`); ExecuTorch calls the out variants."""
+def define_operator(
+    name: str, arguments: str, plain: Callable[..., torch.Tensor], output: Callable[..., torch.Tensor]
+) -> None:
+    """Define an operator that returns a tensor, and its out variant, which ExecuTorch calls.
 
-    def into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
-        return out.copy_(plain(*arguments))
+    Args:
+        name: Name in `torch.ops.exportable_cache`.
+        arguments: Their schema, from the opening parenthesis to the last argument.
+        plain: Implementation in plain operators.
+        output: Implementation for fake tensors.
+    """
+
+    def into(*given: object, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(plain(*given))
+
+    _implement(f"{name}{arguments}) -> Tensor", plain)
+    _implement(f"{name}.out{arguments}, *, Tensor(a!) out) -> Tensor(a!)", into)
+    torch.library.register_fake(f"exportable_cache::{name}", output, lib=_library)
+
+
+def _implement(schema: str, function: Callable[..., Any]) -> None:
+    _library.define(schema)
+    _library.impl(schema[: schema.index("(")], function, "CompositeExplicitAutograd")
+
+
+def _define(name: str, plain: Callable[..., torch.Tensor]) -> None:
+    """Define operators for one layer (`linear_...`) and several (`linears_...`)."""
 
     def several(of: Callable[..., torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
         def call(
@@ -291,16 +313,10 @@ def _define(name: str, plain: Callable[..., torch.Tensor]) -> None:
         for target, result in zip(out, several(plain)(*arguments), strict=True):
             target.copy_(result)
 
+    define_operator(name, _LINEAR, plain, _output)
     together = name.replace("linear", "linears")
-    for schema, function in (
-        (f"{name}{_LINEAR}) -> Tensor", plain),
-        (f"{name}.out{_LINEAR}, *, Tensor(a!) out) -> Tensor(a!)", into),
-        (f"{together}{_LINEARS}) -> Tensor[]", several(plain)),
-        (f"{together}.out{_LINEARS}, *, Tensor(a!)[] out) -> ()", several_into),
-    ):
-        _library.define(schema)
-        _library.impl(schema[: schema.index("(")], function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"exportable_cache::{name}", _output, lib=_library)
+    _implement(f"{together}{_LINEARS}) -> Tensor[]", several(plain))
+    _implement(f"{together}.out{_LINEARS}, *, Tensor(a!)[] out) -> ()", several_into)
     torch.library.register_fake(f"exportable_cache::{together}", several(_output), lib=_library)
 
 
@@ -380,22 +396,9 @@ def embedding(weights: torch.Tensor, tokens: torch.Tensor, rows: int, dim: int) 
     return unpack_float(weights, dim, rows)[tokens]
 
 
-def _embedding_into(
-    weights: torch.Tensor, tokens: torch.Tensor, rows: int, dim: int, *, out: torch.Tensor
-) -> torch.Tensor:
-    return out.copy_(embedding(weights, tokens, rows, dim))
-
-
 def _embedding_output(weights: torch.Tensor, tokens: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
     return weights.new_empty(*tokens.shape, dim, dtype=torch.float32)
 
 
 for _name in ("embedding_bfloat16", "embedding_float16"):
-    # ExecuTorch calls the out variants.
-    for _schema, _function in (
-        (f"{_name}{_EMBEDDING}) -> Tensor", embedding),
-        (f"{_name}.out{_EMBEDDING}, *, Tensor(a!) out) -> Tensor(a!)", _embedding_into),
-    ):
-        _library.define(_schema)
-        _library.impl(_schema[: _schema.index("(")], _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"exportable_cache::{_name}", _embedding_output, lib=_library)
+    define_operator(_name, _EMBEDDING, embedding, _embedding_output)
