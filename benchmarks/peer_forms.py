@@ -15,10 +15,10 @@ VOCABULARY = 32000
 CHECKED_PROMPT, CHECKED_STEPS = 40, 16
 #: Untimed tokens at the start of a turn, because other processes have used the caches and cores before.
 UNTIMED = 2
-#: Longest prompt chunk in our forms and in ExecuTorch's export; the others choose it themselves.
-CHUNK = 256
-#: Longest chunk in float32 with native operators, because a chunk reads the weights once. Peers need less memory.
-LONG_CHUNK = 1024
+#: The small model that all forms run: a random Llama of 110M parameters. The others are published shapes.
+SMALL_MODEL = "llama-110m"
+#: Published shapes of which 16-bit weights do not fit into memory twice; only 4-bit forms run them.
+LARGE_MODELS = ("qwen3-4b", "qwen3-moe", "llama-3.1-8b")
 
 
 def token_ids(count: int, first: int = 0) -> list[int]:
@@ -47,6 +47,8 @@ class Environment:
 
 _TORCH = ("torch==2.13.0",)
 _LLAMA_CPP = ("llama-cpp-python", "gguf", "safetensors")
+#: Its image models take a third of the compilation, and nothing here runs them.
+_WITHOUT_IMAGES = "-DLLAVA_BUILD=OFF"
 _AVX2 = ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")
 ENVIRONMENTS = {
     "here": Environment(releases=("exportable-cache", "executorch", "torch")),
@@ -58,13 +60,15 @@ ENVIRONMENTS = {
     "openvino": Environment(
         _TORCH, ("openvino-genai", "nncf", "optimum-intel"), ("torchvision",), ("openvino-genai", "openvino")
     ),
-    "llama.cpp": Environment((), _LLAMA_CPP, releases=("llama-cpp-python",)),
+    "llama.cpp": Environment((), _LLAMA_CPP, releases=("llama-cpp-python",), settings={"CMAKE_ARGS": _WITHOUT_IMAGES}),
     # Compiled for the processor at hand; this one runs with AVX-512 hidden.
     "llama.cpp-avx2": Environment(
         (),
         _LLAMA_CPP,
         releases=("llama-cpp-python",),
-        settings={"CMAKE_ARGS": "-DGGML_NATIVE=OFF " + " ".join(f"-DGGML_{part}=ON" for part in _AVX2)},
+        settings={
+            "CMAKE_ARGS": f"{_WITHOUT_IMAGES} -DGGML_NATIVE=OFF " + " ".join(f"-DGGML_{part}=ON" for part in _AVX2)
+        },
     ),
 }
 
@@ -79,7 +83,8 @@ class Form:
         runtime: Its function in benchmarks/peer_convert.py, and its class in peer_runtimes.py.
         bits: Bits of its weights: 32, 16 for a bfloat16 checkpoint, or 4.
         options: Options for both.
-        of: The form whose files it uses, if it has none.
+        goals: How many times as good as the best peer the form should be, by kind of column: `prompt`, `first` and
+            `last` (tokens at the first and last position), `peak_mb`.
     """
 
     title: str
@@ -87,28 +92,40 @@ class Form:
     runtime: str
     bits: int
     options: dict[str, Any] = field(default_factory=dict)
-    of: str | None = None
+    goals: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_ours(self) -> bool:
         """True if the form is ours, which the others are compared with."""
-        return self.runtime in ("ours", "runner")
+        return self.runtime == "ours"
 
-    def checkpoint(self, slots: int) -> str:
-        """Return the folder of the model that the form is made from."""
-        return f"model-16-{slots}" if self.bits == 16 else f"model-{slots}"
+    @property
+    def is_bound(self) -> bool:
+        """True if the form only reads as many bytes as a token's weights have, which bounds the speed of the others."""
+        return self.runtime == "reading"
+
+    def checkpoint(self, model: str, slots: int) -> str:
+        """Return the folder of the checkpoint that the form is made from, within the model's folder."""
+        if model != SMALL_MODEL:
+            return "checkpoint"
+        return f"checkpoint-16-{slots}" if self.bits == 16 else f"checkpoint-{slots}"
 
 
-_SMALL, _NATIVE = {"quantize": "8da4w"}, {"kernels": "native"}
-_LONG = {"prefill_chunk": LONG_CHUNK}
+def forms_of(model: str) -> list[str]:
+    """Return the forms that run a model by default."""
+    if model == SMALL_MODEL:
+        return list(FORMS)
+    bits = (4,) if model in LARGE_MODELS else (16, 4)
+    return [name for name, form in FORMS.items() if form.bits in bits and form.options.get("precision") != "fp32"]
+
+
+_GOALS_16 = {"prompt": 1.0, "first": 1.0, "last": 1.2, "peak_mb": 1.0}
+#: At most 0.8 times the best peer's memory.
+_GOALS_4 = {"prompt": 1.3, "first": 1.15, "last": 1.5, "peak_mb": 1.25}
 _F32_KEYS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+#: Options of exports of ours are those of `exportable_cache.export`.
 FORMS = {
-    "ours": Form("**ours, float32**", "here", "ours", 32),
-    "ours-native": Form("**ours, float32, native operators**", "here", "ours", 32, {"export": {**_NATIVE, **_LONG}}),
-    "ours-native-runner": Form(
-        "**ours, float32, native operators, without torch**", "here", "runner", 32, of="ours-native"
-    ),
-    "executorch": Form("ExecuTorch's own export", "here", "executorch", 32),
+    "ours": Form("**ours, float32**", "here", "ours", 32, {"recipe": "exact"}),
     "onnxruntime": Form("ONNX Runtime GenAI, float32", "onnxruntime", "onnxruntime", 32, {"precision": "fp32"}),
     "openvino": Form(
         "OpenVINO GenAI, float32 (float32 keys)",
@@ -125,21 +142,15 @@ FORMS = {
         32,
         {"type": "F32", "keys": 0, "flash": False},
     ),
-    "ours-bf16": Form(
-        "**ours, bfloat16 weights, native operators**", "here", "ours", 16, {"export": {**_NATIVE, **_LONG}}
-    ),
-    "ours-bf16-runner": Form(
-        "**ours, bfloat16 weights, native operators, without torch**", "here", "runner", 16, of="ours-bf16"
-    ),
+    "reading": Form("reading the weights alone", "here", "reading", 32),
+    "ours-bf16": Form("**ours, `exact`** (bfloat16 weights)", "here", "ours", 16, {"recipe": "exact"}, _GOALS_16),
+    # It computes as the peers do.
     "ours-bf16-products": Form(
-        "**ours, bfloat16 products, native operators**",
+        "**ours, `exact` with 16-bit products and keys** (`-O compute=bfloat16 --kv-cache-dtype float16`)",
         "here",
         "ours",
         16,
-        {"export": {**_NATIVE, **_LONG, "compute": "bfloat16"}},
-    ),
-    "ours-bf16-products-runner": Form(
-        "**ours, bfloat16 products, native operators, without torch**", "here", "runner", 16, of="ours-bf16-products"
+        {"recipe": "exact", "compute": "bfloat16", "kv_dtype": "float16"},
     ),
     "onnxruntime-of-bf16": Form("ONNX Runtime GenAI, float32", "onnxruntime", "onnxruntime", 16, {"precision": "fp32"}),
     "openvino-fp16": Form(
@@ -156,26 +167,10 @@ FORMS = {
         16,
         {"type": "BF16", "keys": 1, "flash": True},
     ),
-    "ours-8da4w": Form("**ours, 8da4w**", "here", "ours", 4, {"export": _SMALL}),
-    "ours-8da4w-native": Form(
-        "**ours, 8da4w, native operators**", "here", "ours", 4, {"export": {**_SMALL, **_NATIVE}}
-    ),
-    "ours-8da4w-int8": Form(
-        "**ours, 8da4w, native operators, 8-bit keys**",
-        "here",
-        "ours",
-        4,
-        {"export": {**_SMALL, **_NATIVE, "kv_dtype": "int8"}},
-    ),
-    "ours-8da4w-int8-runner": Form(
-        "**ours, 8da4w, native operators, 8-bit keys, without torch**", "here", "runner", 4, of="ours-8da4w-int8"
-    ),
-    "executorch-8da4w": Form(
-        "ExecuTorch's own export, 8da4w",
-        "here",
-        "executorch",
-        4,
-        {"settings": ["quantization.qmode=8da4w", "quantization.group_size=32"]},
+    "reading-bf16": Form("reading the weights alone", "here", "reading", 16),
+    "ours-fast": Form("**ours, `fast`** (8da4w, 8-bit keys)", "here", "ours", 4, {"recipe": "fast"}, _GOALS_4),
+    "ours-portable": Form(
+        "**ours, `portable`, 8da4w**", "here", "ours", 4, {"recipe": "portable", "quantize": "8da4w"}
     ),
     "onnxruntime-int4": Form("ONNX Runtime GenAI, int4", "onnxruntime", "onnxruntime", 4, {"precision": "int4"}),
     "openvino-int4": Form(
@@ -192,4 +187,5 @@ FORMS = {
         4,
         {"type": "Q4_0", "keys": 1, "flash": True},
     ),
+    "reading-int4": Form("reading the weights alone", "here", "reading", 4),
 }

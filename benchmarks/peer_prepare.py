@@ -1,4 +1,4 @@
-"""Prepare benchmarks/peers.py: environments, each form's files, our kernels and runner.
+"""Prepare benchmarks/peers.py: environments, the native package, checkpoints, and each form's files.
 
 Everything is made once and stays in the benchmark's folder.
 """
@@ -73,19 +73,17 @@ def plain_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
-def form_environment(name: str, threads: int | None = None) -> dict[str, str]:
-    """Return the environment of a process that makes a form, or runs it with `threads` threads."""
-    if FORMS[name].environment != "here":
-        return plain_environment()
-    # ExecuTorch has its own threads, and idle threads of torch must not spin next to them.
-    found = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    if threads is not None:
-        found |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": "1"}
-    return found
+def form_environment(name: str) -> dict[str, str]:
+    """Return the environment of a process that makes or runs a form."""
+    return {**os.environ} if FORMS[name].environment == "here" else plain_environment()
 
 
 def native_package() -> None:
-    """Build the native package into this environment if it is not up to date; every form of ours uses it."""
+    """Build the native package into this environment if it is not up to date; every form of ours runs in it.
+
+    Raises:
+        Failed: If it cannot be built, because then no figure would be that of the package.
+    """
     from exportable_cache.backends.executorch.native.build import build_native
     from exportable_cache.errors import ExportableCacheError
 
@@ -93,24 +91,12 @@ def native_package() -> None:
     try:
         build_native()
     except ExportableCacheError as error:
-        console.print(f"ours runs on ExecuTorch's kernels: {error}")
+        raise Failed(str(error)) from error
 
 
-def check_runner() -> None:
-    """Check that the C++ runner's library is installed.
-
-    Raises:
-        Failed: If it is not.
-    """
-    from exportable_cache_runner.library import VARIABLE, found_library
-
-    if not os.environ.get(VARIABLE) and found_library() is None:
-        raise Failed("the runner is not built; exportable-cache native build")
-
-
-def place_of(name: str, folder: Path, slots: int) -> Path:
+def place_of(name: str, folder: Path, model: str, slots: int) -> Path:
     """Return the folder of the files that a form runs."""
-    return folder / f"{FORMS[name].of or name}-{slots}"
+    return folder / model / f"{name}-{slots}"
 
 
 def write_anew(place: Path) -> None:
@@ -129,28 +115,37 @@ def write_anew(place: Path) -> None:
             copy.replace(path)
 
 
-def prepare(name: str, folder: Path, slots: int) -> Path:
+def prepare(name: str, folder: Path, model: str, slots: int) -> Path:
     """Return the folder of a form's files, and make the files if needed.
 
     Raises:
-        Failed: If its environment or its conversion fails.
+        Failed: If its environment or its conversion fails, or its conversion failed before.
     """
     form = FORMS[name]
-    if form.of is not None:
-        check_runner()
-        return prepare(form.of, folder, slots)
     python = environment_python(form.environment, folder)
-    place = place_of(name, folder, slots)
-    done, model = place / "done.txt", folder / form.checkpoint(slots)
+    place = place_of(name, folder, model, slots)
+    checkpoint = folder / model / form.checkpoint(model, slots)
+    done, failed = place / "done.txt", place / "failed.txt"
     convert = [str(HERE / "peer_convert.py")]
-    if not (model / "logits.npy").is_file():
-        model.mkdir(parents=True, exist_ok=True)
-        logged([sys.executable, *convert, "model", str(model), str(slots), str(form.bits)], model / "log.txt")
-    if not done.is_file():
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
-        console.print(f"making {name}")
-        arguments = [name, str(model.resolve()), str(slots), str(place.resolve())]
+    if failed.is_file():
+        raise Failed(f"{failed.read_text().strip()}; delete {place} to try again")
+    if done.is_file():
+        return place
+    if not (checkpoint / "logits.npy").is_file():
+        console.print(f"making the checkpoint {checkpoint}")
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        arguments = ["model", model, str(checkpoint), str(slots), str(form.bits)]
+        logged([sys.executable, *convert, *arguments], checkpoint / "log.txt")
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    console.print(f"making {name}")
+    arguments = [name, str(checkpoint.resolve()), str(slots), str(place.resolve())]
+    try:
         logged([str(python), *convert, *arguments], place / "log.txt", form_environment(name))
-        done.write_text("made\n")
+    except (Failed, subprocess.TimeoutExpired) as error:
+        failed.write_text(f"{error}\n")
+        raise Failed(str(error)) from error
+    done.write_text("made\n")
+    # What the converters downloaded or unpacked.
+    shutil.rmtree(place / "cache", ignore_errors=True)
     return place

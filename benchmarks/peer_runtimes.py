@@ -7,25 +7,13 @@ continues in its own thread while a streamer waits. On this kind of processor `L
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from peer_forms import CHECKED_PROMPT, CHUNK, Form
-
-
-def limit_threads(count: int) -> None:
-    """Set the size of ExecuTorch's thread pool through its C++ symbols, because its Python runtime has no setting."""
-    # Found, not imported, because the import would load torch.
-    library = ctypes.CDLL(importlib.util.find_spec("executorch.extension.pybindings._portable_lib").origin)
-    name = "_ZN10executorch9extension10threadpool"
-    pool_of, reset = library[f"{name}14get_threadpoolEv"], library[f"{name}10ThreadPool24_unsafe_reset_threadpoolEj"]
-    pool_of.restype, reset.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_uint32)
-    reset(pool_of(), count)
+from peer_forms import CHECKED_PROMPT, Form
 
 
 class Runtime:
@@ -77,32 +65,7 @@ class Runtime:
 
 
 class Ours(Runtime):
-    """A bundle through its session."""
-
-    def __init__(self, form: Form, folder: Path, plan: dict[str, Any]) -> None:
-        import torch
-
-        from exportable_cache import load
-
-        limit_threads(plan["threads"])
-        torch.set_grad_enabled(False)
-        self._torch, self._session = torch, load(folder / "bundle")
-
-    def reset(self) -> None:
-        self._session.reset()
-
-    def feed(self, ids: list[int]) -> None:
-        self._logits = self._session.prefill(self._torch.tensor([ids]))
-
-    def next(self) -> None:
-        self._logits = self._session.decode(self._logits.argmax(-1))
-
-    def values(self) -> Any:
-        return self._logits
-
-
-class Runner(Runtime):
-    """A bundle through the C++ runner, in a Python without torch."""
+    """A bundle through the native runner, without torch, as the command line runs it."""
 
     def __init__(self, form: Form, folder: Path, plan: dict[str, Any]) -> None:
         sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -125,34 +88,23 @@ class Runner(Runtime):
         return self._logits
 
 
-class ExecuTorch(Runtime):
-    """A `.pte` with `forward(tokens, position)`, called as ExecuTorch's runner calls it."""
+class Reading(Runtime):
+    """Reading as many bytes as a token's weights have: the time below which no form of that precision comes."""
 
     def __init__(self, form: Form, folder: Path, plan: dict[str, Any]) -> None:
         import torch
-        from executorch_worker import load_method
 
-        limit_threads(plan["threads"])
-        self._torch, self._method = torch, load_method(folder / "program.pte")
-        self._position = 0
+        torch.set_num_threads(plan["threads"])
+        self._values = torch.ones(int((folder / "bytes.txt").read_text()) // 4)
 
     def reset(self) -> None:
-        self._position = 0
+        pass
 
     def feed(self, ids: list[int]) -> None:
-        for start in range(0, len(ids), CHUNK):
-            self._run(ids[start : start + CHUNK])
-
-    def _run(self, ids: list[int]) -> None:
-        torch = self._torch
-        self._logits = self._method.execute([torch.tensor([ids]), torch.tensor([self._position])])[0]
-        self._position += len(ids)
+        pass
 
     def next(self) -> None:
-        self._run([int(self._logits.argmax())])
-
-    def values(self) -> Any:
-        return self._logits
+        self._values.sum()
 
 
 class OnnxRuntime(Runtime):
@@ -284,8 +236,7 @@ class LlamaCpp(Runtime):
 
 RUNTIMES = {
     "ours": Ours,
-    "runner": Runner,
-    "executorch": ExecuTorch,
+    "reading": Reading,
     "onnxruntime": OnnxRuntime,
     "openvino": OpenVino,
     "llama_cpp": LlamaCpp,

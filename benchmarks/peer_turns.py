@@ -1,10 +1,10 @@
 """Run the processes of benchmarks/peers.py interleaved, one at a time.
 
 The memory speed of a shared machine changes within fractions of a second, so forms to be compared are measured in the
-same seconds, many times. All forms of a group are open at once. A form has one process per timed position, which stays
-there; in each cycle every process generates a few tokens. Prompts are interleaved in the same way. After some of the
-cycles all processes are opened again, because their memory's location may matter more than what is compared. Processes
-that are not running are stopped by a signal, because idle threads of many runtimes spin.
+same seconds, many times. All forms of a group are open at once, and stand at the same position; in each cycle every
+process generates a few tokens. Prompts are interleaved in the same way. After some of the cycles all processes are
+opened again, because their memory's location may matter more than what is compared. Processes that are not running are
+stopped by a signal, because idle threads of many runtimes spin.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Plan:
 
     Attributes:
         prompts: Prompt lengths.
-        positions: Positions at which tokens are timed.
+        positions: Positions at which tokens are timed, ascending.
         cycles: Number of cycles; each process generates tokens once per cycle.
         tokens: Tokens timed per cycle.
         openings: How often all processes are opened; cycles are distributed over the openings.
@@ -194,8 +194,8 @@ class Group:
         kept: Called with `answers` after each update.
 
     Attributes:
-        answers: Results by form. `start_s` and `peak_mb`: one value per process and opening. `prompt`: seconds of each
-            cycle, by length. `token`: seconds of each token of each cycle, by position. `idle_s`: processor seconds.
+        answers: Results by form. `start_s` and `peak_mb`: one value per opening. `prompt`: seconds of each cycle, by
+            length. `token`: seconds of each token of each cycle, by position. `idle_s`: processor seconds.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Group:
         kept: Callable[[dict[str, Any]], None] = lambda answers: None,
     ) -> None:
         self._plan, self._opened, self._dropped, self._kept = plan, opened, dropped, kept
-        self._processes: dict[tuple[str, int], Process] = {}
+        self._processes: dict[str, Process] = {}
         self.answers: dict[str, dict[str, Any]] = {}
 
     def run(self, forms: Sequence[str]) -> None:
@@ -223,78 +223,76 @@ class Group:
                 self._processes.clear()
 
     def _measure(self, opening: int) -> None:
-        """Run the cycles of one opening."""
+        """Run the cycles of one opening.
+
+        The last position comes first, and the peak memory after it, because some runtimes keep prompts in memory.
+        """
+        plan, first = self._plan, True
         for form in list(self.answers):
             self._open(form)
-        for length in self._plan.prompts:
-            for cycle in self._plan.of_opening(self._plan.prompt_cycles(length), opening):
+        for position in reversed(plan.positions):
+            for form in list(self.answers):
+                self._stand(form, position, first)
+            for cycle in plan.of_opening(plan.cycles, opening):
+                self._tokens(position, cycle)
+            first = False
+        for length in plan.prompts:
+            for cycle in plan.of_opening(plan.prompt_cycles(length), opening):
                 self._prompts(length, cycle)
-        for form in list(self.answers):
-            self._stand(form)
-        for cycle in self._plan.of_opening(self._plan.cycles, opening):
-            self._tokens(cycle)
-        for (form, _), process in self._processes.items():
+        for form, process in self._processes.items():
             self.answers[form]["idle_s"] += process.idle_s
         self._kept(self.answers)
 
     def _drop(self, form: str, why: Failed) -> None:
         """Leave out a form that failed."""
-        for position in self._plan.positions:
-            process = self._processes.pop((form, position), None)
-            if process is not None:
-                process.close()
+        process = self._processes.pop(form, None)
+        if process is not None:
+            process.close()
         self.answers.pop(form, None)
         self._dropped(form, str(why))
 
     def _open(self, form: str) -> None:
-        """Start the processes of a form, while no other process runs."""
+        """Start the process of a form, while no other process runs."""
         try:
-            for position in self._plan.positions:
-                if available_mb() < SPARE_MB:
-                    raise Failed(f"less than {SPARE_MB} MB are left; name fewer forms")
-                process = self._processes[form, position] = self._opened(form)
-                self.answers[form]["start_s"].append(process.opened["start_s"])
+            if available_mb() < SPARE_MB:
+                raise Failed(f"less than {SPARE_MB} MB are left; name fewer forms")
+            process = self._processes[form] = self._opened(form)
+            self.answers[form]["start_s"].append(process.opened["start_s"])
         except Failed as error:
             self._drop(form, error)
 
-    def _prompts(self, length: int, cycle: int) -> None:
-        """Time a prompt of each form, on the process of the first position.
+    def _stand(self, form: str, position: int, first: bool) -> None:
+        """Bring a form's process to a position; the first time, after a prompt of each length, note its memory."""
+        process = self._processes[form]
+        try:
+            for length in self._plan.prompts if first else ():
+                process.ask(prompt=length)
+            process.ask(stand=position)
+            process.ask(tokens=1)
+            if first:
+                self.answers[form]["peak_mb"].append(process.ask(memory=True)["peak_mb"])
+        except Failed as error:
+            self._drop(form, error)
+        self._kept(self.answers)
 
-        The process of the last position runs few prompts, because some runtimes keep them in memory.
-        """
+    def _prompts(self, length: int, cycle: int) -> None:
+        """Time a prompt of each form."""
         for form in order(list(self.answers), cycle):
             try:
-                answer = self._processes[form, self._plan.positions[0]].ask(prompt=length)
+                answer = self._processes[form].ask(prompt=length)
             except Failed as error:
                 self._drop(form, error)
                 continue
             self.answers[form]["prompt"].setdefault(str(length), []).append(answer["seconds"])
         self._kept(self.answers)
 
-    def _stand(self, form: str) -> None:
-        """Bring each process of a form to its position; the last one reads one prompt of each length first."""
-        try:
-            for position in self._plan.positions:
-                process, last = self._processes[form, position], position == self._plan.positions[-1]
-                for length in self._plan.prompts if last else ():
-                    process.ask(prompt=length)
-                process.ask(stand=position)
-                process.ask(tokens=1)
-                if last:
-                    self.answers[form]["peak_mb"].append(process.ask(memory=True)["peak_mb"])
-        except Failed as error:
-            self._drop(form, error)
-        self._kept(self.answers)
-
-    def _tokens(self, cycle: int) -> None:
-        """Time tokens at each position of each form; the positions of a form follow each other for their difference."""
+    def _tokens(self, position: int, cycle: int) -> None:
+        """Time tokens of each form, which stand at a position."""
         for form in order(list(self.answers), cycle):
-            positions = self._plan.positions if cycle % 2 else self._plan.positions[::-1]
             try:
-                found = {at: self._processes[form, at].ask(tokens=self._plan.tokens) for at in positions}
+                answer = self._processes[form].ask(tokens=self._plan.tokens)
             except Failed as error:
                 self._drop(form, error)
                 continue
-            for at, answer in found.items():
-                self.answers[form]["token"].setdefault(str(at), []).append(answer["seconds"])
+            self.answers[form]["token"].setdefault(str(position), []).append(answer["seconds"])
         self._kept(self.answers)

@@ -1,9 +1,9 @@
-"""Draw tokens a second of the runtimes in a results file as an SVG, at 100 and at 4,000 tokens in the cache.
+"""Draw tokens a second of the runtimes in a results file of benchmarks/peers.py, near the start and end of the cache.
 
-    python benchmarks/plot_runtimes.py benchmarks/results/2026-11-25-runtimes.json docs/images/runtimes.svg
+    python benchmarks/plot_runtimes.py benchmarks/results/2026-11-26-peers-qwen3-0.6b.json docs/images/runtimes.svg
 
-The results file holds the medians that `benchmarks/peers.py` prints for two threads with AVX-512. Bars are scaled
-within each precision, because 4-bit weights are several times as fast as float32.
+Bars are scaled within each precision, because 4-bit weights are several times as fast as 16-bit ones. The figures are
+those of the largest number of threads.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from peer_forms import FORMS
+from peer_results import cycles_of, summary
 
 ROW, HEADING, NAMES, BAR, VALUE = 20, 30, 270, 220, 50
+PRECISIONS = {32: "float32", 16: "16-bit checkpoint", 4: "4-bit weights"}
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #333 } .heading { font-weight: 600 } .ours { font-weight: 600 }
 rect { fill: #9aa5b1 } rect.ours { fill: #2f6fde }
@@ -28,34 +31,44 @@ def text(x: float, y: float, words: str, kind: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}" class="{kind}">{escaped}</text>'
 
 
-def bars(row: dict[str, Any], y: float, longest: dict[str, float]) -> list[str]:
-    """Return a runtime's name and, for each cache length, its bar and its tokens a second."""
-    kind = "ours" if row["ours"] else ""
-    parts = [text(0, y + 14, row["name"], kind)]
-    for column, (length, most) in enumerate(longest.items()):
-        speed = 1000 / row["ms_per_token"][length]
-        x, width = NAMES + column * (BAR + VALUE), BAR * speed / most
+def bars(name: str, is_ours: bool, speeds: dict[int, float], y: float, longest: dict[int, float]) -> list[str]:
+    """Return a runtime's name and, for each position, its bar and its tokens a second."""
+    kind = "ours" if is_ours else ""
+    parts = [text(0, y + 14, name, kind)]
+    for column, (position, most) in enumerate(longest.items()):
+        x, width = NAMES + column * (BAR + VALUE), BAR * speeds[position] / most
         parts.append(f'<rect x="{x}" y="{y + 3}" width="{width:.1f}" height="{ROW - 6}" class="{kind}"/>')
-        parts.append(text(x + width + 5, y + 14, f"{speed:.0f}", kind))
+        parts.append(text(x + width + 5, y + 14, f"{speeds[position]:.0f}", kind))
     return parts
 
 
 def draw(results: dict[str, Any]) -> str:
-    """Return the SVG of a results file's rows, grouped by precision."""
-    lengths = list(results["rows"][0]["ms_per_token"])
-    parts = [text(NAMES + i * (BAR + VALUE), 14, f"tokens/s, {int(n):,} tokens cached") for i, n in enumerate(lengths)]
+    """Return the SVG of a results file, grouped by precision."""
+    ends, prompts = results["ends"], results["prompts"]
+    threads = max(group["threads"] for group in results["groups"])
+    words = (f"tokens/s, {end:,} tokens cached" for end in ends)
+    parts = [text(NAMES + at * (BAR + VALUE), 14, one) for at, one in enumerate(words)]
     y = 22
-    for precision in dict.fromkeys(row["precision"] for row in results["rows"]):
-        rows = [row for row in results["rows"] if row["precision"] == precision]
-        longest = {n: max(1000 / row["ms_per_token"][n] for row in rows) for n in lengths}
-        parts.append(text(0, y + 20, precision, "heading"))
+    groups = [group for group in results["groups"] if group["threads"] == threads]
+    for group in sorted(groups, key=lambda group: -group["bits"]):
+        speeds = {}
+        for name, form in FORMS.items():
+            if name in group["answers"] and not form.is_bound:
+                found = summary(
+                    cycles_of(group["answers"][name], prompts, ends, results["fastest"]), results["fastest"]
+                )
+                speeds[name] = {end: 1000 / found[f"token {end}"] for end in ends}
+        longest = {end: max(one[end] for one in speeds.values()) for end in ends}
+        parts.append(text(0, y + 20, PRECISIONS[group["bits"]], "heading"))
         y += HEADING
-        for row in rows:
-            parts += bars(row, y, longest)
+        for name, found in speeds.items():
+            title = FORMS[name].title.partition("(")[0].replace("*", "").replace("`", "").strip()
+            parts += bars(title, FORMS[name].is_ours, found, y, longest)
             y += ROW
-    width = NAMES + len(lengths) * (BAR + VALUE)
+    width = NAMES + len(ends) * (BAR + VALUE)
+    title = f"{results['model']}, {threads} threads, {results['processor']}, {results['cores']} cores"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y + 6}" width="{width}" role="img">'
-    return "\n".join([head, f"<title>{results['title']}</title>", f"<style>{STYLE}</style>", *parts, "</svg>"]) + "\n"
+    return "\n".join([head, f"<title>{title}</title>", f"<style>{STYLE}</style>", *parts, "</svg>"]) + "\n"
 
 
 def main(

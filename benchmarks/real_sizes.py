@@ -3,10 +3,10 @@
     python benchmarks/real_sizes.py qwen3-0.6b llama-3.2-1b          # or all of them, without names
     python benchmarks/real_sizes.py qwen3-0.6b --recipe fast         # native operators, 8-bit keys and values
 
-Checkpoints are written first: random weights in bfloat16 with the published shapes, one tensor at a time, in shards as
-on the hub. Each is exported in its own process, to ExecuTorch with 4-bit weights, 8-bit embeddings and a cache of 2048
-tokens, including verification; another process opens the bundle and times it. Results go into a JSON file, one entry
-per model, and `--table` prints a Markdown table of it.
+Checkpoints are written first, with random weights (benchmarks/published_shapes.py). Each is exported in its own
+process, to ExecuTorch with 4-bit weights, 8-bit embeddings and a cache of 2048 tokens, including verification; another
+process opens the bundle and times it. Results go into a JSON file, one entry per model, and `--table` prints a Markdown
+table of it.
 
 Memory is the process's anonymous memory (`RssAnon` in /proc, Linux only), because the system may drop mapped pages of
 the checkpoint at any time. The peak resident memory, which includes them, is given as well.
@@ -25,81 +25,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from published_shapes import SHAPES, write_checkpoint
 
 CACHE = 2048
 QUANTIZED = {"quantize": "8da4w"}
-#: Bytes of a shard, as on the hub.
-SHARD = 5_000_000_000
-
-_QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rope_theta": 1e6}
-_LLAMA3 = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 5e5}
-#: Fields of each config: the published shapes.
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        **_QWEN3,
-        **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-        "tie_word_embeddings": True,
-    },
-    "gemma-3-1b": {
-        "model_type": "gemma3_text",
-        **{"hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4},
-        **{"num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "sliding_window": 512},
-        **{"query_pre_attn_scalar": 256, "tie_word_embeddings": True},
-    },
-    "llama-3.2-1b": {
-        **_LLAMA3,
-        **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
-        "tie_word_embeddings": True,
-    },
-    "qwen3-4b": {
-        **_QWEN3,
-        **{"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
-        "tie_word_embeddings": True,
-    },
-    "llama-3.1-8b": {
-        **_LLAMA3,
-        **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-        "tie_word_embeddings": False,
-    },
-}
-
-
-def write_checkpoint(name: str, folder: Path) -> None:
-    """Write random weights in bfloat16, with the usual initial spread, unless the folder exists."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if (folder / "model.safetensors.index.json").is_file():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    fields = dict(MODELS[name])
-    config = AutoConfig.for_model(fields.pop("model_type"), max_position_embeddings=32768, **fields)
-    config.dtype = torch.bfloat16
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
-    generator = torch.Generator().manual_seed(0)
-    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
-    shards: list[dict[str, Any]] = [{}]
-    index, size = {}, 0
-    for key, tensor in model.state_dict().items():
-        if key in tied:
-            continue
-        if size + tensor.nbytes > SHARD:
-            save_file(shards[-1], folder / f"model-{len(shards):05}.safetensors", {"format": "pt"})
-            shards[-1].clear()
-            shards.append({})
-            size = 0
-        is_norm = tensor.dim() == 1
-        values = torch.empty(tensor.shape, dtype=torch.bfloat16)
-        values.fill_(0.0 if "gemma" in name else 1.0) if is_norm else values.normal_(0.0, 0.02, generator=generator)
-        shards[-1][key], index[key] = values, f"model-{len(shards):05}.safetensors"
-        size += tensor.nbytes
-    save_file(shards[-1], folder / f"model-{len(shards):05}.safetensors", {"format": "pt"})
-    document = {"metadata": {}, "weight_map": index}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(document))
 
 
 def anonymous_bytes() -> int:
@@ -221,7 +150,7 @@ def main(
         return
     found = json.loads(results.read_text()) if results.is_file() else {}
     if not show:
-        for name in names or MODELS:
+        for name in names or SHAPES:
             write_checkpoint(name, folder / name / "checkpoint")
             measured: dict[str, Any] = {"processor": processor()}
             for what in ("export", "run"):

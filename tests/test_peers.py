@@ -32,14 +32,13 @@ def test_numbers_are_medians_of_cycles_or_the_best():
     # The first cycle's tokens were slow, and one of the second's was.
     tokens = [[0.05, 0.07, 0.09], [0.01, 0.02, 0.09], [0.03, 0.03, 0.02]]
     found = answer([0.1, 0.4, 0.2], tokens, [[0.08] * 3, [0.06] * 3, [0.05] * 3], start=(3.0, 1.0))
-    # What tokens add is the median of each cycle's difference: the medians may be of different minutes.
-    numbers = summary(cycles_of(found, PROMPTS, ENDS, fastest=False), ENDS, fastest=False)
+    numbers = summary(cycles_of(found, PROMPTS, ENDS, fastest=False), fastest=False)
     assert numbers == pytest.approx(
-        {"prompt 128": 640, "token 100": 30, "token 4000": 60, "added": 20, "peak_mb": 100, "start_s": 2}
+        {"prompt 128": 640, "token 100": 30, "token 4000": 60, "peak_mb": 100, "start_s": 2}
     )
-    numbers = summary(cycles_of(found, PROMPTS, ENDS, fastest=True), ENDS, fastest=True)
+    numbers = summary(cycles_of(found, PROMPTS, ENDS, fastest=True), fastest=True)
     assert numbers == pytest.approx(
-        {"prompt 128": 1280, "token 100": 10, "token 4000": 50, "added": 40, "peak_mb": 100, "start_s": 1}
+        {"prompt 128": 1280, "token 100": 10, "token 4000": 50, "peak_mb": 100, "start_s": 1}
     )
 
 
@@ -47,39 +46,54 @@ def test_an_answer_that_is_not_complete_yet_has_the_numbers_that_there_are():
     from peer_results import cycles_of, summary
 
     found = {"start_s": [1.0, 2.0], "peak_mb": [], "prompt": {"128": [0.1]}, "token": {}}
-    assert set(summary(cycles_of(found, [128, 1024], ENDS, False), ENDS, False)) == {"prompt 128", "start_s"}
+    assert set(summary(cycles_of(found, [128, 1024], ENDS, False), False)) == {"prompt 128", "start_s"}
 
 
-def row(title, bits, ours, speed, token, peak, cycles=1):
+def row(title, bits, kind, speed, token, peak, cycles=1, goals=None):
     found = answer([128 / speed] * cycles, [[token / 1e3]] * cycles, [[token / 500]] * cycles, peak)
-    return {"title": title, "bits": bits, "ours": ours, "distance": 1e-6, "answer": found}
+    kinds = {"ours": kind == "ours", "bound": kind == "bound"}
+    return {"title": title, "bits": bits, **kinds, "goals": goals or {}, "distance": 1e-6, "answer": found}
 
 
 def test_a_table_compares_ours_with_the_best_of_the_others_with_as_many_bits():
     from peer_results import table
 
     rows = [
-        row("**ours**", 32, True, 300, 5.0, 120),
-        row("one", 32, False, 100, 4.0, 100),
-        row("two", 32, False, 200, 8.0, 60),
-        row("ours, 4 bits", 4, True, 300, 5.0, 120),
-        row("three", 4, False, 900, 1.0, 10),
+        row("**ours**", 32, "ours", 300, 5.0, 120),
+        row("one", 32, "peer", 100, 4.0, 100),
+        row("two", 32, "peer", 200, 8.0, 60),
+        row("ours, 4 bits", 4, "ours", 300, 5.0, 120),
+        row("three", 4, "peer", 900, 1.0, 10),
     ]
     lines = table(rows, PROMPTS, ENDS).splitlines()
-    assert lines[0].startswith("| | prefill 128, tok/s | ms @100 | ms @4000 | what 3,900 tokens add, ms | peak MB |")
+    assert lines[0].startswith("| | prefill 128, tok/s | ms @100 | ms @4000 | peak MB |")
     # Speed against the second, time against the first, memory against the second.
-    assert lines[5] == "| ours, times as good as the best peer | 1.50x | 0.80x | 0.80x | 0.80x | 0.50x | 1.00x | |"
+    assert lines[5] == "| ours, times as good as the best peer | 1.50x | 0.80x | 0.80x | 0.50x | 1.00x | |"
     assert lines[8].startswith("| ours, 4 bits, times as good as the best peer | 0.33x | 0.20x |")
     assert len({line.count("|") for line in lines}) == 1
 
 
+def test_goals_are_printed_beside_the_ratios():
+    """The time to read is no peer, and a token that takes hardly longer meets its goal."""
+    from peer_results import table
+
+    goals = {"prompt": 1.3, "first": 1.15, "last": 0.5, "peak_mb": 1.25}
+    peer, bound = row("peer", 4, "peer", 200, 4.0, 100), row("reading", 4, "bound", 1e9, 4.8, 1)
+    for token, cell in ((5.0, "(96%): met"), (6.0, "(80%): **not met**")):
+        lines = table([row("ours", 4, "ours", 300, token, 90, goals=goals), peer, bound], PROMPTS, ENDS).splitlines()
+        assert lines[4] == "| reading | - | 4.8 | - | - | - | |"
+        assert lines[5].startswith("| ours, times as good as the best peer | 1.50x |")
+        near = f"1.15x, or 95% of the time to read {cell}"
+        assert lines[6] == f"| ours, goals | 1.30x: met | {near} | 0.50x: met | 1.25x: **not met** | - | |"
+
+
 def compared(own, others):
     """The cell that compares tokens @100, of seconds of one token a cycle."""
-    from peer_results import comparison, cycles_of
+    from peer_results import comparison, cycles_of, ratios
 
     tokens = ([[value] for value in seconds] for seconds in (own, *others))
     forms = [cycles_of(answer([], seconds, seconds), PROMPTS, ENDS, False) for seconds in tokens]
-    return comparison(forms[0], forms[1:], PROMPTS, ENDS, fastest=False)[1]
+    return comparison(ratios(forms[0], forms[1:], PROMPTS, ENDS, fastest=False), PROMPTS, ENDS)[1]
 
 
 def test_a_ratio_is_the_median_of_those_of_each_cycle():
@@ -101,15 +115,16 @@ def test_a_ratio_has_its_spread_beside_it():
     assert compared(fast[:3], [slow[:3]]) == "2.00x"
 
 
-def test_a_ratio_of_what_is_missing_or_noise_is_none():
-    from peer_results import Column, comparison, cycles_of
+def test_a_ratio_of_what_is_missing_is_none():
+    from peer_results import Column, comparison, cycles_of, ratios
 
-    assert numpy.isnan(Column("what tokens add", 1).ratio([-0.2, 1.0], [1.0, 0.0])).all()
-    faster_later = cycles_of(answer([0.1], [[0.02]], [[0.01]]), PROMPTS, ENDS, False)
+    assert numpy.isnan(Column("ms", 1).ratio([-0.2, 1.0], [1.0, 0.0])).all()
+    full = cycles_of(answer([0.1], [[0.02]], [[0.01]]), PROMPTS, ENDS, False)
     missing = cycles_of({"start_s": [1.0], "peak_mb": [], "prompt": {}, "token": {}}, PROMPTS, ENDS, False)
-    assert comparison(faster_later, [faster_later], PROMPTS, ENDS, False)[3] == "-"
-    assert comparison(faster_later, [missing], PROMPTS, ENDS, False) == ["-"] * 5 + ["1.00x"]
-    assert comparison(faster_later, [missing, faster_later], PROMPTS, ENDS, False)[0] == "1.00x"
+    cells = [
+        comparison(ratios(full, peers, PROMPTS, ENDS, False), PROMPTS, ENDS) for peers in ([missing], [missing, full])
+    ]
+    assert cells == [["-"] * 4 + ["1.00x"], ["1.00x"] * 5]
 
 
 def test_the_distance_is_a_share_of_the_spread():
@@ -124,21 +139,65 @@ def test_the_distance_is_a_share_of_the_spread():
 
 def test_every_form_can_be_made_and_run():
     from peer_convert import CONVERTERS
-    from peer_forms import ENVIRONMENTS, FORMS, VOCABULARY, token_ids
+    from peer_forms import ENVIRONMENTS, FORMS, LARGE_MODELS, SMALL_MODEL, VOCABULARY, forms_of, token_ids
     from peer_runtimes import RUNTIMES
+    from published_shapes import SHAPES
 
-    assert {form.runtime for form in FORMS.values()} == set(RUNTIMES)
-    assert {form.runtime for form in FORMS.values() if form.of is None} == set(CONVERTERS)
-    assert all(FORMS[form.of].of is None for form in FORMS.values() if form.of is not None)
+    assert {form.runtime for form in FORMS.values()} == set(RUNTIMES) == set(CONVERTERS)
     assert {form.environment for form in FORMS.values()} | {"llama.cpp-avx2"} == set(ENVIRONMENTS)
-    assert (
-        {form.bits for form in FORMS.values() if form.is_ours} == {4, 16, 32} == {form.bits for form in FORMS.values()}
-    )
-    # Only what is made of a checkpoint in bfloat16 has another model.
-    assert {form.bits for form in FORMS.values() if form.checkpoint(64) != "model-64"} == {16}
+    for has in ("is_ours", "is_bound"):
+        assert {form.bits for form in FORMS.values() if getattr(form, has)} == {4, 16, 32}
+    assert forms_of(SMALL_MODEL) == list(FORMS)
+    # The small model has a checkpoint of each precision, and a published shape has one.
+    assert len({form.checkpoint(SMALL_MODEL, 64) for form in FORMS.values()}) == 2
+    assert set(LARGE_MODELS) < set(SHAPES)
+    for name, shape in SHAPES.items():
+        assert {FORMS[form].bits for form in forms_of(name)} == ({4} if name in LARGE_MODELS else {4, 16})
+        assert len({FORMS[form].checkpoint(name, 64) for form in forms_of(name)}) == 1
+        assert shape.fields["vocab_size"] > VOCABULARY
     ids = token_ids(4096)
     assert 0 < min(ids) <= max(ids) < VOCABULARY
     assert len(set(ids)) == len(ids)
+
+
+def test_tensors_of_a_checkpoint_are_read_without_torch(tmp_path):
+    """Bfloat16 and float32 become float32, and bytes are counted as a token reads them."""
+    import torch
+    from peer_convert import reading, weights
+    from peer_forms import FORMS
+    from safetensors.torch import save_file
+
+    tensors = {"model.embed_tokens.weight": torch.randn(4, 6), "lm_head.weight": torch.randn(4, 6).bfloat16()}
+    tensors |= {"mlp.experts.0.up_proj.weight": torch.randn(8, 8), "norm.weight": torch.randn(6).bfloat16()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = dict(weights(tmp_path))
+    assert {name: value.tolist() for name, value in found.items()} == {
+        name: value.float().tolist() for name, value in tensors.items()
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts": 4, "num_experts_per_tok": 1}))
+    reading(FORMS["reading-bf16"], tmp_path, 64, tmp_path)
+    assert int((tmp_path / "bytes.txt").read_text()) == 2 * (24 + 64 // 4)
+
+
+def test_groups_of_another_run_stay_in_the_results(tmp_path):
+    from peers import Results
+
+    file, conditions = tmp_path / "results.json", {"model": "m", "slots": 64}
+    Results(file, conditions).keep({"threads": 2, "bits": 16, "load": "1"})
+    Results(file, conditions).keep({"threads": 2, "bits": 4, "load": "2"})
+    Results(file, conditions).keep({"threads": 2, "bits": 16, "load": "3"})
+    loads = [group["load"] for group in json.loads(file.read_text())["groups"]]
+    assert loads == ["2", "3"]
+    # Another number of slots is another table.
+    Results(file, {**conditions, "slots": 32}).keep({"threads": 2, "bits": 4, "load": "4"})
+    assert [group["load"] for group in json.loads(file.read_text())["groups"]] == ["4"]
+
+
+def test_tables_of_the_page_are_those_of_the_results():
+    from peers import PAGE, written_page
+
+    page = PAGE.read_text()
+    assert written_page(page) == page, "run `python benchmarks/peers.py --write-docs`"
 
 
 def test_large_files_of_a_form_are_written_anew(tmp_path):
@@ -157,21 +216,39 @@ def test_large_files_of_a_form_are_written_anew(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["done.txt", "program.pte"]
 
 
-def test_the_runner_is_that_of_the_native_package(tmp_path, monkeypatch):
-    """It is not built by the benchmark itself, which once left its kernels out."""
+def test_forms_of_ours_need_the_native_package(tmp_path, monkeypatch):
+    """The benchmark builds it by the command that users have, and does not measure without it."""
     import peer_prepare
     from peer_turns import Failed
 
-    library = tmp_path / "libexportable_cache.so"
-    monkeypatch.delenv("EXPORTABLE_CACHE_RUNNER", raising=False)
-    monkeypatch.setattr("exportable_cache_runner.library.found_library", lambda: library if library.exists() else None)
-    monkeypatch.setattr(peer_prepare, "environment_python", lambda name, folder: pytest.fail("the runner comes first"))
-    with pytest.raises(Failed, match="exportable-cache native build"):
-        peer_prepare.prepare("ours-native-runner", tmp_path, 64)
-    library.touch()
-    with pytest.raises(pytest.fail.Exception, match="the runner comes first"):
-        peer_prepare.prepare("ours-native-runner", tmp_path, 64)
-    assert "EXPORTABLE_CACHE_RUNNER" not in peer_prepare.form_environment("ours-native-runner")
+    from exportable_cache.backends.executorch.native import build
+    from exportable_cache.errors import MissingDependencyError
+
+    def missing():
+        raise MissingDependencyError("there is no compiler")
+
+    monkeypatch.setattr(build, "build_native", missing)
+    with pytest.raises(Failed, match="there is no compiler"):
+        peer_prepare.native_package()
+
+
+def test_a_conversion_that_failed_is_not_tried_again(tmp_path, monkeypatch):
+    import peer_prepare
+    from peer_turns import Failed
+
+    calls = []
+
+    def logged(command, log, environment=None):
+        calls.append(command)
+        raise Failed("it has no such model")
+
+    (tmp_path / "qwen3-moe" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "qwen3-moe" / "checkpoint" / "logits.npy").touch()
+    monkeypatch.setattr(peer_prepare, "logged", logged)
+    for _ in range(2):
+        with pytest.raises(Failed, match="it has no such model"):
+            peer_prepare.prepare("ours-fast", tmp_path, "qwen3-moe", 2048)
+    assert len(calls) == 1
 
 
 def test_rotary_rows_are_paired():
@@ -193,6 +270,7 @@ def test_a_worker_needs_no_package_of_ours_to_be_read():
     ("arguments", "words"),
     [
         (["--form", "teapot"], ["teapot", "onnxruntime-int4"]),
+        (["--model", "teapot"], ["teapot", "qwen3-0.6b"]),
         (["--cycles", "30", "--openings", "1"], ["183 tokens", "fewer cycles"]),
     ],
 )
