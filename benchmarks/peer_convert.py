@@ -206,7 +206,7 @@ def llama_cpp(form: Form, model: Path, slots: int, folder: Path) -> None:
         data = weight
         if stored != gguf.GGMLQuantizationType.F32 and not is_quantized:
             data = gguf.quants.quantize(weight, stored)
-        writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)) + ".weight", data, raw_dtype=stored)
+        writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), data, raw_dtype=stored)
 
     for key, weight in weights(model):
         layer, _, part = key.partition(".experts.")

@@ -179,6 +179,40 @@ def test_tensors_of_a_checkpoint_are_read_without_torch(tmp_path):
     assert int((tmp_path / "bytes.txt").read_text()) == 2 * (24 + 64 // 4)
 
 
+#: Config of the smallest Llama that the conversion takes.
+CONFIG = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "rms_norm_eps": 1e-6}
+CONFIG |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "sliding_window": 32}
+CONFIG |= {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "gemma3_text"])
+def test_files_for_llama_cpp_have_its_names(kind, tmp_path):
+    """Norms of Gemma are one larger, rotary rows of Llama are paired, and experts are one tensor."""
+    gguf = pytest.importorskip("gguf")
+    import torch
+    from peer_convert import llama_cpp
+    from peer_forms import FORMS
+    from safetensors.torch import save_file
+
+    experts = "mlp.experts.0.", "mlp.experts.1."
+    parts = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "input_layernorm": (32,)}
+    parts |= {f"{one}up_proj": (32, 32) for one in experts} if kind == "qwen3_moe" else {"mlp.up_proj": (64, 32)}
+    tensors = {f"model.layers.0.{name}.weight": torch.randn(shape) for name, shape in parts.items()}
+    tensors["model.embed_tokens.weight"] = torch.randn(8, 32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **CONFIG}))
+    llama_cpp(FORMS["llama.cpp"], tmp_path, 64, tmp_path)
+    found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    up = "ffn_up_exps" if kind == "qwen3_moe" else "ffn_up"
+    names = {f"blk.0.{name}.weight" for name in ("attn_q", "attn_k", "attn_norm", up)}
+    assert set(found) == {"token_embd.weight", *names}
+    norm, query = (tensors[f"model.layers.0.{name}.weight"].numpy() for name in ("input_layernorm", "self_attn.q_proj"))
+    assert numpy.array_equal(found["blk.0.attn_norm.weight"], norm + (kind == "gemma3_text"))
+    assert numpy.array_equal(found["blk.0.attn_q.weight"], query) != (kind == "llama")
+    if kind == "qwen3_moe":
+        assert found["blk.0.ffn_up_exps.weight"].shape == (2, 32, 32)
+
+
 def test_groups_of_another_run_stay_in_the_results(tmp_path):
     from peers import Results
 
