@@ -62,6 +62,10 @@ class CacheFullError(ExportableCacheError, ValueError, IndexError):
     """
 
 
+class DeviceMemoryError(ExportableCacheError, MemoryError):
+    """A device has not enough memory for weights, cache or a step; the message gives the sizes."""
+
+
 class NonFiniteLogitsError(InputError):
     """A step returned logits that are infinite or NaN, so no token can be chosen."""
 

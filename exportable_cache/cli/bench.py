@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import BundleArgument, CheckOption, IgnoreVersionsOption, JsonOption, KeyOption, TrustOption, at_least
+from ..common.sizes import bytes_text
+from ..session.opening import Use
+from .options import BundleOrModelArgument, JsonOption, at_least
 from .output.tables import simple_table
-from .output.terminal import Terminal, bytes_text
-from .runtime import open_natively
+from .output.terminal import Terminal
+from .runtime import Opening, open_session, opens
 
 if TYPE_CHECKING:
     from ..pipeline.bench import BenchReport
-    from ..session.native import NativeSession
-    from ..session.session import Session
 
 
+@opens
 def bench(
     ctx: typer.Context,
-    folder: BundleArgument,
+    folder: BundleOrModelArgument,
+    opening: Opening,
     positions: Annotated[
         list[int] | None,
         typer.Option(
@@ -43,29 +46,20 @@ def bench(
             show_default="one prefill chunk",
         ),
     ] = None,
-    trust: TrustOption = False,
-    key: KeyOption = None,
-    ignore_versions: IgnoreVersionsOption = False,
-    check: CheckOption = False,
     json: JsonOption = False,
 ) -> None:
     """Measure prefill and decode speed at several positions."""
     terminal: Terminal = ctx.obj
-    session: Session | NativeSession | None = open_natively(terminal, folder, ignore_versions, check, key, text=False)
+    # Steps that run uncompiled while their graph is compiled would be timed otherwise.
+    session = open_session(terminal, folder, opening, Use(waits=True), text=False).session
     with terminal.progress("loading libraries") as progress:
         from ..pipeline.bench import bench as run_bench
 
-        if session is None:
-            from ..session.session import load
-
-            session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
-            if session.stepper.ranks is not None:
-                terminal.set_rank(session.stepper.ranks.rank)
         report = run_bench(
             session, positions=positions or None, steps=steps, prompt_length=prompt_length, progress=progress
         )
     if json:
-        terminal.json({"path": str(folder), **report.to_dict()})
+        terminal.json({"path": str(Path(folder)), **report.to_dict()})
     else:
         _print_report(terminal, report)
 
@@ -88,4 +82,7 @@ def _print_report(terminal: Terminal, report: BenchReport) -> None:
     terminal.print(table)
     threads = "" if report.threads is None else f", {report.threads} torch threads"
     runtime = "the native runner" if report.runtime == "native" else "torch's runtime"
-    terminal.print(f"\n{runtime}; peak memory of the process {bytes_text(report.peak_rss_bytes)}{threads}")
+    peak = f"peak memory of the process {bytes_text(report.peak_rss_bytes)}"
+    if report.peak_device_bytes is not None:
+        peak += f", of the GPU {bytes_text(report.peak_device_bytes)}"
+    terminal.print(f"\n{runtime}; {peak}{threads}")

@@ -14,19 +14,15 @@ import typer
 
 from ..errors import CacheFullError, InputError
 from .options import (
-    BundleArgument,
-    CheckOption,
-    IgnoreVersionsOption,
-    KeyOption,
+    BundleOrModelArgument,
     SeedOption,
     SplitSpecialTokensOption,
     TemperatureOption,
     TopPOption,
-    TrustOption,
     at_least,
 )
 from .output.terminal import Terminal
-from .runtime import BundleChecks, open_completer
+from .runtime import Opening, open_completer, opens
 
 if TYPE_CHECKING:
     from ..decoding.completion import AnyCompleter, CompletionOptions
@@ -41,9 +37,11 @@ _HELP = """\
 /quit         end the conversation, as the end of the input does"""
 
 
+@opens
 def chat(
     ctx: typer.Context,
-    folder: BundleArgument,
+    folder: BundleOrModelArgument,
+    opening: Opening,
     system: Annotated[
         str | None,
         typer.Option("--system", metavar="TEXT", help="System prompt: instructions before the first message."),
@@ -62,10 +60,6 @@ def chat(
     top_p: TopPOption = None,
     seed: SeedOption = None,
     split_special_tokens: SplitSpecialTokensOption = True,
-    trust: TrustOption = False,
-    key: KeyOption = None,
-    ignore_versions: IgnoreVersionsOption = False,
-    check: CheckOption = False,
 ) -> None:
     """Chat with a model in the terminal.
 
@@ -78,11 +72,10 @@ def chat(
     from ..generation.text import check_text
 
     options = CompletionOptions(SamplingOptions(temperature, top_p=top_p, seed=seed), max_new_tokens)
-    checks = BundleChecks(ignore_versions, trust, check, key)
-    completer = open_completer(terminal, folder, checks, split_special_tokens)
+    completer = open_completer(terminal, folder, opening, split_special_tokens)
     if not completer.takes_messages:
         raise InputError(
-            "chat needs a tokenizer with a chat template, and this bundle has none; use generate, or set "
+            f"chat needs a tokenizer with a chat template, and {folder} has none; use generate, or set "
             "tokenizer.chat_template before exporting"
         )
     if system:
@@ -180,7 +173,7 @@ class _Conversation:
         self.messages += [message, {"role": "assistant", "content": answer}]
         was_cut = completion.finish_reason == "length" and self.options.max_new_tokens is None
         if was_cut and self.completer.is_full:
-            self.terminal.note("the cache is full; use /undo or /reset, or export with a larger --max-cache-len")
+            self.terminal.note("the cache is full; use /undo or /reset, or a larger --max-cache-len")
 
     def _undo(self) -> None:
         if not self.messages:

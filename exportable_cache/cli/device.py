@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from ..common.sizes import bytes_text
 from .options import BundleArgument, JsonOption, KeyOption
 from .output.tables import simple_table
-from .output.terminal import Terminal, bytes_text
+from .output.terminal import Terminal
 
 
 def package(

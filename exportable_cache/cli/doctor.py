@@ -1,9 +1,11 @@
-"""`exportable-cache doctor`: the processor, libraries and kernels of this machine."""
+"""`exportable-cache doctor`: the processor, GPU, libraries and kernels of this machine."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata, util
 from typing import Any
@@ -14,13 +16,14 @@ from exportable_cache_runner.library import VARIABLE as RUNNER_VARIABLE
 from exportable_cache_runner.library import found_library
 
 from ..common.native.kernels import BUILD, TARGET_VARIABLE, VARIABLE, load_native_kernels
+from ..common.sizes import bytes_text
 from .options import JsonOption
 from .output.tables import simple_table
 from .output.terminal import Terminal
 
 
 def doctor(ctx: typer.Context, json: JsonOption = False) -> None:
-    """Show processor, libraries and kernels, and what would be faster."""
+    """Show processor, GPU, libraries and kernels, and what would be faster."""
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries"):
         found = diagnose()
@@ -31,10 +34,13 @@ def doctor(ctx: typer.Context, json: JsonOption = False) -> None:
     threads = "" if found.runtime_threads is None else f", {found.runtime_threads} threads"
     for name, value in (
         ("processor", f"{found.processor}, {found.cores} cores, {found.instruction_set}"),
+        ("gpu", found.gpu),
         ("torch", found.torch),
+        ("compiled steps", found.compiled_steps),
         ("executorch", "not installed" if found.executorch is None else f"{found.executorch}{threads}"),
         ("native kernels", found.kernels),
         ("runner without torch", found.runner),
+        ("tensorrt", "not installed" if found.tensorrt is None else found.tensorrt),
     ):
         table.add_row(name, value)
     terminal.print(table)
@@ -50,22 +56,28 @@ class Diagnosis:
         processor: Name of the processor.
         instruction_set: Best instruction set that torch uses.
         cores: Number of logical cores that this process may use.
+        gpu: Name, compute capability and memory of each GPU that torch finds; otherwise why it finds none.
         torch: Release, threads, and matrix library of torch.
+        compiled_steps: Compiler that `compile=True` uses on the device that commands choose by default.
         executorch: Release of executorch, or None.
         runtime_threads: Threads of ExecuTorch's pool; None without this package's kernels, which report them.
         kernels: Kernels that compute attention: instruction set and path of native ones.
         runner: Path of the C++ runner's library, or `not built`.
+        tensorrt: Name and release of the TensorRT package, or None.
         remedies: Possible speed-ups, one sentence each.
     """
 
     processor: str
     instruction_set: str
     cores: int
+    gpu: str
     torch: str
+    compiled_steps: str
     executorch: str | None
     runtime_threads: int | None
     kernels: str
     runner: str
+    tensorrt: str | None
     remedies: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,8 +93,11 @@ def diagnose() -> Diagnosis:
     """
     import torch
 
+    from ..common.devices import chosen_device
     from ..common.native.machine_code import processor_name
 
+    device = chosen_device()
+    compiler = _compiler(device.type)
     release = _release("executorch")
     kernels = None
     if release is not None:
@@ -98,13 +113,75 @@ def diagnose() -> Diagnosis:
         processor=processor_name(),
         instruction_set=torch.backends.cpu.get_cpu_capability(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        gpu=_gpus(),
         torch=f"{torch.__version__}, {torch.get_num_threads()} threads, {_blas(torch.__config__.show())}",
+        compiled_steps=f"by {compiler} on {device.type}" if compiler else f"none on {device.type}",
         executorch=release,
         runtime_threads=None if kernels is None else kernels.threads,
         kernels=served,
         runner="not built" if runner is None else str(runner),
-        remedies=list(_remedies(release, kernels is not None, runner is not None)),
+        tensorrt=_tensorrt(),
+        remedies=[
+            *_gpu_remedies(device.type, compiler),
+            *_remedies(release, kernels is not None, runner is not None),
+        ],
     )
+
+
+def _gpus() -> str:
+    """Return the GPUs that torch finds with their memory, or why it finds none."""
+    import torch
+
+    from ..common.devices import free_and_total, missing_reason
+
+    if torch.backends.mps.is_available():
+        return "Apple's, device mps"
+    reason = missing_reason(torch.device("cuda"))
+    if reason:
+        return f"none: {reason}"
+    found = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        major, minor = torch.cuda.get_device_capability(device)
+        memory = free_and_total(device)
+        assert memory is not None
+        free, total = map(bytes_text, memory)
+        found.append(f"{torch.cuda.get_device_name(device)}, SM {major}.{minor}, {free} of {total} free")
+    return "; ".join(found)
+
+
+def _compiler(device: str) -> str:
+    """Return what compiles steps on a device, "" if nothing does."""
+    if device == "cuda":
+        triton = _release("triton")
+        return "" if triton is None else f"Triton {triton}, replayed as CUDA graphs"
+    if device != "cpu":
+        return "torch.compile"
+    # The variable and the name that Inductor looks for.
+    return next((name for name in (os.environ.get("CXX"), "g++", "clang++") if name and shutil.which(name)), "")
+
+
+def _tensorrt() -> str | None:
+    """Return the TensorRT package that programs are built with, or None."""
+    releases = ((name, _release(name.replace("-", "_"))) for name in ("tensorrt-rtx", "tensorrt"))
+    return next((f"{name} {release}" for name, release in releases if release is not None), None)
+
+
+def _has_nvidia_driver() -> bool:
+    return os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi") is not None
+
+
+def _gpu_remedies(device: str, compiler: str) -> Iterator[str]:
+    import torch
+
+    if device != "cuda" and _has_nvidia_driver() and torch.version.cuda is None:
+        yield "for steps on the NVIDIA GPU of this machine: install a build of torch with CUDA"
+    if device == "cuda" and not compiler:
+        yield "for compiled steps on the GPU: pip install triton"
+    if device == "cuda" and _tensorrt() is None:
+        yield "for TensorRT programs: pip install 'exportable-cache[tensorrt-rtx]', and export with --target tensorrt"
+    if device == "cpu" and not compiler:
+        yield "for compiled steps of models: install g++ (apt install g++)"
 
 
 def _remedies(release: str | None, has_native: bool, has_runner: bool):

@@ -15,6 +15,7 @@ from ..backends.executorch.options import NATIVE_KERNELS_NEEDED, ExecutorchOptio
 from ..backends.tensorrt.options import TensorRTOptions
 from ..cache.spec import CacheSpec
 from ..common.settings import keyword_of
+from ..common.sizes import bytes_text
 from ..errors import UnsupportedModelError, shown
 from ..models.quantization.spec import Quantization
 from ..pipeline.recipes import RECIPES, remark_of
@@ -22,7 +23,7 @@ from ..pipeline.spec import ExportSpec
 from ..program.spec import ProgramSpec
 from .options import REQUIRED_OPTION, TARGET, Changes, JsonOption, ModelArgument, declared, options_of, takes
 from .output.tables import simple_table
-from .output.terminal import Terminal, bytes_text
+from .output.terminal import Terminal
 
 if TYPE_CHECKING:
     from ..bundle.bundle import Bundle

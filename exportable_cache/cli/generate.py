@@ -11,29 +11,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..session.opening import Use
 from .options import (
-    BundleArgument,
-    CheckOption,
-    IgnoreVersionsOption,
+    BundleOrModelArgument,
     JsonOption,
     JsonSchemaOption,
-    KeyOption,
     RegexOption,
     SeedOption,
     SplitSpecialTokensOption,
     TemperatureOption,
     TopPOption,
-    TrustOption,
     at_least,
 )
 from .output.streams import prompt_from_stdin
 from .output.terminal import Terminal
-from .runtime import leave_to_torch, open_natively
+from .runtime import Opening, open_session, opens
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import ProcessorMixin
 
-    from ..bundle.bundle import Bundle
     from ..decoding.completion import CompletionOptions
     from ..generation.checkpoint_settings import CheckpointSettings
     from ..generation.constraint import Constraint
@@ -43,9 +40,11 @@ if TYPE_CHECKING:
 _MOST_BY_DEFAULT = 128
 
 
+@opens
 def generate(
     ctx: typer.Context,
-    folder: BundleArgument,
+    folder: BundleOrModelArgument,
+    opening: Opening,
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -97,7 +96,7 @@ def generate(
             "--prompt-lookup",
             metavar="N",
             callback=at_least(1),
-            help=("Propose N tokens per step from earlier text. Needs a bundle exported with -O score_length=N+1."),
+            help="Propose N tokens per step from earlier text. A bundle needs -O score_length=N+1 in its export.",
         ),
     ] = None,
     seed: SeedOption = None,
@@ -108,10 +107,6 @@ def generate(
     split_special_tokens: SplitSpecialTokensOption = True,
     json_schema: JsonSchemaOption = None,
     regex: RegexOption = None,
-    trust: TrustOption = False,
-    key: KeyOption = None,
-    ignore_versions: IgnoreVersionsOption = False,
-    check: CheckOption = False,
     json: JsonOption = False,
 ) -> None:
     """Generate text from a prompt: text on stdout, speed on stderr."""
@@ -123,13 +118,15 @@ def generate(
     if form is not None and prompt_lookup:
         raise typer.BadParameter("cannot be combined with --json-schema or --regex", param_hint="'--prompt-lookup'")
     choice = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    native = None
-    if image or audio:
-        leave_to_torch(terminal, folder, "images and audio need the model's processor")
-    else:
-        native = open_natively(terminal, folder, ignore_versions, check, key)
+    files = {"image": image or (), "audio": audio or ()}
+    use = Use(tuple(kind for kind, given in files.items() if given), prompt_lookup or 0)
+    opened = open_session(terminal, folder, opening, use)
+    session = opened.session
+    from ..session.native import NativeSession
+
     timed: _Timed
-    if native is not None:
+    if isinstance(session, NativeSession):
+        native = session
         terminal.note_all(native.settings.remarks())
         from ..generation.sampling_options import SamplingOptions
         from ..generation.text import encode_ids
@@ -149,18 +146,9 @@ def generate(
         }
         run = partial(_run_native, timed, native, ids, form, how)
     else:
-        with terminal.opening(folder):
-            from ..bundle.bundle import Bundle
-            from ..generation.speculative import PromptLookup
-            from ..session.session import Session
+        from ..generation.speculative import PromptLookup
 
-            versions = not ignore_versions
-            bundle = Bundle.open(folder, check_versions=versions, trust=trust, key=key, known=not check, to_run=True)
-            session = Session.from_bundle(bundle)
-            if session.stepper.ranks is not None:
-                terminal.set_rank(session.stepper.ranks.rank)
-            files = {"image": image or (), "audio": audio or ()}
-            prepared = _prompt_of(bundle, session, text, files, chat, split_special_tokens)
+        prepared = _prompt_of(opened.processor, session, text, files, chat, split_special_tokens)
         terminal.note_all(session.generation_settings.remarks())
         tokenised = _tokenised(session, prepared, split_special_tokens)
         prompt_tokens, fed_tokens = _counts(session, tokenised)
@@ -189,7 +177,7 @@ def generate(
         if not json and timed.text and not timed.text.endswith("\n"):
             terminal.write("\n")
     if json:
-        terminal.json({"path": str(folder), "prompt": text, **timed.to_dict()})
+        terminal.json({"path": str(Path(folder)), "prompt": text, **timed.to_dict()})
     else:
         terminal.note(str(timed))
 
@@ -301,7 +289,7 @@ class _Timed:
 
 
 def _prompt_of(
-    bundle: Bundle,
+    processor: Callable[[], ProcessorMixin],
     session: Session,
     text: str,
     files: Mapping[str, Sequence[Path]],
@@ -314,7 +302,7 @@ def _prompt_of(
         return [{"role": "user", "content": text}] if chat else text
     from ..session.inputs.prompt import prompt_inputs
 
-    return prompt_inputs(bundle.processor(), session.runner.methods, text, files, chat, split_special_tokens)
+    return prompt_inputs(processor(), session.runner.methods, text, files, chat, split_special_tokens)
 
 
 def _check_kinds(session: Session, files: Mapping[str, Sequence[Path]]) -> None:
@@ -333,7 +321,7 @@ def _check_kinds(session: Session, files: Mapping[str, Sequence[Path]]) -> None:
     if session.has_encoder and count > 1:
         raise InputError(f"the encoder takes one file, got {count}; pass one of them")
     if "text" not in kinds and count == 0:
-        raise InputError(f"the bundle takes {kinds[0]} and not only a prompt; pass --{kinds[0]} FILE")
+        raise InputError(f"the model takes {kinds[0]} and not only a prompt; pass --{kinds[0]} FILE")
 
 
 def _constraint_of(json_schema: Path | None, regex: str | None) -> Constraint | None:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..backends.executorch.options import needs_native_kernels
+from ..common.sizes import bytes_text
 from ..errors import shown
 from .export import print_files, print_verification
 from .options import BundleOrDemoArgument, JsonOption, KeyOption, at_least
 from .output.tables import LayerRow, engine_table, engines, layer_table, simple_table
-from .output.terminal import Terminal, bytes_text
+from .output.terminal import Terminal
 from .plan import print_plan
 
 if TYPE_CHECKING:

@@ -149,14 +149,25 @@ def _complete_bundles_and_demo(incomplete: str) -> Iterator[str]:
     yield from _complete_bundles(incomplete)
 
 
+def _complete_bundles_and_models(incomplete: str) -> Iterator[str]:
+    yield from _complete_models(incomplete)
+    yield from _complete_bundles(incomplete)
+
+
 _MODEL = "A hub id, a local folder, a .gguf file, or `demo`."
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help=_MODEL, autocompletion=_complete_models, show_default=False)
 ]
 ModelOption = Annotated[
-    str,
-    typer.Option("--model", metavar="MODEL", help="Eager model to compare with.", autocompletion=_complete_models),
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="Eager model to compare with; a bundle needs it.",
+        autocompletion=_complete_models,
+        show_default="the model itself",
+    ),
 ]
 LoraOption = Annotated[
     list[str] | None, typer.Option("--lora", metavar="FOLDER", help="Adapter that was merged into the weights.")
@@ -164,6 +175,15 @@ LoraOption = Annotated[
 BundleArgument = Annotated[
     Path,
     typer.Argument(metavar="DIR", help="Folder of a bundle, as `export` wrote it.", autocompletion=_complete_bundles),
+]
+BundleOrModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR|MODEL",
+        help="Folder of a bundle, as `export` wrote it; or a model: a hub id, a folder, a .gguf file, or `demo`.",
+        autocompletion=_complete_bundles_and_models,
+        show_default=False,
+    ),
 ]
 BundleOrDemoArgument = Annotated[
     str,
@@ -200,19 +220,9 @@ SeedOption = Annotated[
     int | None, typer.Option("--seed", metavar="N", help="Seed of the sampler, for repeatable results.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-CheckOption = Annotated[
-    bool, typer.Option("--check", help="Check every file, also unchanged ones that were checked before.")
-]
-TrustOption = Annotated[
-    bool,
-    typer.Option("--trust", help="Run machine code in the bundle, which can do anything you can."),
-]
 KeyOption = Annotated[
     Path | None,
     typer.Option("--key", metavar="FILE", help="Public key that must have signed the bundle.", show_default=False),
-]
-IgnoreVersionsOption = Annotated[
-    bool, typer.Option("--ignore-versions", help="Open bundles made with other package versions.")
 ]
 SplitSpecialTokensOption = Annotated[
     bool,

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..cache.spec import CacheSpec
+from ..common.sizes import bytes_text
 from ..errors import shown
 from ..pipeline.recipes import RECIPES, remark_of
 from ..pipeline.spec import Split
 from .export import print_recipe_sizes
 from .options import JsonOption, ModelArgument, PlanTargetOption, declared, options_of, takes
 from .output.tables import LayerRow, layer_table
-from .output.terminal import Terminal, bytes_text
+from .output.terminal import Terminal
 
 if TYPE_CHECKING:
     from ..parallel.plan import RankPlan

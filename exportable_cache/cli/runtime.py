@@ -1,21 +1,152 @@
-"""Opening of bundles in the native runner, for the commands that run them."""
+"""Opening of what a command is given: a bundle, in the native runner or in torch's, or a model, which runs live."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
+from ..bundle.manifest_file import MANIFEST_FILE
+from ..common.fs.files import retired_folder
 from ..common.process.tuning import no_collections
+from ..common.settings import setting, setting_of
+from ..errors import InputError
+from ..session.opening import ModelOptions, Use
+from .options import options_of
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
+
     from ..decoding.completion import AnyCompleter
+    from ..models.loading.loading import LoadedModel
     from ..session.native import NativeSession
     from .output.terminal import Terminal
 
+#: Files of which a model's folder has one.
+_CONFIGS = ("config.json", "adapter_config.json")
 
-def open_natively(
-    terminal: Terminal, folder: Path, ignore_versions: bool, check: bool, key: Path | None, text: bool = True
-) -> NativeSession | None:
+
+@dataclass(frozen=True)
+class BundleChecks:
+    """Options of commands for the checks of a bundle that is opened; see `load`."""
+
+    trust: bool = setting(
+        False, "Run machine code in the bundle, which can do anything you can.", flags=("--trust",), kind=bool
+    )
+    key: Path | None = setting(
+        None,
+        "Public key that must have signed the bundle.",
+        flags=("--key",),
+        metavar="FILE",
+        kind=Path,
+        shown_default=False,
+    )
+    ignore_versions: bool = setting(
+        False, "Open bundles made with other package versions.", flags=("--ignore-versions",), kind=bool
+    )
+    check: bool = setting(
+        False, "Check every file, also unchanged ones that were checked before.", flags=("--check",), kind=bool
+    )
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Options for opening the bundle or the model that a command is given.
+
+    Attributes:
+        checks: Options for a bundle.
+        model: Options for a model.
+    """
+
+    checks: BundleChecks = BundleChecks()
+    model: ModelOptions = ModelOptions()
+
+    def is_model(self, name: str) -> bool:
+        """Return True for the name of a model, False for that of a bundle.
+
+        Raises:
+            InputError: If a folder is neither, or an option does not apply to it.
+        """
+        found = names_model(name)
+        _check_unset(self.checks if found else self.model, name, "model" if found else "bundle")
+        return found
+
+
+def opens(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `BundleChecks` and `ModelOptions`; it gets them as its argument `opening`."""
+    hints = get_type_hints(command, include_extras=True)
+    own = [
+        one.replace(annotation=hints[one.name])
+        for one in signature(command).parameters.values()
+        if one.name != "opening"
+    ]
+    added = list(options_of([BundleChecks, ModelOptions]))
+    # Before the format of the output, which every command has last.
+    index = next((index for index, one in enumerate(own) if one.name == "json"), len(own))
+    parameters = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in (*own[:index], *added, *own[index:])]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        checks = {one.name: given.pop(one.name) for one in fields(BundleChecks)}
+        model = {one.name: given.pop(one.name) for one in fields(ModelOptions)}
+        command(opening=Opening(BundleChecks(**checks), ModelOptions(**model)), **given)
+
+    run.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    return run
+
+
+def names_model(name: str) -> bool:
+    """Return True for the name of a model (a folder, a .gguf file, a hub id, or `demo`), False for that of a bundle.
+
+    Raises:
+        InputError: If it is the folder of neither.
+    """
+    folder = Path(name)
+    if (folder / MANIFEST_FILE).is_file():
+        return False
+    if folder.is_dir():
+        if any((folder / config).is_file() for config in _CONFIGS):
+            return True
+        raise InputError(
+            f"{folder} is not a bundle, because it has no {MANIFEST_FILE}, and not a model, because it has no "
+            f"{_CONFIGS[0]}; pass a folder that export wrote, or a model"
+        )
+    # Opening a missing bundle says so, and what a killed export left.
+    return _may_be_on_the_hub(name) or (folder.suffix == ".gguf" and folder.is_file())
+
+
+def _may_be_on_the_hub(name: str) -> bool:
+    """Return True for `demo` and names like `org/name`, unless they are paths of this machine."""
+    folder = Path(name)
+    return name.count("/") <= 1 and name[:1] not in "./~" and not folder.exists() and retired_folder(folder) is None
+
+
+def _check_unset(options: Any, name: str, kind: str) -> None:
+    """Check that all options have their defaults.
+
+    Raises:
+        InputError: If one does not.
+    """
+    given = [one for one in fields(options) if getattr(options, one.name) != one.default]
+    if not given:
+        return
+    found = setting_of(given[0])
+    assert found is not None
+    # The second spelling of a flag that is on by default.
+    flag = found.flags[0].split("/")[-1]
+    reason = (
+        "a bundle runs as it was exported; leave it out, or pass the model"
+        if kind == "bundle"
+        else "which has no manifest and no signature; leave it out"
+    )
+    raise InputError(f"{flag} cannot be combined with the {kind} {name}, {reason}")
+
+
+def open_natively(terminal: Terminal, folder: str, checks: BundleChecks, text: bool = True) -> NativeSession | None:
     """Return the bundle's session in the native runner; None if torch's runtime has to run it, with a note why.
 
     Raises:
@@ -26,7 +157,12 @@ def open_natively(
 
         try:
             return open_native(
-                folder, check_versions=not ignore_versions, known=not check, key=key, text=text, progress=progress
+                folder,
+                check_versions=not checks.ignore_versions,
+                known=not checks.check,
+                key=checks.key,
+                text=text,
+                progress=progress,
             )
         except NotNative as left:
             reason = left.reason
@@ -34,7 +170,7 @@ def open_natively(
     return None
 
 
-def leave_to_torch(terminal: Terminal, folder: Path, reason: str) -> None:
+def leave_to_torch(terminal: Terminal, folder: str, reason: str) -> None:
     """Note why torch's runtime runs a bundle that the native runner runs otherwise.
 
     Raises:
@@ -56,40 +192,113 @@ def _note(terminal: Terminal, reason: str) -> None:
         terminal.note(f"using torch's runtime, which starts more slowly: {reason}")
 
 
-class BundleChecks(NamedTuple):
-    """Options of commands for the checks of a bundle that is opened; see `load`."""
+class Opened(NamedTuple):
+    """An opened bundle or model.
 
-    ignore_versions: bool
-    trust: bool
-    check: bool
-    key: Path | None
+    Attributes:
+        session: A `Session`, or a `NativeSession` for a bundle that the native runner runs.
+        processor: Returns the processor of images or audio.
+        model: The model; None for a bundle.
+    """
+
+    session: Any
+    processor: Callable[[], ProcessorMixin]
+    model: PreTrainedModel | None = None
 
 
-def open_completer(terminal: Terminal, folder: Path, checks: BundleChecks, split_special_tokens: bool) -> AnyCompleter:
-    """Open a bundle, and return what completes prompts over it; settings that are not followed are noted.
+def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | None = None, text: bool = True) -> Opened:
+    """Open a bundle or a model.
 
     Args:
         terminal: Shows progress and notes.
-        folder: Folder of the bundle.
-        checks: How it is checked.
+        name: Folder of a bundle, or name of a model.
+        opening: How it is opened.
+        use: What the session is used for.
+        text: True if the tokenizer is needed.
+
+    Raises:
+        InputError: If a folder is neither, or an option does not apply to it.
+        BundleError, MissingDependencyError: See `load` and `open_model`.
+    """
+    if opening.is_model(name):
+        return _open_live(terminal, name, opening.model, use or Use())
+    native = None
+    if use is not None and use.kinds:
+        leave_to_torch(terminal, name, "images and audio need the model's processor")
+    else:
+        native = open_natively(terminal, name, opening.checks, text)
+    if native is not None:
+        return Opened(native, _no_processor)
+    checks = opening.checks
+    with terminal.opening(name):
+        from ..bundle.bundle import Bundle
+        from ..session.session import Session
+
+        bundle = Bundle.open(
+            name,
+            check_versions=not checks.ignore_versions,
+            trust=checks.trust,
+            key=checks.key,
+            known=not checks.check,
+            to_run=True,
+        )
+        session = Session.from_bundle(bundle)
+        if session.stepper.ranks is not None:
+            terminal.set_rank(session.stepper.ranks.rank)
+    return Opened(session, bundle.processor)
+
+
+def _open_live(terminal: Terminal, name: str, options: ModelOptions, use: Use) -> Opened:
+    with terminal.progress(f"opening {name}") as progress, no_collections():
+        from ..common.tensors import dtype_name
+        from ..session.opening import open_model
+
+        session, loaded = open_model(name, options, use, progress)
+    terminal.note_all(loaded.remarks)
+    holds = "" if session.max_length is None else f", a cache of {session.max_length} tokens"
+    compiled = "compiled" if options.compile else "not compiled"
+    terminal.note(f"{loaded.source} on {session.device}, {dtype_name(loaded.model.dtype)}, {compiled}{holds}")
+    return Opened(session, lambda: _processor_of(loaded), loaded.model)
+
+
+def _processor_of(loaded: LoadedModel) -> ProcessorMixin:
+    from ..models.loading.loading import load_processor
+
+    if not loaded.processor_files:
+        raise InputError(
+            f"{loaded.source} has no processor of images or audio; pass a folder with its preprocessor_config.json"
+        )
+    folder = loaded.processor_files[0].parent
+    return load_processor(folder, folder)
+
+
+def _no_processor() -> ProcessorMixin:
+    raise AssertionError("the native runner takes no files")
+
+
+def open_completer(terminal: Terminal, name: str, opening: Opening, split_special_tokens: bool) -> AnyCompleter:
+    """Open a bundle or a model, and return what completes prompts over it; settings that are not followed are noted.
+
+    Args:
+        terminal: Shows progress and notes.
+        name: See `open_session`.
+        opening: See `open_session`.
         split_special_tokens: See `AnyCompleter`.
 
     Raises:
-        BundleError, InputError, MissingDependencyError: See `load` and `Completer`.
+        BundleError, InputError, MissingDependencyError: See `open_session` and `Completer`.
     """
+    from ..session.native import NativeSession
+
     completer: AnyCompleter
-    native = open_natively(terminal, folder, checks.ignore_versions, checks.check, checks.key)
-    if native is not None:
+    session = open_session(terminal, name, opening).session
+    if isinstance(session, NativeSession):
         from ..decoding.native_completion import NativeCompleter
 
-        completer = NativeCompleter(native, split_special_tokens)
+        completer = NativeCompleter(session, split_special_tokens)
     else:
-        with terminal.opening(folder):
-            from ..decoding.completion import Completer
-            from ..session.session import load
+        from ..decoding.completion import Completer
 
-            versions = not checks.ignore_versions
-            session = load(folder, check_versions=versions, trust=checks.trust, key=checks.key, check=checks.check)
-            completer = Completer(session, split_special_tokens)
+        completer = Completer(session, split_special_tokens)
     terminal.note_all(completer.settings.remarks())
     return completer

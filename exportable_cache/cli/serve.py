@@ -10,22 +10,16 @@ from typing import Annotated
 
 import typer
 
-from .options import (
-    BundleArgument,
-    CheckOption,
-    IgnoreVersionsOption,
-    KeyOption,
-    SplitSpecialTokensOption,
-    TrustOption,
-    at_least,
-)
+from .options import BundleOrModelArgument, SplitSpecialTokensOption, at_least
 from .output.terminal import Terminal
-from .runtime import BundleChecks, open_completer
+from .runtime import Opening, open_completer, opens
 
 
+@opens
 def serve(
     ctx: typer.Context,
-    folder: BundleArgument,
+    folder: BundleOrModelArgument,
+    opening: Opening,
     host: Annotated[
         str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all.")
     ] = "127.0.0.1",
@@ -67,12 +61,8 @@ def serve(
         ),
     ] = 64,
     split_special_tokens: SplitSpecialTokensOption = True,
-    trust: TrustOption = False,
-    key: KeyOption = None,
-    ignore_versions: IgnoreVersionsOption = False,
-    check: CheckOption = False,
 ) -> None:
-    """Serve a bundle with an OpenAI-compatible API and a chat page."""
+    """Serve a bundle or a model with an OpenAI-compatible API and a chat page."""
     from ..errors import MissingDependencyError
 
     terminal: Terminal = ctx.obj
@@ -88,8 +78,7 @@ def serve(
     AllowedOrigins.of(host, api_key is not None, hosts, origins)
     importing = Thread(target=_import_server)
     importing.start()
-    checks = BundleChecks(ignore_versions, trust, check, key)
-    completer = open_completer(terminal, folder, checks, split_special_tokens)
+    completer = open_completer(terminal, folder, opening, split_special_tokens)
     importing.join()
     from .server.app import ServerOptions, make_app, run
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..session.opening import Use
 from ..verification.spec import VerifySpec
 from .command import EXIT_MISMATCH
 from .options import (
-    BundleArgument,
+    BundleOrModelArgument,
     Changes,
-    IgnoreVersionsOption,
     JsonOption,
-    KeyOption,
     LoraOption,
     ModelOption,
-    TrustOption,
     at_least,
     declared,
     options_of,
@@ -25,6 +23,10 @@ from .options import (
 )
 from .output.tables import simple_table
 from .output.terminal import Terminal
+from .runtime import BundleChecks, Opening, open_session, opens
+
+if TYPE_CHECKING:
+    from ..verification.report import VerifyReport
 
 RecordOption = Annotated[bool, typer.Option("--record", help="Replace the report in the bundle's manifest.")]
 SignOption = Annotated[
@@ -38,35 +40,30 @@ SignOption = Annotated[
 ]
 
 
+@opens
 @takes(
-    declared("folder", BundleArgument),
-    declared("model", ModelOption),
+    declared("folder", BundleOrModelArgument),
+    declared("model", ModelOption, None),
     *options_of(
         [VerifySpec],
         {name: Changes(about={"callback": at_least(least)}) for name, least in (("tolerance", 0), ("decode_steps", 1))},
     ),
     declared("lora", LoraOption, None),
-    declared("trust", TrustOption, False),
-    declared("key", KeyOption, None),
-    declared("ignore_versions", IgnoreVersionsOption, False),
     declared("record", RecordOption, False),
     declared("sign", SignOption, None),
     declared("json", JsonOption, False),
 )
-def verify(ctx: typer.Context, folder: Path, model: str, json: bool, **given: Any) -> None:
-    """Compare a bundle with the eager model, step by step."""
+def verify(ctx: typer.Context, folder: str, model: str | None, json: bool, opening: Opening, **given: Any) -> None:
+    """Compare a bundle, or a model in this process, with the eager model."""
     terminal: Terminal = ctx.obj
-    lora = given.pop("lora")
-    with terminal.progress("loading libraries") as progress:
-        from ..bundle.bundle import Bundle
-        from ..verification.verify import verify as compare
-
-        check_versions = not given.pop("ignore_versions")
-        trust, key = given.pop("trust"), given.pop("key")
-        bundle = Bundle.open(folder, check_versions=check_versions, trust=trust, key=key, progress=progress)
-        report = compare(bundle, model, lora=lora or (), progress=progress, **given)
+    if opening.is_model(folder):
+        report = _verify_live(terminal, folder, model, opening, given)
+    elif model is None:
+        raise typer.BadParameter("must be given for a bundle: the model it was made from", param_hint="'--model'")
+    else:
+        report = _verify_bundle(terminal, folder, model, opening.checks, given)
     if json:
-        terminal.json({"path": str(folder), "model": model, **report.to_dict()})
+        terminal.json({"path": str(Path(folder)), "model": model or folder, **report.to_dict()})
     else:
         headers = ("prompt", "chunks", "decode steps", "max |logit difference|", "same argmax")
         table = simple_table(*headers, right=headers)
@@ -87,3 +84,40 @@ def verify(ctx: typer.Context, folder: Path, model: str, json: bool, **given: An
         if json:
             terminal.error(str(report))
         raise typer.Exit(EXIT_MISMATCH)
+
+
+def _verify_bundle(
+    terminal: Terminal, folder: str, model: str, checks: BundleChecks, given: dict[str, Any]
+) -> VerifyReport:
+    lora = given.pop("lora") or ()
+    with terminal.progress("loading libraries") as progress:
+        from ..bundle.bundle import Bundle
+        from ..verification.verify import verify as compare
+
+        versions = not checks.ignore_versions
+        bundle = Bundle.open(folder, check_versions=versions, trust=checks.trust, key=checks.key, progress=progress)
+        return compare(bundle, model, lora=lora, progress=progress, **given)
+
+
+def _verify_live(
+    terminal: Terminal, folder: str, model: str | None, opening: Opening, given: dict[str, Any]
+) -> VerifyReport:
+    """Compare a session over a model with the model itself, or with another model."""
+    from ..errors import InputError
+
+    for name, flag in (("lora", "--lora"), ("record", "--record"), ("sign", "--sign")):
+        if given.pop(name):
+            raise InputError(f"{flag} cannot be combined with the model {folder}, only with a bundle; leave it out")
+    opened = open_session(terminal, folder, opening, Use(waits=True), text=False)
+    with terminal.progress("comparing") as progress:
+        from ..models.loading.loading import load_model
+        from ..verification.verify import verify_session
+
+        reference = opened.model
+        assert reference is not None
+        if model is not None:
+            device = reference.device
+            reference = load_model(model, reference.dtype, progress=progress).model
+            reference.to(device)  # type: ignore[arg-type]  # transformers wraps it without its signature
+        with opened.session as session:
+            return verify_session(session, reference, progress=progress, **given)

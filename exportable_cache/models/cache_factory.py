@@ -19,6 +19,7 @@ from ..cache.offload import offloaded
 from ..cache.spec import CacheSpec
 from ..cache.step import PLAIN
 from ..common.compat.transformers import pipeline_stage, set_attention_implementation
+from ..common.devices import is_out_of_memory, memory_errors, out_of_memory, weights_bytes
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
 from ..parallel.heads import check_heads, parts_of_heads, repeat_heads
 from ..parallel.ranks import ranks_of
@@ -147,7 +148,9 @@ class ExportableCache(LayeredCache):
             check_sinks(config, layer_specs)
         text_config = config.get_text_config(decoder=True)
         dtype = _dtype_of(spec) or getattr(text_config, "dtype", None) or torch.float32
-        cache = cls([layer_spec.build(spec, dtype, spec.device or "cpu") for layer_spec in layer_specs])
+        device = spec.device or "cpu"
+        with memory_errors(device, lambda: _needed(layer_specs, replace(spec, dtype=dtype))):
+            cache = cls([layer_spec.build(spec, dtype, device) for layer_spec in layer_specs])
         if attn_implementation is not None:
             set_attention_implementation(config, attn_implementation)
         cache._config = text_config
@@ -249,7 +252,8 @@ class ExportableCache(LayeredCache):
         if spec.sinks is not None:
             check_sinks(model.config, layer_specs)
         spec = replace(spec, dtype=spec.dtype or dtype, device=spec.device or device)
-        cache = cls(_built(model, layer_specs, spec))
+        with memory_errors(str(spec.device), lambda: _needed(layer_specs, spec)):
+            cache = cls(_built(model, layer_specs, spec))
         if encoder is not None:
             assert isinstance(cache, ExportableEncoderDecoderCache)
             cache.encoder = encoder
@@ -351,6 +355,13 @@ def _layer_specs(model: PreTrainedModel) -> tuple[list[LayerSpec], torch.dtype, 
             return layer_specs_from_model(model)
 
 
+def _needed(layer_specs: list[LayerSpec], spec: CacheSpec) -> dict[str, int]:
+    """Return the bytes of a cache by name, for a message."""
+    dtype = _dtype_of(spec)
+    assert dtype is not None
+    return {"the cache": sum(layer_spec.build(spec, dtype, "meta").nbytes for layer_spec in layer_specs)}
+
+
 def _built(
     model: PreTrainedModel,
     layer_specs: list[LayerSpec],
@@ -382,6 +393,8 @@ def _model_errors_as_unsupported(model: PreTrainedModel) -> Iterator[None]:
     except ExportableCacheError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(model.device, {"the weights": weights_bytes(model)}, "a step") from error
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot run a token of text alone ({type(error).__name__}: "
             f"{first_line(error)}); pass its text decoder, or a model of text"

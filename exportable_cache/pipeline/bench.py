@@ -56,6 +56,7 @@ class BenchReport:
             report it.
         threads: Number of torch threads; a target may use other threads. None for the native runner, whose default is
             the number of cores.
+        peak_device_bytes: Peak memory that torch allocated on a GPU of NVIDIA; None elsewhere.
         runtime: What ran the program: "native" for the native runner, "torch" for a session.
     """
 
@@ -66,6 +67,7 @@ class BenchReport:
     peak_rss_bytes: int | None
     threads: int | None
     runtime: str = "torch"
+    peak_device_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -150,6 +152,7 @@ def bench(
         peak_rss_bytes=peak_rss_bytes(),
         threads=subject.threads(),
         runtime=subject.runtime,
+        peak_device_bytes=subject.peak_device_bytes(),
     )
 
 
@@ -192,6 +195,10 @@ class _Subject(Protocol):
         """Return the number of threads; see `BenchReport`."""
         ...
 
+    def peak_device_bytes(self) -> int | None:
+        """Return the peak memory on a GPU; see `BenchReport`."""
+        ...
+
 
 class _Torch:
     """A session of torch, see `_Subject`."""
@@ -213,7 +220,8 @@ class _Torch:
     def tokens(self, count: int) -> torch.Tensor:
         import torch
 
-        return torch.randint(0, self._session.vocab_size, (self.batch_size, count), generator=self._generator)
+        tokens = torch.randint(0, self._session.vocab_size, (self.batch_size, count), generator=self._generator)
+        return tokens.to(self._session.device)
 
     def restart(self) -> None:
         from ..verification.references import encoder_lengths, random_inputs
@@ -222,13 +230,21 @@ class _Torch:
         if self._encode is not None:
             length = encoder_lengths(self._encode)[0]
             inputs = random_inputs(self._encode, length, self.batch_size, self._session.vocab_size, self._generator)
-            self._session.encode(**inputs)
+            self._session.encode(**{name: tensor.to(self._session.device) for name, tensor in inputs.items()})
 
     def prefill(self, tokens: torch.Tensor) -> object:
-        return self._session.prefill(tokens)
+        return self._finished(self._session.prefill(tokens))
 
     def decode(self, token: torch.Tensor) -> object:
-        return self._session.decode(token[:, 0])
+        return self._finished(self._session.decode(token[:, 0]))
+
+    def _finished(self, logits: torch.Tensor) -> torch.Tensor:
+        """Wait for a device that runs asynchronously, because the clock is read next."""
+        import torch
+
+        if logits.device.type != "cpu":
+            torch.accelerator.synchronize(logits.device)
+        return logits
 
     def reset(self) -> None:
         self._session.reset()
@@ -237,6 +253,12 @@ class _Torch:
         import torch
 
         return torch.get_num_threads()
+
+    def peak_device_bytes(self) -> int | None:
+        import torch
+
+        device = self._session.device
+        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 class _Native:
@@ -254,6 +276,9 @@ class _Native:
         return [self._random.randrange(self._session.vocab_size) for _ in range(count)]
 
     def threads(self) -> None:
+        return None
+
+    def peak_device_bytes(self) -> None:
         return None
 
 

@@ -191,7 +191,7 @@ def test_inspect_says_what_is_taken(run, image_bundle, whisper_bundle):
             ["-p", f"{IMAGE}b{IMAGE}", "--image", "x.png"],
             "processor refuses the prompt: 1 images for 2 places",
         ),
-        ("whisper_bundle", ["-p", "a"], "the bundle takes audio and not only a prompt; pass --audio FILE"),
+        ("whisper_bundle", ["-p", "a"], "the model takes audio and not only a prompt; pass --audio FILE"),
         ("whisper_bundle", ["--audio", "x.wav", "--audio", "y.wav"], "the encoder takes one file, got 2"),
         ("whisper_bundle", ["--audio", "gone.wav"], "audio 'gone.wav' does not exist; check the path"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from exportable_cache import export
-from exportable_cache.cli import generate as command
+from exportable_cache.cli import runtime
 from exportable_cache.session.native import NotNative
 
 from ..decoding.byte_tokenizer import byte_tokenizer
@@ -140,7 +140,7 @@ def test_a_note_says_why_torch_runs_it(run: Any, demo_bundle: Path, monkeypatch:
 
 def test_files_are_left_to_torch(run: Any, demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[object] = []
-    monkeypatch.setattr(command, "open_natively", lambda *arguments: opened.append(arguments))
+    monkeypatch.setattr(runtime, "open_natively", lambda *arguments: opened.append(arguments))
     result = run("generate", demo_bundle, "-p", PROMPT, "--image", tmp_path / "x.png")
     assert result.exit_code == 2 and "takes only text" in result.stderr and opened == []
     assert "using torch's runtime" not in result.stderr

@@ -14,6 +14,7 @@ import torch
 from ...cache.attention import ATTENTION
 from ...cache.attention.implementation import borrow_attention
 from ...common.compat import torch as private
+from ...common.devices import memory_errors, weights_bytes
 from ...common.process.tuning import torch_threads, warn_if_threads_spin
 from ...errors import InputError, UnsupportedModelError, describe_trace_error
 from ...generation.multi_step import Choice, of_step
@@ -70,6 +71,8 @@ class ModuleRunner:
         }
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()
         self.ranks = cache.ranks
+        self._device = cache.device
+        self._needed = lambda: {"the weights": weights_bytes(model), "the cache": cache.resident_nbytes}
         self.background = background_compiler(model, cache, spec, options)
         self.compiler: StepCompiler | None = None
         if options.compile:
@@ -130,6 +133,10 @@ class ModuleRunner:
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run a method, see `Runner.run`."""
+        with memory_errors(self._device, self._needed, "a step"):
+            return self._run(method, inputs)
+
+    def _run(self, method: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if self.ranks is None:
             return self._call(StepKey(method), inputs)
         with self.ranks.watched():
@@ -144,7 +151,8 @@ class ModuleRunner:
         need separate graphs. On a CPU the choice is a separate graph, because the model would otherwise be traced again
         for each of these. See `StepCompiler.chooses_separately`.
         """
-        with nullcontext() if self.ranks is None else self.ranks.watched():
+        watched = nullcontext() if self.ranks is None else self.ranks.watched()
+        with memory_errors(self._device, self._needed, "a step"), watched:
             return self._run_and_choose(method, chooser, inputs, steps)
 
     def _run_and_choose(

@@ -196,6 +196,9 @@ class CacheLayer(CacheLayerMixin):
             try:
                 with ordinary_tensors():
                     setattr(self, name, torch.zeros(shape, dtype=declared.dtype, device=device))
+            except torch.OutOfMemoryError:
+                # Of a GPU; the cache gives the sizes of all layers.
+                raise
             except (RuntimeError, TypeError, OverflowError, AssertionError) as error:
                 # What an allocator raises for too much memory, what torch raises for sizes past 64 bits, and for a
                 # device that it was built without.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from ...common.sizes import bytes_text
 from ...errors import shown
-from .terminal import bytes_text
 
 if TYPE_CHECKING:
     from ...bundle.entries import File

@@ -185,15 +185,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def bytes_text(count: int | None) -> str:
-    """Return a size as text: `bytes_text(1536)` is `1.5 KiB`, None is `unknown`."""
-    if count is None:
-        return "unknown"
-    size, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"

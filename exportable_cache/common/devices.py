@@ -1,0 +1,127 @@
+"""Devices of torch: the choice of one, its memory, and one sentence with sizes if that runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from ..errors import DeviceMemoryError, InputError
+from .sizes import bytes_text
+
+#: Devices that sessions run on.
+DEVICES = ("cpu", "cuda", "mps")
+#: Texts of errors that torch raises without a class of their own.
+_OUT_OF_MEMORY = ("can't allocate memory", "MPS backend out of memory")
+
+
+def chosen_device(name: str | None = None) -> torch.device:
+    """Return the device of a name; by default the GPU if torch finds one of NVIDIA, else the CPU.
+
+    Raises:
+        InputError: If sessions do not run on such a device, or torch does not find it here.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in DEVICES:
+        raise InputError(f"device must be one of {', '.join(DEVICES)}, or cuda:N for a GPU by its index, got {name!r}")
+    reason = missing_reason(device)
+    if reason:
+        raise InputError(f"device must be one that torch finds here, got {name!r}: {reason}; pass cpu")
+    return device
+
+
+def missing_reason(device: torch.device) -> str:
+    """Return why torch cannot use a device here, "" if it can."""
+    if device.type == "cuda":
+        if torch.version.cuda is None and torch.version.hip is None:
+            return f"torch {torch.__version__} is built without CUDA"
+        if not torch.cuda.is_available():
+            return "torch finds no NVIDIA GPU"
+        count = torch.cuda.device_count()
+        if device.index is not None and device.index >= count:
+            return f"there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}, with indices from 0"
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        return "torch finds no GPU of Apple"
+    return ""
+
+
+def free_and_total(device: torch.device) -> tuple[int, int] | None:
+    """Return the free and the total bytes of a GPU's memory; None where torch does not report them."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    # Memory that torch holds and has not given out is free for torch.
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+
+
+def check_fits(device: torch.device, needed: Mapping[str, int]) -> None:
+    """Check that a device has enough free memory, before anything is moved there.
+
+    Args:
+        device: The device.
+        needed: Bytes by name: `{"the weights": 10, "the cache": 2}`.
+
+    Raises:
+        DeviceMemoryError: If it does not.
+    """
+    memory = free_and_total(device)
+    if memory is not None and sum(needed.values()) > memory[0]:
+        raise out_of_memory(device, needed)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if torch raised an error because a device has not enough memory."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    )
+
+
+@contextmanager
+def memory_errors(
+    device: torch.device | str, needed: Callable[[], Mapping[str, int]], during: str = ""
+) -> Iterator[None]:
+    """Replace torch's error in this block, if a device has not enough memory, by one sentence with sizes.
+
+    Args:
+        device: The device.
+        needed: Returns the needed bytes by name, as `check_fits` takes them.
+        during: See `out_of_memory`.
+
+    Raises:
+        DeviceMemoryError: If the device has not enough memory.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(torch.device(device), needed(), during) from error
+
+
+def out_of_memory(device: torch.device, needed: Mapping[str, int], during: str = "") -> DeviceMemoryError:
+    """Return the error of a device that lacks memory.
+
+    Args:
+        device: The device.
+        needed: See `check_fits`.
+        during: Work for which memory is needed in addition, such as "a step".
+    """
+    memory = free_and_total(device)
+    parts = " and ".join(f"{name} ({bytes_text(size)})" for name, size in needed.items())
+    state = "not enough is free" if memory is None else f"{bytes_text(memory[0])} of {bytes_text(memory[1])} are free"
+    besides = f", and for {during}" if during else ""
+    return DeviceMemoryError(
+        f"{device} must have memory for {parts}{besides}, but {state}; use a smaller max_cache_len, kv_dtype='int8', "
+        f"{'a shorter prompt or prefill_chunk' if during else 'a dtype of 16 bits'}, or another device"
+    )
+
+
+def weights_bytes(module: torch.nn.Module) -> int:
+    """Return the bytes of a module's parameters and buffers, each counted once."""
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

@@ -1,0 +1,163 @@
+"""Open a live session over a named model, on a device and in a dtype that are checked first.
+
+Importing this module imports no torch: the command line makes its options from the fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..cache.spec import CacheSpec
+from ..common.progress import silent
+from ..common.settings import check_settings, same_setting, setting
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from transformers import PreTrainedModel
+
+    from ..common.progress import Progress
+    from ..models.loading.loading import LoadedModel
+    from .session import Session
+
+#: Default of `ModelOptions.max_cache_len`, for models with at least as many positions.
+CACHE_LEN = 4096
+_DEVICES = ("cpu", "cuda", "mps")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Options of a model that runs in this process: `ModelOptions(device="cuda", dtype="bfloat16")`.
+
+    Attributes:
+        device: Device, such as `cpu`, `cuda`, `cuda:1` or `mps`; None for an NVIDIA GPU if there is one, else cpu.
+        dtype: Dtype of weights, keys and values; None for the stored dtype.
+        max_cache_len: Tokens that a full-attention layer holds; None for `CACHE_LEN`, or the model's positions.
+        kv_dtype: See `CacheSpec`.
+        compile: False to run steps uncompiled.
+
+    Raises:
+        InputError: If a value is out of range.
+    """
+
+    device: str | None = setting(
+        None,
+        "Run a model on cpu, cuda or mps.",
+        flags=("--device",),
+        metavar="NAME",
+        shown_default="cuda if torch finds a GPU, else cpu",
+    )
+    dtype: torch.dtype | str | None = same_setting(CacheSpec, "dtype")
+    max_cache_len: int | None = setting(
+        None,
+        "Tokens that a model's full-attention layers hold.",
+        flags=("--max-cache-len", "-n"),
+        metavar="N",
+        kind=int,
+        least=1,
+        shown_default=f"{CACHE_LEN}, or the model's positions",
+    )
+    kv_dtype: str | None = same_setting(CacheSpec, "kv_dtype")
+    compile: bool = setting(True, "Compile a model's steps.", flags=("--compile/--no-compile",), kind=bool)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True)
+class Use:
+    """The way a session over a model will be used.
+
+    Attributes:
+        kinds: Kinds of the files in its prompts: `image`, `audio`.
+        lookup: Number of tokens that prompt lookup proposes for each step.
+        waits: True if every step must be compiled; False to run steps uncompiled while their graphs are compiled.
+    """
+
+    kinds: Sequence[str] = ()
+    lookup: int = 0
+    waits: bool = False
+
+
+def open_model(
+    name: str, options: ModelOptions, use: Use | None = None, progress: Progress = silent
+) -> tuple[Session, LoadedModel]:
+    """Load a model onto a device, allocate its cache, and return a session over both, with the loaded model.
+
+    Args:
+        name: `demo`, a local folder or GGUF file, or a hub id.
+        options: Device, dtype and sizes.
+        use: What the session must be able to do.
+        progress: Called with each stage.
+
+    Raises:
+        InputError: If torch does not find the device, or as `load_model` and `Session.from_model` do.
+        DeviceMemoryError: If weights and cache do not fit the device.
+        UnsupportedModelError, MissingDependencyError: See `load_model`.
+    """
+    from ..common.devices import check_fits, chosen_device, memory_errors
+    from ..models.cache_factory import ExportableCache
+    from ..models.loading.loading import load_model
+    from .session import Session
+
+    # Checked before the weights are read, which takes long.
+    device, use = chosen_device(options.device), use or Use()
+    loaded = load_model(name, options.dtype, progress=progress)
+    model = loaded.model
+    spec = CacheSpec(
+        options.max_cache_len or _default_length(model), kv_dtype=options.kv_dtype, rollback_slots=use.lookup
+    )
+    progress(f"allocating the cache on {device}", 0, None)
+    if device.type != "cpu":
+        check_fits(device, _needed(model, spec))
+    with memory_errors(device, lambda: _needed(model, spec)):
+        # Tensor by tensor, so that host and device together hold little more than the weights once.
+        model.to(device)  # type: ignore[arg-type]  # transformers wraps it without its signature
+        cache = ExportableCache.from_model_spec(model, spec)
+    session = Session.from_model(
+        model,
+        cache,
+        compile=options.compile and ("wait" if use.waits else True),
+        score_length=use.lookup + 1 if use.lookup else 0,
+        modalities=tuple(use.kinds),
+        graph_cache=_graph_folder() if options.compile and device.type == "cpu" else None,
+        tokenizer=loaded.tokenizer,
+    )
+    return session, loaded
+
+
+def _needed(model: PreTrainedModel, spec: CacheSpec) -> dict[str, int]:
+    """Return the bytes of weights and cache by name; without the cache if the config does not describe it."""
+    from ..common.devices import weights_bytes
+    from ..errors import UnsupportedModelError
+    from ..models.cache_factory import ExportableCache
+
+    needed = {"the weights": weights_bytes(model)}
+    try:
+        sizes = replace(spec, device="meta", dtype=spec.dtype or model.dtype)
+        needed["the cache"] = ExportableCache.from_config_spec(model.config, sizes, attn_implementation=None).nbytes
+    except (InputError, UnsupportedModelError):  # an encoder-decoder, or sizes that only the model's code knows
+        pass
+    return needed
+
+
+def _default_length(model: PreTrainedModel) -> int:
+    """Return `CACHE_LEN`, or the number of the model's positions if it has fewer."""
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min(CACHE_LEN, positions) if isinstance(positions, int) and positions > 0 else CACHE_LEN
+
+
+def _graph_folder() -> Path | None:
+    """Return the user's folder of compiled graphs, so that a later command loads them; None if there is no safe one."""
+    from ..common.fs.user_files import home_folder, user_folder, user_key
+
+    try:
+        folder = user_folder(home_folder() / "graphs")
+        user_key()
+    except (InputError, OSError, RuntimeError):
+        return None
+    return folder
