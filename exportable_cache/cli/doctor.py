@@ -23,7 +23,7 @@ from .output.terminal import Terminal
 
 
 def doctor(ctx: typer.Context, json: JsonOption = False) -> None:
-    """Show processor, GPU, libraries and kernels, and what would be faster."""
+    """Show processor, GPU, libraries, and what would be faster."""
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries"):
         found = diagnose()
