@@ -47,7 +47,7 @@ PYTHONS ?= 3.10 3.12 3.13
 PYTHON_TESTS ?= tests/test_python_versions.py tests/test_cache.py tests/test_session.py tests/backends/test_executorch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native kernels-sanitized demo check test test-cpp test-full test-device test-canary test-versions test-live test-pythons zoo zoo-media fuzz kills soak wheels docs clean
+.PHONY: help setup native kernels-sanitized demo check test test-cpp test-full test-device test-canary test-versions test-live test-triton test-pythons zoo zoo-media fuzz kills soak wheels docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
@@ -61,6 +61,7 @@ help:
 	@echo "make test-versions  the tests that depend on other packages, at both ends of the ranges of torch, transformers, executorch"
 	@echo "             (downloads both; VERSIONS=newest to choose)"
 	@echo "make test-live  live sessions on the oldest torch that they run on, 2.11, without the exporters"
+	@echo "make test-triton  the kernels for CUDA: run by Triton's interpreter and compiled for SM 8.0 and 9.0, without a GPU"
 	@echo "make test-pythons  the package on Python 3.10, 3.12 and 3.13, each from the path (PYTHONS=3.13 to choose)"
 	@echo "make zoo     every generative architecture of transformers on every target, into docs/architectures.md"
 	@echo "             (hours; resumes; ZOO_ARGS='--only llama,mamba2 --targets eager,pt2' to choose)"
@@ -146,6 +147,14 @@ test-version-%:
 test-live:
 	@$(MAKE) --no-print-directory .envs/live/.installed-live VENV=.envs/live CONSTRAINTS=constraints/live.txt
 	@.envs/live/bin/python -m pytest -n $(JOBS) --dist loadfile -p no:cacheprovider $(LIVE_TESTS) $(PYTEST_ARGS)
+
+# In an environment of its own, because a torch for CPUs comes without Triton, and Inductor looks for it. The interpreter of
+# this release needs the older numpy.
+test-triton:
+	@$(MAKE) --no-print-directory .envs/triton/.installed-live VENV=.envs/triton CONSTRAINTS=constraints/live.txt
+	@.envs/triton/bin/python -m pip --disable-pip-version-check install -q "triton==3.6.0" "numpy<2.4"
+	@TRITON_INTERPRET=1 .envs/triton/bin/python -m pytest -p no:cacheprovider -k kernel tests/test_filled_attention.py $(PYTEST_ARGS)
+	@.envs/triton/bin/python -m pytest -p no:cacheprovider -k kernels_compile tests/test_filled_attention.py $(PYTEST_ARGS)
 
 zoo: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.zoo.run $(ZOO_ARGS)

@@ -86,8 +86,14 @@ class WrittenLayer(Protocol):
         """See `CacheLayer.advance`."""
         ...
 
-    def read(self, slots: int, stored: list[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, slots: int, stored: list[torch.Tensor] | None = None, query_length: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `CacheLayer.read`."""
+        ...
+
+    def decoded(self, stored: list[torch.Tensor], query_length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CacheLayer.decoded`."""
         ...
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
@@ -164,11 +170,11 @@ class PortableLayout(Layout, kind="portable"):
             slots = policy.slots_of(length[:, None] + torch.arange(query_length, device=layer.device))
             stored = self._write(layer, slots, key_states, value_states)
             layer.advance(query_length)
-            return layer.read(layer.slots_read, stored)
+            return layer.read(layer.slots_read, stored, query_length)
         if is_one(query_length):
             stored = self._write(layer, policy.next_slot(length)[:, None], key_states, value_states)
             layer.advance(1)
-            return layer.read(policy.slot_count, stored)
+            return layer.read(policy.slot_count, stored, 1)
         return self._gather(layer, key_states, value_states)
 
     def _write(
@@ -193,7 +199,7 @@ class PortableLayout(Layout, kind="portable"):
             layer.replace(name, read_slots(joined, source))
             seen.append(joined)
         layer.advance(query_length)
-        return storage.decode(seen)
+        return layer.decoded(seen, None)
 
 
 #: Layout of new layers; a target may replace it.

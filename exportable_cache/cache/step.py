@@ -6,9 +6,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from .attention.filled import FilledKeys
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +34,8 @@ class StepContext:
             attributes are bound to new ones (explicit programs, whose state is a graph input and output).
         sees_items: True if the step has the images that each token sees, and runs the layers that attend to them.
         length: Value of `start`, if rows agree and the host knows it, see `starting_at`; None in traced steps.
+        filled: Keys that layers returned in this step, if attention reads their stored form up to the filled slots,
+            see `attention.filled`; None if it reads what layers return.
         shared: Results that all layers of the step use, see `once`.
     """
 
@@ -40,6 +45,7 @@ class StepContext:
     kv_slots: int | None = None
     sees_items: bool = False
     length: int | None = None
+    filled: list[FilledKeys] | None = field(default=None, repr=False)
     shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ShapesCollection
 
+from ..cache.attention.filled import finding_filled
 from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import attention_of
 from ..cache.step import StepContext, known_length
@@ -165,12 +166,25 @@ class ResidentModule(ProgramModule):
     """A method whose cache tensors are buffers, mutated in place. Positions are an input, so the length is not state.
 
     Position 0 starts a new sequence without clearing the buffers; an earlier position discards the tokens after it.
+
+    Args:
+        model: See `ProgramModule`.
+        cache: See `ProgramModule`.
+        method: See `ProgramModule`.
+        logits: See `ProgramModule`.
+        reads_filled: True if attention of few tokens reads the filled slots, see `cache.attention.filled`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: ExportableCache, method: ProgramMethod, logits: Logits = Logits.LAST
+        self,
+        model: PreTrainedModel,
+        cache: ExportableCache,
+        method: ProgramMethod,
+        logits: Logits = Logits.LAST,
+        reads_filled: bool = False,
     ) -> None:
         super().__init__(model, cache, method, logits)
+        self.reads_filled = reads_filled
         self.state_buffers = {
             name: name.replace(".", "_") for name, _ in cache.named_state() if not name.endswith(".cumulative_length")
         }
@@ -196,11 +210,13 @@ class ResidentModule(ProgramModule):
             kv_slots=None if slots is None else slots.shape[0],
             sees_items=ITEMS_SEEN in inputs,
             length=known_length(inputs["input_pos"]),
+            filled=[] if self.reads_filled else None,
         )
         cache = self.layout.with_state(tensors, context)
         offloader = self.layout.offloader
         if offloader is None:
-            return self.run(cache, **inputs)
+            with finding_filled(context.filled) if self.reads_filled else nullcontext():
+                return self.run(cache, **inputs)
         offloader.forget()
         logits = self.run(cache, **inputs)
         offloader.finish()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ...cache.attention import ATTENTION
+from ...cache.attention.filled import reads_filled
 from ...cache.attention.implementation import borrow_attention
 from ...common.compat import torch as private
 from ...common.devices import memory_errors, weights_bytes
@@ -23,6 +24,7 @@ from ...program.program import ResidentModule, front_module, program_methods
 from ...program.spec import ProgramSpec
 from .background import background_compiler
 from .compile import CompileOptions, Step, StepCompiler, marked
+from .filled import reads_filled_everywhere, without_narrow_decodes
 from .graphs import Graph, GraphKey, OutdatedGraph, StepKey, choice_graph, choosing
 
 if TYPE_CHECKING:
@@ -63,8 +65,11 @@ class ModuleRunner:
         self._restore_attention.atexit = False
         spec = ProgramSpec() if spec is None else spec
         self.methods: dict[str, ProgramMethod] = program_methods(model, cache, spec)
+        filled = cache.offloader is None and reads_filled(cache.device)
+        if filled and options.compile and reads_filled_everywhere(model, cache):
+            self.methods = without_narrow_decodes(self.methods)
         self.modules: dict[str, torch.nn.Module] = {
-            name: ResidentModule(model, cache, method)
+            name: ResidentModule(model, cache, method, reads_filled=filled)
             if method.is_step
             else front_module(model, cache, method, spec.modalities)
             for name, method in self.methods.items()

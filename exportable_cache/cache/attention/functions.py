@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 from ...errors import UnsupportedModelError
 from . import ATTENTION, ATTENTION_NAMES, MATMUL_ATTENTION
 from .extended import EXTENDED_ATTENTION, EXTENSIONS, is_captured, library
+from .filled import FILLED_ATTENTION, filled_keys
 from .masks import register_masks
 
 #: What modeling code calls attention functions by.
@@ -90,10 +91,14 @@ def fused_attention(
     if indices is not None:
         attention_mask = among_indices(attention_mask, indices, key.shape[2], query.dtype)
     extras = {name for name in EXTRAS if kwargs.get(name) is not None}
+    sinks = kwargs.get("sinks")
+    if kwargs.get("s_aux") is not None:
+        sinks = kwargs["s_aux"].reshape(1, -1, 1, 1)
+    filled = filled_keys(key, value) if extras <= EXTENSIONS and not dropout else None
+    if filled is not None and filled.are_supported(query, attention_mask):
+        softcap = kwargs.get("softcap")
+        return FILLED_ATTENTION(query, filled.stored, filled.ends, attention_mask, scaling, softcap, sinks), None
     if extras and extras <= EXTENSIONS and attention_mask is not None and not dropout and is_captured():
-        sinks = kwargs.get("sinks")
-        if kwargs.get("s_aux") is not None:
-            sinks = kwargs["s_aux"].reshape(1, -1, 1, 1)
         output = EXTENDED_ATTENTION(query, key, value, attention_mask, scaling, kwargs.get("softcap"), sinks)
         return output.transpose(1, 2).contiguous(), None
     if extras:

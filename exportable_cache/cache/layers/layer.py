@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ...common.tensors import dtype_name, ordinary_tensors
 from ...errors import InputError, first_line
+from ..attention.filled import note_filled
 from ..checks import check_new_states, check_room, is_traced, row_numbers
 from ..component import check_count, label_of, names
 from ..layout import PORTABLE, Layout, StateTensor
@@ -433,12 +434,15 @@ class CacheLayer(CacheLayerMixin):
         else:
             setattr(self, name, tensor)
 
-    def read(self, slots: int, stored: list[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, slots: int, stored: list[torch.Tensor] | None = None, query_length: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of the first `slots` slots, [batch_size, num_heads, slots, dim].
 
         Args:
             slots: Number of slots.
             stored: Parts that `write` returned; the state tensors by default.
+            query_length: See `decoded`.
         """
         storage = self.storage
         assert storage is not None
@@ -447,7 +451,23 @@ class CacheLayer(CacheLayerMixin):
         # Sliced only if needed, because ExecuTorch copies even a slice of everything. A dynamic number is not compared.
         if self.reads_so_far or slots < self.policy.slot_count:
             stored = [part[:, :, :slots] for part in stored]
-        return storage.decode(stored)
+        return self.decoded(stored, query_length)
+
+    def decoded(self, stored: list[torch.Tensor], query_length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values in stored parts, and note how they are stored if the step needs it.
+
+        Args:
+            stored: Parts in the order of `Storage.parts`, each [batch_size, num_heads, slots, dim].
+            query_length: New tokens among them, if tokens fill the slots in order; None if every slot is read.
+        """
+        storage, context = self.storage, self.context
+        assert storage is not None
+        keys, values = storage.decode(stored)
+        if context.filled is not None and context.start is not None and self.policy.follows_decoder:
+            start = context.start
+            ends = None if query_length is None else context.once(("end", query_length), lambda: start + query_length)
+            note_filled(context.filled, storage, (keys, values), stored, ends)
+        return keys, values
 
     def slot_positions(self, query_length: int) -> torch.Tensor | None:
         """Return the position of each key that `update` returns for new tokens, see `SlotPolicy.mask_positions`."""
