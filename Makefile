@@ -15,6 +15,7 @@ FUZZ_ARGS ?=
 FUZZ_SERVER_ARGS ?=
 KILLS_ARGS ?=
 SOAK_ARGS ?=
+GPU_CHECK_ARGS ?=
 WHEELS_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -47,7 +48,7 @@ PYTHONS ?= 3.10 3.12 3.13
 PYTHON_TESTS ?= tests/test_python_versions.py tests/test_cache.py tests/test_session.py tests/backends/test_executorch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native kernels-sanitized demo check test test-cpp test-full test-device test-canary test-versions test-live test-triton test-pythons zoo zoo-media fuzz kills soak wheels docs clean
+.PHONY: help setup native kernels-sanitized demo check test test-cpp test-full test-device test-canary test-versions test-live test-triton test-pythons zoo zoo-media fuzz kills soak wheels gpu-check docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
@@ -70,6 +71,8 @@ help:
 	@echo "             then 10,000 odd requests to a server (minutes; FUZZ_SERVER_ARGS=...)"
 	@echo "make kills   exports killed at random times and at each call to the file system (minutes; KILLS_ARGS=...)"
 	@echo "make soak    1,000,000 steps of a ring, and 24 sessions in 8 threads for ten minutes (SOAK_ARGS=...)"
+	@echo "make gpu-check  what a GPU shows in eight minutes: sessions in every way, speed next to others, TensorRT, the zoo's decoders;"
+	@echo "             on a CPU all that needs none (GPU_CHECK_ARGS='--only speed --shape llama-8b')"
 	@echo "make docs    build the pages of docs/ into site/; a warning is an error"
 	@echo "make wheels  wheels of the Python runner for x86-64 and aarch64 into dist/, without torch (WHEELS_ARGS=...; runners/python)"
 	@echo "make setup   only set up $(VENV), with the executorch extra, and the native package where g++ and libhwy-dev are"
@@ -171,6 +174,9 @@ kills: $(VENV)/.installed-test
 
 soak: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.security.soak $(SOAK_ARGS)
+
+gpu-check: $(VENV)/.installed-test
+	@$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
 
 # Wheels of the Python runner for x86-64 and aarch64 into dist/, each run in an empty environment. WHEELS_ARGS: --highway DIR where
 # GitHub cannot be reached, --aarch64-python COMMAND to run the second.

@@ -2,6 +2,7 @@
 
     python export_scripts/check_tensorrt_on_gpu.py                                  # the demo model
     python export_scripts/check_tensorrt_on_gpu.py Qwen/Qwen3-0.6B --dtype float16 --max-cache-len 4096 --json gpu.json
+    python export_scripts/check_tensorrt_on_gpu.py --shape llama-1b --dtype float16 --max-cache-len 4096 # random
 
 It needs one of the extras `tensorrt` and `tensorrt-rtx`, and torch with CUDA. It prints PASSED or FAILED for each of
 
@@ -10,14 +11,15 @@ It needs one of the extras `tensorrt` and `tensorrt-rtx`, and torch with CUDA. I
 - aliases: the engine names the same pairs of inputs and outputs as the manifest, bound to one address;
 - in place: a decode step changes the expected slot of each cache, and no other byte;
 
-and then tokens per second, compared with eager, `torch.compile` and CUDA graphs. It exits with 1 if anything failed,
-and with 2 without a GPU.
+and then, whether these failed or not, tokens per second, compared with eager, `torch.compile` and CUDA graphs. It exits
+with 1 if anything failed, and with 2 without a GPU. Shapes are those of `benchmarks/loop.py`.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -169,6 +171,16 @@ def runner_step(runner: Any, device: torch.device | str) -> Step:
     return step
 
 
+def random_shape(name: str, dtype: str, max_cache_len: int) -> PreTrainedModel:
+    """Return a model of a shape of `benchmarks/loop.py` with random weights, the same ones each time."""
+    sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+    from loop import MODELS, random_model
+
+    if name not in MODELS:
+        raise typer.BadParameter(f"must be one of {', '.join(MODELS)}, got {name}", param_hint="'--shape'")
+    return random_model(name, max_cache_len, dtype=getattr(torch, dtype))
+
+
 def graphed_step(model: PreTrainedModel, max_cache_len: int) -> Step:
     """Run the eager step over a static cache, captured as one CUDA graph."""
     runner = ModuleRunner(model, ExportableCache.from_model(model, max_cache_len))
@@ -184,9 +196,11 @@ def graphed_step(model: PreTrainedModel, max_cache_len: int) -> Step:
     with torch.cuda.graph(graph):
         logits = runner.run("decode", token, place)
 
+    # The graph is replayed at the addresses of these tensors, which must stay alive with the step.
+    kept = (runner, token, place, logits)
+
     def step(position: int) -> object:
-        # Replayed at the addresses of the runner's tensors, which must stay alive.
-        assert runner.is_open
+        assert kept[0].is_open
         place.fill_(position)
         graph.replay()
         return logits
@@ -211,20 +225,27 @@ def engine_step(runner: Any, captured: bool) -> Step:
     return run
 
 
-def forms_of(path: str, dtype: str | None, max_cache_len: int, engines: Any) -> dict[str, Step]:
-    """Yield each way of decoding, over two copies of the model on the GPU.
+def forms_of(make: Callable[[], PreTrainedModel], max_cache_len: int, engines: Any | None) -> dict[str, Step]:
+    """Return each way of decoding, over two copies of the model on the GPU.
 
     A runner of ours keeps the copy whose attention it switched.
+
+    Args:
+        make: Returns a copy of the model.
+        max_cache_len: Slots of a full-attention layer.
+        engines: Runner of the TensorRT program; None if it was not opened.
     """
-    theirs, ours = (load_model(path, dtype).model.to("cuda") for _ in range(2))
-    return {
+    theirs, ours = (make().to("cuda") for _ in range(2))
+    forms = {
         "transformers eager, DynamicCache": dynamic_step(theirs),
         "torch.compile": compiled_step(ours, max_cache_len, "default"),
         "torch.compile, reduce-overhead": compiled_step(ours, max_cache_len, "reduce-overhead"),
         "eager step as a CUDA graph": graphed_step(ours, max_cache_len),
-        "TensorRT, launched": engine_step(engines, captured=False),
-        "TensorRT, CUDA graph": engine_step(engines, captured=True),
     }
+    if engines is not None:
+        forms["TensorRT, launched"] = engine_step(engines, captured=False)
+        forms["TensorRT, CUDA graph"] = engine_step(engines, captured=True)
+    return forms
 
 
 def timed(forms: dict[str, Step], positions: list[int], rounds: int, steps: int) -> dict[str, dict[int, float]]:
@@ -263,6 +284,9 @@ def speed_table(medians: dict[str, dict[int, float]], title: str) -> Table:
 def main(
     model: Annotated[str, typer.Argument(help="demo, a local folder, or a hub id.")] = "demo",
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; as stored by default.")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Random weights of this shape, such as llama-1b, not MODEL.")
+    ] = None,
     max_cache_len: Annotated[int, typer.Option(help="Slots of a full-attention layer.")] = 512,
     output: Annotated[Path | None, typer.Option(help="Folder to keep the bundle in.")] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of the timing; 0 for none.")] = 10,
@@ -276,10 +300,17 @@ def main(
             "torch finds no NVIDIA GPU here. Without one, `exportable-cache verify` checks the network on the CPU."
         )
         raise typer.Exit(2)
-    record: dict[str, Any] = {"model": model, "max_cache_len": max_cache_len, "machine": machine()}
+
+    def make() -> PreTrainedModel:
+        if shape is None:
+            return load_model(model, dtype).model
+        return random_shape(shape, dtype or "float16", max_cache_len)
+
+    name = shape or model
+    record: dict[str, Any] = {"model": name, "max_cache_len": max_cache_len, "machine": machine()}
     console.print(", ".join(f"{name} {value}" for name, value in record["machine"].items()))
     checks = Checks(console)
-    reference = load_model(model, dtype).model
+    reference, session = make(), None
     record["dtype"] = str(reference.dtype).removeprefix("torch.")
     with tempfile.TemporaryDirectory() as temporary:
         try:
@@ -289,6 +320,9 @@ def main(
             console.print(f"built {', '.join(bundle.manifest.files)} in {record['build_seconds']:.1f} s")
             session = Session.from_bundle(bundle)
             checks.add("load", True, f"{len(session.runner.methods)} engines")
+            if reference.dtype != torch.float32:
+                # A CPU takes minutes for a prompt in 16 bits, and a GPU in float32 may multiply in TF32.
+                reference.to("cuda")
             report = verify_session(session, reference)
             record["verification"] = report.to_dict()
             checks.add("logits", report.passed, str(report))
@@ -298,11 +332,12 @@ def main(
             raise
         except ExportableCacheError as error:
             checks.add("load" if "load" not in checks.results else "run", False, str(error))
-        if rounds and checks.passed:
+        # Timed even if a check failed: the difference of a dtype says nothing of its speed.
+        if rounds:
             positions = sorted({min(100, max_cache_len // 2), max_cache_len - 2})
-            forms = forms_of(model, dtype, max_cache_len, session.runner)
+            forms = forms_of(make, max_cache_len, None if session is None else session.runner)
             record["milliseconds"] = timed(forms, positions, rounds, steps)
-            title = f"{model}, {record['dtype']}, cache {max_cache_len}, one row, {record['machine']['gpu']}: median"
+            title = f"{name}, {record['dtype']}, cache {max_cache_len}, one row, {record['machine']['gpu']}: median"
             console.print(speed_table(record["milliseconds"], title))
     record["checks"] = checks.results
     if json_path is not None:

@@ -1,0 +1,669 @@
+"""Check this package on a GPU in one command, in parts of decreasing value, within eight minutes.
+
+    make gpu-check                                      # all parts; a table, and JSON in build/gpu-check.json
+    python benchmarks/gpu_check.py --only speed --shape llama-8b
+
+Each part runs in a process of its own, because a forked child of a process that has used CUDA cannot use it. A part is
+ended at its limit, and keeps the results that it has written. Without a GPU small shapes run on the CPU, over graphs
+without generated code, and what cannot run there says "needs a GPU". It exits with 1 if a result is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib import metadata, util
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from exportable_cache import Session
+
+ROOT = Path(__file__).parent.parent
+NEEDS_GPU = "needs a GPU"
+#: Seconds of all parts.
+TOTAL = 470
+#: Largest |logit difference| from the model without a cache, in float32, as in `docs/gpu.md`.
+ALLOWED = 1e-3
+NEW_TOKENS = 48
+
+
+@dataclass
+class Row:
+    """A result.
+
+    Attributes:
+        part: Name of the part.
+        name: What was run.
+        result: What came out, in words.
+        passed: True or False for a check, None for a measurement or for something that was not run.
+        seconds: Duration.
+    """
+
+    part: str
+    name: str
+    result: str
+    passed: bool | None = None
+    seconds: float = 0.0
+
+
+class Part(NamedTuple):
+    """A part of the check.
+
+    Attributes:
+        run: Yields names and functions; each function returns (passed, result).
+        limit: Seconds on a GPU.
+        cpu_limit: Seconds on a CPU, which traces graphs more slowly.
+    """
+
+    run: Callable[[Setting], Iterator[tuple[str, Callable[[], tuple[bool | None, str]]]]]
+    limit: int
+    cpu_limit: int = 60
+
+
+class Setting(NamedTuple):
+    """Device and sizes for a part.
+
+    Attributes:
+        device: `cuda` or `cpu`.
+        shape: Shape of `loop.py` for speed.
+        length: Slots allocated for speed.
+        end: Time (`time.monotonic`) at which the part should have ended.
+    """
+
+    device: str
+    shape: str
+    length: int
+    end: float
+
+
+Checks = Iterator[tuple[str, Callable[[], tuple[bool | None, str]]]]
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+
+def tiny_llama() -> PreTrainedModel:
+    """Return a random Llama with full attention."""
+    from transformers import LlamaConfig
+
+    return _random(
+        LlamaConfig(
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=256,
+            max_position_embeddings=512,
+            initializer_range=0.2,
+        )
+    )
+
+
+def tiny_gemma() -> PreTrainedModel:
+    """Return a random Gemma 3, whose layers but the last see a window of 16 tokens."""
+    from transformers import Gemma3TextConfig
+
+    return _random(
+        Gemma3TextConfig(
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            vocab_size=256,
+            max_position_embeddings=512,
+            sliding_window=16,
+            layer_types=["sliding_attention"] * 3 + ["full_attention"],
+            initializer_range=0.2,
+        )
+    )
+
+
+def _random(config: Any) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config.pad_token_id = config.eos_token_id = config.bos_token_id = None
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+class Oracle:
+    """A model without a cache: its greedy tokens after a prompt, and its logits at every position."""
+
+    def __init__(self, make: Callable[[], PreTrainedModel], device: str) -> None:
+        import torch
+
+        self.make, self.device = make, device
+        self.model = make().to(device)
+        self.model.set_attn_implementation("eager")
+        self.prompt = torch.randint(3, 256, (1, 40), generator=torch.Generator().manual_seed(1)).to(device)
+        self.tokens = self.greedy(self.prompt[:, :20])
+        self.sequence = torch.cat([self.prompt[:, :20], torch.tensor([self.tokens], device=device)], 1)
+        with torch.no_grad():
+            self.logits = self.model(self.sequence, use_cache=False).logits[0].float()
+
+    def greedy(self, prompt: torch.Tensor, count: int = NEW_TOKENS) -> list[int]:
+        """Return the tokens after a prompt."""
+        import torch
+
+        ids = prompt
+        with torch.no_grad():
+            for _ in range(count):
+                ids = torch.cat([ids, self.model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        return ids[0, prompt.shape[1] :].tolist()
+
+    def session(self, length: int = 128, batch_size: int = 1, dtype: Any = None, **options: Any) -> Session:
+        """Return a session over another copy of the model; options that begin with `cache_` are the cache's."""
+        from exportable_cache import ExportableCache, Session
+
+        model = self.make().to(self.device)
+        model = model if dtype is None else model.to(dtype)
+        sizes = {name.removeprefix("cache_"): options.pop(name) for name in list(options) if name.startswith("cache_")}
+        return Session.from_model(model, ExportableCache.from_model(model, length, batch_size, **sizes), **options)
+
+    def steps(self, session: Session, allowed: float = ALLOWED) -> tuple[bool, str]:
+        """Feed the sequence step by step, and compare the logits."""
+        import torch
+
+        found = [session.prefill(self.sequence[:, :20])[0]]
+        found += [session.decode(self.sequence[:, index])[0] for index in range(20, self.sequence.shape[1] - 1)]
+        expected = self.logits[19:-1]
+        difference = (torch.stack(found).float() - expected).abs().max().item()
+        return difference <= allowed, f"max |logit difference| {difference:.1e} over {len(found)} steps"
+
+    def generates(self, session: Session, **options: Any) -> tuple[bool, str]:
+        """Generate, and compare the tokens."""
+        return _equal(list(session.generate(self.prompt[:, :20], NEW_TOKENS, **options)), self.tokens)
+
+    def both(self, session: Session) -> tuple[bool, str]:
+        """Compare logits, then tokens."""
+        right, said = self.steps(session)
+        session.reset()
+        equal, tokens = self.generates(session)
+        return right and equal, f"{said}; {tokens}"
+
+
+def _equal(found: object, expected: object) -> tuple[bool, str]:
+    return found == expected, "tokens equal" if found == expected else "tokens differ"
+
+
+def sessions(setting: Setting) -> Checks:
+    """Run sessions in every way, each compared with the model without a cache."""
+    for name, make in (("llama", tiny_llama), ("gemma3", tiny_gemma)):
+        oracle: list[Oracle] = []
+
+        def known(make: Callable[[], PreTrainedModel] = make, oracle: list[Oracle] = oracle) -> Oracle:
+            # Made within the first check, so that its time counts there.
+            if not oracle:
+                oracle.append(Oracle(make, setting.device))
+            return oracle[0]
+
+        for way, check in _ways().items():
+            yield f"{name} {way}", lambda check=check, known=known: check(known())
+        if setting.device != "cuda":
+            yield f"{name}, host waits of eager steps", lambda: (None, NEEDS_GPU)
+        else:
+            yield f"{name}, host waits of eager steps", lambda known=known: _waits(known())
+
+
+def _ways() -> dict[str, Callable[[Oracle], tuple[bool | None, str]]]:
+    import torch
+
+    return {
+        "eager": lambda oracle: oracle.both(oracle.session()),
+        "compiled": lambda oracle: oracle.both(oracle.session(compile="wait")),
+        "compile=True, 4 steps a launch": lambda oracle: oracle.generates(
+            oracle.session(compile=True, steps_per_launch=4, cache_rollback_slots=4)
+        ),
+        "compiled, bfloat16": lambda oracle: _half(oracle, torch.bfloat16),
+        "compiled, 8-bit keys": lambda oracle: _quantized(oracle),
+        "ragged batch of 3, compiled": _ragged,
+        "continuous batch": _continuous,
+        "prompt lookup, compiled": _lookup,
+        "draft model": _drafted,
+        "saved and loaded": _saved,
+        "sampled, eager and compiled": _sampled,
+        "offloaded to the host": lambda oracle: oracle.both(oracle.session(cache_offload="host")),
+        "compiled, mode default": lambda oracle: oracle.generates(oracle.session(compile="wait", mode="default")),
+        "token id out of range": _out_of_range,
+    }
+
+
+def _half(oracle: Oracle, dtype: torch.dtype) -> tuple[bool, str]:
+    """Compare 16 bits by the spread, because both roundings differ."""
+    import torch
+    from loop import ALLOWED as SHARES
+    from loop import share_of_spread
+
+    eager, compiled = oracle.session(dtype=dtype), oracle.session(dtype=dtype, compile="wait")
+    prompt = oracle.sequence
+    share = share_of_spread(torch.cat([compiled.prefill(prompt)]), torch.cat([eager.prefill(prompt)]))
+    return share <= SHARES[dtype], f"off by {share:.1e} of the logits' spread"
+
+
+def _quantized(oracle: Oracle) -> tuple[bool, str]:
+    """Compare compiled with eager steps, because rounding moves both away from the model."""
+    import torch
+
+    sequence, found = oracle.sequence, []
+    for compile in (False, "wait"):
+        session = oracle.session(cache_kv_dtype="int8", compile=compile)
+        logits = [session.prefill(sequence[:, :20])]
+        logits += [session.decode(sequence[:, index]) for index in range(20, sequence.shape[1])]
+        found.append(torch.cat(logits).float())
+    difference = (found[0] - found[1]).abs().max().item()
+    # A value between two steps of the scale may round either way.
+    return difference <= 0.1 * found[0].std().item(), f"eager and compiled differ by {difference:.1e}"
+
+
+def _ragged(oracle: Oracle) -> tuple[bool, str]:
+    session = oracle.session(batch_size=3, compile="wait")
+    prompts = [oracle.prompt[0, :20], oracle.prompt[0, 5:17], oracle.prompt[0, 10:40]]
+    rows = list(zip(*(step.tolist() for step in session.generate(prompts, 30)), strict=True))
+    return _equal([list(row) for row in rows], [oracle.greedy(prompt[None], 30) for prompt in prompts])
+
+
+def _continuous(oracle: Oracle) -> tuple[bool, str]:
+    from exportable_cache.decoding import ContinuousBatch
+
+    batch = ContinuousBatch.from_model(oracle.make().to(oracle.device), max_cache_len=128, batch_size=3)
+    prompts = [oracle.prompt[:, start : start + 18] for start in range(0, 20, 4)]
+    requests = [batch.submit(prompt, 24) for prompt in prompts]
+    list(batch.run())
+    return _equal([request.tokens for request in requests], [oracle.greedy(prompt, 24) for prompt in prompts])
+
+
+def _lookup(oracle: Oracle) -> tuple[bool, str]:
+    from exportable_cache.decoding import PromptLookup
+
+    session = oracle.session(compile="wait", score_length=9, cache_rollback_slots=16)
+    return oracle.generates(session, draft=PromptLookup())
+
+
+def _drafted(oracle: Oracle) -> tuple[bool, str]:
+    from exportable_cache.decoding import DraftModel
+
+    session, draft = (oracle.session(score_length=5, cache_rollback_slots=16) for _ in range(2))
+    return oracle.generates(session, draft=DraftModel(draft, 4))
+
+
+def _saved(oracle: Oracle) -> tuple[bool, str]:
+    import torch
+
+    session = oracle.session()
+    session.prefill(oracle.prompt[:, :20])
+    with tempfile.TemporaryDirectory() as folder:
+        session.save_state(Path(folder) / "state")
+        session.reset()
+        session.load_state(Path(folder) / "state")
+    first = torch.tensor([[oracle.tokens[0]]], device=oracle.device)
+    return _equal(list(session.generate(first, 20)), oracle.tokens[1:21])
+
+
+def _sampled(oracle: Oracle) -> tuple[bool, str]:
+    prompt, options = oracle.prompt[:, :20], {"temperature": 0.8, "top_p": 0.9, "seed": 7}
+    eager, compiled = oracle.session(), oracle.session(compile="wait")
+    found = [list(session.generate(prompt, 24, **options)) for session in (eager, compiled)]
+    compiled.reset()
+    found.append(list(compiled.generate(prompt, 24, **options)))
+    return found[0] == found[1] == found[2], "one seed gives the same tokens" if found[0] == found[
+        2
+    ] else "tokens differ"
+
+
+def _out_of_range(oracle: Oracle) -> tuple[bool, str]:
+    import torch
+
+    from exportable_cache.errors import InputError
+
+    session = oracle.session()
+    try:
+        session.prefill(torch.tensor([[5, 9999]], device=oracle.device))
+    except InputError:
+        session.prefill(oracle.prompt[:, :4])
+        return True, "refused, and the session works on"
+    return False, "NOT refused"
+
+
+def _waits(oracle: Oracle) -> tuple[bool | None, str]:
+    import torch
+
+    session = oracle.session()
+    session.prefill(oracle.sequence[:, :20])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        for index in range(20, 29):
+            session.stepper.step(oracle.sequence[:, index : index + 1])
+        torch.cuda.set_sync_debug_mode("default")
+    places = sorted({f"{Path(one.filename).name}:{one.lineno}" for one in seen})
+    return not seen, f"{len(seen)} in 9 steps {' '.join(places)}"
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+def speed(setting: Setting) -> Checks:
+    """Time decode steps next to gpt-fast's loop and transformers' caches."""
+    import loop
+    import torch
+
+    dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
+    positions = [position for position in (100, 1000, 4000) if position < setting.length]
+    if setting.length > 4096:
+        positions.append(setting.length - 8)
+    rounds, steps = (4, 8) if setting.device == "cuda" else (1, 1)
+
+    def check() -> tuple[bool, str]:
+        wrong: list[str] = []
+        with torch.no_grad():
+            model = loop.random_model(setting.shape, setting.length, setting.device, dtype)
+            console = Console(stderr=True, width=140)
+            forms = list(loop.SHORT.values())
+            found = loop.measure(setting.shape, model, 1, positions, rounds, steps, console, forms, wrong)
+        lines = [
+            f"{form}: "
+            + ", ".join(
+                f"{row.ms:.3f} ms @{row.position} ({100 * row.read_bound_ms / row.ms:.0f} % of reads)"
+                for row in found
+                if row.form == form
+            )
+            for form in dict.fromkeys(row.form for row in found)
+        ]
+        return not wrong, "\n".join([*wrong, *lines])
+
+    yield f"{setting.shape}, {setting.length} slots, {dtype}", check
+
+
+def answers(setting: Setting) -> Checks:
+    """Time whole responses, cold and warm, next to `transformers.generate`."""
+    import loop
+    import torch
+
+    dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
+    length, count = (setting.length, 128) if setting.device == "cuda" else (256, 8)
+    made = loop.time_answers(
+        setting.shape, lambda: loop.random_model(setting.shape, length, setting.device, dtype), count
+    )
+    for form in loop.ANSWERS:
+        yield f"{setting.shape} {form}, {count} tokens", lambda: (None, _answer(next(made)))
+
+
+def _answer(found: Any) -> str:
+    peak = "" if found.peak_bytes is None else f"; peak {found.peak_bytes / 1e9:.2f} GB"
+    cold = "" if found.cold_first_seconds is None else f", its first token after {found.cold_first_seconds:.1f} s"
+    return (
+        f"first response {found.cold_seconds:.1f} s{cold}; later: first token {found.first_ms:.0f} ms, then "
+        f"{found.tokens_per_second:.0f} tokens/s{peak}"
+    )
+
+
+# -- TensorRT ----------------------------------------------------------------------------------------------------------
+
+
+def tensorrt(setting: Setting) -> Checks:
+    """Run `export_scripts/check_tensorrt_on_gpu.py` where TensorRT is installed."""
+    if setting.device != "cuda":
+        yield "the demo, and a Llama of 110M in float16", lambda: (None, NEEDS_GPU)
+    elif util.find_spec("tensorrt_rtx") is None and util.find_spec("tensorrt") is None:
+        yield "the demo, and a Llama of 110M in float16", lambda: (None, "TensorRT is not installed")
+    else:
+        yield "the demo", lambda: _checked_plan("demo", "--rounds", "3")
+        shape = ("--shape", "llama-110m", "--dtype", "float16", "--max-cache-len", "1024", "--rounds", "3")
+        yield "a Llama of 110M in float16", lambda: _checked_plan(*shape)
+
+
+def _checked_plan(*arguments: str) -> tuple[bool, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        script = ROOT / "export_scripts" / "check_tensorrt_on_gpu.py"
+        done = subprocess.run(
+            [sys.executable, script, *arguments, "--json", path], capture_output=True, text=True, check=False
+        )
+        if not path.is_file():
+            return False, f"ended with {done.returncode}: {' '.join(done.stderr.split()[-40:])}"
+        record = json.loads(path.read_text())
+    lines = [f"{name}: {'passed' if one['passed'] else one['detail']}" for name, one in record["checks"].items()]
+    for form, times in record.get("milliseconds", {}).items():
+        lines.append(f"{form}: " + ", ".join(f"{ms:.3f} ms @{position}" for position, ms in times.items()))
+    return all(one["passed"] for one in record["checks"].values()), "\n".join(lines)
+
+
+# -- zoo ---------------------------------------------------------------------------------------------------------------
+
+
+def zoo(setting: Setting) -> Checks:
+    """Compare tiny decoders of every architecture with themselves, uncompiled and compiled, until the time is up."""
+    if setting.device != "cuda":
+        yield "decoders, eager and compiled", lambda: (None, NEEDS_GPU)
+        return
+    import torch
+
+    # References in full float32: convolutions multiply in TF32 by default.
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    middle = time.monotonic() + 0.5 * (setting.end - time.monotonic())
+    for compile, end in ((False, middle), ("wait", setting.end - 10)):
+        yield (
+            "decoders, " + ("compiled" if compile else "eager"),
+            lambda compile=compile, end=end: _decoders(compile, end),
+        )
+
+
+def _decoders(compile: bool | str, end: float) -> tuple[bool, str]:
+    import torch
+
+    from exportable_cache import ExportableCache, Session
+    from exportable_cache.errors import ExportableCacheError, first_line
+    from exportable_cache.verification.verify import verify_session
+    from tests.zoo.architectures import architectures
+    from tests.zoo.build import tiny_model
+
+    rows = [row for row in architectures() if row.group == "causal"]
+    # Those that people run most, then all others.
+    first = ("llama", "qwen3", "gemma3_text", "mistral", "gpt_oss", "phi3", "deepseek_v3", "qwen3_next", "mamba2")
+    rows.sort(key=lambda row: first.index(row.model_type) if row.model_type in first else len(first))
+    right, refused, wrong = 0, 0, []
+    for row in rows:
+        if time.monotonic() > end:
+            break
+        torch._dynamo.reset()
+        try:
+            model = tiny_model(row).to("cuda")
+            with Session.from_model(model, ExportableCache.from_model(model, 64), compile=compile) as session:
+                report = verify_session(session, model, prompts=[20], decode_steps=8)
+            if report.passed:
+                right += 1
+            else:
+                wrong.append(f"{row.model_type}: {report.max_difference:.1e}")
+        except ExportableCacheError as error:
+            refused += 1
+            if compile:
+                wrong.append(f"{row.model_type}: {first_line(error)[:160]}")
+        except Exception as error:  # one of the results that are looked for
+            wrong.append(f"{row.model_type}: {type(error).__name__}: {first_line(error)[:160]}")
+    reached = right + refused + len(wrong) - (refused if compile else 0)
+    return not wrong, "\n".join([f"{right} right, {refused} refused, of {reached} of {len(rows)} reached", *wrong])
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+PARTS: dict[str, Part] = {
+    "sessions": Part(sessions, 130, 290),
+    "speed": Part(speed, 90),
+    "answers": Part(answers, 120),
+    "tensorrt": Part(tensorrt, 60),
+    "zoo": Part(zoo, 60),
+}
+
+
+def run_part(name: str, setting: Setting, report: Callable[[Row], None]) -> None:
+    """Run the checks of a part in this process, and report each. An exception is a result."""
+    for label, check in PARTS[name].run(setting):
+        start = time.perf_counter()
+        try:
+            passed, result = check()
+        except Exception as error:
+            said = " ".join(str(error).split())[:300]
+            passed, result = False, f"{type(error).__name__}: {said}"
+        report(Row(name, label, result, passed, round(time.perf_counter() - start, 1)))
+
+
+def spawned(command: list[str], limit: float, path: Path, part: str) -> list[Row]:
+    """Run a part in a process of its own, and return its rows; end it with its children at the limit.
+
+    Args:
+        command: The command.
+        limit: Seconds.
+        path: File of its rows, one JSON object a line.
+        part: Name of the part.
+    """
+    start = time.monotonic()
+    process = subprocess.Popen(command, start_new_session=True, env=_environment())
+    ending = ""
+    try:
+        code = process.wait(timeout=limit)
+        if code:
+            ending = f"ended with {code}"
+    except subprocess.TimeoutExpired:
+        ending = f"killed at its limit of {limit:.0f} s"
+    finally:
+        # Compilers are children of it.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    lines = path.read_text().splitlines() if path.is_file() else []
+    rows = [Row(**json.loads(line)) for line in lines]
+    if ending:
+        rows.append(Row(part, "the whole part", ending, False, round(time.monotonic() - start, 1)))
+    return rows
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def machine(device: str) -> dict[str, str]:
+    """Return the date, the GPU or the processor, and the releases of packages."""
+    import torch
+
+    found = {"date": datetime.now(timezone.utc).strftime("%Y-%m-%d"), "python": platform.python_version()}
+    if device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        found |= {"gpu": torch.cuda.get_device_name(), "sm": f"{major}.{minor}", "cuda": str(torch.version.cuda)}
+    for package in ("torch", "triton", "transformers", "tensorrt-rtx"):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def table_of(rows: list[Row]) -> Table:
+    """Return the table of all results."""
+    table = Table("part", "what", "", "result", "s", show_lines=True)
+    for row in rows:
+        mark = {True: "[green]ok", False: "[red]WRONG", None: ""}[row.passed]
+        table.add_row(row.part, row.name, mark, row.result, f"{row.seconds:.0f}")
+    return table
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(PARTS)}; all by default.")] = None,
+    shape: Annotated[str | None, typer.Option(help="Shape of loop.py; llama-1b by default, small on a CPU.")] = None,
+    length: Annotated[int | None, typer.Option(help="Slots for speed; 4096 by default, 256 on a CPU.")] = None,
+    total: Annotated[int, typer.Option(help="Seconds of all parts.")] = TOTAL,
+    json_path: Annotated[Path, typer.Option("--json", help="Results.")] = Path("build/gpu-check.json"),
+    part: Annotated[str | None, typer.Option(hidden=True, help="The part that this process runs.")] = None,
+    seconds: Annotated[float, typer.Option(hidden=True, help="Its limit.")] = TOTAL,
+) -> None:
+    """Check this package on a GPU, or on a CPU what needs none."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    setting = Setting(
+        device,
+        shape or ("llama-1b" if device == "cuda" else "llama-tiny"),
+        length or (4096 if device == "cuda" else 256),
+        time.monotonic() + seconds,
+    )
+    if part is not None:
+        _prepare(device)
+        with json_path.open("a") as file:
+            run_part(part, setting, lambda row: print(json.dumps(asdict(row)), file=file, flush=True))
+        return
+    chosen = list(only or PARTS)
+    unknown = [name for name in chosen if name not in PARTS]
+    if unknown:
+        raise typer.BadParameter(f"must be one of {', '.join(PARTS)}, got {unknown[0]}", param_hint="'--only'")
+    console, record = Console(width=170), {"machine": machine(device)}
+    console.print(", ".join(f"{name} {value}" for name, value in record["machine"].items()))
+    rows: list[Row] = []
+    end = time.monotonic() + total
+    with tempfile.TemporaryDirectory() as folder:
+        for name in chosen:
+            limit = PARTS[name].limit if device == "cuda" else PARTS[name].cpu_limit
+            limit = min(limit, end - time.monotonic())
+            if limit < 10:
+                rows.append(Row(name, "the whole part", "not run: no time is left"))
+                continue
+            path = Path(folder) / name
+            sizes = ["--shape", setting.shape, "--length", str(setting.length)]
+            command = [
+                sys.executable,
+                str(Path(__file__)),
+                "--part",
+                name,
+                "--seconds",
+                str(limit),
+                "--json",
+                str(path),
+            ]
+            found = spawned([*command, *sizes], limit, path, name)
+            console.print(table_of(found))
+            rows += found
+            json_path.parent.mkdir(parents=True, exist_ok=True)
+            json_path.write_text(json.dumps({**record, "rows": [asdict(row) for row in rows]}, indent=1))
+    wrong = [row for row in rows if row.passed is False]
+    right = sum(row.passed is True for row in rows)
+    console.print(
+        f"{right} right, {len(wrong)} wrong, {len(rows) - right - len(wrong)} measured or not run; {json_path}"
+    )
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _prepare(device: str) -> None:
+    """Set up the process of a part."""
+    import torch
+    import transformers
+
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    if device == "cpu" and hasattr(torch.compiler, "set_default_backend"):
+        # Graphs are traced and guarded as for Inductor, and no code is generated, which takes minutes on a CPU.
+        torch.compiler.set_default_backend("aot_eager")
+
+
+if __name__ == "__main__":
+    typer.run(main)

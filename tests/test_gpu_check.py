@@ -1,0 +1,276 @@
+"""The check of a GPU, `benchmarks/gpu_check.py`, and the benchmark and the script that it runs, on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+
+from exportable_cache.errors import BundleError
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.project
+
+
+@pytest.fixture(scope="module")
+def imported() -> Iterator[Callable[[str], ModuleType]]:
+    """`imported("loop")` is a module of a script's folder."""
+    folders = [str(ROOT / name) for name in ("benchmarks", "export_scripts")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*folders, *sys.path])
+        yield importlib.import_module
+
+
+@pytest.fixture
+def check(imported: Callable[[str], ModuleType]) -> Any:
+    return imported("gpu_check")
+
+
+@pytest.fixture
+def loop(imported: Callable[[str], ModuleType]) -> Any:
+    return imported("loop")
+
+
+@pytest.fixture
+def tensorrt(imported: Callable[[str], ModuleType]) -> Any:
+    return imported("check_tensorrt_on_gpu")
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_part_that_is_killed_keeps_its_rows(check: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    path.write_text(json.dumps({"part": "x", "name": "first", "result": "right", "passed": True, "seconds": 1}) + "\n")
+    rows = check.spawned([sys.executable, "-c", "import time; time.sleep(600)"], 0.1, path, "x")
+    assert [(row.name, row.passed) for row in rows] == [("first", True), ("the whole part", False)]
+    assert rows[1].result == "killed at its limit of 0 s"
+
+
+def test_a_part_that_fails_says_so(check: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    (row,) = check.spawned(command, 600, tmp_path / "missing", "x")
+    assert (row.part, row.result, row.passed) == ("x", "ended with 3", False)
+    assert check.spawned([sys.executable, "-c", ""], 600, tmp_path / "missing", "x") == []
+
+
+def test_an_exception_is_a_result(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> tuple[bool, str]:
+        raise ValueError("two\nlines")
+
+    def checks(setting: Any) -> Iterator[tuple[str, Callable[[], tuple[bool, str]]]]:
+        yield "bad", fail
+        yield "good", lambda: (True, "fine")
+
+    monkeypatch.setitem(check.PARTS, "x", check.Part(checks, 10))
+    rows: list[Any] = []
+    check.run_part("x", check.Setting("cpu", "llama-tiny", 256, 0.0), rows.append)
+    assert [(row.name, row.result, row.passed) for row in rows] == [
+        ("bad", "ValueError: two lines", False),
+        ("good", "fine", True),
+    ]
+
+
+def test_parts_fit_into_eight_minutes(check: Any) -> None:
+    assert list(check.PARTS) == ["sessions", "speed", "answers", "tensorrt", "zoo"]
+    for limits in ([part.limit for part in check.PARTS.values()], [part.cpu_limit for part in check.PARTS.values()]):
+        assert sum(limits) <= check.TOTAL + 60 <= 9 * 60
+    assert sum(part.limit for part in check.PARTS.values()) <= check.TOTAL < 8 * 60
+
+
+@pytest.mark.parametrize("part", ["tensorrt", "zoo"])
+def test_what_needs_a_gpu_says_so(check: Any, part: str) -> None:
+    rows: list[Any] = []
+    check.run_part(part, check.Setting("cpu", "llama-tiny", 256, 0.0), rows.append)
+    assert [(row.result, row.passed) for row in rows] == [("needs a GPU", None)]
+
+
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_gemma"])
+def test_sessions_are_compared_with_the_model(check: Any, model: str) -> None:
+    oracle = check.Oracle(getattr(check, model), "cpu")
+    ways = check._ways()
+    uncompiled = ("eager", "draft model", "saved and loaded", "token id out of range", "offloaded to the host")
+    for way in uncompiled:
+        assert ways[way](oracle)[0] is True, way
+    # A wrong token and a wrong logit are found.
+    oracle.tokens[5] += 1
+    oracle.logits[30] += 1
+    assert ways["eager"](oracle)[0] is False and oracle.generates(oracle.session()) == (False, "tokens differ")
+    assert oracle.steps(oracle.session())[0] is False
+
+
+def test_a_table_and_json_are_written(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = {"speed": check.Row("speed", "a", "1 ms"), "zoo": check.Row("zoo", "b", "differs", False)}
+    monkeypatch.setattr(check, "spawned", lambda command, limit, path, part: [found[part]])
+    path = tmp_path / "build" / "x.json"
+    with pytest.raises(typer.Exit) as ended:
+        check.main(only=["speed", "zoo"], shape=None, length=None, total=470, json_path=path, part=None, seconds=1)
+    assert ended.value.exit_code == 1
+    document = json.loads(path.read_text())
+    assert [row["name"] for row in document["rows"]] == ["a", "b"]
+    assert document["machine"]["torch"] == torch.__version__.partition("+")[0] or "torch" in document["machine"]
+    del found["zoo"]
+    check.main(only=["speed"], shape=None, length=None, total=470, json_path=path, part=None, seconds=1)
+
+
+# -- the benchmark -----------------------------------------------------------------------------------------------------
+
+
+def test_forms_are_judged_by_the_spread(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = 10 * torch.randn(2, 6, 1000, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    assert loop.share_of_spread(expected + 0.1 * noise, expected) == pytest.approx(0.01, rel=0.05)
+    assert loop.ALLOWED[torch.float32] < loop.ALLOWED[torch.float16] < loop.ALLOWED[torch.bfloat16]
+    for name in ("copying", "reading"):
+        monkeypatch.setattr(loop, name, lambda device: lambda: 1e9)
+    model = loop.random_model("llama-tiny", 64)
+
+    def right(model: Any, tokens: torch.Tensor, length: int) -> Callable[[int], torch.Tensor]:
+        logits = model(tokens.expand(-1, 6)).logits
+        return lambda position: logits[:, min(position, 5)]
+
+    def measure(step: Callable[..., Any]) -> tuple[list[str], list[str]]:
+        monkeypatch.setattr(loop, "our_step", step)
+        wrong: list[str] = []
+        with torch.no_grad():
+            rows = loop.measure(
+                "llama-tiny", model, 1, [8], 1, 1, Console(quiet=True), [loop.DYNAMIC, loop.OURS], wrong
+            )
+        return [row.form for row in rows], wrong
+
+    assert measure(right) == ([loop.DYNAMIC, loop.OURS], [])
+    forms, wrong = measure(lambda *given: lambda position: 1.01 * right(*given)(position))
+    assert forms == [loop.DYNAMIC] and len(wrong) == 1
+    assert "ours, compiled is wrong on llama-tiny: its logits are off by 1" in wrong[0]
+
+
+def test_a_copy_shares_weights_but_not_the_config(loop: Any) -> None:
+    model = loop.random_model("llama-tiny", 64)
+    copied = loop._copy(model)
+    assert all(one is other for one, other in zip(model.parameters(), copied.parameters(), strict=True))
+    assert copied.config is not model.config and copied.model.layers[0] is not model.model.layers[0]
+
+
+def test_responses_are_timed(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "ANSWERS", ("ours, eager", "transformers dynamic"))
+    made = []
+
+    def make() -> Any:
+        made.append(loop.random_model("llama-tiny", 64))
+        return made[-1]
+
+    ours, theirs = loop.time_answers("llama-tiny", make, 3, prompt_length=5, runs=1)
+    assert len(made) == 2 and ours.peak_bytes is None
+    assert 0 < ours.cold_first_seconds <= ours.cold_seconds and theirs.cold_first_seconds is None
+    assert min(ours.first_ms, theirs.first_ms, ours.tokens_per_second, theirs.tokens_per_second) > 0
+    assert len(loop.answers_table([ours, theirs]).rows) == 2
+
+
+def test_shapes_have_their_parameters(loop: Any) -> None:
+    """Models of 1B and 8B are those that people mean: 1.24 and 8.03 billion parameters."""
+    for name, billions in (("llama-1b", 1.24), ("llama-8b", 8.03)):
+        with torch.device("meta"):
+            model = loop.random_model(name, 32768, "meta")
+        assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+# -- TensorRT ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_captured_step_keeps_what_its_graph_reads(tensorrt: Any, loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[weakref.ref[torch.Tensor]] = []
+
+    class Graph:
+        def replay(self) -> None:
+            assert all(tensor() is not None for tensor in read)
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            """Wait for nothing."""
+
+    class Runner:
+        is_open = True
+
+        def __init__(self, *given: object) -> None:
+            """Take a model and a cache."""
+
+        def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+            logits = torch.zeros(1)
+            read.extend(map(weakref.ref, inputs))
+            return logits
+
+    for name, value in (("Stream", Stream), ("current_stream", Stream), ("CUDAGraph", Graph)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda captured: nullcontext())
+    monkeypatch.setattr(tensorrt, "ModuleRunner", Runner)
+    step = tensorrt.graphed_step(loop.random_model("llama-tiny", 64), 64)
+    assert len(read) >= 2
+    step(3)
+    assert [tensor().flatten().tolist() for tensor in read[-2:]] == [[1], [3]]
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_times_are_taken_even_if_a_check_fails(
+    tensorrt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: bool
+) -> None:
+    timed: list[tuple[torch.dtype, str, object]] = []
+
+    class Opened:
+        class Runner:
+            methods: dict[str, object] = {}
+
+        runner = Runner()
+
+    class Built:
+        class Manifest:
+            files = ("decode.plan",)
+
+        manifest = Manifest()
+
+    def build(*given: object) -> Built:
+        if not opens:
+            raise BundleError("no plan loads here")
+        return Built()
+
+    def forms_of(make: Callable[[], Any], length: int, engines: object) -> dict[str, object]:
+        model = make()
+        timed.append((model.dtype, model.config.model_type, engines))
+        return {}
+
+    def fail(*given: object) -> None:
+        raise BundleError("logits differ")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tensorrt, "machine", lambda: {"gpu": "none"})
+    monkeypatch.setattr(tensorrt, "build", build)
+    monkeypatch.setattr(tensorrt.Session, "from_bundle", lambda bundle: Opened())
+    monkeypatch.setattr(tensorrt, "verify_session", fail)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, *given: self)
+    monkeypatch.setattr(tensorrt, "forms_of", forms_of)
+    monkeypatch.setattr(tensorrt, "timed", lambda forms, positions, rounds, steps: {"form": {8: 1.0}})
+    path = tmp_path / "x.json"
+    with pytest.raises(typer.Exit) as ended:
+        tensorrt.main("demo", "float16", "llama-tiny", 32, None, 1, 1, path)
+    assert ended.value.exit_code == 1
+    assert timed == [(torch.float16, "llama", Opened.runner if opens else None)]
+    record = json.loads(path.read_text())
+    assert record["milliseconds"] == {"form": {"8": 1.0}} and record["model"] == "llama-tiny"
+    assert record["checks"]["run" if opens else "load"]["passed"] is False
+
+
+def test_a_shape_that_is_unknown_is_refused(tensorrt: Any) -> None:
+    with pytest.raises(typer.BadParameter, match="must be one of llama-tiny.*got nonsense"):
+        tensorrt.random_shape("nonsense", "float16", 32)
