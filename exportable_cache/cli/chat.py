@@ -15,14 +15,19 @@ import typer
 from ..errors import CacheFullError, InputError
 from .options import (
     BundleOrModelArgument,
+    GreedyOption,
+    MinPOption,
+    RepetitionPenaltyOption,
     SeedOption,
     SplitSpecialTokensOption,
     TemperatureOption,
+    TopKOption,
     TopPOption,
     at_least,
 )
 from .output.terminal import Terminal
 from .runtime import Opening, open_completer, opens
+from .sampling import GivenSampling
 
 if TYPE_CHECKING:
     from ..decoding.completion import AnyCompleter, CompletionOptions
@@ -56,8 +61,12 @@ def chat(
             show_default="the checkpoint's limit, or what fits",
         ),
     ] = None,
-    temperature: TemperatureOption = 0.0,
+    greedy: GreedyOption = False,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
     top_p: TopPOption = None,
+    min_p: MinPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = None,
     seed: SeedOption = None,
     split_special_tokens: SplitSpecialTokensOption = True,
 ) -> None:
@@ -68,10 +77,9 @@ def chat(
     """
     terminal: Terminal = ctx.obj
     from ..decoding.completion import CompletionOptions
-    from ..generation.sampling_options import SamplingOptions
     from ..generation.text import check_text
 
-    options = CompletionOptions(SamplingOptions(temperature, top_p=top_p, seed=seed), max_new_tokens)
+    given = GivenSampling(greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed)
     completer = open_completer(terminal, folder, opening, split_special_tokens)
     if not completer.takes_messages:
         raise InputError(
@@ -80,6 +88,8 @@ def chat(
         )
     if system:
         check_text(system)
+    options = CompletionOptions(given.over(completer.settings.sampling), max_new_tokens)
+    terminal.note_all(given.lines(completer.settings, max_new_tokens))
     # Invalid bytes spoil only one message; a strict stream could not be read after them.
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,18 +14,23 @@ import typer
 from ..session.opening import Use
 from .options import (
     BundleOrModelArgument,
+    GreedyOption,
     JsonOption,
     JsonSchemaOption,
+    MinPOption,
     RegexOption,
+    RepetitionPenaltyOption,
     SeedOption,
     SplitSpecialTokensOption,
     TemperatureOption,
+    TopKOption,
     TopPOption,
     at_least,
 )
 from .output.streams import prompt_from_stdin
 from .output.terminal import Terminal
 from .runtime import Opening, open_session, opens
+from .sampling import GivenSampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,20 +81,12 @@ def generate(
             show_default="the checkpoint's limit, or 128, or what fits",
         ),
     ] = None,
-    temperature: TemperatureOption = 0.0,
-    top_k: Annotated[
-        int | None,
-        typer.Option("--top-k", metavar="K", callback=at_least(1), help="Sample from the K most likely tokens."),
-    ] = None,
+    greedy: GreedyOption = False,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
     top_p: TopPOption = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option("--min-p", metavar="P", help="Sample from tokens at least P times as likely as the best."),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option("--repetition-penalty", metavar="X", help="Above 1, make previous tokens less likely."),
-    ] = None,
+    min_p: MinPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = None,
     prompt_lookup: Annotated[
         int | None,
         typer.Option(
@@ -117,9 +114,9 @@ def generate(
     form = _constraint_of(json_schema, regex)
     if form is not None and prompt_lookup:
         raise typer.BadParameter("cannot be combined with --json-schema or --regex", param_hint="'--prompt-lookup'")
-    choice = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    given = GivenSampling(greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed)
     files = {"image": image or (), "audio": audio or ()}
-    use = Use(tuple(kind for kind, given in files.items() if given), prompt_lookup or 0)
+    use = Use(tuple(kind for kind, paths in files.items() if paths), prompt_lookup or 0)
     opened = open_session(terminal, folder, opening, use)
     session = opened.session
     from ..session.native import NativeSession
@@ -127,21 +124,20 @@ def generate(
     timed: _Timed
     if isinstance(session, NativeSession):
         native = session
-        terminal.note_all(native.settings.remarks())
-        from ..generation.sampling_options import SamplingOptions
+        settings = native.settings
         from ..generation.text import encode_ids
 
         messages = [{"role": "user", "content": text}]
         ids = encode_ids(native.text_tokenizer, messages if chat else text, split_special_tokens=split_special_tokens)
         # The decoder of an encoder-decoder is fed one token.
         fed = len(ids) if native.start_token is None else 1
-        most = max_new_tokens or _default_new_tokens(native.settings, native.max_length, fed)
+        most = max_new_tokens or _default_new_tokens(settings, native.max_length, fed)
         timed = _Timed(len(ids), fed)
         how = {
             "stop": stop or (),
             "continues": not chat or (form is None and not split_special_tokens),
             "max_new_tokens": most,
-            "sampling": SamplingOptions(*choice),
+            "sampling": given.over(settings.sampling),
             "prompt_lookup": prompt_lookup or 0,
         }
         run = partial(_run_native, timed, native, ids, form, how)
@@ -149,27 +145,28 @@ def generate(
         from ..generation.speculative import PromptLookup
 
         prepared = _prompt_of(opened.processor, session, text, files, chat, split_special_tokens)
-        terminal.note_all(session.generation_settings.remarks())
+        settings = session.generation_settings
         tokenised = _tokenised(session, prepared, split_special_tokens)
         prompt_tokens, fed_tokens = _counts(session, tokenised)
         room = None if session.room is None else int(session.room)
-        most = max_new_tokens or _default_new_tokens(session.generation_settings, room, fed_tokens)
+        most = max_new_tokens or _default_new_tokens(settings, room, fed_tokens)
         if form is None:
             draft = PromptLookup(prompt_lookup) if prompt_lookup else None
             # Messages are tokenised again, because the response to them is a separate text and does not continue
             # theirs.
             prepared = prepared if chat and split_special_tokens else tokenised
-            pieces = session.generate_text(prepared, most, *choice, stop=stop or None, draft=draft)
+            choice = asdict(given.over(settings.sampling))
+            pieces = session.generate_text(prepared, most, **choice, stop=stop or None, draft=draft)
         else:
             # Imported here, because generation without a constraint starts sooner without them.
             from ..decoding.completion import CompletionOptions
-            from ..generation.sampling import Sampling
 
-            sampling = Sampling(*choice)
+            sampling = given.over(settings.sampling)
             options = CompletionOptions(sampling, most, tuple(stop or ()), constraint=form, continues=not chat)
             pieces = _constrained_text(session, tokenised, options)
         timed = _Timed(prompt_tokens, fed_tokens, lambda: int(session.length[0]))
         run = partial(_run_pieces, timed, pieces)
+    terminal.note_all([*settings.remarks(), *given.lines(settings, max_new_tokens)])
     try:
         run(terminal.generated if not json else _nothing)
     finally:
@@ -177,7 +174,8 @@ def generate(
         if not json and timed.text and not timed.text.endswith("\n"):
             terminal.write("\n")
     if json:
-        terminal.json({"path": str(Path(folder)), "prompt": text, **timed.to_dict()})
+        applied = given.settings(settings, max_new_tokens)
+        terminal.json({"path": str(Path(folder)), "prompt": text, **timed.to_dict(), "settings": applied})
     else:
         terminal.note(str(timed))
 

@@ -208,13 +208,34 @@ PlanTargetOption = Annotated[
         show_default=False,
     ),
 ]
+GreedyOption = Annotated[
+    bool, typer.Option("--greedy", help="Always take the most likely token, also if the checkpoint asks for sampling.")
+]
 TemperatureOption = Annotated[
-    float,
-    typer.Option("--temperature", metavar="T", callback=at_least(0), help="0 always takes the most likely token."),
+    float | None,
+    typer.Option(
+        "--temperature",
+        metavar="T",
+        callback=at_least(0),
+        help="0 always takes the most likely token. The default is the checkpoint's, as for the options below.",
+        show_default=False,
+    ),
+]
+TopKOption = Annotated[
+    int | None,
+    typer.Option("--top-k", metavar="K", callback=at_least(0), help="Sample from the K most likely tokens; 0 for all."),
 ]
 TopPOption = Annotated[
     float | None,
-    typer.Option("--top-p", metavar="P", help="Sample from the most likely tokens of total probability P."),
+    typer.Option("--top-p", metavar="P", help="Sample from the most likely tokens of total probability P; 1 for all."),
+]
+MinPOption = Annotated[
+    float | None,
+    typer.Option("--min-p", metavar="P", help="Sample from tokens at least P times as likely as the best; 0 for all."),
+]
+RepetitionPenaltyOption = Annotated[
+    float | None,
+    typer.Option("--repetition-penalty", metavar="X", help="Above 1, make previous tokens less likely."),
 ]
 SeedOption = Annotated[
     int | None, typer.Option("--seed", metavar="N", help="Seed of the sampler, for repeatable results.")

@@ -10,9 +10,20 @@ from typing import Annotated
 
 import typer
 
-from .options import BundleOrModelArgument, SplitSpecialTokensOption, at_least
+from .options import (
+    BundleOrModelArgument,
+    GreedyOption,
+    MinPOption,
+    RepetitionPenaltyOption,
+    SplitSpecialTokensOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    at_least,
+)
 from .output.terminal import Terminal
 from .runtime import Opening, open_completer, opens
+from .sampling import GivenSampling
 
 
 @opens
@@ -60,9 +71,19 @@ def serve(
             help="Length of the request queue; further requests are refused.",
         ),
     ] = 64,
+    greedy: GreedyOption = False,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = None,
     split_special_tokens: SplitSpecialTokensOption = True,
 ) -> None:
-    """Serve a bundle or a model with an OpenAI-compatible API and a chat page."""
+    """Serve a bundle or a model with an OpenAI-compatible API and a chat page.
+
+    Options of sampling are defaults of the requests. Without them and settings of the checkpoint, requests are sampled
+    at the temperature 1, as in OpenAI's API.
+    """
     from ..errors import MissingDependencyError
 
     terminal: Terminal = ctx.obj
@@ -73,6 +94,7 @@ def serve(
         )
     from .server.origins import AllowedOrigins
 
+    given = GivenSampling(greedy, temperature, top_k, top_p, min_p, repetition_penalty)
     hosts, origins = tuple(allow_host or ()), tuple(allow_origin or ())
     # Checked before the bundle is opened, which may take long.
     AllowedOrigins.of(host, api_key is not None, hosts, origins)
@@ -81,7 +103,11 @@ def serve(
     completer = open_completer(terminal, folder, opening, split_special_tokens)
     importing.join()
     from .server.app import ServerOptions, make_app, run
+    from .server.schema import DEFAULT_SAMPLING
 
+    settings = completer.settings
+    default = DEFAULT_SAMPLING if settings.sampling.is_greedy else settings.sampling
+    terminal.note_all(given.lines(settings, None, default))
     options = ServerOptions(
         name or Path(folder).resolve().name,
         most_waiting,
@@ -89,6 +115,7 @@ def serve(
         host=host,
         allow_hosts=hosts,
         allow_origins=origins,
+        sampling=given.over(default),
     )
     run(
         make_app(completer, options),

@@ -150,7 +150,7 @@ class ContinuousBatch:
         self.decode.check_same("submit", input_ids=input_ids, options=(max_new_tokens, sampling, stop))
         ends = self.prefill.check_request(input_ids, max_new_tokens, stop)
         rows = TokenRows.whole(input_ids)
-        longest, most = self.decode.max_length, default_limit(self.decode, max_new_tokens, rows)
+        longest, most = self.decode.max_length, default_limit(self.decode.generation_settings, max_new_tokens, rows)
         if longest is not None:
             # One more, because the newest token needs no slot.
             fits = longest + 1 - input_ids.shape[1]

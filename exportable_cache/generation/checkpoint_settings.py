@@ -1,7 +1,7 @@
-"""Settings of a checkpoint's `generation_config` that decide which tokens a generation gives, greedy ones included.
+"""Settings of a checkpoint's `generation_config` that decide which tokens a generation gives.
 
-The settings are checked here, and run by the logits processors of transformers, in the order in which its `generate`
-runs them. Sampling (`do_sample`, `temperature`, `top_k`, `top_p`, ...) is not read from a checkpoint, but an argument.
+The settings are checked here. Rules for tokens are run by the logits processors of transformers, in the order in which
+its `generate` runs them. Settings of sampling are given to our sampler, and count only with `do_sample`, as there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, first_line
+from .sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,10 @@ class CheckpointSettings:
         rules: Values of the settings that a logits processor follows, by name, the repetition penalty excluded.
         renormalizes: True if scores are normalised after the processors, which matters to beams only.
         length_penalty: Default of `beam_search`.
+        sampling: How tokens are drawn; greedy without `do_sample`. It is the default of the commands, and of calls that
+            ask for it by `generation_config`. The repetition penalty is not part of it.
         unheeded: Values of the settings that change which tokens transformers gives, and that are not followed here.
+        unknown: Names of the settings that are not in transformers' `GenerationConfig`.
     """
 
     ends: tuple[int, ...] = ()
@@ -62,7 +66,9 @@ class CheckpointSettings:
     rules: Mapping[str, Any] = field(default_factory=dict)
     renormalizes: bool = False
     length_penalty: float = 1.0
+    sampling: SamplingOptions = SamplingOptions()
     unheeded: Mapping[str, Any] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
 
     @classmethod
     def read(
@@ -95,9 +101,11 @@ class CheckpointSettings:
         # As in transformers, where the number of new tokens comes before that of all.
         if getattr(config, "min_new_tokens", None) is not None:
             rules.pop("min_length", None)
+        samples = _samples(config)
+        neutral_values = _UNHEEDED | _UNHEEDED_LIMITS if samples else _UNHEEDED
         unheeded = {
             name: value
-            for name, neutral in _UNHEEDED.items()
+            for name, neutral in neutral_values.items()
             if (value := getattr(config, name, None)) not in (None, False, *neutral)
         }
         return cls(
@@ -107,7 +115,9 @@ class CheckpointSettings:
             rules=rules,
             renormalizes=getattr(config, "renormalize_logits", None) is True,
             length_penalty=_length_penalty(config),
+            sampling=_sampling(config) if samples else SamplingOptions(),
             unheeded=unheeded,
+            unknown=tuple(name for name in sorted(_names(config)) if name not in _KNOWN and name[0] != "_"),
         )
 
     def limit(self, length: int) -> int | None:
@@ -126,12 +136,16 @@ class CheckpointSettings:
         return self.max_length - length
 
     def remarks(self) -> list[str]:
-        """Return a line for each setting that is not followed."""
-        return [
+        """Return a line for each setting that is not followed, and one for all that are unknown."""
+        lines = [
             f"generation_config asks for {name}={value!r:.100}, which is not followed: tokens may differ from those of "
             "transformers"
             for name, value in self.unheeded.items()
         ]
+        if self.unknown:
+            names = ", ".join(self.unknown)
+            lines.append(f"generation_config has settings that transformers' GenerationConfig has not: {names:.200}")
+        return lines
 
     def row_rules(self, rows: Sequence[RowStart], repetition_penalty: float | None = None) -> RowRules | None:
         """Return the rules for the rows of one generation, or None if there are none besides a repetition penalty.
@@ -266,12 +280,45 @@ def _count(config: GenerationConfig, name: str, least: int) -> int | None:
 
 
 def _length_penalty(config: GenerationConfig) -> float:
-    value = getattr(config, "length_penalty", None)
+    return _from(config, "length_penalty", 1.0, -math.inf, math.inf, "a number")
+
+
+def _from(config: GenerationConfig, name: str, default: float, least: float, most: float, constraint: str) -> float:
+    """Return a number of the config that is finite and from `least` to `most`."""
+    value = getattr(config, name, None)
     if value is None:
-        return 1.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InputError(_wrong("length_penalty", "a number", value))
+        return default
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not least <= value <= most:
+        raise InputError(_wrong(name, constraint, value))
     return float(value)
+
+
+def _samples(config: GenerationConfig) -> bool:
+    value = getattr(config, "do_sample", None)
+    if value not in (None, True, False):
+        raise InputError(_wrong("do_sample", "true or false", value))
+    return value is True
+
+
+def _sampling(config: GenerationConfig) -> SamplingOptions:
+    """Return how tokens are drawn with `do_sample`; missing settings have the defaults of transformers' `generate`."""
+    top_k = getattr(config, "top_k", None)
+    if top_k is None:
+        top_k = _TOP_K
+    if not _is_int(top_k) or top_k < -1:
+        raise InputError(_wrong("top_k", "an int of at least 1, or 0 for all tokens", top_k))
+    temperature = _from(config, "temperature", 1.0, 0, math.inf, "a number of at least 0")
+    top_p = _from(config, "top_p", 1.0, 0, 1, "a number from 0 to 1")
+    min_p = _from(config, "min_p", 0.0, 0, 1, "a number from 0 to 1")
+    if temperature == 0 or top_p == 0:
+        return SamplingOptions()
+    return SamplingOptions(temperature).over(top_k=max(top_k, 0), top_p=top_p, min_p=min_p)
+
+
+def _names(config: GenerationConfig) -> Iterable[str]:
+    """Return the names of the settings that are set."""
+    return [name for name, value in vars(config).items() if value is not None]
 
 
 def _number(name: str, value: Any, vocab_size: int) -> float | None:
@@ -446,3 +493,27 @@ _UNHEEDED: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (),
     "forced_decoder_ids": ([],),
 }
+#: The same for settings that count only with `do_sample`.
+_UNHEEDED_LIMITS: dict[str, tuple[Any, ...]] = {
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "top_h": (),
+}
+#: Default of transformers' `generate` with `do_sample`.
+_TOP_K = 50
+#: Names of the settings of `GenerationConfig`, in the releases of transformers that write checkpoints.
+_KNOWN = frozenset(
+    "assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind bad_words_ids "
+    "begin_suppress_tokens bos_token_id cache_config cache_implementation compile_config constraints "
+    "continuous_batching_config decoder_start_token_id disable_compile diversity_penalty do_sample dola_layers "
+    "early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id epsilon_cutoff eta_cutoff "
+    "exponential_decay_length_penalty force_words_ids forced_bos_token_id forced_decoder_ids forced_eos_token_id "
+    "generation_kwargs guidance_scale is_assistant length_penalty low_memory max_cache_len max_length "
+    "max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens min_p no_repeat_ngram_size "
+    "num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences "
+    "output_attentions output_hidden_states output_logits output_scores pad_token_id penalty_alpha prefill_chunk_size "
+    "prompt_lookup_num_tokens remove_invalid_values renormalize_logits repetition_penalty return_dict_in_generate "
+    "return_legacy_cache sequence_bias speculation_type stop_strings suppress_tokens target_lookbehind temperature "
+    "token_healing top_h top_k top_p transformers_version typical_p use_cache use_mtp watermarking_config".split()
+)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from ..errors import InputError
+
+_Options = TypeVar("_Options", bound="SamplingOptions")
+#: Values of the limits that keep all tokens.
+_NO_LIMIT = {"top_k": 0, "top_p": 1, "min_p": 0}
 
 
 def check_seed(seed: int) -> None:
@@ -58,14 +63,31 @@ class SamplingOptions:
             raise InputError(f"repetition_penalty must be a number above 0 (1 changes nothing), got {penalty!r}")
         if self.seed is not None:
             check_seed(self.seed)
-        ignored = [
-            f"{name}={getattr(self, name)}" for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None
-        ]
+        ignored = [f"{name}={getattr(self, name)}" for name in _NO_LIMIT if getattr(self, name) is not None]
         if self.temperature == 0 and ignored:
             raise InputError(
                 f"temperature must be above 0 with {' and '.join(ignored)}, got 0, which is greedy; pass a "
                 "temperature, or leave them out"
             )
+
+    def over(self: _Options, **given: Any) -> _Options:
+        """Return these options with given values in place of theirs.
+
+        A temperature of 0 also removes the limits of these options, which greedy choice ignores.
+
+        Args:
+            **given: Values of attributes; None leaves a value unchanged. `top_k=0`, `top_p=1` and `min_p=0` remove a
+                limit.
+
+        Raises:
+            InputError: If a value is out of range, or greedy choice would ignore it.
+        """
+        chosen: dict[str, Any] = dict.fromkeys(_NO_LIMIT) if given.get("temperature") == 0 else {}
+        for name, value in given.items():
+            if value is not None:
+                keeps_all = name in _NO_LIMIT and _is_number(value) and value == _NO_LIMIT[name]
+                chosen[name] = None if keeps_all else value
+        return replace(self, **chosen)
 
     @property
     def is_greedy(self) -> bool:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+import copy
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
 
 from ..errors import InputError, NonFiniteLogitsError
-from ..generation.checkpoint_settings import RowStart
+from ..generation.checkpoint_settings import CheckpointSettings, RowStart
 from ..generation.loop import Chosen, Ending, decode_loop
-from ..generation.sampling import Sampler
+from ..generation.sampling import Sampler, Sampling
 from ..generation.speculative import DraftModel, Speculation, check_can_rewind, speculative_loop
 from ..generation.text import encode_prompt, stream_text, stream_texts
 from .checks import check_max_new_tokens, check_one_id_a_token, split_stops
@@ -22,7 +24,6 @@ from .rows import Prompt, TokenRows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..generation.sampling import Sampling
     from ..generation.speculative import Draft
     from ..models.tokenizers.text import TextTokenizer
     from .interface import AnySession
@@ -34,6 +35,7 @@ class Request:
     """Checked options of a generation.
 
     Attributes:
+        settings: Settings of the checkpoint, or those that the call gave instead.
         sampling: Settings of the sampler.
         ending: Ends of a row, including the model's end tokens. Its limit is the one that was requested.
         draft: Proposes tokens; None for plain decoding.
@@ -41,35 +43,70 @@ class Request:
             chat messages.
     """
 
+    settings: CheckpointSettings
     sampling: Sampling
     ending: Ending
     draft: Draft | None = None
     continues: bool = True
 
 
+def config_for(
+    session: AnySession, asked: GenerationConfig | Literal["model"] | None
+) -> tuple[GenerationConfig | None, bool]:
+    """Return the generation config of a call, and True if tokens are drawn as it says.
+
+    Settings that a given config leaves open are those of the session's config, as in transformers' `generate`.
+
+    Raises:
+        InputError: If it is not a config.
+    """
+    own = session.generation_config
+    if asked is None or asked == "model":
+        return own, asked is not None
+    if not isinstance(asked, GenerationConfig):
+        raise InputError(f"generation_config must be 'model', a GenerationConfig or None, got {asked!r:.100}")
+    config = copy.deepcopy(asked)
+    for name, value in (own.to_dict() if own is not None else {}).items():
+        if getattr(config, name, None) is None:
+            setattr(config, name, value)
+    return config, True
+
+
 def make_request(
     session: AnySession,
     max_new_tokens: int | None,
-    sampling: Sampling,
+    given: Mapping[str, Any],
+    generation_config: GenerationConfig | Literal["model"] | None,
     stop: int | str | Sequence[int | str] | None,
     draft: Draft | None,
 ) -> Request:
     """Check the arguments of `Session.generate`, and return them as a request.
 
+    Args:
+        session: The session.
+        max_new_tokens: See `Session.generate`.
+        given: Options of sampling, by name; None where they are not given.
+        generation_config: See `Session.generate`.
+        stop: See `Session.generate`.
+        draft: See `Session.generate`.
+
     Raises:
         InputError: If an argument is not valid.
     """
+    config, samples = config_for(session, generation_config)
+    settings = session.settings_of(config)
+    sampling = session.agreed(Sampling(**asdict(settings.sampling) if samples else {}).over(**given))
     check_one_id_a_token(session.codebooks)
     check_max_new_tokens(max_new_tokens)
     tokens, strings = ([], []) if stop is None else split_stops(stop, session.vocab_size)
     if strings:
         require_tokenizer(session, "a stop string")
-    ends = session.generation_settings.ends
-    pad = None if session.generation_config is None else session.generation_config.pad_token_id
+    ends = settings.ends
+    pad = None if config is None else config.pad_token_id
     if pad is None or not 0 <= pad < session.vocab_size:
         pad = ends[0] if ends else 0
     ending = Ending(max_new_tokens, frozenset({*ends, *tokens}), tuple(strings), pad, session.text_tokenizer)
-    return Request(sampling, ending, draft)
+    return Request(settings, sampling, ending, draft)
 
 
 def token_steps(
@@ -92,7 +129,7 @@ def _token_steps(
     if texts:
         prompt = Prompt(TokenRows.of(after_unfed(session, texts)))
     stepper, held = session.stepper, session.length.tolist()
-    ending = replace(request.ending, limit=default_limit(session, request.ending.limit, prompt.rows, held))
+    ending = replace(request.ending, limit=default_limit(request.settings, request.ending.limit, prompt.rows, held))
     if ending.strings and request.continues:
         ending = replace(ending, after=_rows_of(prompt.rows.ids, prompt.rows.lengths))
     agree = None if session.stepper.ranks is None else session.stepper.ranks.of_first
@@ -100,7 +137,8 @@ def _token_steps(
     logits = stepper.feed_for_generation(session.stages.steps(prompt, stepper))
     # The newest token needs no slot, because it is not fed.
     most = [limit for limit in (ending.limit, None if stepper.room is None else stepper.room + 1) if limit is not None]
-    sampler = sampler_after(session, request.sampling, prompt.rows, min(most, default=None), held, agree)
+    sampler = sampler_after(session, request.sampling, prompt.rows, min(most, default=None), request.settings, held)
+    sampler.agree = agree
     if request.draft is None:
         chosen = decode_loop(stepper, logits, sampler, ending)
     else:
@@ -159,7 +197,7 @@ def checked_steps(
     extra, stepper = dict(inputs), session.stepper
     prompt = session.stages.check(input_ids, extra.pop("attention_mask", None), extra, stepper.state)
     stepper.check_room(prompt.rows, request.ending.limit)
-    default_limit(session, request.ending.limit, prompt.rows, session.length.tolist())
+    default_limit(request.settings, request.ending.limit, prompt.rows, session.length.tolist())
     if request.draft is not None:
         if inputs:
             raise InputError(
@@ -243,7 +281,7 @@ def _text_steps(
     rows = after_unfed(session, ids) if continues else ids
     prompt = session.stages.check(rows, None, {}, session.stepper.state)
     session.stepper.check_room(prompt.rows, request.ending.limit, from_start=not continues)
-    default_limit(session, request.ending.limit, prompt.rows, held if continues else None)
+    default_limit(request.settings, request.ending.limit, prompt.rows, held if continues else None)
     if continues:
         return token_steps(session, request, prompt, ids), [row.tolist() for row in rows]
     session.reset()
@@ -316,8 +354,8 @@ def sampler_after(
     sampling: Sampling,
     rows: TokenRows,
     limit: int | None,
+    settings: CheckpointSettings | None = None,
     held: Sequence[int] | None = None,
-    agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Sampler:
     """Return the sampler of a generation, which also follows the settings of the checkpoint.
 
@@ -326,13 +364,13 @@ def sampler_after(
         sampling: Settings of the caller. Its repetition penalty replaces the checkpoint's.
         rows: Prompts.
         limit: Largest number of new tokens that was requested and fits the cache; None if there is no limit.
+        settings: Settings of the checkpoint, those of the session by default.
         held: Number of tokens in each row before its prompt; 0 by default.
-        agree: See `Sampler`.
 
     Raises:
         InputError: If a setting of the checkpoint is not valid.
     """
-    settings = session.generation_settings
+    settings = settings or session.generation_settings
     if sampling.repetition_penalty is None and settings.repetition_penalty is not None:
         sampling = replace(sampling, repetition_penalty=settings.repetition_penalty)
     texts, encoded = rows.texts, rows.texts
@@ -345,11 +383,11 @@ def sampler_after(
         for row, ids in enumerate(texts)
     ]
     rules = settings.row_rules(starts, sampling.repetition_penalty)
-    return Sampler(sampling, rows.ids, session.vocab_size, agree, rules)
+    return Sampler(sampling, rows.ids, session.vocab_size, rules=rules)
 
 
 def default_limit(
-    session: AnySession, requested: int | None, rows: TokenRows, held: Sequence[int] | None = None
+    settings: CheckpointSettings, requested: int | None, rows: TokenRows, held: Sequence[int] | None = None
 ) -> int | None:
     """Return the requested limit of new tokens, or else that of the checkpoint; None if there is neither.
 
@@ -359,4 +397,4 @@ def default_limit(
     if requested is not None:
         return requested
     before = [0] * len(rows.lengths) if held is None else held
-    return session.generation_settings.limit(max(map(sum, zip(before, rows.lengths, strict=True))))
+    return settings.limit(max(map(sum, zip(before, rows.lengths, strict=True))))

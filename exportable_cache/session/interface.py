@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ..backends.base import Runner
     from ..cache.layers import CacheLayer
     from ..generation.checkpoint_settings import CheckpointSettings
+    from ..generation.sampling import Sampling
     from ..models.tokenizers.text import TextTokenizer
     from .inputs.stages import InputStages
     from .stepper import ProgramStepper
@@ -75,6 +76,14 @@ class AnySession(Protocol):
     @property
     def generation_settings(self) -> CheckpointSettings:
         """See `Session.generation_settings`."""
+        ...
+
+    def settings_of(self, config: GenerationConfig | None) -> CheckpointSettings:
+        """See `Session.settings_of`."""
+        ...
+
+    def agreed(self, sampling: Sampling) -> Sampling:
+        """See `Session.agreed`."""
         ...
 
     def reset(self) -> None:

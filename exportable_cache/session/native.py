@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..bundle.checked import CheckedBundle
@@ -209,7 +210,7 @@ class NativeSession:
         """
         fields = bundle.fields
         tokenizer = bundle.text_tokenizer() if text and fields.get("tokenizer") is not None else None
-        config, vocab_size = _Config(_mapping(fields, "generation_config")), int(fields["vocab_size"])
+        config, vocab_size = _Config(**_mapping(fields, "generation_config")), int(fields["vocab_size"])
         settings = CheckpointSettings.read(config, vocab_size, tokenizer)  # type: ignore[arg-type]
         if config.eos_token_id is None and settings.ends and settings.rules:
             raise NotNative("the generation config has rules for end tokens, and only the tokenizer names one")
@@ -455,14 +456,11 @@ def _error_of(failure: Failure) -> ExportableCacheError:
     return kinds.get(failure.status, BundleError)(str(failure))
 
 
-class _Config:
+class _Config(SimpleNamespace):
     """The fields of a generation config, None for those that are not set."""
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self._fields = fields
-
     def __getattr__(self, name: str) -> Any:
-        return self._fields.get(name)
+        return None
 
 
 def _takes_ids(encoder: Any) -> bool:

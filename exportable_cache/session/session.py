@@ -191,14 +191,22 @@ class Session:
 
     @property
     def generation_settings(self) -> CheckpointSettings:
-        """Rules of `generation_config` for the choice of tokens, read at each access, as its fields may be set.
+        """Settings of `generation_config` for the choice of tokens, read at each access, as its fields may be set.
 
         A setting that is not followed causes one warning.
 
         Raises:
             InputError: If a setting is not valid.
         """
-        settings = CheckpointSettings.read(self.generation_config, self.vocab_size, self.text_tokenizer)
+        return self.settings_of(self.generation_config)
+
+    def settings_of(self, config: GenerationConfig | None) -> CheckpointSettings:
+        """Return the settings of a generation config for this model, see `generation_settings`.
+
+        Raises:
+            InputError: If a setting is not valid.
+        """
+        settings = CheckpointSettings.read(config, self.vocab_size, self.text_tokenizer)
         new = settings.unheeded.keys() - self._warned
         self._warned |= new
         for remark in settings.remarks() if new else ():
@@ -694,7 +702,7 @@ class Session:
         self,
         input_ids: torch.Tensor | Sequence[torch.Tensor | Sequence[int]],
         max_new_tokens: int | None = None,
-        temperature: float = 0.0,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
@@ -702,6 +710,7 @@ class Session:
         seed: int | None = None,
         stop: int | str | Sequence[int | str] | None = None,
         draft: Draft | None = None,
+        generation_config: GenerationConfig | Literal["model"] | None = None,
         **inputs: torch.Tensor,
     ) -> Iterator[Any]:
         """Generate tokens after a prompt. Arguments are checked now; steps run as the iterator is consumed.
@@ -714,10 +723,12 @@ class Session:
                 token ids.
             max_new_tokens: Most tokens per row. By default the checkpoint's limit (`max_new_tokens` or `max_length` of
                 its generation config), or else what fits after the fullest row.
-            temperature: Divisor of the logits; 0 is greedy, see `decoding.Sampling`.
-            top_k: Number of most probable tokens to draw from; None for all.
-            top_p: Probability that the drawn tokens together reach; None for all.
-            min_p: Least probability relative to the most probable token; None for all.
+            temperature: Divisor of the logits; 0 is greedy, see `decoding.Sampling`. By default that of
+                `generation_config`, or else 0.
+            top_k: Number of most probable tokens to draw from; 0 for all, which is the default without a
+                `generation_config`.
+            top_p: Probability that the drawn tokens together reach; 1 for all, see `top_k`.
+            min_p: Least probability relative to the most probable token; 0 for all, see `top_k`.
             repetition_penalty: Penalty on tokens seen before; the checkpoint's by default. The other settings of its
                 generation config are followed too, see `generation_settings`; set its fields to change them.
             seed: Seed of the draws; None for torch's global generator.
@@ -725,6 +736,9 @@ class Session:
                 token that ends a row is given out too.
             draft: Speculative decoding at batch size 1: `PromptLookup()` or `DraftModel(session)`. Several tokens are
                 scored per step; they are those of plain decoding, or follow the same distribution.
+            generation_config: "model" to draw as the checkpoint's generation config says, if it has `do_sample`; or a
+                config whose settings replace the checkpoint's, which are used for those that it leaves open. None to
+                take the most probable token by default. Arguments come before both.
             **inputs: Further outputs of a tokenizer or processor, such as `attention_mask`, as `prefill` takes them:
                 `generate(**tokenizer(texts, padding=True, return_tensors="pt"))`.
 
@@ -736,10 +750,17 @@ class Session:
             InputError: If an argument is wrong.
             CacheFullError: If the prompt, or the prompt with `max_new_tokens`, does not fit.
         """
-        given = (max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
-        self.check_same("generate", input_ids=input_ids, options=given, draft=draft, inputs=inputs)
-        sampling = self.agreed(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed))
-        request = make_request(self, max_new_tokens, sampling, stop, draft)
+        given = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": seed,
+        }
+        options = (max_new_tokens, given, stop, str(generation_config))
+        self.check_same("generate", input_ids=input_ids, options=options, draft=draft, inputs=inputs)
+        request = make_request(self, max_new_tokens, given, generation_config, stop, draft)
         steps = checked_steps(self, input_ids, inputs, request)
         return (int(step[0]) for step in steps) if self.batch_size == 1 else steps
 
@@ -747,7 +768,7 @@ class Session:
         self,
         prompt: str | Sequence[Mapping[str, Any]] | Mapping[str, torch.Tensor] | Sequence[Any],
         max_new_tokens: int | None = None,
-        temperature: float = 0.0,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
@@ -755,6 +776,7 @@ class Session:
         seed: int | None = None,
         stop: int | str | Sequence[int | str] | None = None,
         draft: Draft | None = None,
+        generation_config: GenerationConfig | Literal["model"] | None = None,
     ) -> Iterator[Any]:
         """Generate text after a prompt, in pieces that never split a character and join to the whole.
 
@@ -779,15 +801,23 @@ class Session:
             seed: See `generate`.
             stop: See `generate`.
             draft: See `generate`.
+            generation_config: See `generate`.
 
         Raises:
             InputError: If there is no tokenizer, there is not one prompt per row, or an argument is wrong.
             CacheFullError: See `generate`.
         """
-        given = (max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
-        self.check_same("generate_text", prompt=prompt, options=given, draft=draft)
-        sampling = self.agreed(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed))
-        request = make_request(self, max_new_tokens, sampling, stop, draft)
+        given = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": seed,
+        }
+        options = (max_new_tokens, given, stop, str(generation_config))
+        self.check_same("generate_text", prompt=prompt, options=options, draft=draft)
+        request = make_request(self, max_new_tokens, given, generation_config, stop, draft)
         return generated_text(self, prompt, request)
 
 

@@ -21,11 +21,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...decoding.completion import AnyCompleter, Completion, CompletionOptions, Piece
 from ...errors import CacheFullError, ExportableCacheError, InputError
+from ...generation.sampling_options import SamplingOptions
 from ...generation.token_text import TokenTexts
 from .engine import Busy, Engine
 from .origins import AllowedOrigins, OriginGuard
 from .responses import Response, error_of
-from .schema import ChatRequest, CompletionRequest, message_of
+from .schema import DEFAULT_SAMPLING, ChatRequest, CompletionRequest, message_of
 
 Result = TypeVar("Result")
 
@@ -56,6 +57,7 @@ class ServerOptions:
         host: Address to listen on, which decides the accepted Host headers, see `AllowedOrigins.of`.
         allow_hosts: Further names in Host headers.
         allow_origins: Origins of other sites whose pages may send requests, such as "https://example.org".
+        sampling: Default sampling of requests.
     """
 
     model_name: str
@@ -65,6 +67,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
+    sampling: SamplingOptions = DEFAULT_SAMPLING
 
     def allowed(self) -> AllowedOrigins:
         """Return the accepted names and origins.
@@ -149,7 +152,7 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
             raise HTTPException(404, f"there is no model {model!r:.100}; this server has {options.model_name!r}")
 
     async def respond(request: Request, body: ChatRequest | CompletionRequest, ids: Callable[[], list[int]]) -> Any:
-        completion_options: CompletionOptions = body.options()
+        completion_options: CompletionOptions = body.options(options.sampling)
         response = Response(options.model_name, isinstance(body, ChatRequest), TokenTexts(completer.tokenizer))
         pieces = engine.run(
             lambda follower: completer.complete(ids(), completion_options, follower), completion_options.constraint

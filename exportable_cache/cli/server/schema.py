@@ -143,8 +143,8 @@ def not_bool(value: Any) -> Any:
 Whole = Annotated[int | None, BeforeValidator(not_bool)]
 Number = Annotated[float | None, BeforeValidator(not_bool)]
 
-#: The API's default temperature.
-TEMPERATURE = 1.0
+#: Sampling of requests by the API's defaults.
+DEFAULT_SAMPLING = SamplingOptions(temperature=1.0)
 _MOST_ALTERNATIVES = 20
 #: Values of `top_k` that other servers use for all tokens.
 _ALL_TOKENS = (0, -1)
@@ -305,20 +305,17 @@ class _Request(Fields):
     prompt_cache_options: _Unused = None
     prompt_cache_retention: _Unused = None
 
-    def _options(self, limit: int | None, alternatives: int | None) -> CompletionOptions:
-        temperature = TEMPERATURE if self.temperature is None else self.temperature
-        # Checked as for sampling, because greedy requests carry these fields, too.
-        sampling = SamplingOptions(
-            temperature or TEMPERATURE,
-            None if self.top_k in _ALL_TOKENS else self.top_k,
-            # 1 takes all tokens.
-            None if self.top_p == 1 else self.top_p,
-            self.min_p,
-            self.repetition_penalty,
-            self.seed,
-        )
-        if temperature == 0:
-            sampling = replace(sampling, temperature=0.0, top_k=None, top_p=None, min_p=None)
+    def _options(self, default: SamplingOptions, limit: int | None, alternatives: int | None) -> CompletionOptions:
+        common = {"repetition_penalty": self.repetition_penalty, "seed": self.seed}
+        top_k = 0 if self.top_k in _ALL_TOKENS else self.top_k
+        limits = {"top_k": top_k, "top_p": self.top_p, "min_p": self.min_p}
+        is_greedy = default.is_greedy if self.temperature is None else self.temperature == 0
+        if is_greedy:
+            # Limits are checked, because greedy requests carry these fields, too.
+            DEFAULT_SAMPLING.over(**limits)
+            sampling = default.over(temperature=0, **common)
+        else:
+            sampling = default.over(temperature=self.temperature, **limits, **common)
         return CompletionOptions(sampling, limit, self.stop, alternatives)
 
 
@@ -345,8 +342,11 @@ class ChatRequest(_Request):
     prediction: _Unused = None
     metadata: _Unused = None
 
-    def options(self) -> CompletionOptions:
+    def options(self, default: SamplingOptions) -> CompletionOptions:
         """Return the options of the completion.
+
+        Args:
+            default: Sampling of requests without these fields.
 
         Raises:
             InputError: If a value is out of range.
@@ -354,7 +354,7 @@ class ChatRequest(_Request):
         if self.top_logprobs and not self.logprobs:
             raise InputError("top_logprobs must be combined with logprobs; pass logprobs=true, too")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        options = self._options(limit, (self.top_logprobs or 0) if self.logprobs else None)
+        options = self._options(default, limit, (self.top_logprobs or 0) if self.logprobs else None)
         form = self.response_format
         return options if form is None else replace(options, constraint=form.constraint())
 
@@ -374,13 +374,9 @@ class CompletionRequest(_Request):
     best_of: _One = None
     suffix: Annotated[Any, only("", fix="text after the response is not supported, so leave it out")] = None
 
-    def options(self) -> CompletionOptions:
-        """Return the options of the completion.
-
-        Raises:
-            InputError: If a value is out of range.
-        """
-        return replace(self._options(self.max_tokens, self.logprobs), continues=True)
+    def options(self, default: SamplingOptions) -> CompletionOptions:
+        """Return the options of the completion, see `ChatRequest.options`."""
+        return replace(self._options(default, self.max_tokens, self.logprobs), continues=True)
 
     def text(self) -> str | list[int]:
         """Return the prompt."""
