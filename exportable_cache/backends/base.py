@@ -250,12 +250,14 @@ class TargetDtypes:
         keeps_exact: True if weights of linear layers and embeddings are stored in the smallest dtype that represents
             them exactly, independently of the dtype of the computation.
         rounded: Dtype that inputs of layers with weights of this dtype are rounded to; None to keep all their bits.
+        quantized: Dtypes that programs with quantised weights can compute in, the best one first.
     """
 
     best: torch.dtype | None = None
     refused: Mapping[torch.dtype, str] = field(default_factory=dict)
     keeps_exact: bool = False
     rounded: torch.dtype | None = None
+    quantized: tuple[torch.dtype, ...] = (torch.float32,)
 
     def preferred(self, stored: torch.dtype) -> torch.dtype:
         """Return the default dtype for weights that are stored in `stored`."""
@@ -264,6 +266,8 @@ class TargetDtypes:
 
 # torch has kernels for every floating dtype, and GPUs have 16-bit units: half the bytes, and no second rounding.
 _AS_STORED = TargetDtypes()
+# TensorRT dequantises weights to the dtype of the product.
+_TENSORRT = TargetDtypes(quantized=(torch.float16, torch.bfloat16, torch.float32))
 # XNNPACK computes float32 on every processor. Without hardware support its float16 is emulated, and operators that are
 # left to the runtime are slower still.
 _XNNPACK = TargetDtypes(
@@ -291,4 +295,4 @@ def target_dtypes(target: str, options: Mapping[str, Any]) -> TargetDtypes:
         if (options.get("linears") or options.get("kernels")) != "native":
             return _XNNPACK
         return _ROUNDED_LINEARS if options.get("compute") == "bfloat16" else _NATIVE_LINEARS
-    return _AS_STORED
+    return _TENSORRT if target == "tensorrt" else _AS_STORED

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..common.settings import check_settings
 from ..errors import InputError
+
+if TYPE_CHECKING:
+    from ..models.quantization.spec import Quantization
 
 Options = TypeVar("Options", bound="TargetOptions")
 
@@ -47,6 +50,13 @@ class TargetOptions:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    def check_quantization(self, quantization: Quantization) -> None:
+        """Check that these options support a quantisation whose schemes the target has.
+
+        Raises:
+            InputError: If they do not.
+        """
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options that were given, for the manifest."""

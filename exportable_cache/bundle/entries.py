@@ -61,7 +61,7 @@ class Quantized(Entry):
     scales: str | None = None
     # None in bundles whose experts, if any, are not quantized.
     experts: str | None = None
-    # Bytes of the integers with their scales, and of the weights that stay float32; None in older bundles.
+    # Bytes of the integers with their scales, and of the weights that are not quantized; None in older bundles.
     quantized_bytes: int | None = None
     other_bytes: int | None = None
     positions: int | None = None

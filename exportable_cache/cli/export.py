@@ -232,18 +232,14 @@ def print_dtype(terminal: Terminal, bundle: Bundle) -> None:
     """Print how the stored dtype of the weights was changed, if it was."""
     import torch
 
-    from ..backends.base import target_dtypes
     from ..pipeline.dtypes import DtypeChoice, choose_dtype
 
     manifest = bundle.manifest
     if manifest.stored_dtype in (None, manifest.dtype):
         return
     stored, chosen = getattr(torch, manifest.stored_dtype), getattr(torch, manifest.dtype)
-    if manifest.quantization is None and target_dtypes(manifest.target, manifest.options).best != chosen:
-        terminal.print(str(DtypeChoice(stored, chosen)))
-    else:
-        quantized = manifest.quantization is not None
-        terminal.print(str(choose_dtype(stored, None, manifest.target, manifest.options, quantized)))
+    usual = choose_dtype(stored, None, manifest.target, manifest.options, manifest.quantization is not None)
+    terminal.print(str(usual if usual.chosen == chosen else DtypeChoice(stored, chosen)))
 
 
 def print_verification(terminal: Terminal, bundle: Bundle) -> None:
@@ -318,7 +314,7 @@ def print_quantization(terminal: Terminal, bundle: Bundle) -> None:
     text = f"quantised: {Quantization(quantized.linear, quantized.group_size, quantized.embeddings)}"
     if quantized.quantized_bytes is not None:
         text += f"; {bytes_text(quantized.quantized_bytes)} of integers and scales"
-        text += f", {bytes_text(quantized.other_bytes)} stay float32"
+        text += f", {bytes_text(quantized.other_bytes)} stay {bundle.manifest.dtype}"
     terminal.print(text)
     if quantized.max_difference is not None:
         terminal.print(

@@ -12,9 +12,6 @@ from ..backends.base import target_dtypes
 from ..common.tensors import dtype_name
 from ..errors import InputError
 
-#: Floating dtype of quantized kernels, in every scheme.
-QUANTIZED_COMPUTES_IN = torch.float32
-
 
 @dataclass(frozen=True)
 class DtypeChoice:
@@ -91,10 +88,11 @@ def check_dtype(
             f"dtype must not be {name!r} for target {target!r}, because {reason}; leave dtype out, which gives "
             f"{best}, or export for target 'pt2'"
         )
-    if quantized and requested != QUANTIZED_COMPUTES_IN:
+    allowed = target_dtypes(target, options).quantized
+    if quantized and requested not in allowed:
         raise InputError(
-            f"dtype must be {dtype_name(QUANTIZED_COMPUTES_IN)} with quantize, got {name!r}; leave dtype out, because "
-            "weights are quantised from any stored dtype"
+            f"dtype must be {' or '.join(map(dtype_name, allowed))} with quantize, got {name!r}; leave dtype out, "
+            "because weights are quantised from any stored dtype"
         )
 
 
@@ -124,9 +122,10 @@ def choose_dtype(
             f"compute must be 'float32' for weights stored in {dtype_name(stored)}, got {dtype_name(rounded)!r}; leave "
             f"compute out, or export a checkpoint in {dtype_name(rounded)}"
         )
-    if quantized and requested is None:
-        return DtypeChoice(stored, QUANTIZED_COMPUTES_IN, "quantised kernels compute in")
     dtypes = target_dtypes(target, options)
+    if quantized and requested is None:
+        chosen = stored if stored in dtypes.quantized else dtypes.quantized[0]
+        return DtypeChoice(stored, chosen, "quantised kernels compute in")
     chosen, reason = (dtypes.preferred(stored), f"{target} computes best") if requested is None else (requested, "")
     kept = dtypes.keeps_exact and not quantized and stored.itemsize < chosen.itemsize
     return DtypeChoice(stored, chosen, reason, kept, rounded is not None)

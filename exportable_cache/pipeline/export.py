@@ -264,10 +264,9 @@ def preview(spec: ExportSpec) -> DryRun:
     if spec.quantization is not None:
         weights = None
         if model is not None:
-            model = model.to(torch.float32)
             check_quantizable(model, spec.quantization)
-            weights = quantized_bytes(model, spec.quantization)
-            coverage = coverage_of(model, spec.quantization)
+            weights = quantized_bytes(model, spec.quantization, dtype)
+            coverage = coverage_of(model, spec.quantization, dtype)
     elif model is not None and resolved.dtype is not None and resolved.dtype.kept:
         weights = float_bytes(model, dtype, resolved.dtype.stored)
     stored = stored_quantization(config)

@@ -417,7 +417,7 @@ def _layer_specs(config: PreTrainedConfig, model: PreTrainedModel | None, spec: 
 def _weights_bytes(model: PreTrainedModel, choice: DtypeChoice, quantization: Quantization | None) -> int:
     if quantization is not None:
         check_quantizable(model, quantization)
-        return quantized_bytes(model, quantization)
+        return quantized_bytes(model, quantization, choice.chosen)
     return float_bytes(model, choice.chosen, choice.stored if choice.kept else choice.chosen)
 
 

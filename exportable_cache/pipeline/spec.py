@@ -167,6 +167,7 @@ class ExportSpec:
         if self.quantization is not None:
             linear, embeddings = getattr(backend, "linear_schemes", ()), getattr(backend, "embedding_schemes", ())
             check_schemes(self.quantization, self.target, linear, embeddings)
+            options.check_quantization(self.quantization)
             if getattr(options, "native_linears", False):
                 object.__setattr__(self, "quantization", self.quantization.for_native_linears())
         from ..common.tensors import parse_dtype

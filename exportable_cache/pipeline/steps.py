@@ -228,10 +228,10 @@ def quantise(resolved: Resolved, loaded: LoadedModel, progress: Progress = silen
     progress(f"quantising to {quantization}", 0, None)
     output = output_of(resolved.spec)
     try:
-        quantized = quantize(loaded.model, quantization, _scratch_for(loaded.model, output))
+        quantized = quantize(loaded.model, quantization, _scratch_for(loaded.model, output), choice.chosen)
     except OSError as error:
         raise BundleError(f"cannot write next to {output}: {error.strerror or error}; choose another disk") from error
-    coverage = coverage_of(loaded.model, quantization)
+    coverage = coverage_of(loaded.model, quantization, choice.chosen)
     if coverage.remark:
         warnings.warn(coverage.remark, RuntimeWarning, stacklevel=2)
     return Source(loaded, quantized.model, choice, quantized.weights_bytes, coverage)

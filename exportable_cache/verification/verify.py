@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..backends.base import target_dtypes
 from ..common.progress import silent
 from ..errors import InputError
@@ -100,7 +102,7 @@ def verify(
             recorded.experts,
         )
         progress(f"quantising to {quantization}", 0, None)
-        model = quantize(model, quantization).model
+        model = quantize(model, quantization, dtype=getattr(torch, manifest.dtype)).model
     spec = replace(spec, rounded=target_dtypes(manifest.target, manifest.options).rounded)
     try:
         with runtime_chosen(bundle.path):

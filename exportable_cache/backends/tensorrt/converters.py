@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 from ...common.compat.torch import RESHAPE_COPY
 from . import kv_cache  # noqa: F401  registers the operator
 from .kv_cache import scatter_update
+from .quantized import dequantize_affine, kept_scale, packed
 from .upstream import (
     ConverterPriority,
     cast_trt_tensor,
@@ -36,6 +38,7 @@ TRT_DTYPES = {
     torch.int32: trt.DataType.INT32,
     torch.int64: trt.DataType.INT64,
     torch.bool: trt.DataType.BOOL,
+    torch.int8: trt.DataType.INT8,
 }
 TORCH_DTYPES = {trt_dtype: dtype for dtype, trt_dtype in TRT_DTYPES.items()}
 
@@ -106,6 +109,82 @@ def _cumsum(
     axis = get_trt_tensor(ctx, torch.tensor(dim % len(values.shape), dtype=torch.int32), f"{name}_axis")
     layer = ctx.net.add_cumulative(values, axis, trt.CumulativeOperation.SUM, False, False)
     set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+@dynamo_tensorrt_converter(torch.ops.exportable_cache.dequantized_weight.default, priority=ConverterPriority.HIGH)
+def _dequantized_weight(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert to a DEQUANTIZE layer of constants: by row with one scale each, else by blocks of a row."""
+    integers, scale, zero_point, bits = args
+    scale = kept_scale(scale, zero_point, str(ctx.current_node.args[0]))
+    shape = list(integers.shape)
+    if bits == 4:
+        weights = add_constant(ctx, packed(integers), f"{name}_integers", shape, trt.DataType.INT4)
+    else:
+        weights = add_constant(ctx, integers, f"{name}_integers")
+    by_row = bits == 8 and scale.shape[1] == 1
+    scales = add_constant(ctx, scale[:, 0] if by_row else scale, f"{name}_scale")
+    layer = ctx.net.add_dequantize(weights, scales, TRT_DTYPES[scale.dtype])
+    if by_row:
+        layer.axis = 0
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+@dynamo_tensorrt_converter(torch.ops.aten.linear.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH)
+def _linear(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert `linear` to one product; torch_tensorrt's converter adds a layer that reshapes the weight."""
+    source, weight, bias = (*args, None)[:3] if len(args) < 3 else args
+    source = get_trt_tensor(ctx, source, f"{name}_source")
+    leading = [1] * (len(source.shape) - 2)
+    operation = trt.MatrixOperation.TRANSPOSE
+    if isinstance(weight, torch.Tensor):
+        right = add_constant(ctx, weight, f"{name}_weight", [*leading, *weight.shape])
+    else:
+        # Transposed before the product, because a plan for two ranges of lengths would else store 4 bits twice.
+        rows, columns = weight.shape
+        turned = ctx.net.add_shuffle(weight)
+        turned.first_transpose = (1, 0)
+        turned.reshape_dims = (*leading, columns, rows)
+        turned.name = f"{name}_weight"
+        right, operation = turned.get_output(0), trt.MatrixOperation.NONE
+    layer = ctx.net.add_matrix_multiply(source, trt.MatrixOperation.NONE, right, operation)
+    set_layer_name(layer, target, name)
+    result = layer.get_output(0)
+    if bias is None:
+        return result
+    added = add_constant(ctx, bias, f"{name}_bias", [*leading, 1, bias.numel()])
+    layer = ctx.net.add_elementwise(result, added, trt.ElementWiseOperation.SUM)
+    layer.name = f"{name}_biased"
+    return layer.get_output(0)
+
+
+def add_constant(
+    ctx: ConversionContext,
+    tensor: torch.Tensor,
+    name: str,
+    shape: Sequence[int] | None = None,
+    dtype: trt.DataType | None = None,
+) -> trt.ITensor:
+    """Add a constant layer without copying the tensor.
+
+    Args:
+        ctx: Context of the conversion, which keeps the tensor alive.
+        tensor: Values; contiguous ones are not copied.
+        name: Name of the layer.
+        shape: Shape in the network; that of the tensor by default.
+        dtype: Dtype in the network, for 4-bit integers; that of the tensor by default.
+    """
+    tensor = tensor.detach().contiguous()
+    shape = list(tensor.shape) if shape is None else list(shape)
+    ctx.record_weight(f"{name} CONSTANT", tensor)
+    weights = trt.Weights(dtype or TRT_DTYPES[tensor.dtype], tensor.data_ptr(), math.prod(shape))
+    layer = ctx.net.add_constant(shape, weights)
+    layer.name = name
     return layer.get_output(0)
 
 
@@ -283,6 +362,8 @@ def decompositions(in_place: bool) -> dict[OperatorBase, Callable]:
         torch.ops.aten.baddbmm.default: baddbmm,
         torch.ops.prims.broadcast_in_dim.default: broadcast_in_dim,
     }
+    if hasattr(torch.ops.torchao, "dequantize_affine"):
+        table[torch.ops.torchao.dequantize_affine.default] = dequantize_affine
     return table if in_place else {**table, torch.ops.exportable_cache.kv_cache_update.default: scatter_update}
 
 

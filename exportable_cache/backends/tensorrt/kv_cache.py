@@ -18,6 +18,7 @@ from ...errors import UnsupportedModelError
 from ...models.cache_factory import ExportableCache
 from ..probe_attention import probe_attention
 from .attention import is_expressible, sinks_of
+from .quantized import check_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -145,9 +146,10 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
     Layers of other kinds are unchanged: if their operators convert, their state is copied in every step.
 
     Raises:
-        UnsupportedModelError: If the model is an encoder-decoder or keeps images in its cache, or if the cache is
-            quantized.
+        UnsupportedModelError: If the model is an encoder-decoder or keeps images in its cache, if the cache is
+            quantized, or if a mixture's layers are.
     """
+    check_experts(model)
     if type(cache) is not ExportableCache:
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps an encoder's output, which target tensorrt does not support yet; "

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...common.settings import setting
 from ...errors import InputError
 from ..options import TargetOptions
 
+if TYPE_CHECKING:
+    from ...models.quantization.spec import Quantization
+
 #: Compute capabilities that TensorRT-RTX 1.5 builds for, on any machine. It has no name for 90.
 CAPABILITIES = (75, 80, 86, 89, 120, 121)
+
+#: Capabilities from which TensorRT builds 4-bit weights, and bfloat16.
+LEAST_INT4 = LEAST_BFLOAT16 = 80
 
 #: Portable plans load on these and later ones, according to its documentation.
 PORTABLE = (80, 86, 89, 120)
@@ -85,6 +91,15 @@ class TensorRTOptions(TargetOptions):
         length = self.opt_length
         if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 2):
             raise InputError(f"opt_length must be an int of at least 2, within the length of a prefill, got {length!r}")
+
+    def check_quantization(self, quantization: Quantization) -> None:
+        """See `TargetOptions.check_quantization`."""
+        lacking = [capability for capability in self.capabilities if capability < LEAST_INT4]
+        if lacking and quantization.linear == "4w":
+            raise InputError(
+                f"quantize must be '8w' for SM {', '.join(map(str, lacking))}, got '4w', because TensorRT builds 4-bit "
+                f"weights for SM {LEAST_INT4} and later; use '8w', or leave {', '.join(map(str, lacking))} out of sm"
+            )
 
     @property
     def capabilities(self) -> tuple[int, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
+
+import torch
 
 from ...errors import InputError, UnsupportedModelError, VerificationError
 from ...program.spec import Form
@@ -15,7 +17,7 @@ from ..base import LoweredFile, StandIn
 from .attention import TENSORRT_ATTENTION
 from .engine_io import EngineRecord, Input, Output, details_of, records_of
 from .kv_cache import engine_layers
-from .options import TensorRTOptions
+from .options import LEAST_BFLOAT16, TensorRTOptions
 
 if TYPE_CHECKING:
     from ...program.program import Program
@@ -29,8 +31,8 @@ class TensorRTBackend:
 
     name = "tensorrt"
     max_batch_size = None
-    linear_schemes = ()
-    embedding_schemes = ()
+    linear_schemes = ("8w", "4w")
+    embedding_schemes = ("8w",)
     machine_code = "plans of TensorRT, which are code for a GPU"
     options = TensorRTOptions
 
@@ -46,6 +48,7 @@ class TensorRTBackend:
     def lower(self, program: Program, folder: Path, options: TensorRTOptions) -> list[LoweredFile]:
         """Write one plan per method."""
         capabilities = options.capabilities
+        check_dtype(program.model.dtype, capabilities)
         files = []
         for method, network in program_networks(program, options).items():
             plan = network.build_plan(capabilities)
@@ -70,6 +73,20 @@ class TensorRTBackend:
     def stand_in(self, program: Program, description: ProgramDescription, options: TensorRTOptions) -> StandIn:
         """Return the networks on the CPU."""
         return network_stand_in(description, program_networks(program, options))
+
+
+def check_dtype(dtype: torch.dtype, capabilities: Sequence[int]) -> None:
+    """Refuse a dtype that a compute capability lacks, before TensorRT builds for minutes and fails.
+
+    Raises:
+        InputError: If bfloat16 is to be built for a capability before `LEAST_BFLOAT16`.
+    """
+    lacking = ", ".join(str(capability) for capability in capabilities if capability < LEAST_BFLOAT16)
+    if lacking and dtype == torch.bfloat16:
+        raise InputError(
+            f"dtype must be float16 or float32 for SM {lacking}, got bfloat16, which TensorRT builds for SM "
+            f"{LEAST_BFLOAT16} and later; pass dtype='float16' (--dtype float16), or leave {lacking} out of sm"
+        )
 
 
 def engine_program_spec(asked: ProgramSpec) -> ProgramSpec:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 #: Divisors of a group's largest magnitude that give candidate scales. More of them gain less than 1 %.
 _STEPS_OF_LARGEST = (7.5, 7.0, 8.0, 8.5, 9.0)
 _LEAST, _MOST = -8, 7
-#: Kernels reject scales that are zero or subnormal.
-_LEAST_SCALE = torch.finfo(torch.float32).smallest_normal
 # Weights rounded at once: few enough for the processor's last cache, and enough that threads rarely wait for the
 # interpreter's lock. Two threads take 25 % longer with 1 << 18, and three times as long with 1 << 16.
 _ELEMENTS_AT_ONCE = 1 << 19
@@ -98,7 +96,8 @@ def _rounded(weight: torch.Tensor, group_size: int, dtype: torch.dtype, signed: 
 
 def _representable(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a scale rounded to the dtype of the file, in float32."""
-    return scale.clamp(min=_LEAST_SCALE).to(dtype).float()
+    # Clamped, because kernels reject scales that are zero or subnormal.
+    return scale.clamp(min=torch.finfo(dtype).smallest_normal).to(dtype).float()
 
 
 def _integers(groups: torch.Tensor, scale: torch.Tensor, into: torch.Tensor) -> torch.Tensor:

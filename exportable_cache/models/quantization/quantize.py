@@ -72,8 +72,9 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
             "quantize_embeddings='8w'"
         )
     size = quantization.group_size
-    rows = dict(linears) if quantization.linear == "8da4w" else {}
-    if quantization.linear == "8da4w" and isinstance(head, nn.Linear) and not is_tied(model):
+    grouped = quantization.linear is not None and LINEAR_SCHEMES[quantization.linear][0] == 4
+    rows = dict(linears) if grouped else {}
+    if grouped and isinstance(head, nn.Linear) and not is_tied(model):
         rows["its head"] = head
     if quantization.embeddings == "4w":
         rows["its embeddings"] = table
@@ -115,13 +116,19 @@ class QuantizedModel:
 
 
 @torch.no_grad()
-def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratch | None = None) -> QuantizedModel:
+def quantize(
+    model: PreTrainedModel,
+    quantization: Quantization,
+    scratch: Scratch | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> QuantizedModel:
     """Quantise a copy of a model; only one weight at a time is converted to float32.
 
     Args:
         model: A model of any float dtype.
         quantization: The schemes.
         scratch: File storage for the integers, which take a byte each, also with 4 bits; None for memory.
+        dtype: Dtype that the quantised model computes in. Scales have it too, except those of "8da4w".
 
     Raises:
         OSError: If the disk is full.
@@ -147,9 +154,10 @@ def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratc
         bits = EMBEDDING_SCHEMES[quantization.embeddings]
         if bits == 4 and quantization.scales != "absmax":
             # Signed, because the embedding kernel takes scales of either sign.
-            _quantize_groups(table, quantization, torch.float32, True, scratch)
+            _quantize_groups(table, quantization, dtype, torch.float32, True, scratch)
         else:
-            _quantize_weight(table, IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits]), scratch)
+            config = IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits])
+            _quantize_weight(table, config, dtype, scratch)
         for one in readers:
             one.weight = _weight(table)
     if quantization.linear is not None:
@@ -164,12 +172,13 @@ def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratc
         else:
             config = IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits])
         fitted = bits == 4 and quantization.scales != "absmax"
+        scale_dtype, signed = torch.bfloat16 if dynamic else dtype, quantization.scales == "signed_mse"
         for module in model.modules():
             if isinstance(module, nn.Linear) and not (tied and module is head):
                 if fitted:
-                    _quantize_groups(module, quantization, torch.bfloat16, quantization.scales == "signed_mse", scratch)
+                    _quantize_groups(module, quantization, dtype, scale_dtype, signed, scratch)
                 else:
-                    _quantize_weight(module, config, scratch)
+                    _quantize_weight(module, config, dtype, scratch)
     if quantization.experts is not None:
         for _, module in experts_of(model):
             for name in projections(module):
@@ -180,9 +189,9 @@ def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratc
         weight = _weight(table)
         assert is_quantized(weight)
         head.weight = nn.Parameter(_as_linear(weight, quantization.linear), requires_grad=False)
-    _to_float32(model)
+    _convert_others(model, dtype)
     for config in (model.config, model.config.get_text_config(decoder=True)):
-        config.dtype = torch.float32
+        config.dtype = dtype
     # Before unwrapping, because unwrapped 4-bit weights take a byte each.
     stored = _stored_bytes(model)
     return QuantizedModel(unwrap_tensor_subclass(model), stored)
@@ -200,7 +209,7 @@ def _weight(module: nn.Module) -> torch.Tensor:
     return module.weight
 
 
-def _quantize_weight(module: nn.Module, config: Any, scratch: Scratch | None) -> None:
+def _quantize_weight(module: nn.Module, config: Any, dtype: torch.dtype, scratch: Scratch | None) -> None:
     """Quantise the weight of a module, a few rows at a time.
 
     Rows have separate scales, so the result is the same. torchao passes over a weight about twenty times, which takes a
@@ -209,31 +218,36 @@ def _quantize_weight(module: nn.Module, config: Any, scratch: Scratch | None) ->
     weight = _weight(module)
     rows = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
     with one_thread():
-        parts = [_quantized(part.float(), config) for part in weight.detach().split(rows)]
+        parts = [_quantized(part.float(), config, dtype) for part in weight.detach().split(rows)]
         first = parts[0]
         scales, zero_points = (torch.cat([getattr(part, name) for part in parts]) for name in ("scale", "zero_point"))
         whole = None if scratch is None else scratch.empty(weight.shape, first.qdata.dtype)
         integers = torch.cat([part.qdata for part in parts], out=whole)
-    form = (first.target_dtype, first.block_size, first.dtype, first.activation_quantization)
+    form = (first.target_dtype, first.block_size, dtype, first.activation_quantization)
     module.weight = nn.Parameter(type(first)(integers, scales, zero_points, *form), requires_grad=False)
 
 
 def _quantize_groups(
-    module: nn.Module, quantization: Quantization, dtype: torch.dtype, signed: bool, scratch: Scratch | None
+    module: nn.Module,
+    quantization: Quantization,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    signed: bool,
+    scratch: Scratch | None,
 ) -> None:
-    """Replace the weight of a module by torchao's 4-bit weight, with scales of a dtype."""
+    """Replace the weight of a module by torchao's 4-bit weight, which is dequantised to `dtype`."""
     from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor import (
         IntxUnpackedToInt8Tensor,
         IntxUnpackedToInt8TensorActivationQuantization,
     )
 
     size = quantization.group_size or DEFAULT_GROUP_SIZE
-    integers, scales = round_groups(_weight(module), size, dtype, signed, scratch)
+    integers, scales = round_groups(_weight(module), size, scale_dtype, signed, scratch)
     zeros = torch.zeros(scales.shape, dtype=torch.int8)
-    rounding = (
-        IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN if isinstance(module, nn.Linear) else None
-    )
-    form = (_INT4, (1, size), torch.float32, rounding)
+    dynamic = isinstance(module, nn.Linear) and quantization.linear is not None
+    rounds = dynamic and LINEAR_SCHEMES[quantization.linear or ""][1]
+    rounding = IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN if rounds else None
+    form = (_INT4, (1, size), dtype, rounding)
     module.weight = nn.Parameter(IntxUnpackedToInt8Tensor(integers, scales, zeros, *form), requires_grad=False)
 
 
@@ -248,26 +262,36 @@ def _quantize_experts(module: nn.Module, name: str, quantization: Quantization, 
     set_quantized(module, name, integers, scales)
 
 
-def _quantized(rows: torch.Tensor, config: Any) -> QuantizedWeight:
+def _quantized(rows: torch.Tensor, config: Any, dtype: torch.dtype) -> QuantizedWeight:
+    """Quantise rows in float32, with scales of a dtype."""
     from torchao.quantization.quant_api import quantize_
 
     holder = nn.Linear(1, 1, bias=False)
     holder.weight = nn.Parameter(rows, requires_grad=False)
     quantize_(holder, config, lambda *_: True)
-    return cast("QuantizedWeight", holder.weight)
+    found = cast("QuantizedWeight", holder.weight)
+    if dtype != torch.float32 and found.target_dtype == torch.int8:
+        # Rounded again, because an integer times the scale before its conversion is another weight.
+        found.scale = found.scale.clamp(min=torch.finfo(dtype).smallest_normal).to(dtype)
+        least, most = torch.iinfo(torch.int8).min, torch.iinfo(torch.int8).max
+        found.qdata = (rows / found.scale.float()).round_().clamp_(least, most).to(torch.int8)
+    return found
 
 
-def _to_float32(model: nn.Module) -> None:
-    """Convert unquantised parameters and buffers to float32; tied parameters stay tied."""
+def _convert_others(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert unquantised parameters and buffers to a dtype; tied parameters stay tied.
+
+    Buffers in float32 keep it, because models compute their frequencies of rotary positions in it.
+    """
     converted: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_floating_point() and not is_quantized(parameter) and not is_expert_scale(module, name):
-                new = converted.setdefault(id(parameter), nn.Parameter(parameter.float(), requires_grad=False))
+                new = converted.setdefault(id(parameter), nn.Parameter(parameter.to(dtype), requires_grad=False))
                 setattr(module, name, new)
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(module, name, buffer.float())
+            if buffer.is_floating_point() and buffer.dtype != torch.float32:
+                setattr(module, name, buffer.to(dtype))
 
 
 def _as_linear(table: QuantizedWeight, scheme: str | None) -> torch.Tensor:

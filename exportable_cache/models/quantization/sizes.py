@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from ...common.tensors import exact_dtype
+from ...common.tensors import dtype_name, exact_dtype
 from ..experts import experts_of, projections
 from .spec import DEFAULT_GROUP_SIZE, EMBEDDING_SCHEMES, LINEAR_SCHEMES
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .spec import Quantization
 
 
-_FLOAT32, _BFLOAT16 = 4, 2
+_BFLOAT16 = 2
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 #: Share of quantised weights below which `Coverage.remark` names the others.
 LEAST_SHARE = 0.8
@@ -36,22 +36,22 @@ class _Form(NamedTuple):
     scale: int
 
 
-def _forms(model: PreTrainedModel, quantization: Quantization) -> dict[int, _Form]:
+def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype) -> dict[int, _Form]:
     """Return the storage of each quantised weight, by the id of its parameter."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
     forms = {}
     if quantization.linear is not None:
         bits, _ = LINEAR_SCHEMES[quantization.linear]
-        # Because XNNPACK keeps scales of groups in bfloat16, and torchao keeps others in the weights' dtype.
-        scale = _BFLOAT16 if bits == 4 and quantization.linear == "8da4w" else _FLOAT32
+        # Because XNNPACK keeps scales of groups in bfloat16, and others have the dtype of the computation.
+        scale = _BFLOAT16 if bits == 4 and quantization.linear == "8da4w" else dtype.itemsize
         for module in model.modules():
             if isinstance(module, nn.Linear) and not (tied and module is head):
                 forms[id(module.weight)] = _Form(bits, scale)
     if quantization.experts is not None:
         forms |= {id(weight): _Form(4, _BFLOAT16) for weight in _expert_weights(model)}
     if quantization.embeddings is not None:
-        forms[id(table.weight)] = _Form(EMBEDDING_SCHEMES[quantization.embeddings], _FLOAT32)
+        forms[id(table.weight)] = _Form(EMBEDDING_SCHEMES[quantization.embeddings], dtype.itemsize)
     return forms
 
 
@@ -69,23 +69,24 @@ def _layer_weights(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from _expert_weights(model)
 
 
-def quantized_bytes(model: PreTrainedModel, quantization: Quantization) -> int:
-    """Return `quantize(model, quantization).weights_bytes`, from shapes alone.
+def quantized_bytes(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype = torch.float32) -> int:
+    """Return `quantize(model, quantization, dtype=dtype).weights_bytes`, from shapes alone.
 
     Args:
-        model: A float32 model on any device, including the meta device.
+        model: A model on any device, including the meta device.
         quantization: The schemes.
+        dtype: Dtype that the quantised model computes in.
     """
-    return sum(_bytes(model, quantization).values())
+    return sum(_bytes(model, quantization, dtype).values())
 
 
-def _bytes(model: PreTrainedModel, quantization: Quantization) -> dict[int, int]:
-    forms, group = _forms(model, quantization), quantization.group_size or DEFAULT_GROUP_SIZE
+def _bytes(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype) -> dict[int, int]:
+    forms, group = _forms(model, quantization, dtype), quantization.group_size or DEFAULT_GROUP_SIZE
     sizes = {}
     for one in model.parameters():
         form = forms.get(id(one))
         if form is None:
-            sizes[id(one)] = one.numel() * _FLOAT32 if one.is_floating_point() else one.nbytes
+            sizes[id(one)] = one.numel() * dtype.itemsize if one.is_floating_point() else one.nbytes
         else:
             scales = one.numel() // group if form.bits == 4 else one.shape[0]
             sizes[id(one)] = one.numel() * form.bits // 8 + scales * form.scale
@@ -98,10 +99,11 @@ class Coverage:
 
     Attributes:
         quantized_weights: Number of weights that become integers.
-        other_weights: Number of weights that stay in float32, without an embedding table left out on purpose.
+        other_weights: Number of weights that are not quantised, without an embedding table left out on purpose.
         quantized_bytes: Bytes of the integers and their scales.
-        other_bytes: Bytes of all weights that stay in float32.
-        left: Module paths, with layer indices as `*`, and their numbers of weights in float32, largest first.
+        other_bytes: Bytes of all weights that are not quantised.
+        left: Module paths, with layer indices as `*`, and their numbers of such weights, largest first.
+        dtype: Dtype of the weights that are not quantised.
     """
 
     quantized_weights: int
@@ -109,6 +111,7 @@ class Coverage:
     quantized_bytes: int
     other_bytes: int
     left: tuple[tuple[str, int], ...]
+    dtype: torch.dtype = torch.float32
 
     @property
     def share(self) -> float:
@@ -117,25 +120,26 @@ class Coverage:
 
     @property
     def remark(self) -> str:
-        """One line about the weights that stay in float32 if they are many, else an empty string."""
+        """One line about the weights that are not quantised if they are many, else an empty string."""
         if self.share >= LEAST_SHARE:
             return ""
         names = ", ".join(f"{name} ({count:,})" for name, count in self.left[:_NAMED])
         return (
             f"only {self.share:.0%} of the weights are quantised: {self.quantized_bytes:,} bytes, and "
-            f"{self.other_bytes:,} bytes stay in float32, most of them in {names}; the program may be larger than "
-            "the checkpoint, so consider dtype='float16' or 'bfloat16' without quantisation"
+            f"{self.other_bytes:,} bytes stay in {dtype_name(self.dtype)}, most of them in {names}; the program may be "
+            "larger than the checkpoint, so consider dtype='float16' or 'bfloat16' without quantisation"
         )
 
 
-def coverage_of(model: PreTrainedModel, quantization: Quantization) -> Coverage:
+def coverage_of(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype = torch.float32) -> Coverage:
     """Count the weights that a quantization covers, from shapes alone.
 
     Args:
         model: An unquantised model on any device, including the meta device.
         quantization: The schemes.
+        dtype: Dtype that the quantised model computes in.
     """
-    forms, sizes = _forms(model, quantization), _bytes(model, quantization)
+    forms, sizes = _forms(model, quantization, dtype), _bytes(model, quantization, dtype)
     # Weights that the options leave out on purpose do not count as left.
     table = model.get_input_embeddings()
     chosen = set() if quantization.embeddings is not None else {id(table.weight)}
@@ -155,6 +159,7 @@ def coverage_of(model: PreTrainedModel, quantization: Quantization) -> Coverage:
         sum(sizes[one] for one in quantized),
         sum(size for one, size in sizes.items() if one not in quantized),
         tuple(left.most_common()),
+        dtype,
     )
 
 

@@ -14,7 +14,7 @@ from ...common.settings import check_settings, setting
 from ...errors import InputError, MissingDependencyError
 
 #: Schemes of linear layers -> (bits of a weight, True if activations are quantised to 8 bits per token).
-LINEAR_SCHEMES = {"8da4w": (4, True), "8da8w": (8, True), "8w": (8, False)}
+LINEAR_SCHEMES = {"8da4w": (4, True), "8da8w": (8, True), "8w": (8, False), "4w": (4, False)}
 #: Schemes of embedding tables -> bits.
 EMBEDDING_SCHEMES = {"8w": 8, "4w": 4}
 #: Scheme of the table if linear layers are quantised, and the value that leaves it unquantised.
@@ -52,7 +52,8 @@ class Quantization:
 
     linear: str | None = setting(
         None,
-        "Weights of linear layers: 8da4w is 4 bits with 8-bit activations, 8da8w 8 bits with them, 8w 8 bits alone.",
+        "Weights of linear layers: 8da4w is 4 bits with 8-bit activations, 8da8w 8 bits with them, 8w 8 bits alone, "
+        "4w 4 bits alone.",
         keyword="quantize",
         flags=("--quantize",),
         choices=tuple(LINEAR_SCHEMES),
@@ -92,7 +93,7 @@ class Quantization:
             if self.group_size is not None:
                 raise InputError(
                     f"group_size must be left out for 8-bit weights, which have one scale per row, got "
-                    f"{self.group_size}; leave it out, or quantize to 8da4w"
+                    f"{self.group_size}; leave it out, or quantize to 8da4w or 4w"
                 )
             object.__setattr__(self, "scales", None)
             return

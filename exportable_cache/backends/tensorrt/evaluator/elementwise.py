@@ -1,4 +1,4 @@
-"""Evaluate ELEMENTWISE, UNARY, ACTIVATION, SELECT, CONSTANT, FILL, CAST, IDENTITY and ASSERTION."""
+"""Evaluate ELEMENTWISE, UNARY, ACTIVATION, SELECT, CONSTANT, FILL, CAST, QUANTIZE, DEQUANTIZE, IDENTITY, ASSERTION."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..quantized import unpacked
 from .layer import layer_kind, torch_dtype, widened
 
 if TYPE_CHECKING:
@@ -154,6 +155,8 @@ def _callers_constant(layer: NetworkLayer, weights: Any) -> torch.Tensor:
         raise layer.wrong(
             "was made from a tensor that is not contiguous: TensorRT was given the address of a freed copy"
         )
+    if weights.dtype.name == "INT4":
+        tensor = unpacked(tensor)
     if weights.size != tensor.numel():
         raise layer.wrong(f"has {weights.size} values, `constants` has {tensor.numel()} for it")
     return tensor.detach().clone()
@@ -209,6 +212,66 @@ def cast(layer: NetworkLayer) -> Compute:
         return x.to(dtype)
 
     return compute
+
+
+@layer_kind(
+    "DEQUANTIZE", "IDequantizeLayer", honours=("axis", "to_type", "block_shape"), inputs=(2, 3), same_dtype=(0, 2)
+)
+def dequantize(layer: NetworkLayer) -> Compute:
+    """Evaluate DEQUANTIZE: integers times their scale, in float32, rounded once.
+
+    A scale is a number, one per index of a dimension, or one per block if it has the rank of the integers.
+    """
+    dtype = torch_dtype(layer["to_type"])
+    spread = _spread(layer)
+
+    def compute(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None) -> torch.Tensor:
+        if zero_point is not None and bool(zero_point.any()):
+            raise layer.wrong("has zero points other than zero, which TensorRT does not support")
+        return (x.float() * spread(scale, x).float()).to(dtype)
+
+    return compute
+
+
+@layer_kind("QUANTIZE", "IQuantizeLayer", honours=("axis", "to_type", "block_shape"), inputs=(2, 3), same_dtype=(0, 1))
+def quantize(layer: NetworkLayer) -> Compute:
+    """Evaluate QUANTIZE: values divided by their scale, rounded half to even, and clamped to the integers' range."""
+    if layer["to_type"] != "INT8":
+        raise layer.unsupported(f"has to_type {layer['to_type']}")
+    limits = torch.iinfo(torch.int8)
+    spread = _spread(layer)
+
+    def compute(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None) -> torch.Tensor:
+        if zero_point is not None and bool(zero_point.any()):
+            raise layer.wrong("has zero points other than zero, which TensorRT does not support")
+        scaled = x.float() / spread(scale, x).float()
+        return scaled.round().clamp(limits.min, limits.max).to(torch.int8)
+
+    return compute
+
+
+def _spread(layer: NetworkLayer) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return a function that repeats scales for the values they belong to."""
+    rank, of_scale = len(layer.required(0).shape), layer.required(1).shape
+    if math.prod(of_scale) == 1:
+        return lambda scale, x: scale.reshape([])
+    if len(of_scale) == 1:
+        axis = layer["axis"]
+        if not 0 <= axis < rank:
+            raise layer.wrong(f"has scales along dimension {axis} of {rank}")
+        return lambda scale, x: scale.reshape([-1 if dim == axis else 1 for dim in range(rank)])
+    if len(of_scale) != rank:
+        raise layer.wrong(f"has scales of {len(of_scale)} dimensions for values of {rank}")
+
+    def blocks(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        for dim in range(rank):
+            count, rest = divmod(x.shape[dim], scale.shape[dim])
+            if rest:
+                raise layer.wrong(f"has {scale.shape[dim]} scales for {x.shape[dim]} values of dimension {dim}")
+            scale = scale.repeat_interleave(count, dim)
+        return scale
+
+    return blocks
 
 
 @layer_kind("IDENTITY", "IIdentityLayer")

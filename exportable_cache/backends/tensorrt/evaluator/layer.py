@@ -22,6 +22,8 @@ _TORCH = {
     "INT32": torch.int32,
     "INT64": torch.int64,
     "INT8": torch.int8,
+    # Unpacked, because torch has no arithmetic of 4-bit integers.
+    "INT4": torch.int8,
     "UINT8": torch.uint8,
     "BOOL": torch.bool,
 }

@@ -1,0 +1,129 @@
+"""Weights in 4 and 8 bits: what networks compute, what the evaluator reads, and what is refused before building."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from exportable_cache import export
+from exportable_cache.errors import InputError, UnsupportedModelError
+from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.models.quantization.sizes import coverage_of, quantized_bytes
+from exportable_cache.models.quantization.spec import Quantization
+from exportable_cache.verification.verify import verify_session
+
+from ...support.models import among
+
+pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
+
+from exportable_cache.backends.tensorrt.options import TensorRTOptions
+from exportable_cache.backends.tensorrt.quantized import packed, unpacked
+from exportable_cache.backends.tensorrt.target import engine_networks
+
+from .evaluator.networks import Net, assert_caught, assert_same, random, trt
+from .models import engine_model
+from .programs import network_session, program_of
+
+#: Rows of 64 and 128 weights, which groups of 32 divide.
+SIZES = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128}
+SCHEMES = {"4w": Quantization("4w", 32, "8w"), "8w": Quantization("8w", embeddings="8w")}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [("4w", torch.float16), pytest.param("8w", torch.float32, marks=pytest.mark.full)],
+)
+def test_networks_equal_the_quantised_model(scheme: str, dtype: torch.dtype) -> None:
+    """Compare with the model that has the same integers, so that the difference is rounding alone."""
+    model = engine_model("llama", **SIZES)
+    quantised = quantize(model, SCHEMES[scheme], dtype=dtype).model
+    program = program_of(quantised)
+    networks = engine_networks(program, TensorRTOptions())
+    report = verify_session(network_session(quantised, program, networks), quantised, prompts=[3, 20])
+    assert report.passed, str(report)
+    for network in networks.values():
+        # Four projections of attention, three of the MLP, the table and the head.
+        assert network.layer_counts["DEQUANTIZE"] == 9
+        integers = [one for one in network.constants.values() if one.dtype in (torch.int8, torch.uint8)]
+        assert sum(one.dtype == torch.uint8 for one in integers) == (8 if scheme == "4w" else 0)
+    # And not the model before quantisation, whose logits are farther away.
+    other = verify_session(network_session(quantised, program, networks), model, prompts=[3])
+    assert other.max_difference > 10 * report.max_difference
+
+
+@pytest.mark.parametrize("dtype", among([torch.float32, torch.float16, torch.bfloat16], fast=[torch.bfloat16]))
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_quantised_model_computes_in_the_dtype(scheme: str, dtype: torch.dtype) -> None:
+    model, quantization = engine_model("llama", **SIZES), SCHEMES[scheme]
+    quantised = quantize(model, quantization, dtype=dtype)
+    logits = quantised.model(torch.tensor([[1, 2, 3]])).logits
+    assert logits.dtype == dtype == quantised.model.dtype
+    expected = model(torch.tensor([[1, 2, 3]])).logits
+    spread = expected.std().item()
+    assert (logits.float() - expected).abs().max() < (1.0 if scheme == "4w" else 0.2) * spread
+    assert quantised.weights_bytes == quantized_bytes(model, quantization, dtype)
+    found = coverage_of(model, quantization, dtype)
+    assert found.quantized_bytes + found.other_bytes == quantised.weights_bytes
+
+
+def test_pairs_of_integers_come_back() -> None:
+    values = torch.arange(-8, 8, dtype=torch.int8)
+    assert torch.equal(unpacked(packed(values)), values)
+    # TensorRT's documentation: the first of two is in the lower bits.
+    assert packed(torch.tensor([1, -2], dtype=torch.int8)).tolist() == [0xE1]
+
+
+def _dequantised(swap: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result of a network that dequantises 4-bit weights in blocks of 4, and the expected one."""
+    integers = torch.randint(-8, 8, (6, 8), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    scale = random(6, 2, dtype=torch.float16)
+    net = Net()
+    pairs = packed(integers.view(-1, 2).flip(1) if swap else integers)
+    layer = net.add_constant((6, 8), trt.Weights(trt.DataType.INT4, pairs.data_ptr(), integers.numel()))
+    layer.name = "integers"
+    net.constants["integers"] = pairs
+    made = net.add_dequantize(layer.get_output(0), net.constant(scale), trt.float16)
+    result = net.evaluator(made.get_output(0)).run({})["out0"]
+    return result, integers.to(torch.float16) * scale.repeat_interleave(4, 1)
+
+
+def test_blocks_of_four_bits_are_dequantised() -> None:
+    result, expected = _dequantised()
+    assert_same(result, expected)
+
+
+def test_swapped_pairs_show() -> None:
+    assert_caught(*_dequantised(swap=True))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_rows_are_quantised_and_dequantised(axis: int) -> None:
+    values, scale = random(4, 4), random(4).abs() / 50
+    net = Net()
+    integers = net.add_quantize(net.constant(values), net.constant(scale), trt.int8)
+    integers.axis = axis
+    back = net.add_dequantize(integers.get_output(0), net.constant(scale), trt.float32)
+    back.axis = axis
+    result = net.evaluator(back.get_output(0)).run({})["out0"]
+    of_each = scale[:, None] if axis == 0 else scale
+    assert_same(result, (values / of_each).round().clamp(-128, 127) * of_each)
+
+
+def test_four_bits_are_refused_for_a_capability_without_them(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="quantize must be '8w' for SM 75, got '4w'"):
+        export(engine_model("llama", **SIZES), "tensorrt", 64, tmp_path / "out", quantize="4w", sm="75,80")
+
+
+def test_bfloat16_is_refused_for_a_capability_without_it(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="dtype must be float16 or float32 for SM 75, got bfloat16"):
+        export(engine_model("llama", torch.bfloat16, **SIZES), "tensorrt", 64, tmp_path / "out", sm=75)
+
+
+def test_quantised_mixtures_are_refused_by_name() -> None:
+    quantised = quantize(engine_model("mixtral", **SIZES), SCHEMES["8w"]).model
+    with pytest.raises(
+        UnsupportedModelError, match=r"experts of MixtralForCausalLM \(model\.layers\.0\.mlp\.experts\)"
+    ):
+        program_of(quantised)
