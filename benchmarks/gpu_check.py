@@ -43,6 +43,8 @@ NEEDS_GPU = "needs a GPU"
 TOTAL = 470
 #: Largest |logit difference| from the model without a cache, in float32, as in `docs/gpu.md`.
 ALLOWED = 1e-3
+#: Largest peak memory, as a share of weights and cache.
+MOST_MEMORY = 1.1
 NEW_TOKENS = 48
 
 
@@ -408,13 +410,17 @@ def answers(setting: Setting) -> Checks:
         setting.shape, lambda: loop.random_model(setting.shape, length, setting.device, dtype), count
     )
     for form in loop.ANSWERS:
-        yield f"{setting.shape} {form}, {count} tokens", lambda: (None, _answer(next(made)))
+        yield f"{setting.shape} {form}, {count} tokens", lambda: _answer(next(made))
 
 
-def _answer(found: Any) -> str:
-    peak = "" if found.peak_bytes is None else f"; peak {found.peak_bytes / 1e9:.2f} GB"
+def _answer(found: Any) -> tuple[bool | None, str]:
+    """Judge the peak memory of ours, which must be that of weights and cache, and a tenth for steps."""
+    passed, peak = None, "" if found.peak_bytes is None else f"; peak {found.peak_bytes / 1e9:.2f} GB"
+    if found.peak_bytes is not None and found.needed_bytes is not None:
+        share = found.peak_bytes / found.needed_bytes
+        passed, peak = share <= MOST_MEMORY, f"{peak}, {share:.2f} of weights and cache"
     cold = "" if found.cold_first_seconds is None else f", its first token after {found.cold_first_seconds:.1f} s"
-    return (
+    return passed, (
         f"first response {found.cold_seconds:.1f} s{cold}; later: first token {found.first_ms:.0f} ms, then "
         f"{found.tokens_per_second:.0f} tokens/s{peak}"
     )

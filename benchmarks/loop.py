@@ -46,6 +46,7 @@ from transformers import (
 )
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.common.devices import weights_bytes
 from exportable_cache.program.methods import method_for
 
 Step = Callable[[int], torch.Tensor]
@@ -383,6 +384,7 @@ class Answer:
         first_ms: Milliseconds to the first token of a later response.
         tokens_per_second: Speed after it.
         peak_bytes: Peak memory that torch allocated on a GPU; None on a CPU.
+        needed_bytes: Bytes of our weights and cache; None for other forms.
     """
 
     model: str
@@ -392,6 +394,7 @@ class Answer:
     first_ms: float
     tokens_per_second: float
     peak_bytes: int | None
+    needed_bytes: int | None
 
 
 #: Forms of whole responses: keywords of `Session.from_model`, or of transformers' `generate`; the slow and least one last.
@@ -429,41 +432,48 @@ def time_answers(
         generator = torch.Generator().manual_seed(0)
         prompt = torch.randint(3, model.config.vocab_size, (1, prompt_length), generator=generator).to(model.device)
         start = time.perf_counter()
-        respond = _responder(form, model, prompt)
+        respond = Responder(form, model, prompt)
         cold_first = respond(count)
         cold = time.perf_counter() - start
         first = min(seconds(functools.partial(respond, 1), kind) for _ in range(runs))
         total = min(seconds(functools.partial(respond, count), kind) for _ in range(runs))
         peak = torch.cuda.max_memory_allocated() if kind == "cuda" else None
+        needed = respond.needed
+        # Freed before the next form's model is made.
+        del respond, model
         cold_first = None if cold_first is None else cold_first - start
-        yield Answer(name, form, cold_first, cold, 1e3 * first, (count - 1) / max(total - first, 1e-9), peak)
+        yield Answer(name, form, cold_first, cold, 1e3 * first, (count - 1) / max(total - first, 1e-9), peak, needed)
 
 
-def _responder(form: str, model: PreTrainedModel, prompt: torch.Tensor) -> Callable[[int], float | None]:
-    """Return a function that generates tokens, and returns the time of the first one if that is known."""
-    if form in THEIR_ANSWERS:
+class Responder:
+    """Generates responses of one form.
 
-        def generate(tokens: int) -> None:
-            options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, **THEIR_ANSWERS[form]}
-            model.generate(prompt, **options)
+    Attributes:
+        needed: See `Answer.needed_bytes`.
+    """
+
+    def __init__(self, form: str, model: PreTrainedModel, prompt: torch.Tensor) -> None:
+        self.needed: int | None = None
+        self._model, self._prompt, self._session = model, prompt, None
+        if form in THEIR_ANSWERS:
+            self._options = {"do_sample": False, **THEIR_ANSWERS[form]}
+            return
+        self._options = _SAMPLING if form in SAMPLED_ANSWERS else {}
+        cache = ExportableCache.from_model(model, model.config.max_position_embeddings)
+        self.needed = weights_bytes(model) + cache.nbytes
+        self._session = Session.from_model(model, cache, **{**OUR_ANSWERS, **SAMPLED_ANSWERS}[form])
+
+    def __call__(self, tokens: int) -> float | None:
+        """Generate tokens, and return the time of the first one if that is known."""
+        if self._session is None:
+            self._model.generate(self._prompt, max_new_tokens=tokens, min_new_tokens=tokens, **self._options)
             return None
-
-        return generate
-    cache = ExportableCache.from_model(model, model.config.max_position_embeddings)
-    session = Session.from_model(model, cache, **{**OUR_ANSWERS, **SAMPLED_ANSWERS}[form])
-    sampling = _SAMPLING if form in SAMPLED_ANSWERS else {}
-
-    def respond(tokens: int) -> float:
         end = time.perf_counter() + _MOST_WAIT
-        if session.length.any():
-            # Later responses are those of compiled steps.
-            while session.pending_graphs and time.perf_counter() < end:
-                time.sleep(0.1)
-        session.reset()
-        times = [time.perf_counter() for _ in session.generate(prompt, tokens, **sampling)]
-        return times[0]
-
-    return respond
+        # Later responses are those of compiled steps.
+        while self._session.length.any() and self._session.pending_graphs and time.perf_counter() < end:
+            time.sleep(0.1)
+        self._session.reset()
+        return [time.perf_counter() for _ in self._session.generate(self._prompt, tokens, **self._options)][0]
 
 
 def answers_table(answers: Sequence[Answer]) -> Table:

@@ -172,10 +172,25 @@ def test_responses_are_timed(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None
         return made[-1]
 
     ours, theirs = loop.time_answers("llama-tiny", make, 3, prompt_length=5, runs=1)
-    assert len(made) == 2 and ours.peak_bytes is None
+    assert len(made) == 2 and ours.peak_bytes is None and theirs.needed_bytes is None
+    assert ours.needed_bytes > sum(parameter.nbytes for parameter in made[0].parameters())
     assert 0 < ours.cold_first_seconds <= ours.cold_seconds and theirs.cold_first_seconds is None
     assert min(ours.first_ms, theirs.first_ms, ours.tokens_per_second, theirs.tokens_per_second) > 0
     assert len(loop.answers_table([ours, theirs]).rows) == 2
+
+
+@pytest.mark.parametrize(("peak", "passed"), [(None, None), (109, True), (120, False)])
+def test_memory_of_a_response_is_judged(check: Any, loop: Any, peak: int | None, passed: bool | None) -> None:
+    assert check._answer(loop.Answer("x", "ours", 1.0, 2.0, 3.0, 4.0, peak, 100))[0] is passed
+    assert check._answer(loop.Answer("x", "theirs", None, 2.0, 3.0, 4.0, peak, None))[0] is None
+
+
+def test_host_waits_are_counted_over_the_steps_alone(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU never waits; the steps run as they do on a GPU."""
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    assert check._waits(check.Oracle(check.tiny_llama, "cpu")) == (True, "0 in 9 steps ")
+    assert modes == ["warn", "default"]
 
 
 def test_shapes_have_their_parameters(loop: Any) -> None:

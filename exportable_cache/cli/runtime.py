@@ -221,7 +221,7 @@ def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | Non
         BundleError, MissingDependencyError: See `load` and `open_model`.
     """
     if opening.is_model(name):
-        return _open_live(terminal, name, opening.model, use or Use())
+        return _open_live(terminal, name, opening.model, use or Use(), text)
     native = None
     if use is not None and use.kinds:
         leave_to_torch(terminal, name, "images and audio need the model's processor")
@@ -248,12 +248,14 @@ def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | Non
     return Opened(session, bundle.processor)
 
 
-def _open_live(terminal: Terminal, name: str, options: ModelOptions, use: Use) -> Opened:
+def _open_live(terminal: Terminal, name: str, options: ModelOptions, use: Use, text: bool) -> Opened:
     with terminal.progress(f"opening {name}") as progress, no_collections():
         from ..common.tensors import dtype_name
         from ..session.opening import open_model
 
         session, loaded = open_model(name, options, use, progress)
+    if text and loaded.tokenizer is None:
+        raise InputError(f"{name} must have a tokenizer, because text is read and written with it; add its files")
     terminal.note_all(loaded.remarks)
     holds = "" if session.max_length is None else f", a cache of {session.max_length} tokens"
     compiled = "compiled" if options.compile else "not compiled"

@@ -123,7 +123,8 @@ def open_model(
         cache,
         compile=options.compile and ("wait" if use.waits else True),
         score_length=use.lookup + 1 if use.lookup else 0,
-        modalities=tuple(use.kinds),
+        # An encoder-decoder encodes its file by another method.
+        modalities=() if getattr(model.config, "is_encoder_decoder", False) else tuple(use.kinds),
         graph_cache=_graph_folder() if options.compile and device.type == "cpu" else None,
         tokenizer=loaded.tokenizer,
     )

@@ -139,6 +139,21 @@ def test_images_go_where_the_prompt_says(run, image_bundle, pixels):
     assert expected.argmax(-1)[0, : len(tokens)].tolist() == tokens
 
 
+def test_models_take_files_like_their_bundles(run, image_bundle, whisper_bundle, pixels, sound):
+    """A live model needs no option for what its bundle was exported with."""
+    live = ("--device", "cpu", "--no-compile", "-n", 48, "--max-new-tokens", 6)
+    for bundle, folder, arguments in (
+        (image_bundle, "llava", ("-p", f"ab{IMAGE}cd", "--image", "x.png")),
+        (whisper_bundle, "whisper", ("--audio", sound)),
+    ):
+        expected = run("generate", bundle, *arguments, "--max-new-tokens", 6)
+        found = run("generate", bundle.parent / folder, *arguments, *live)
+        assert found.exit_code == expected.exit_code == 0, found.stderr
+        assert found.stdout == expected.stdout != ""
+    refused = run("generate", "demo", "-p", "a", "--image", "x.png", *live)
+    assert refused.exit_code == 2 and "image" in refused.stderr, refused.stderr
+
+
 def test_images_go_where_the_chat_template_says(run, image_bundle, pixels):
     arguments = ["--image", "x.png", "--max-new-tokens", 6]
     placed = run("generate", image_bundle, "-p", f"{IMAGE}cda", *arguments)
