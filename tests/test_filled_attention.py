@@ -274,7 +274,7 @@ def traced(family: str, kv_dtype: str | None = None, queries: int = 1) -> list[t
     name = "decode" if queries == 1 else "score"
     method = program_methods(model, cache, ProgramSpec(score_length=0 if queries == 1 else queries))[name]
     gpu = FakeGpu()
-    module = ResidentModule(model, cache, method, reads_filled=True)
+    module = ResidentModule(model, cache, method, on_gpu=True)
     gpu.move(module)
     for layer in cache.layers:
         gpu.move_state(layer)

@@ -21,6 +21,7 @@ from ..common.compat.transformers import cache_argument
 from ..common.method_io import name_forward
 from ..errors import InputError, UnsupportedModelError, describe_trace_error
 from ..models.cache_factory import ExportableEncoderDecoderCache
+from ..models.joined_linears import joined_products
 from ..models.layers.codebooks import codebooks_of
 from ..models.patches.mechanisms.rope import check_follows, rope_by
 from ..models.patches.mechanisms.speech import short_masks
@@ -172,7 +173,8 @@ class ResidentModule(ProgramModule):
         cache: See `ProgramModule`.
         method: See `ProgramModule`.
         logits: See `ProgramModule`.
-        reads_filled: True if attention of few tokens reads the filled slots, see `cache.attention.filled`.
+        on_gpu: True if attention of few tokens reads the filled slots, see `cache.attention.filled`, and linear layers
+            that `join_linears` has joined are one product.
     """
 
     def __init__(
@@ -181,10 +183,10 @@ class ResidentModule(ProgramModule):
         cache: ExportableCache,
         method: ProgramMethod,
         logits: Logits = Logits.LAST,
-        reads_filled: bool = False,
+        on_gpu: bool = False,
     ) -> None:
         super().__init__(model, cache, method, logits)
-        self.reads_filled = reads_filled
+        self.on_gpu = on_gpu
         self.state_buffers = {
             name: name.replace(".", "_") for name, _ in cache.named_state() if not name.endswith(".cumulative_length")
         }
@@ -210,12 +212,14 @@ class ResidentModule(ProgramModule):
             kv_slots=None if slots is None else slots.shape[0],
             sees_items=ITEMS_SEEN in inputs,
             length=known_length(inputs["input_pos"]),
-            filled=[] if self.reads_filled else None,
+            filled=[] if self.on_gpu else None,
         )
         cache = self.layout.with_state(tensors, context)
         offloader = self.layout.offloader
         if offloader is None:
-            with finding_filled(context.filled) if self.reads_filled else nullcontext():
+            if not self.on_gpu:
+                return self.run(cache, **inputs)
+            with finding_filled(context.filled), joined_products():
                 return self.run(cache, **inputs)
         offloader.forget()
         logits = self.run(cache, **inputs)

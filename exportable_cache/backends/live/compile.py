@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from .layered import LayeredBackend
 
 Step = Callable[..., Any]
+#: Inductor's options for a step of one row on a GPU. Products of one row become reductions over the weights, which fuse
+#: with the operators around them, and whose tiles are tuned when they are compiled. gpt-fast sets the same.
+ONE_ROW = {"coordinate_descent_tuning": True}
 _STEPS = itertools.count()
 
 
@@ -130,15 +133,20 @@ class StepCompiler:
         step = _step_of(module)
         # A kept graph cannot have variants for other lengths.
         if self.graph_cache is not None and not _has_graphs_by_length(method):
-            options = private.mode_options(chosen) if chosen else None
+            options = {**(private.mode_options(chosen) if chosen else {}), **self._tuning(method)} or None
             call = self.graph_cache.get(
                 f"{method} {key}", step, {"module": module}, inputs, dynamic=dynamic, options=options, **backend
             )
             if call is not None:
                 return _guarded(call)
         if self.layered is None:
-            backend = _whole_backend(chosen, dynamic)
+            backend = _whole_backend(chosen, dynamic, self._tuning(method))
         return torch.compile(step, fullgraph=True, dynamic=dynamic, **backend)
+
+    def _tuning(self, method: ProgramMethod | ChoiceMethod) -> dict[str, Any]:
+        """Return Inductor's options for a method: `ONE_ROW` for a decode step of one row on a GPU."""
+        is_decode = isinstance(method, ProgramMethod) and method.is_step and method.max_length == 1
+        return ONE_ROW if is_decode and self._captures_cuda_graphs and self._cache.batch_size == 1 else {}
 
     def load(
         self, module: torch.nn.Module, method: ProgramMethod | ChoiceMethod, key: str, inputs: Sequence[torch.Tensor]
@@ -150,14 +158,14 @@ class StepCompiler:
         return None if call is None else _guarded(call)
 
 
-def _whole_backend(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
+def _whole_backend(mode: str | None, dynamic: bool | None, options: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of torch.compile for a whole graph. A backend that the user has set stays."""
     if private.default_backend() != "inductor":
         return {"mode": mode}
     # Imported here because it imports the compiler, which takes seconds.
     from ...common.compat.torch_compile import InductorByRanges
 
-    return {"backend": InductorByRanges(mode, dynamic)}
+    return {"backend": InductorByRanges(mode, dynamic, options)}
 
 
 def generates_code(device: torch.device) -> bool:

@@ -19,6 +19,8 @@ from ...common.devices import memory_errors, weights_bytes
 from ...common.process.tuning import torch_threads, warn_if_threads_spin
 from ...errors import InputError, UnsupportedModelError, describe_trace_error
 from ...generation.multi_step import Choice, of_step
+from ...models.cache_factory import ExportableEncoderDecoderCache
+from ...models.joined_linears import join_linears
 from ...program.lengths import shared_methods, slots_to_read
 from ...program.program import ResidentModule, front_module, program_methods
 from ...program.spec import ProgramSpec
@@ -66,10 +68,13 @@ class ModuleRunner:
         spec = ProgramSpec() if spec is None else spec
         self.methods: dict[str, ProgramMethod] = program_methods(model, cache, spec)
         filled = cache.offloader is None and reads_filled(cache.device)
-        if filled and options.compile and reads_filled_everywhere(model, cache):
-            self.methods = without_narrow_decodes(self.methods)
+        if filled and options.compile:
+            if reads_filled_everywhere(model, cache):
+                self.methods = without_narrow_decodes(self.methods)
+            if cache.ranks is None and not isinstance(cache, ExportableEncoderDecoderCache):
+                join_linears(model)
         self.modules: dict[str, torch.nn.Module] = {
-            name: ResidentModule(model, cache, method, reads_filled=filled)
+            name: ResidentModule(model, cache, method, on_gpu=filled)
             if method.is_step
             else front_module(model, cache, method, spec.modalities)
             for name, method in self.methods.items()
