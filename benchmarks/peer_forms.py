@@ -146,7 +146,7 @@ FORMS = {
     "ours-bf16": Form("**ours, `exact`** (bfloat16 weights)", "here", "ours", 16, {"recipe": "exact"}, _GOALS_16),
     # It computes as the peers do.
     "ours-bf16-products": Form(
-        "**ours, `exact` with 16-bit products and keys** (`-O compute=bfloat16 --kv-cache-dtype float16`)",
+        "**ours, `exact` with 16-bit products and keys** (`-O compute=bfloat16 --kv-dtype float16`)",
         "here",
         "ours",
         16,

@@ -179,7 +179,7 @@ def test_weights_that_a_recipe_cannot_quantize_have_no_size(stock: None) -> None
 def test_the_command_exports_with_a_recipe(fake_backend: None, tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
     arguments = ["export", tmp_path / "model", "-t", "fake", "-n", CAPACITY, "-o", tmp_path / "out"]
-    document = json.loads(run(*arguments, "--kv-cache-dtype", "int8", "--json").stdout)
+    document = json.loads(run(*arguments, "--kv-dtype", "int8", "--json").stdout)
     assert document["recipe"] == {"name": "exact", "changed": {"kv_dtype": "int8"}}
     shown = run(*arguments, "--overwrite", "--no-verify").stdout
     assert "\nrecipe exact: " in shown and " on disk" in shown

@@ -91,7 +91,7 @@ class CacheSpec:
     max_cache_len: int = setting(
         REQUIRED,
         "Tokens a full-attention layer holds.",
-        flags=("--max-cache-len", "-n"),
+        flags=("--max-cache-len", "--max-seq-len", "-n"),
         metavar="N",
         kind=int,
         least=1,
@@ -134,9 +134,10 @@ class CacheSpec:
     kv_dtype: str | None = setting(
         None,
         "Keep keys and values in 16, 8 or 4 bits.",
-        flags=("--kv-cache-dtype",),
+        flags=("--kv-dtype", "--kv-bits"),
         metavar="|".join(KV_DTYPES),
         choices=KV_DTYPES,
+        spellings={"8": "int8", "4": "int4"},
         shown_default=False,
     )
     max_encoder_len: int | None = setting(

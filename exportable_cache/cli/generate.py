@@ -313,7 +313,7 @@ def _check_kinds(session: Session, files: Mapping[str, Sequence[Path]]) -> None:
         if given and kind not in kinds:
             raise InputError(
                 f"--{kind} {given[0]} was given, but the bundle takes only {' and '.join(kinds)}; leave it out, or "
-                f"export with --modality {kind} if the model supports it"
+                f"export with --modalities {kind} if the model supports it"
             )
     count = sum(map(len, files.values()))
     if session.has_encoder and count > 1:

@@ -66,6 +66,8 @@ def _option(one: Field, found: Setting, changes: Changes | None) -> Parameter:
     about: dict[str, Any] = {"help": found.help, "metavar": found.metavar, "show_default": found.shown_default}
     if found.least is not None:
         about["callback"] = at_least(found.least)
+    if found.spellings:
+        about["callback"] = lambda given: found.spellings.get(given, given)
     about.update(changes.about)
     choices = found.choices or found.offered
     kind: Any = Literal[choices] if choices and found.metavar is None else found.kind

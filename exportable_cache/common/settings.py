@@ -5,7 +5,7 @@ Nothing here imports torch, so that the command line starts without it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -25,8 +25,8 @@ class Setting:
     Attributes:
         help: One sentence for the command line.
         keyword: Name of the argument in Python and in errors; the field's name by default.
-        flags: Spellings on the command line, such as ("--batch-size", "-b"). Without flags there is no command-line
-            option.
+        flags: Spellings on the command line, such as ("--batch-size", "-b"). The first is that of the keyword; others
+            are short, or those of other tools. Without flags there is no command-line option.
         metavar: Placeholder for the value in the help.
         kind: Type of one value.
         repeats: True if the option may be given several times.
@@ -34,6 +34,7 @@ class Setting:
         choices: All values allowed; empty for any.
         offered: Values that the command line offers; `choices` by default. A call may accept more, such as a
             torch.dtype.
+        spellings: Values of other tools, and what each means.
         shown_default: Default as the help shows it, if it is computed later.
     """
 
@@ -46,6 +47,7 @@ class Setting:
     least: int | None = None
     choices: tuple[str, ...] = ()
     offered: tuple[str, ...] = ()
+    spellings: Mapping[str, str] = field(default_factory=dict)
     shown_default: str | bool = True
 
 

@@ -17,6 +17,7 @@ from ..cache.spec import CacheSpec
 from ..common.settings import REQUIRED, check_settings, same_setting, setting
 from ..errors import InputError
 from ..models.quantization.spec import check_schemes
+from ..program.inputs.kinds import KINDS, check_kinds
 from ..program.spec import ProgramSpec
 from ..verification.spec import VerifySpec, check_tolerance
 from .recipes import EXACT, RECIPES
@@ -73,7 +74,7 @@ class ExportSpec:
         metavar="TARGET",
     )
     output_dir: str | os.PathLike | None = setting(
-        None, "Folder to write the bundle to.", flags=("--output", "-o"), metavar="DIR", kind=Path
+        None, "Folder to write the bundle to.", flags=("--output-dir", "--output", "-o"), metavar="DIR", kind=Path
     )
     recipe: str | None = setting(
         None,
@@ -91,8 +92,8 @@ class ExportSpec:
     modalities: Sequence[str] | Mapping[str, Any] = setting(
         (),
         "Also take image, video or audio, and export its encoder.",
-        flags=("--modality",),
-        metavar="KIND",
+        flags=("--modalities",),
+        metavar="|".join(KINDS),
         repeats=True,
     )
     image_size: int | Sequence[int] | None = setting(
@@ -186,6 +187,7 @@ class ExportSpec:
             from ..bundle.signing import private_key
 
             private_key(self.sign)
+        check_kinds(self.modalities)
         if not isinstance(self.modalities, Mapping):
             object.__setattr__(self, "modalities", tuple(self.modalities))
         object.__setattr__(self, "lora", _checked_lora(self.lora))

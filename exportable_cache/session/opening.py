@@ -55,7 +55,7 @@ class ModelOptions:
     max_cache_len: int | None = setting(
         None,
         "Tokens that a model's full-attention layers hold.",
-        flags=("--max-cache-len", "-n"),
+        flags=("--max-cache-len", "--max-seq-len", "-n"),
         metavar="N",
         kind=int,
         least=1,

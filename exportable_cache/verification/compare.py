@@ -13,8 +13,9 @@ from ..common.progress import silent
 from ..common.tensors import dtype_name
 from ..errors import InputError
 from ..models.layers.specs import layer_types_and_windows, vocab_size_of
+from ..program.inputs.kinds import KINDS
 from ..program.inputs.modalities import modalities_of
-from ..program.inputs.modality import KINDS, features_of
+from ..program.inputs.modality import features_of
 from .prompts import kept_sinks, longest_chunk, most_tokens, planned, prompt_feeds, random_text
 from .references import (
     encoder_lengths,

@@ -138,7 +138,7 @@ def test_export_passes_options_to_the_target(run, tiny_folder, tmp_path):
         ("form", ("'form'", "NAME=VALUE")),
         ("=1", ("'=1'", "NAME=VALUE")),
         ("dtype=float32", ("dtype", "--dtype")),
-        ("kv_dtype=int8", ("kv_dtype", "--kv-cache-dtype")),
+        ("kv_dtype=int8", ("kv_dtype", "--kv-dtype")),
     ],
 )
 def test_export_refuses_bad_options(run, tiny_folder, tmp_path, option, words):
@@ -287,7 +287,7 @@ def test_other_package_versions(run, command, damaged):
 
 def test_other_package_versions_can_be_ignored(run, damaged):
     edit_manifest(damaged, packages={**Bundle.open(damaged).manifest.packages, "torch": "1.0"})
-    result = run("bench", damaged, "--ignore-versions", "--steps", 1, "--position", 0, "--json")
+    result = run("bench", damaged, "--ignore-versions", "--steps", 1, "--positions", 0, "--json")
     assert result.exit_code == 0, result.stderr
 
 

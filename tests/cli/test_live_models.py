@@ -91,7 +91,7 @@ def test_verify_compares_a_model_with_itself(run: Any, tiny_folder: Path, tmp_pa
 
 
 def test_bench_times_a_model(run: Any, tiny_folder: Path) -> None:
-    done = run("bench", tiny_folder, "--steps", 2, "--position", 5, "--prompt-length", 8, "--json", *SMALL)
+    done = run("bench", tiny_folder, "--steps", 2, "--positions", 5, "--prompt-length", 8, "--json", *SMALL)
     assert done.exit_code == 0, done.stderr
     document = json.loads(done.stdout)
     assert [row["position"] for row in document["decode"]] == [5]
@@ -171,7 +171,7 @@ def test_every_command_that_opens_has_the_options() -> None:
             "--device",
             "--dtype",
             "--max-cache-len",
-            "--kv-cache-dtype",
+            "--kv-dtype",
             "--no-compile",
             "--trust",
             "--key",

@@ -37,9 +37,7 @@ def test_plan_json_is_the_plan(run, tiny_folder):
 
 
 def test_plan_takes_sinks_and_8_bits(run, tiny_folder):
-    result = run(
-        "plan", tiny_folder, "-n", 64, "--attention-sinks", 2, "--attention-window", 30, "--kv-cache-dtype", "int8"
-    )
+    result = run("plan", tiny_folder, "-n", 64, "--attention-sinks", 2, "--attention-window", 30, "--kv-dtype", "int8")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert cells(lines[3])[2:5] == ["ring", "int8", str(WINDOW)]

@@ -164,7 +164,7 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
     if storage is not None:
         raise UnsupportedModelError(
             f"kv_dtype must be float32, float16 or bfloat16 for target tensorrt, got {storage.kind}, because its "
-            "KVCacheUpdate and attention layers take no others; omit kv_dtype (--kv-cache-dtype), or export for pt2"
+            "KVCacheUpdate and attention layers take no others; omit kv_dtype (--kv-dtype), or export for pt2"
         )
     if not any(_keeps_tokens_alone(layer) for layer in cache.layers):
         return cache

@@ -55,7 +55,7 @@ class Quantization:
         "Weights of linear layers: 8da4w is 4 bits with 8-bit activations, 8da8w 8 bits with them, 8w 8 bits alone, "
         "4w 4 bits alone.",
         keyword="quantize",
-        flags=("--quantize",),
+        flags=("--quantize", "--qlinear"),
         choices=tuple(LINEAR_SCHEMES),
         shown_default=False,
     )
@@ -72,7 +72,7 @@ class Quantization:
         None,
         "Weights of the embedding table: 8w is 8 bits, 4w 4 bits, none leaves it unquantised.",
         keyword="quantize_embeddings",
-        flags=("--quantize-embeddings",),
+        flags=("--quantize-embeddings", "--qembedding"),
         choices=(*EMBEDDING_SCHEMES, NO_EMBEDDINGS),
         shown_default=f"{DEFAULT_EMBEDDINGS} with --quantize",
     )

@@ -22,8 +22,9 @@ from ...models.layers.specs import item_slots_of, tiles_of
 from ...models.patches.registry import patch_model
 from ..items import CROSS_MASK, ITEM_STATES, ITEMS_SEEN, ItemFacts
 from ..methods import ProgramMethod
-from .examples import IMAGE, checked_example, placeholders_of
+from .examples import checked_example, placeholders_of
 from .front import handed_to_decoder
+from .kinds import IMAGE
 from .known_values import KnownValues
 from .modality import Modality, joined_items, not_understood
 from .probe import alike

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError, UnsupportedModelError
+from .kinds import AUDIO, IMAGE, VIDEO
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-IMAGE, VIDEO, AUDIO = "image", "video", "audio"
-KINDS = (IMAGE, VIDEO, AUDIO)
 #: Names of model arguments with pixels or samples, by kind.
 MAIN_INPUTS = {
     IMAGE: ("pixel_values", "pixel_values_images", "image_pixel_values", "flattened_patches", "image_patches"),

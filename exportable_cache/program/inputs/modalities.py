@@ -12,7 +12,8 @@ from ...cache.attention.implementation import attention_of
 from ...errors import InputError, UnsupportedModelError
 from ...models.layers.specs import item_slots_of
 from .cross_items import cross_modality
-from .examples import IMAGE, KINDS, example_of
+from .examples import example_of
+from .kinds import IMAGE, check_kinds
 from .modality import Modality, modality_of
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def modalities_of(
         InputError: If a kind is unknown, or the model does not take it.
         UnsupportedModelError: If the model processes it in an unknown way.
     """
+    check_kinds(kinds)
     if image_size is not None and IMAGE not in kinds:
         raise InputError(
             f"image_size is only used for images, got {image_size!r}; pass modalities=['image'] too, or leave it out"
@@ -48,8 +50,6 @@ def modalities_of(
     found: list[Modality] = []
     crosses = item_slots_of(model.config) > 0
     for kind in kinds:
-        if kind not in KINDS:
-            raise InputError(f"modalities must be of {', '.join(KINDS)}, got {kind!r}")
         given = kinds[kind] if isinstance(kinds, Mapping) else None
         if crosses and image_size is None:
             with attention_of(model, "eager"):

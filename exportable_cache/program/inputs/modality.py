@@ -17,7 +17,7 @@ from ...common.method_io import TensorSpec, name_forward
 from ...errors import InputError, UnsupportedModelError, first_line
 from ..items import ExtraFeature, FixedInput, ItemFacts
 from ..methods import ProgramMethod
-from .examples import AUDIO, IMAGE, KINDS, VIDEO, VIDEO_GRID, checked_example, placeholders_of
+from .examples import VIDEO_GRID, checked_example, placeholders_of
 from .front import count_tokens, handed_to_decoder
 from .known_values import KnownValues
 from .probe import Probed, frames_lie_apart, probe, prompt_with
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-__all__ = ["AUDIO", "IMAGE", "KINDS", "VIDEO", "Modality", "features_of", "modality_of"]
+__all__ = ["Modality", "features_of", "modality_of"]
 
 
 @dataclass(frozen=True)

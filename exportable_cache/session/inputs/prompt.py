@@ -15,7 +15,7 @@ from ...generation.control_tokens import ControlTokens
 from ...generation.templates import apply_chat_template
 from ...generation.text import encode_prompt
 from ...models.tokenizers.text import tokenizer_errors
-from ...program.inputs.modality import AUDIO, IMAGE
+from ...program.inputs.kinds import AUDIO, IMAGE
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -1,0 +1,22 @@
+"""Kinds of inputs besides text. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import InputError
+
+#: Kinds of inputs besides text.
+KINDS = IMAGE, VIDEO, AUDIO = ("image", "video", "audio")
+
+
+def check_kinds(modalities: Sequence[str] | Mapping[str, Any]) -> None:
+    """Check the names of inputs besides text.
+
+    Raises:
+        InputError: If one is unknown.
+    """
+    for kind in [modalities] if isinstance(modalities, str) else modalities:
+        if isinstance(modalities, str) or kind not in KINDS:
+            raise InputError(f"modalities must be a list of {', '.join(KINDS)}, got {kind!r}")
