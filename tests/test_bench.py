@@ -10,7 +10,7 @@ import torch
 from exportable_cache import ExportableCache, Session
 from exportable_cache.errors import InputError
 from exportable_cache.pipeline import bench as module
-from exportable_cache.pipeline.bench import bench, peak_rss_bytes
+from exportable_cache.pipeline.bench import bench, bench_rows, peak_rss_bytes
 
 from .support.models import tiny_model
 from .support.seq2seq import tiny_seq2seq
@@ -125,3 +125,46 @@ def test_an_encoder_decoder_encodes_before_it_is_timed() -> None:
     session = Session.from_model(model, ExportableCache.from_model(model, 32, max_encoder_len=16))
     report = bench(session, positions=[0, 8], steps=2)
     assert [timing.position for timing in report.decode] == [0, 8]
+
+
+def test_rows_have_the_rates_of_their_runs(monkeypatch):
+    # Two readings a run: the first run of each test is not counted.
+    durations = iter([9.0, 0.1, 0.2, 9.0, 0.5, 0.25])
+    clock = [0.0]
+
+    def read() -> float:
+        read.calls += 1
+        if read.calls % 2 == 0:
+            clock[0] += next(durations)
+        return clock[0]
+
+    read.calls = 0
+    monkeypatch.setattr(module.time, "perf_counter", read)
+    prompt, generated = bench_rows(session_of(batch_size=2), (20,), (5,), runs=2)
+    assert (prompt.test, prompt.prompt, prompt.generated) == ("pp20", 20, 0)
+    assert prompt.samples == (pytest.approx(400), pytest.approx(200))
+    assert (prompt.mean, prompt.deviation) == (pytest.approx(300), pytest.approx(100 * math.sqrt(2)))
+    assert (generated.test, generated.prompt, generated.generated) == ("tg5", 0, 5)
+    assert generated.samples == (pytest.approx(20), pytest.approx(40))
+    assert generated.to_dict() == {
+        "test": "tg5", "n_prompt": 0, "n_gen": 5, "avg_ts": pytest.approx(30),
+        "stddev_ts": pytest.approx(10 * math.sqrt(2)), "samples_ts": [pytest.approx(20), pytest.approx(40)],
+    }  # fmt: skip
+
+
+def test_rows_start_from_an_empty_cache():
+    session = session_of()
+    (row,) = bench_rows(session, (), (3,), runs=1)
+    assert [position for _, _, (position,) in session.runner.calls] == [0, 1, 2] * 2
+    assert row.deviation == 0 and session.length.tolist() == [0]
+
+
+def test_rows_that_do_not_fit_are_refused():
+    for options, message in (
+        (((LIMIT + 1,), ()), f"pp must be 1 to {LIMIT}, to fit the cache, got {LIMIT + 1}"),
+        (((), (0,)), "tg must be 1 to"),
+    ):
+        with pytest.raises(InputError, match=message):
+            bench_rows(session_of(), *options)
+    with pytest.raises(InputError, match="runs must be at least 1, got 0"):
+        bench_rows(session_of(), runs=0, pp=(4,), tg=())

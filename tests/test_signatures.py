@@ -60,6 +60,7 @@ DICTATED = {
     "models/scans.py:state_space_scan": "operands of transformers' mamba_chunk_scan_combined",
     "cli/bench.py:bench": "typer: its parameters are the command's options",
     "cli/chat.py:chat": "typer: its parameters are the command's options",
+    "cli/perplexity.py:perplexity": "typer: its parameters are the command's options",
     "cli/generate.py:generate": "typer: its parameters are the command's options",
     "cli/device.py:package": "typer: its parameters are the command's options",
     "cli/serve.py:serve": "typer: its parameters are the command's options",

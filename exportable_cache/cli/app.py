@@ -20,7 +20,7 @@ _TASKS = {
     "Export a model": ("export", "plan"),
     "Generate text": ("generate", "chat"),
     "Serve it": ("serve",),
-    "Check a bundle": ("verify", "inspect"),
+    "Check a bundle": ("verify", "perplexity", "inspect"),
     "Measure, and prepare devices": ("bench", "doctor", "native", "operators", "package"),
 }
 #: Commands, and the module of each.

@@ -15,7 +15,11 @@ from .output.terminal import Terminal
 from .runtime import Opening, open_session, opens
 
 if TYPE_CHECKING:
-    from ..pipeline.bench import BenchReport
+    from collections.abc import Sequence
+
+    from ..pipeline.bench import BenchReport, SpeedRow
+    from ..session.native import NativeSession
+    from ..session.session import Session
 
 
 @opens
@@ -26,7 +30,7 @@ def bench(
     positions: Annotated[
         list[int] | None,
         typer.Option(
-            "--position",
+            "--positions",
             metavar="N",
             callback=at_least(0),
             help="Tokens in the cache when decoding is timed; may be repeated.",
@@ -46,15 +50,57 @@ def bench(
             show_default="one prefill chunk",
         ),
     ] = None,
+    pp: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--pp",
+            metavar="N",
+            callback=at_least(1),
+            help="Time prompts of N tokens, as llama-bench; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    tg: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--tg",
+            metavar="N",
+            callback=at_least(1),
+            help="Time N decoded tokens, as llama-bench; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    runs: Annotated[
+        int, typer.Option("--runs", metavar="N", callback=at_least(1), help="Runs of each --pp and --tg.")
+    ] = 5,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print a Markdown table of --pp and --tg (512 and 128).")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Measure prefill and decode speed at several positions."""
+    """Measure prefill and decode speed at several positions.
+
+    With --pp, --tg or --markdown, measure as llama-bench does.
+    """
     terminal: Terminal = ctx.obj
+    if markdown and json:
+        raise typer.BadParameter("cannot be combined with --json; pass one of them", param_hint="'--markdown'")
+    as_rows = bool(pp or tg or markdown)
+    if as_rows and (positions or prompt_length is not None):
+        raise typer.BadParameter("cannot be combined with --positions or --prompt-length", param_hint="'--pp' / '--tg'")
     # Steps that run uncompiled while their graph is compiled would be timed otherwise.
     session = open_session(terminal, folder, opening, Use(waits=True), text=False).session
     with terminal.progress("loading libraries") as progress:
         from ..pipeline.bench import bench as run_bench
+        from ..pipeline.bench import bench_rows
 
+        if as_rows:
+            default = not (pp or tg)
+            rows = bench_rows(
+                session, (512,) if default else pp or (), (128,) if default else tg or (), runs=runs, progress=progress
+            )
+            _print_rows(terminal, folder, session, rows, json)
+            return
         report = run_bench(
             session, positions=positions or None, steps=steps, prompt_length=prompt_length, progress=progress
         )
@@ -62,6 +108,26 @@ def bench(
         terminal.json({"path": str(Path(folder)), **report.to_dict()})
     else:
         _print_report(terminal, report)
+
+
+def _print_rows(
+    terminal: Terminal, folder: str, session: Session | NativeSession, rows: Sequence[SpeedRow], json: bool
+) -> None:
+    """Print the rows of llama-bench as JSON, or as a table that is also Markdown."""
+    from ..pipeline.bench import subject_of
+
+    subject = subject_of(session)
+    about = {"runtime": subject.runtime, "batch_size": subject.batch_size, "threads": subject.threads()}
+    if json:
+        terminal.json({"path": str(Path(folder)), **about, "rows": [row.to_dict() for row in rows]})
+        return
+    threads = "default" if about["threads"] is None else str(about["threads"])
+    cells = [("model", "runtime", "threads", "test", "t/s"), ("---", "---", "---:", "---:", "---:")]
+    for row in rows:
+        speed = f"{row.mean:.2f} ± {row.deviation:.2f}"
+        cells.append((Path(folder).resolve().name, subject.runtime, threads, row.test, speed))
+    for line in cells:
+        terminal.print(f"| {' | '.join(line)} |")
 
 
 def _print_report(terminal: Terminal, report: BenchReport) -> None:

@@ -74,7 +74,7 @@ def operators(
     key: KeyOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List the operators of bundles, to build a small C++ program for them."""
+    """List the operators of bundles, for a C++ program with only these."""
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries") as progress:
         from ..bundle.bundle import Bundle

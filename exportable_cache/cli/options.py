@@ -229,11 +229,11 @@ TopKOption = Annotated[
 ]
 TopPOption = Annotated[
     float | None,
-    typer.Option("--top-p", metavar="P", help="Sample from the most likely tokens of total probability P; 1 for all."),
+    typer.Option("--top-p", metavar="P", help="Sample from the most likely tokens of probability P; 1 for all."),
 ]
 MinPOption = Annotated[
     float | None,
-    typer.Option("--min-p", metavar="P", help="Sample from tokens at least P times as likely as the best; 0 for all."),
+    typer.Option("--min-p", metavar="P", help="Sample from tokens at least P times as likely as the best."),
 ]
 RepetitionPenaltyOption = Annotated[
     float | None,

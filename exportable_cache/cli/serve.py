@@ -79,7 +79,7 @@ def serve(
     repetition_penalty: RepetitionPenaltyOption = None,
     split_special_tokens: SplitSpecialTokensOption = True,
 ) -> None:
-    """Serve a bundle or a model with an OpenAI-compatible API and a chat page.
+    """Serve a bundle or a model with OpenAI's API and a chat page.
 
     Options of sampling are defaults of the requests. Without them and settings of the checkpoint, requests are sampled
     at the temperature 1, as in OpenAI's API.

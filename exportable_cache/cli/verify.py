@@ -54,7 +54,7 @@ SignOption = Annotated[
     declared("json", JsonOption, False),
 )
 def verify(ctx: typer.Context, folder: str, model: str | None, json: bool, opening: Opening, **given: Any) -> None:
-    """Compare a bundle, or a model in this process, with the eager model."""
+    """Compare a bundle, or a model over its cache, with the eager model."""
     terminal: Terminal = ctx.obj
     if opening.is_model(folder):
         report = _verify_live(terminal, folder, model, opening, given)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles, stdev
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..common.progress import silent
@@ -74,6 +74,90 @@ class BenchReport:
         return {**asdict(self), "decode": [asdict(timing) for timing in self.decode]}
 
 
+@dataclass(frozen=True)
+class SpeedRow:
+    """A row of `bench_rows`: `SpeedRow("pp512", 512, 0, (812.0, 820.5))`.
+
+    Attributes:
+        test: Name, as in llama-bench: "pp512" is a prompt of 512 tokens, "tg128" are 128 generated tokens.
+        prompt: Tokens of the prompt, per row.
+        generated: Tokens that are decoded one by one from an empty cache, per row.
+        samples: Tokens of all rows per second, in each run.
+    """
+
+    test: str
+    prompt: int
+    generated: int
+    samples: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean tokens per second."""
+        return fmean(self.samples)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the runs; 0 for a single run."""
+        return stdev(self.samples) if len(self.samples) > 1 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as JSON values, under the names of llama-bench."""
+        return {
+            "test": self.test,
+            "n_prompt": self.prompt,
+            "n_gen": self.generated,
+            "avg_ts": self.mean,
+            "stddev_ts": self.deviation,
+            "samples_ts": list(self.samples),
+        }
+
+
+def bench_rows(
+    path: str | Path | Session | NativeSession,
+    pp: Sequence[int] = (512,),
+    tg: Sequence[int] = (128,),
+    *,
+    runs: int = 5,
+    progress: Progress | None = None,
+) -> tuple[SpeedRow, ...]:
+    """Time prompts and decoding as llama-bench does: each run starts from an empty cache, with random tokens.
+
+    One run of each goes before and is not counted. The session is reset before and after.
+
+    Args:
+        path: See `bench`.
+        pp: Lengths of prompts.
+        tg: Numbers of tokens that are decoded one by one.
+        runs: Counted runs of each.
+        progress: Called as the work proceeds.
+
+    Raises:
+        InputError: If a number is not positive, or does not fit the cache.
+        BundleError: See `load`.
+    """
+    subject = subject_of(path)
+    for name, counts in (("pp", pp), ("tg", tg)):
+        for count in counts:
+            _check(name, count, 1, subject.max_length)
+    _check("runs", runs, 1, None)
+    report = progress or silent
+    tests = [*((count, 0) for count in pp), *((0, count) for count in tg)]
+    rows = []
+    try:
+        for prompt, new in tests:
+            test = f"pp{prompt}" if prompt else f"tg{new}"
+            samples = []
+            for run in range(runs + 1):
+                report(f"timing {test}", run, runs + 1)
+                subject.restart()
+                seconds = _time_prompt(subject, prompt) if prompt else _time_generation(subject, new)
+                samples.append(subject.batch_size * (prompt + new) / seconds)
+            rows.append(SpeedRow(test, prompt, new, tuple(samples[1:])))
+    finally:
+        subject.reset()
+    return tuple(rows)
+
+
 def bench(
     path: str | Path | Session | NativeSession,
     *,
@@ -102,7 +186,7 @@ def bench(
         BundleError: See `load`.
     """
     check_seed(seed)
-    subject: _Subject = _Native(path, seed) if isinstance(path, NativeSession) else _Torch(path, seed)
+    subject = subject_of(path, seed)
     report = progress or silent
     limit = subject.max_length
     # Warm-up steps need slots, too.
@@ -117,18 +201,15 @@ def bench(
     if not positions:
         raise InputError("positions must not be empty; pass at least one, such as 0")
     for position in positions:
-        _check("position", position, 0, None if limit is None else limit - needed)
+        _check("positions", position, 0, None if limit is None else limit - needed)
 
     try:
         seconds = []
         # Ignore the first run, because it includes allocations and compiling.
         for run in range(_PREFILL_RUNS + 1):
             report("timing prefill", run, _PREFILL_RUNS + 1)
-            prompt = subject.tokens(prompt_length)
             subject.restart()
-            start = time.perf_counter()
-            subject.prefill(prompt)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(_time_prompt(subject, prompt_length))
         timings = []
         subject.restart()
         held = 0
@@ -156,7 +237,7 @@ def bench(
     )
 
 
-class _Subject(Protocol):
+class Subject(Protocol):
     """A session whose speed is measured, with random tokens for it.
 
     Attributes:
@@ -201,7 +282,7 @@ class _Subject(Protocol):
 
 
 class _Torch:
-    """A session of torch, see `_Subject`."""
+    """A session of torch, see `Subject`."""
 
     runtime = "torch"
 
@@ -262,7 +343,7 @@ class _Torch:
 
 
 class _Native:
-    """A session of the native runner, see `_Subject`."""
+    """A session of the native runner, see `Subject`."""
 
     runtime, batch_size = "native", 1
 
@@ -282,7 +363,27 @@ class _Native:
         return None
 
 
-def _time_decode(subject: _Subject, position: int, steps: int) -> DecodeTiming:
+def subject_of(path: str | Path | Session | NativeSession, seed: int = 0) -> Subject:
+    """Return what measures a bundle's folder or a session, with random tokens of a seed."""
+    return _Native(path, seed) if isinstance(path, NativeSession) else _Torch(path, seed)
+
+
+def _time_prompt(subject: Subject, length: int) -> float:
+    prompt = subject.tokens(length)
+    start = time.perf_counter()
+    subject.prefill(prompt)
+    return time.perf_counter() - start
+
+
+def _time_generation(subject: Subject, count: int) -> float:
+    tokens = [subject.tokens(1) for _ in range(count)]
+    start = time.perf_counter()
+    for token in tokens:
+        subject.decode(token)
+    return time.perf_counter() - start
+
+
+def _time_decode(subject: Subject, position: int, steps: int) -> DecodeTiming:
     milliseconds = []
     for step in range(_WARM_UP_STEPS + steps):
         token = subject.tokens(1)

@@ -51,8 +51,8 @@ def native(demo_bundle: Path) -> dict[str, Any]:
     calls["drawn"] = [*calls["plain"], "--temperature", "3", "--seed", "5", "--max-new-tokens", "12"]
     calls["drawn again"] = calls["drawn"]
     calls["drawn otherwise"] = ["6" if argument == "5" else argument for argument in calls["drawn"]]
-    calls["bench"] = ["bench", str(demo_bundle), "--steps", "2", "--position", "0", "--position", "30", "--json"]
-    calls["bench past the cache"] = ["bench", str(demo_bundle), "--position", "600"]
+    calls["bench"] = ["bench", str(demo_bundle), "--steps", "2", "--positions", "0", "--positions", "30", "--json"]
+    calls["bench past the cache"] = ["bench", str(demo_bundle), "--positions", "600"]
     code = (
         "import json, sys\n"
         "from typer.testing import CliRunner\n"
@@ -100,12 +100,12 @@ def test_bench_measures_the_native_runner(native: dict[str, Any], run: Any, demo
     report = json.loads(stdout)
     assert (report["runtime"], report["batch_size"], report["threads"]) == ("native", 1, None)
     assert [(row["position"], row["steps"]) for row in report["decode"]] == [(0, 2), (30, 2)]
-    arguments = ("bench", demo_bundle, "--steps", 1, "--position", 0, "--json")
+    arguments = ("bench", demo_bundle, "--steps", 1, "--positions", 0, "--json")
     expected = json.loads(run(*arguments).stdout)
     assert expected["runtime"] == "torch" and list(report) == list(expected)
     assert report["prompt_length"] == expected["prompt_length"]
     code, _, stderr = native["results"]["bench past the cache"]
-    assert code == 2 and "position must be 0 to 477, to fit the cache, got 600" in stderr
+    assert code == 2 and "positions must be 0 to 477, to fit the cache, got 600" in stderr
 
 
 def test_a_seed_repeats_a_draw(native: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """verify, generate and bench of a tiny bundle, and every bad input they must refuse."""
 
 import json
+import re
 import runpy
 import shutil
 import sys
@@ -119,7 +120,7 @@ def test_generate_needs_a_tokenizer(run, exported):
 
 def test_bench_json(run, exported):
     result = run(
-        "bench", exported.path, "--steps", 2, "--position", 0, "--position", 20, "--prompt-length", 8, "--json"
+        "bench", exported.path, "--steps", 2, "--positions", 0, "--positions", 20, "--prompt-length", 8, "--json"
     )
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
@@ -128,18 +129,37 @@ def test_bench_json(run, exported):
 
 
 def test_bench_table(run, exported):
-    result = run("bench", exported.path, "--steps", 2, "--position", 5)
+    result = run("bench", exported.path, "--steps", 2, "--positions", 5)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("prefill  ")
     assert any(line.split()[:1] == ["5"] for line in result.stdout.splitlines())
     assert "peak memory" in result.stdout
 
 
+def test_bench_prints_the_rows_of_llama_bench(run, exported):
+    result = run("bench", exported.path, "--pp", 16, "--tg", 4, "--runs", 2)
+    assert result.exit_code == 0, result.stderr
+    head, rule, *rows = result.stdout.splitlines()
+    assert head == "| model | runtime | threads | test | t/s |" and rule == "| --- | --- | ---: | ---: | ---: |"
+    assert [row.split(" | ")[:4] for row in rows] == [["| tiny", "torch", "1", test] for test in ("pp16", "tg4")]
+    assert all(re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d \|", row.split(" | ")[4]) for row in rows)
+    report = json.loads(run("bench", exported.path, "--tg", 4, "--runs", 2, "--json").stdout)
+    (row,) = report["rows"]
+    assert (report["runtime"], row["test"], row["n_gen"], len(row["samples_ts"])) == ("torch", "tg4", 4, 2)
+    for arguments, words in (
+        (["--markdown"], ("pp must be 1 to", "got 512")),
+        (["--tg", 2, "--positions", 1], ("cannot be combined with --positions",)),
+        (["--markdown", "--json"], ("cannot be combined with --json",)),
+        (["--pp", 0], ("--pp", "at least 1")),
+    ):
+        refused(run("bench", exported.path, *arguments), *words)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--steps", MAX_CACHE_LEN], ("steps", str(MAX_CACHE_LEN), "45")),
-        (["--position", MAX_CACHE_LEN], ("position", str(MAX_CACHE_LEN))),
+        (["--positions", MAX_CACHE_LEN], ("position", str(MAX_CACHE_LEN))),
         (["--prompt-length", MAX_CACHE_LEN + 1], ("prompt_length", str(MAX_CACHE_LEN + 1), str(MAX_CACHE_LEN))),
         (["--steps", 0], ("--steps", "got 0", "at least 1")),
     ],
