@@ -240,14 +240,19 @@ def _ways() -> dict[str, Callable[[Oracle], tuple[bool | None, str]]]:
             oracle.session(compile=True, steps_per_launch=4, cache_rollback_slots=4)
         ),
         "compiled, bfloat16": lambda oracle: _half(oracle, torch.bfloat16),
+        "compiled, float16": lambda oracle: _half(oracle, torch.float16),
         "compiled, 8-bit keys": lambda oracle: _quantized(oracle),
         "ragged batch of 3, compiled": _ragged,
         "continuous batch": _continuous,
         "prompt lookup, compiled": _lookup,
         "draft model": _drafted,
         "saved and loaded": _saved,
+        "forked": _forked,
+        "beams of 3": _beams,
         "sampled, eager and compiled": _sampled,
         "offloaded to the host": lambda oracle: oracle.both(oracle.session(cache_offload="host")),
+        "offloaded, 10 responses": _offloaded,
+        "offloaded, compiled": lambda oracle: oracle.generates(oracle.session(cache_offload="host", compile="wait")),
         "compiled, mode default": lambda oracle: oracle.generates(oracle.session(compile="wait", mode="default")),
         "token id out of range": _out_of_range,
     }
@@ -322,6 +327,40 @@ def _saved(oracle: Oracle) -> tuple[bool, str]:
         session.load_state(Path(folder) / "state")
     first = torch.tensor([[oracle.tokens[0]]], device=oracle.device)
     return _equal(list(session.generate(first, 20)), oracle.tokens[1:21])
+
+
+def _forked(oracle: Oracle) -> tuple[bool, str]:
+    session = oracle.session()
+    session.prefill(oracle.prompt[:, :20])
+    fork = session.fork()
+    session.decode(oracle.prompt[:, 20])
+    found = fork.decode(oracle.sequence[:, 20])[0].float()
+    difference = (found - oracle.logits[20]).abs().max().item()
+    return difference <= ALLOWED, f"max |logit difference| {difference:.1e} after the other one's step"
+
+
+def _beams(oracle: Oracle) -> tuple[bool, str]:
+    """Compare the sum of log probabilities of the best beam with the model's for these tokens."""
+    import torch
+
+    from exportable_cache.decoding import beam_search
+
+    best = beam_search(oracle.session(batch_size=3), oracle.prompt[:, :20], 10, length_penalty=0.0)[0]
+    tokens = torch.tensor([best.tokens], device=oracle.device)
+    with torch.no_grad():
+        logits = oracle.model(torch.cat([oracle.prompt[:, :20], tokens], 1), use_cache=False).logits[0].float()
+    expected = logits[19:-1].log_softmax(-1).gather(-1, tokens[0, :, None]).sum().item()
+    difference = abs(best.score - expected)
+    return difference <= 10 * ALLOWED, f"log probability off by {difference:.1e}"
+
+
+def _offloaded(oracle: Oracle) -> tuple[bool, str]:
+    """Repeat responses, because copies that overlap steps may be late once in a while."""
+    session, right = oracle.session(cache_offload="host"), 0
+    for _ in range(10):
+        session.reset()
+        right += oracle.generates(session)[0]
+    return right == 10, f"{right} of 10 have equal tokens"
 
 
 def _sampled(oracle: Oracle) -> tuple[bool, str]:

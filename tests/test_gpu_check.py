@@ -100,8 +100,8 @@ def test_what_needs_a_gpu_says_so(check: Any, part: str) -> None:
 def test_sessions_are_compared_with_the_model(check: Any, model: str) -> None:
     oracle = check.Oracle(getattr(check, model), "cpu")
     ways = check._ways()
-    uncompiled = ("eager", "draft model", "saved and loaded", "token id out of range", "offloaded to the host")
-    for way in uncompiled:
+    uncompiled = ("eager", "draft model", "saved and loaded", "token id out of range", "offloaded, 10 responses")
+    for way in (*uncompiled, "forked", "beams of 3"):
         assert ways[way](oracle)[0] is True, way
     # A wrong token and a wrong logit are found.
     oracle.tokens[5] += 1

@@ -238,3 +238,23 @@ def test_a_cache_without_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
     for make in (ExportableCache.from_model, lambda model, length: ExportableCache.from_config(model.config, length)):
         with pytest.raises(DeviceMemoryError, match=rf"cpu must have memory for the cache \({expected:.1f} KiB\)"):
             make(model, 32)
+
+
+def test_a_server_without_memory_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastapi", reason="the serve extra is not installed")
+    pytest.importorskip("openai", reason="the test extra is not installed")
+    from .serving import post, served
+
+    session, loaded = open_model("demo", ModelOptions(device="cpu", max_cache_len=48, compile=False))
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 6}
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with served(session) as address:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(loaded.model.model), "forward", fail)
+            status, document = post(address, "/v1/completions", body)
+        assert status == 503 and document["error"]["message"].startswith("cpu must have memory for the weights")
+        status, document = post(address, "/v1/completions", body)
+        assert status == 200 and document["choices"][0]["text"] == " 4821."

@@ -20,7 +20,7 @@ from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...decoding.completion import AnyCompleter, Completion, CompletionOptions, Piece
-from ...errors import CacheFullError, ExportableCacheError, InputError
+from ...errors import CacheFullError, DeviceMemoryError, ExportableCacheError, InputError
 from ...generation.sampling_options import SamplingOptions
 from ...generation.token_text import TokenTexts
 from .engine import Busy, Engine
@@ -295,6 +295,10 @@ def _handle_errors(app: FastAPI, completer: AnyCompleter, options: ServerOptions
     @app.exception_handler(InputError)
     async def of_input(request: Request, error: InputError) -> JSONResponse:
         return refuse(400, str(error))
+
+    @app.exception_handler(DeviceMemoryError)
+    async def of_memory(request: Request, error: DeviceMemoryError) -> JSONResponse:
+        return refuse(503, str(error), "server_error")
 
     @app.exception_handler(Busy)
     async def of_queue(request: Request, error: Busy) -> JSONResponse:
