@@ -174,8 +174,12 @@ def _has_nvidia_driver() -> bool:
 def _gpu_remedies(device: str, compiler: str) -> Iterator[str]:
     import torch
 
-    if device != "cuda" and _has_nvidia_driver() and torch.version.cuda is None:
-        yield "for steps on the NVIDIA GPU of this machine: install a build of torch with CUDA"
+    if device != "cuda" and _has_nvidia_driver():
+        built = torch.version.cuda
+        remedy = (
+            f"a driver for CUDA {built}, or torch for that of this driver" if built else "a build of torch with CUDA"
+        )
+        yield f"for steps on the NVIDIA GPU of this machine: install {remedy}"
     if device == "cuda" and not compiler:
         yield "for compiled steps on the GPU: pip install triton"
     if device == "cuda" and _tensorrt() is None:

@@ -94,6 +94,10 @@ def test_it_says_what_lacks_for_a_gpu(packages: dict[str, str], monkeypatch: pyt
     assert list(doctor_file._gpu_remedies("cpu", "g++")) == [
         "for steps on the NVIDIA GPU of this machine: install a build of torch with CUDA"
     ]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert list(doctor_file._gpu_remedies("cpu", "g++"))[0].endswith(
+        "install a driver for CUDA 13.0, or torch for that of this driver"
+    )
     monkeypatch.setattr(doctor_file, "_has_nvidia_driver", lambda: False)
     assert list(doctor_file._gpu_remedies("cpu", "g++")) == []
     monkeypatch.setattr(doctor_file.shutil, "which", lambda name: None)

@@ -27,6 +27,8 @@ SMALL = ("--device", "cpu", "--no-compile", "-n", 48)
 
 def arguments_of(command: str, name: object) -> list[object]:
     """Return a command's arguments, with the ones that it requires."""
+    if command == "serve":
+        pytest.importorskip("fastapi", reason="the serve extra is not installed")
     further = {"generate": ["-p", "x"], "verify": ["--model", "demo"]}
     return [command, name, *further.get(command, [])]
 
