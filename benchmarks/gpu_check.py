@@ -403,6 +403,79 @@ def _waits(oracle: Oracle) -> tuple[bool | None, str]:
     return not seen, f"{len(seen)} in 9 steps {' '.join(places)}"
 
 
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def attention(setting: Setting) -> Checks:
+    """Compare the operator for few queries with attention in float64, and time it next to torch's in CUDA graphs."""
+    import torch
+
+    from tests.support.attention_operands import CASES
+
+    shape = {"rows": 1, "heads": 32, "kv_heads": 8, "dim": 64, "dtype": torch.bfloat16, "mask": "added"}
+    for slots, end in ((4096, 100), (4096, 1000), (4096, 4000), (32768, 4000)):
+        name = f"1B shape, {end} of {slots} slots"
+        if setting.device != "cuda":
+            yield name, lambda: (None, NEEDS_GPU)
+        else:
+            yield name, lambda slots=slots, end=end: _timed_attention({**shape, "slots": slots, "ends": [end]})
+    # Few in float32, because each case compiles kernels of its own.
+    for name, case in CASES.items():
+        yield f"{name}, bfloat16", lambda case=case: _attended({**case, "dtype": torch.bfloat16}, setting.device)
+    for name in ("grouped heads, ragged rows", "8 bits", "float16"):
+        yield name, lambda name=name: _attended(CASES[name], setting.device)
+
+
+def _attended(case: dict[str, Any], device: str) -> tuple[bool, str]:
+    from exportable_cache.cache.attention.filled import FILLED_ATTENTION
+    from tests.support.attention_operands import exact, operands, tolerance
+
+    given = operands(**case)
+    difference = float((FILLED_ATTENTION(*_moved(given, device)).cpu().double() - exact(*given)).abs().max())
+    # Products of a GPU add in another order.
+    allowed = max(1e-5, tolerance(given[0].dtype))
+    return difference <= allowed, f"{difference:.1e} from float64, {allowed:.0e} allowed"
+
+
+def _moved(operands: Any, device: str) -> Any:
+    from torch.utils._pytree import tree_map
+
+    return tree_map(lambda one: one.to(device) if hasattr(one, "to") else one, operands)
+
+
+def _timed_attention(case: dict[str, Any], calls: int = 20) -> tuple[None, str]:
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from exportable_cache.cache.attention.filled import FILLED_ATTENTION
+    from tests.support.attention_operands import operands
+
+    query, (keys, values), ends, mask, *others = _moved(operands(**case), "cuda")
+    folded = query.reshape(1, keys.shape[1], -1, query.shape[3])
+    forms = {
+        "operator": lambda: FILLED_ATTENTION(query, [keys, values], ends, mask, *others),
+        "torch, all slots": lambda: scaled_dot_product_attention(folded, keys, values, attn_mask=mask),
+    }
+    said = []
+    for name, call in forms.items():
+        for _ in range(3):
+            call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                call()
+        times = []
+        for _ in range(10):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(1000 * start.elapsed_time(end) / calls)
+        said.append(f"{name} {sorted(times)[len(times) // 2]:.1f} us")
+    return None, ", ".join(said)
+
+
 # -- speed -------------------------------------------------------------------------------------------------------------
 
 
@@ -555,11 +628,12 @@ def _decoders(compile: bool | str, end: float) -> tuple[bool, str]:
 # -- running -----------------------------------------------------------------------------------------------------------
 
 PARTS: dict[str, Part] = {
-    "sessions": Part(sessions, 130, 290),
+    "sessions": Part(sessions, 120, 290),
+    "attention": Part(attention, 35, 20),
     "speed": Part(speed, 90),
-    "answers": Part(answers, 120),
-    "tensorrt": Part(tensorrt, 60),
-    "zoo": Part(zoo, 60),
+    "answers": Part(answers, 110),
+    "tensorrt": Part(tensorrt, 55),
+    "zoo": Part(zoo, 60, 20),
 }
 
 
