@@ -63,6 +63,8 @@ class OptionsStruct(ctypes.Structure):
         ("on_logprobs", OnLogProbs),
         ("logprobs_user", c_void_p),
         ("alternatives", c_int64),
+        ("from_checkpoint", c_int32),
+        ("reserved_too", c_int32),
     ]
 
 

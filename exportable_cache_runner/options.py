@@ -79,6 +79,8 @@ class Options:
             the prompt is fed. 0 if the prompt follows the cached tokens.
         on_logprobs: Called before each token, see `TakeLogProbs`; None if not needed.
         alternatives: Number of most probable tokens that it gets.
+        from_checkpoint: True to sample as the checkpoint's generation config says, if it has `do_sample`. A temperature
+            of 0, and limits that keep all tokens, are then its values; others replace them.
     """
 
     max_new_tokens: int | None = None
@@ -95,6 +97,7 @@ class Options:
     cached_tokens: int = 0
     on_logprobs: TakeLogProbs | None = None
     alternatives: int = 0
+    from_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         # In C, 0 means no limit, and values out of an integer's range would be truncated.
@@ -126,6 +129,7 @@ class Options:
         found.stop_tokens, found.stop_token_count = tokens, len(tokens)
         found.stop_strings, found.stop_string_count = strings, len(strings)
         found.cached_tokens, found.alternatives = self.cached_tokens, self.alternatives
+        found.from_checkpoint = int(self.from_checkpoint)
         if self.on_logprobs is not None:
             found.on_logprobs = OnLogProbs(_giver(self.on_logprobs, failed))
         if self.allowed_tokens is not None:

@@ -206,6 +206,7 @@ static int read_arguments(JNIEnv* env, Arguments* arguments, jlongArray tokens, 
   known->prompt_lookup = long_field(env, options, "promptLookup");
   read_seed(env, options, known);
   jclass kind = (*env)->GetObjectClass(env, options);
+  known->from_checkpoint = (*env)->GetBooleanField(env, options, (*env)->GetFieldID(env, kind, "fromCheckpoint", "Z"));
   jclass allows = (*env)->FindClass(env, "exportablecache/Session$AllowedTokens");
   if (allows == NULL) return 0;
   jfieldID allowed = (*env)->GetFieldID(env, kind, "allowedTokens", "Lexportablecache/Session$AllowedTokens;");

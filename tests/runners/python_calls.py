@@ -50,6 +50,7 @@ _NUMBERS = (
     "repetition_penalty",
     "cached_tokens",
     "alternatives",
+    "from_checkpoint",
 )
 
 
@@ -229,6 +230,7 @@ def calls(library: str, bundle: str, folder: Path, asked: dict[str, Any]) -> dic
         "repetition_penalty": 1.5,
         "cached_tokens": 3,
         "alternatives": 4,
+        "from_checkpoint": True,
     }
     found["options"] = [every, fields(Options(**every)), fields(Options())]
     library_file.ABI += 1

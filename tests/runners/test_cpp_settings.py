@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 from exportable_cache import Session, load
 
-from .conftest import Probe, ids
+from ..support.distributions import SETTINGS, check_draws, expected_probabilities
+from .conftest import Probe, Program, ids
 from .test_cpp import prompt_of
 
 LENGTH = 20
@@ -82,3 +84,77 @@ def test_tokens_are_those_of_the_session(demo_bundle: Path, session: Session, pr
         expected.append(answer(session, settings, None if has_limit else LENGTH))
     replies = probe(*commands)[1::2]
     assert [reply.tokens() for reply in replies] == expected
+
+
+# -- sampling
+
+
+def test_the_checkpoint_is_asked_for_what_a_call_leaves_open(demo_bundle: Path, probe: Probe, tmp_path: Path) -> None:
+    settings = {"do_sample": True, "temperature": 4.0, "top_p": 0.99, "repetition_penalty": 1.2}
+    folder = with_settings(demo_bundle, tmp_path / "sampling", settings)
+    seed = ("seed=3", f"max_new_tokens={LENGTH}")
+    penalty = "repetition_penalty=1.2"
+    asked: list[tuple[Path, tuple[str, ...]]] = [
+        (folder, ("from_checkpoint=1",)),
+        (demo_bundle, ("temperature=4", "top_k=50", "top_p=0.99", penalty)),
+        (folder, ("from_checkpoint=1", "temperature=40", "top_k=3")),
+        (demo_bundle, ("temperature=40", "top_k=3", "top_p=0.99", penalty)),
+        (folder, ()),
+        (demo_bundle, (penalty,)),
+        (demo_bundle, ("from_checkpoint=1", penalty)),
+    ]
+    commands = [one for bundle, how in asked for one in (("open", bundle), ("generate", ids(PROMPT), *how, *seed))]
+    drawn, expected, other, expected_other, greedy, *expected_greedy = [
+        reply.tokens() for reply in probe(*commands)[1::2]
+    ]
+    assert drawn == expected and other == expected_other and expected_greedy == [greedy, greedy]
+    assert len({tuple(tokens) for tokens in (drawn, other, greedy)}) == 3
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(settings))
+def test_draws_follow_the_distribution_of_transformers(
+    settings: dict[str, Any], demo_bundle: Path, probe: Probe, tmp_path: Path
+) -> None:
+    # The penalty is a rule for logits, which the test above compares.
+    settings = {name: value for name, value in settings.items() if name != "repetition_penalty"}
+    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(1))
+    folder = with_settings(demo_bundle, tmp_path / "sampling", {"do_sample": True, **settings})
+    draws = ("sample", " ".join(map(repr, logits[0].tolist())), 10_000, "from_checkpoint=1", "seed=5")
+    drawn = torch.tensor(probe(("open", folder), draws)[1].tokens())
+    check_draws(drawn, expected_probabilities(torch.tensor([[1]]), logits, settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"do_sample": "yes"}, "generation_config.do_sample must be true or false"),
+        ({"do_sample": True, "temperature": -1}, "generation_config.temperature must be a number of at least 0"),
+        ({"do_sample": True, "top_p": 2}, "generation_config.top_p must be a number of at least 0 and at most 1"),
+        ({"do_sample": True, "top_k": "x"}, "generation_config.top_k must be an integer of at least -1"),
+    ],
+)
+def test_a_wrong_value_is_refused(
+    settings: dict[str, Any], message: str, demo_bundle: Path, probe: Probe, tmp_path: Path
+) -> None:
+    (reply,) = probe(("open", with_settings(demo_bundle, tmp_path / "wrong", settings)))
+    assert not reply.ok and reply.values[0] == "bundle" and message in reply.values[1]
+
+
+def test_the_program_samples_as_the_checkpoint_says(demo_bundle: Path, program: Program, tmp_path: Path) -> None:
+    settings = {"do_sample": True, "temperature": 4.0, "top_k": 0, "min_p": 0.001, "typical_p": 0.9}
+    folder = with_settings(demo_bundle, tmp_path / "sampling", settings)
+
+    def run(bundle: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*program("exportable_cache_generate"), str(bundle), "--tokens", ids(PROMPT), "--max-new-tokens", "9"]
+        return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
+
+    drawn = run(folder, "--seed", "4")
+    assert drawn.returncode == 0, drawn.stderr
+    assert drawn.stdout == run(demo_bundle, "--seed", "4", "--temperature", "4", "--min-p", "0.001").stdout
+    assert "sampling, temperature 4, min_p 0.001; --greedy takes the most likely token\n" in drawn.stderr
+    assert "generation_config asks for typical_p, which is not supported" in drawn.stderr
+    greedy = run(demo_bundle)
+    assert greedy.stdout != drawn.stdout and "sampling" not in greedy.stderr
+    assert {run(folder, *how).stdout for how in (("--greedy",), ("--temperature", "0"))} == {greedy.stdout}
+    refused = run(folder, "--greedy", "--temperature", "1")
+    assert refused.returncode == 2 and "pass one of --greedy and --temperature" in refused.stderr

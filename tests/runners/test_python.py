@@ -17,10 +17,12 @@ from exportable_cache import load
 from exportable_cache.backends.executorch.native.build import STAMP, build_native, missing_tools
 from exportable_cache_runner.installed import release_folder
 
+from ..support.distributions import SETTINGS, check_draws, expected_probabilities
 from ..support.store import REPOSITORY
 from .conftest import SOURCES, TOLERANCE, with_python_runner
 from .test_c_api import PROMPT, QUESTION, shared_library  # noqa: F401  a fixture
 from .test_cpp import CAPACITY
+from .test_cpp_settings import with_settings
 
 RUNNER = SOURCES.parent / "python"
 
@@ -103,6 +105,34 @@ def test_what_is_cached_of_a_prompt_is_not_fed_again(called) -> None:
     # Rules read the whole prompt.
     whole, rest = called["penalised"]
     assert whole == rest != tokens
+
+
+def test_draws_follow_the_distribution_of_transformers(
+    shared_library: Path,  # noqa: F811
+    demo_bundle: Path,
+    session: Any,
+    tmp_path: Path,
+) -> None:
+    settings = SETTINGS[1] | {"temperature": 6.0, "repetition_penalty": 1.1}
+    folder = with_settings(demo_bundle, tmp_path / "sampling", {"do_sample": True, **settings})
+    prompt = PROMPT[:8]
+    code = (
+        "import json\n"
+        "from exportable_cache_runner import Options, Session\n"
+        f"prompt, session = {prompt}, Session({str(folder)!r}, {str(shared_library)!r})\n"
+        "session.prefill(prompt)\n"
+        "def draw(seed):\n"
+        "    held = Options(max_new_tokens=1, seed=seed, from_checkpoint=True, cached_tokens=len(prompt) - 1)\n"
+        "    return session.generate(prompt, held)[0][0]\n"
+        "print(json.dumps([draw(seed) for seed in range(10_000)]))\n"
+    )
+    environment = with_python_runner()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    session.reset()
+    logits = session.prefill(torch.tensor([prompt]))
+    expected = expected_probabilities(torch.tensor([prompt]), logits, settings)
+    check_draws(torch.tensor(json.loads(done.stdout)), expected)
 
 
 def test_the_library_is_given_every_option(called, session) -> None:

@@ -32,8 +32,10 @@ constexpr const char* kUsage =
     "  --input NAME=FILE       tensor of the model's processor for images, video or audio, such as pixel_values: raw float32 (or int64)\n"
     "                          values, item after item, with --tokens that have their placeholders; may be given several times\n"
     "  --max-new-tokens N      at most N; by default the checkpoint's limit, or as many as fit\n"
-    "  --temperature T         sample, after dividing logits by T; greedy by default\n"
+    "  --greedy                the most probable tokens, whatever the checkpoint's generation_config asks for\n"
+    "  --temperature T         sample, after dividing logits by T; 0 is greedy; the default is the checkpoint's\n"
     "  --top-k K, --top-p P    sample from the K most probable, from the fewest that reach P\n"
+    "  --min-p P               sample from tokens at least P times as probable as the most probable one\n"
     "  --seed N                the same draws every time\n"
     "  --stop TEXT             end before this text; may be given several times\n"
     "  --stop-token N          end with this token; may be given several times\n"
@@ -122,7 +124,7 @@ Status add(Session& session, const std::string& given) {
 
 // Fill `arguments`, or return what is wrong with them.
 std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arguments) {
-  enum { kPrompt = 1, kChat, kSystem, kTokens, kEncode, kEncodeFile, kInput, kMaxNewTokens, kTemperature, kTopK, kTopP, kSeed, kStop, kStopToken, kPromptLookup, kThreads, kHelp };
+  enum { kPrompt = 1, kChat, kSystem, kTokens, kEncode, kEncodeFile, kInput, kMaxNewTokens, kTemperature, kTopK, kTopP, kMinP, kGreedy, kSeed, kStop, kStopToken, kPromptLookup, kThreads, kHelp };
   static const option kOptions[] = {
       {"prompt", required_argument, nullptr, kPrompt},
       {"chat", no_argument, nullptr, kChat},
@@ -135,6 +137,8 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
       {"temperature", required_argument, nullptr, kTemperature},
       {"top-k", required_argument, nullptr, kTopK},
       {"top-p", required_argument, nullptr, kTopP},
+      {"min-p", required_argument, nullptr, kMinP},
+      {"greedy", no_argument, nullptr, kGreedy},
       {"seed", required_argument, nullptr, kSeed},
       {"stop", required_argument, nullptr, kStop},
       {"stop-token", required_argument, nullptr, kStopToken},
@@ -144,6 +148,9 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
       {nullptr, 0, nullptr, 0},
   };
   GenerateOptions& options = arguments.options;
+  options.sampling.from_checkpoint = true;
+  bool greedy = false;
+  std::optional<double> temperature;
   int index = 0;
   for (int found; (found = getopt_long(argc, argv, "", kOptions, &index)) != -1;) {
     bool good = true;
@@ -156,9 +163,11 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
       case kEncodeFile: arguments.encoded_file = optarg; break;
       case kInput: arguments.inputs.emplace_back(optarg); break;
       case kMaxNewTokens: good = parse(optarg, options.max_new_tokens.emplace()); break;
-      case kTemperature: good = parse(optarg, options.sampling.temperature); break;
+      case kTemperature: good = parse(optarg, temperature.emplace()); break;
       case kTopK: good = parse(optarg, options.sampling.top_k.emplace()); break;
       case kTopP: good = parse(optarg, options.sampling.top_p.emplace()); break;
+      case kMinP: good = parse(optarg, options.sampling.min_p.emplace()); break;
+      case kGreedy: greedy = true; break;
       case kSeed: good = parse(optarg, options.sampling.seed.emplace()); break;
       case kStop: options.stop_strings.emplace_back(optarg); break;
       case kStopToken: good = parse(optarg, options.stop_tokens.emplace_back()); break;
@@ -169,6 +178,9 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
     }
     if (!good) return std::string("--") + kOptions[index].name + " got '" + optarg + "', which is not a valid number for it";
   }
+  if (greedy && temperature) return "pass one of --greedy and --temperature";
+  options.sampling.temperature = temperature.value_or(0);
+  if (greedy || (temperature && *temperature == 0)) options.sampling.from_checkpoint = false;
   if (argc - optind != 1) return "pass one bundle: a folder that export wrote";
   if (!arguments.prompts.empty() + !arguments.tokens.empty() + arguments.chat != 1) return "pass one of --prompt, --chat and --tokens";
   const bool are_several = arguments.prompts.size() + arguments.tokens.size() > 1;
@@ -203,8 +215,17 @@ int converse(Session& session, const Arguments& arguments) {
   return 0;
 }
 
-// Name the checkpoint's settings that this runner does not follow.
-void note_unheeded(const Manifest& manifest) {
+// Show how tokens are drawn, and name the checkpoint's settings that this runner does not follow.
+void note_settings(const Manifest& manifest, const Sampling& asked) {
+  const Sampling sampling = manifest.settings.sampling_for(asked);
+  if (sampling.temperature != 0) {
+    std::cerr << "sampling, temperature " << sampling.temperature;
+    if (sampling.top_k) std::cerr << ", top_k " << *sampling.top_k;
+    if (sampling.top_p) std::cerr << ", top_p " << *sampling.top_p;
+    if (sampling.min_p) std::cerr << ", min_p " << *sampling.min_p;
+    if (manifest.settings.repetition_penalty != 1) std::cerr << ", repetition_penalty " << manifest.settings.repetition_penalty;
+    std::cerr << "; --greedy takes the most likely token\n";
+  }
   for (const std::string& name : manifest.settings.unheeded) {
     std::cerr << "generation_config asks for " << name << ", which is not supported: tokens may differ from those of transformers\n";
   }
@@ -214,7 +235,7 @@ void note_unheeded(const Manifest& manifest) {
 int answer_rows(const Arguments& arguments) {
   Result<BatchSession> session = BatchSession::open(arguments.bundle);
   if (!session.ok()) return report(session.error());
-  note_unheeded(session->manifest());
+  note_settings(session->manifest(), arguments.options.sampling);
   std::vector<std::string> texts(arguments.prompts.size());
   const Result<std::vector<Generation>> answers =
       arguments.prompts.empty() ? session->generate(arguments.tokens, arguments.options)
@@ -260,7 +281,7 @@ int main(int argc, char** argv) {
   if (arguments.prompts.size() + arguments.tokens.size() > 1) return answer_rows(arguments);
   Result<Session> session = Session::open(arguments.bundle);
   if (!session.ok()) return report(session.error());
-  note_unheeded(session->manifest());
+  note_settings(session->manifest(), arguments.options.sampling);
 
   if (arguments.encoded_tokens) {
     if (const Status status = session->encode_input(*arguments.encoded_tokens); !status.ok()) return report(status.error());

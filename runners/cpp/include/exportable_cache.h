@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 /* Grows with each addition; another upper half means that callers have to be compiled again. */
-#define EC_ABI_VERSION 0x00010005u
+#define EC_ABI_VERSION 0x00010006u
 
 typedef struct ec_session ec_session;
 
@@ -84,6 +84,9 @@ typedef struct ec_options {
   ec_on_logprobs on_logprobs;      /* null: not called */
   void* logprobs_user;             /* passed to on_logprobs */
   int64_t alternatives;            /* most probable tokens that on_logprobs gets */
+  int32_t from_checkpoint;         /* 1: sample as the checkpoint's generation_config says, if it has do_sample. temperature 0, top_k 0,
+                                      top_p 1 and min_p 0 are then its values, and others replace them */
+  int32_t reserved_too;
 } ec_options;
 
 /* Result of a generation; times in seconds. */

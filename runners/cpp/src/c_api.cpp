@@ -62,6 +62,7 @@ Result<GenerateOptions> options_of(const ec_options* given) {
   options.prompt_lookup = known.prompt_lookup;
   if (known.min_p != 0) options.sampling.min_p = known.min_p;
   if (known.repetition_penalty != 0) options.sampling.repetition_penalty = known.repetition_penalty;
+  options.sampling.from_checkpoint = known.from_checkpoint != 0;
   options.cached_tokens = known.cached_tokens;
   options.alternatives = known.alternatives;
   if (known.on_logprobs != nullptr) {

@@ -60,7 +60,7 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
   options.max_new_tokens = *limit;
   if (const Status status = check_encoded(length_); !status.ok()) return status.error();
   if (const Status status = check_items(prompt); !status.ok()) return status.error();
-  Result<Sampler> sampler = Sampler::make(options.sampling);
+  Result<Sampler> sampler = Sampler::make(manifest_.settings.sampling_for(options.sampling));
   if (!sampler.ok()) return sampler.error();
 
   const Clock::time_point start = Clock::now();

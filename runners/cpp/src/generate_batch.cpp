@@ -41,7 +41,7 @@ Result<std::vector<Generation>> BatchSession::run(std::span<const std::vector<in
   for (size_t row = 0; row < rows(); ++row) longest = std::max(longest, lengths_[row] + static_cast<int64_t>(prompts[row].size()));
   const Result<std::optional<int64_t>> limit = limit_of(manifest_, options.max_new_tokens, longest);
   if (!limit.ok()) return limit.error();
-  Result<std::vector<Sampler>> samplers = samplers_of(options.sampling, rows());
+  Result<std::vector<Sampler>> samplers = samplers_of(manifest_.settings.sampling_for(options.sampling), rows());
   if (!samplers.ok()) return samplers.error();
 
   const Clock::time_point start = Clock::now();

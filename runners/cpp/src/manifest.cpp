@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <fstream>
 #include <iterator>
+#include <limits>
 
 #include "json.h"
 
@@ -89,6 +90,33 @@ bool asks(const Json& value, int64_t neutral) {
   return value.array() == nullptr || !value.array()->empty();
 }
 
+// How tokens are drawn with do_sample; missing settings have the defaults of transformers' `generate`.
+Sampling sampling_of(const Json& fields, Reader& reader) {
+  const Json& samples = fields["do_sample"];
+  if (samples.is_null()) return {};
+  if (samples.boolean() == nullptr) reader.complain("generation_config.do_sample must be true or false");
+  if (samples.boolean() == nullptr || !*samples.boolean()) return {};
+  const auto number = [&](const char* name, double otherwise, double most) {
+    const Json& value = fields[name];
+    if (value.is_null()) return otherwise;
+    const double found = value.integer() != nullptr ? static_cast<double>(*value.integer()) : value.number() != nullptr ? *value.number() : -1;
+    if (!(found >= 0 && found <= most)) {
+      reader.complain(std::string("generation_config.") + name + " must be a number of at least 0" + (most == 1 ? " and at most 1" : ""));
+    }
+    return found;
+  };
+  constexpr int64_t kTopK = 50;
+  Sampling sampling;
+  sampling.temperature = number("temperature", 1, std::numeric_limits<double>::max());
+  const int64_t top_k = fields["top_k"].is_null() ? kTopK : reader.integer(fields["top_k"], "generation_config.top_k", -1);
+  const double top_p = number("top_p", 1, 1), min_p = number("min_p", 0, 1);
+  if (sampling.temperature == 0 || top_p == 0) return {};
+  if (top_k > 0) sampling.top_k = top_k;
+  if (top_p < 1) sampling.top_p = top_p;
+  if (min_p > 0) sampling.min_p = min_p;
+  return sampling;
+}
+
 GenerationSettings settings_of(const Json& fields, int64_t vocab_size, Reader& reader) {
   GenerationSettings settings;
   const auto count = [&](const char* name, int64_t least) -> std::optional<int64_t> {
@@ -135,12 +163,19 @@ GenerationSettings settings_of(const Json& fields, int64_t vocab_size, Reader& r
   };
   settings.suppressed = suppressed("suppress_tokens");
   settings.suppressed_first = suppressed("begin_suppress_tokens");
+  settings.sampling = sampling_of(fields, reader);
   for (const char* name : {"num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale"}) {
     if (asks(fields[name], 1)) settings.unheeded.emplace_back(name);
   }
   for (const char* name : {"diversity_penalty", "penalty_alpha", "dola_layers", "constraints", "force_words_ids", "stop_strings",
                            "max_time", "token_healing", "watermarking_config", "forced_decoder_ids"}) {
     if (asks(fields[name], 0)) settings.unheeded.emplace_back(name);
+  }
+  if (settings.sampling.temperature != 0) {
+    if (asks(fields["typical_p"], 1)) settings.unheeded.emplace_back("typical_p");
+    for (const char* name : {"epsilon_cutoff", "eta_cutoff", "top_h"}) {
+      if (asks(fields[name], 0)) settings.unheeded.emplace_back(name);
+    }
   }
   return settings;
 }

@@ -84,6 +84,7 @@ GenerateOptions options_of(const Fields& fields, size_t first) {
     if (name == "top_p") options.sampling.top_p = std::stod(value);
     if (name == "min_p") options.sampling.min_p = std::stod(value);
     if (name == "repetition_penalty") options.sampling.repetition_penalty = std::stod(value);
+    if (name == "from_checkpoint") options.sampling.from_checkpoint = value == "1";
     if (name == "seed") options.sampling.seed = std::stoull(value);
     if (name == "multiples_of") {
       options.allowed_tokens = [step = static_cast<size_t>(integer(value))](std::span<const int64_t>, std::span<uint32_t> mask) {
@@ -306,7 +307,8 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
        // Parsed by strtof, which reads infinities too.
        std::istringstream words(fields[1]);
        for (std::string word; words >> word;) logits.push_back(std::strtof(word.c_str(), nullptr));
-       Result<Sampler> sampler = Sampler::make(options_of(fields, 3).sampling);
+       const Sampling asked = options_of(fields, 3).sampling;
+       Result<Sampler> sampler = Sampler::make(session ? session->manifest().settings.sampling_for(asked) : asked);
        if (!sampler.ok()) return reply(sampler.error());
        std::vector<int64_t> tokens(static_cast<size_t>(integer(fields[2])));
        for (int64_t& token : tokens) token = sampler->choose(logits);

@@ -33,6 +33,7 @@ public final class Session implements AutoCloseable {
     public double temperature = 0; // 0: always the most probable token
     public long topK = 0; // 0: no limit
     public double topP = 1; // 1: no limit
+    public boolean fromCheckpoint = false; // sample as its generation_config says; the three above, if set, replace its values
     public Long seed = null; // seed of the draws
     public long[] stopTokens = {};
     public String[] stopStrings = {};

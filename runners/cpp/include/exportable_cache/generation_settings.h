@@ -7,10 +7,11 @@
 #include <utility>
 #include <vector>
 
+#include <exportable_cache/sampler.h>
+
 namespace exportable_cache {
 
-/// Settings that decide which tokens are possible, greedy or sampled, as in transformers. Sampling is an argument, see
-/// `Sampling`. Default values change nothing.
+/// Settings that decide which tokens are possible, greedy or sampled, as in transformers. Default values change nothing.
 struct GenerationSettings {
   std::optional<int64_t> max_new_tokens{};  // if a call has no limit
   std::optional<int64_t> max_length{};      // of all tokens, if there is no max_new_tokens either
@@ -28,8 +29,19 @@ struct GenerationSettings {
   std::optional<std::pair<int64_t, double>> decay{};  // exponential_decay_length_penalty
   std::vector<int64_t> suppressed{};
   std::vector<int64_t> suppressed_first{};
+  Sampling sampling{};  // used where a call asks for it; greedy without do_sample
   /// Names of settings that are set, change transformers' results, and are not supported.
   std::vector<std::string> unheeded{};
+
+  /// The sampling of a call: its own, completed by that of the checkpoint if it asks for that.
+  Sampling sampling_for(Sampling asked) const {
+    if (!asked.from_checkpoint) return asked;
+    if (asked.temperature == 0) asked.temperature = sampling.temperature;
+    if (!asked.top_k) asked.top_k = sampling.top_k;
+    if (!asked.top_p) asked.top_p = sampling.top_p;
+    if (!asked.min_p) asked.min_p = sampling.min_p;
+    return asked;
+  }
 
   /// True if logits are changed before a token is chosen.
   bool has_rules() const {

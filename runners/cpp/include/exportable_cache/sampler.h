@@ -21,6 +21,9 @@ struct Sampling {
   std::optional<double> min_p{};   // sample from tokens at least min_p times as probable as the most probable one, after top_p
   /// Replaces that of the checkpoint: above 1, tokens of the prompt and of the generation so far become less likely.
   std::optional<double> repetition_penalty{};
+  /// Sample as the checkpoint's generation_config says, where it has do_sample: a temperature of 0 and limits that are left out are
+  /// its values. See `GenerationSettings::sampling_for`.
+  bool from_checkpoint = false;
 };
 
 /// Samples tokens. The same seed, logits and order of calls give the same tokens on every platform with IEEE floats, because the

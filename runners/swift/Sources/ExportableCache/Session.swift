@@ -17,6 +17,7 @@ public struct Options {
     public var temperature: Double = 0  // 0: always the most probable token
     public var topK: Int64 = 0  // 0: no limit
     public var topP: Double = 1  // 1: no limit
+    public var fromCheckpoint = false  // sample as its generation_config says; the three above, if set, replace its values
     public var seed: UInt64?
     public var promptLookup: Int64 = 0  // most tokens proposed per step from the text itself; 0: none
     public var allowedTokens: AllowedTokens?  // nil: all are allowed
@@ -31,6 +32,7 @@ public struct Options {
         options.temperature = temperature
         options.top_k = topK
         options.top_p = topP
+        options.from_checkpoint = fromCheckpoint ? 1 : 0
         options.prompt_lookup = promptLookup
         if let seed {
             options.seed = seed
