@@ -52,7 +52,7 @@ class Quantization:
 
     linear: str | None = setting(
         None,
-        "Weights of linear layers: 8da4w is 4 bits with 8-bit activations, 8da8w 8 bits with them, 8w 8 bits alone, "
+        "Weights of linear layers: 8da4w is 4 bits with 8-bit activations, 8da8w 8 bits with them, 8w 8 and "
         "4w 4 bits alone.",
         keyword="quantize",
         flags=("--quantize", "--qlinear"),
