@@ -142,11 +142,12 @@ def logits_of(model: Any, steps: int = 20, rows: int = 1, **options: Any) -> tor
     kinds = {name: options.pop(name) for name in ("kv_dtype", "rollback_slots") if name in options}
     cache = ExportableCache.from_model(model, 48, rows, attn_implementation=None, **kinds)
     tokens = torch.randint(3, VOCAB, (rows, steps + 5), generator=torch.Generator().manual_seed(1))
-    with Session.from_model(model, cache, **options) as session:
+    with Session.from_model(model, cache, score_length=4, **options) as session:
         found = [session.prefill(tokens[:, :5])]
         found += [session.decode(tokens[:, 5 + index]) for index in range(steps)]
         # A few tokens after the window, as in the verification of a draft.
-        return torch.stack([*found, session.prefill(tokens[:, :3])])
+        found += session.score(tokens[:, :3]).unbind(1)
+        return torch.stack(found)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +186,18 @@ def test_one_compiled_step_serves_every_length(counted, monkeypatch) -> None:
     names, expected = steps(False)
     assert names == ["decode", "decode_128", "decode_256"]
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_prompt_of_any_length_is_one_graph(monkeypatch) -> None:
+    """A prompt is compiled once for all lengths, short ones among them, and computes what an eager one does."""
+    monkeypatch.setattr(runner, "reads_filled", lambda device: True)
+    model = tiny_model("llama", num_hidden_layers=1)
+    found = []
+    for compile in (False, "wait"):
+        cache = ExportableCache.from_model(model, 64, attn_implementation=None)
+        with Session.from_model(model, cache, compile=compile) as session:
+            found.append(torch.stack([session.prefill(torch.arange(3, 3 + length)[None]) for length in (5, 21, 3)]))
+    torch.testing.assert_close(*found, atol=2e-5, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ShapesCollection
 
-from ..cache.attention.filled import finding_filled
+from ..cache.attention.filled import MOST_QUERIES, finding_filled
 from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import attention_of
 from ..cache.step import StepContext, known_length
@@ -212,7 +212,8 @@ class ResidentModule(ProgramModule):
             kv_slots=None if slots is None else slots.shape[0],
             sees_items=ITEMS_SEEN in inputs,
             length=known_length(inputs["input_pos"]),
-            filled=[] if self.on_gpu else None,
+            # By the method, because the length of a step may be dynamic.
+            filled=[] if self.on_gpu and self.method.max_length <= MOST_QUERIES else None,
         )
         cache = self.layout.with_state(tensors, context)
         offloader = self.layout.offloader

@@ -37,7 +37,7 @@ library.define(
 FILLED_ATTENTION = torch.ops.exportable_cache.filled_attention.default
 #: Dtypes of keys and values that it reads.
 _STORED = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
-#: Most query tokens of a step that it computes.
+#: Most query tokens of a step that it computes. Longer steps compute more than they read.
 MOST_QUERIES = 16
 #: Largest head dimension of keys and of values.
 MOST_DIM = 256
@@ -149,10 +149,9 @@ class FilledKeys:
 
     def are_supported(self, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
         """Return True if the operator computes attention of these queries [batch, heads, q_length, head_dim]."""
-        queries, dim = query.shape[2:]
-        # A dynamic length is a prompt's. Without a mask, several queries would see later tokens.
-        is_short = isinstance(queries, int) and queries <= (1 if mask is None else MOST_QUERIES)
-        return is_short and can_compute(dim, self.values.shape[3]) and not query.requires_grad
+        # Not compared with a number if there is a mask, because the length of a traced step may be dynamic.
+        has_order = mask is not None or query.shape[2] == 1
+        return has_order and can_compute(query.shape[3], self.values.shape[3]) and not query.requires_grad
 
 
 class _Returned(threading.local):
