@@ -10,7 +10,7 @@ import torch
 
 from .component import Component
 from .policies.ring import is_one
-from .storage.slots import read_slots
+from .storage.slots import aligned, read_slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -162,7 +162,7 @@ class PortableLayout(Layout, kind="portable"):
 
         Returns:
             Keys and values [batch_size, num_heads, kv_length, dim], kv_length being `policy.slots_read` in the first
-            case, capacity in the second, and capacity + query_length in the third.
+            case, capacity in the second, and capacity + query_length in the third, see `aligned`.
         """
         policy, query_length = layer.policy, key_states.shape[2]
         length = layer.cumulative_length
@@ -197,7 +197,7 @@ class PortableLayout(Layout, kind="portable"):
         for name, rows in zip(storage.parts, storage.encode(key_states, value_states), strict=True):
             joined = torch.cat([getattr(layer, name), rows], dim=2)
             layer.replace(name, read_slots(joined, source))
-            seen.append(joined)
+            seen.append(aligned(joined, 2))
         layer.advance(query_length)
         return layer.decoded(seen, None)
 

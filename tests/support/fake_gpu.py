@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from exportable_cache.cache import checks
@@ -84,3 +85,20 @@ def nodes_elsewhere(program: ExportedProgram) -> list[str]:
     values = [(node, node.meta.get("val")) for node in program.graph.nodes]
     tensors = [(node, value) for node, value in values if isinstance(value, torch.Tensor) and value.dim()]
     return [f"`{node.name}` is on {value.device}" for node, value in tensors if value.device != DEVICE]
+
+
+def unaligned_masks(program: ExportedProgram) -> list[str]:
+    """Return a finding for each mask of attention whose rows are not known to be aligned for every length.
+
+    CUDA's memory-efficient kernel takes strides that are multiples of 8. `scaled_dot_product_attention` copies a mask
+    whose strides are no such multiples, and asks so by comparisons, which become guards if a stride is symbolic.
+    """
+    calls = [node for node in program.graph.nodes if node.target is torch.ops.aten.scaled_dot_product_attention.default]
+    masks = [node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask") for node in calls]
+    strides = [mask.meta["val"].stride() for mask in masks if mask is not None]
+    return sorted({f"the mask has strides {found}" for found in strides if not all(map(_is_aligned, found[:-1]))})
+
+
+def _is_aligned(stride: int | torch.SymInt) -> bool:
+    """Return True if a stride is a known size or a multiple of 8 for every length."""
+    return isinstance(stride, int) or statically_known_true(stride % 8 == 0)

@@ -1,8 +1,9 @@
 """Steps of every architecture on a GPU that computes nothing: what they would ask of the host, and of which device.
 
-`python -m tests.zoo.gpu` runs a prompt and a step of each as they are, and traces both, over tensors that have shapes
-and a device and no values (`tests/support/fake_gpu.py`). It says nothing of numbers. Results go to a file that later
-runs go on from, and into `docs/gpu.md`.
+`python -m tests.zoo.gpu` runs a prompt and a step of each uncompiled, and traces both, over tensors that have shapes
+and a device and no values (`tests/support/fake_gpu.py`). Prompts are traced for every length that their graph serves,
+as `compile=True` traces them. Numbers are not checked. Results go to a file, which later runs continue, and into
+`docs/gpu.md`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from typing import Any
 import torch
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.backends.live.compile import has_graphs_by_length
+from exportable_cache.backends.live.runner import with_min_length
 from exportable_cache.cache.step import known_length, starting_at
 from exportable_cache.errors import ExportableCacheError
 from exportable_cache.models.layers.specs import check_model_type
+from exportable_cache.program.methods import ProgramMethod
 
-from ..support.fake_gpu import FakeGpu, nodes_elsewhere, waiting_nodes
+from ..support.fake_gpu import FakeGpu, nodes_elsewhere, unaligned_masks, waiting_nodes
 from .architectures import Architecture, architectures
 from .build import encoder_inputs, encoder_options, tiny_model, tokens
 
@@ -42,7 +46,7 @@ class Row:
     Attributes:
         name: Of it.
         plain: Its steps as they are: `clean`, or what makes the host wait, and where.
-        traced: Its traced steps, as they are compiled.
+        traced: Result of tracing its steps for every length, as they are compiled.
     """
 
     name: str
@@ -59,7 +63,7 @@ def check(architecture: Architecture) -> Row:
         inputs = {name: _half(tensor) for name, tensor in encoder_inputs(model).items()}
         options = encoder_options(model, inputs)
         cache = ExportableCache.from_model(model, 64, attn_implementation=None, **options)
-        with Session.from_model(model, cache, prefill_chunk=16) as session:
+        with Session.from_model(model, cache) as session:
             calls = _calls(session, model, inputs)
             gpu = FakeGpu()
             gpu.move(*session.runner.modules.values())
@@ -123,11 +127,27 @@ def _traced(session: Session, gpu: FakeGpu, calls: dict[str, Call]) -> str:
     found = []
     for method, call in calls.items():
         try:
-            program = torch.export.export(session.runner.modules[method], call.on(gpu), strict=False)
-            found += [f"{method}: {one}" for one in (*waiting_nodes(program), *nodes_elsewhere(program))]
+            program = _exported(session.runner.modules[method], session.runner.methods[method], call.on(gpu))
+            nodes = (*waiting_nodes(program), *nodes_elsewhere(program), *unaligned_masks(program))
+            found += [f"{method}: {one}" for one in nodes]
         except Exception as error:  # of a model's code
             found.append(f"{method}: {_line(error)} at {_place(error)}")
     return "; ".join(found) or CLEAN
+
+
+def _exported(module: torch.nn.Module, method: ProgramMethod, inputs: tuple[torch.Tensor, ...]) -> Any:
+    """Export a method for every length that one compiled graph serves, see `live.compile.marked`."""
+    sizes = {} if has_graphs_by_length(method) else method.dynamic_sizes
+    dims = {name: torch.export.Dim(name, min=max(2, least), max=most) for name, (least, most) in sizes.items()}
+    shapes = tuple(
+        {index: dims[size] for index, size in enumerate(spec.shape) if size in dims and tensor.shape[index] != 1}
+        for spec, tensor in zip(method.inputs, inputs, strict=True)
+    )
+    try:
+        return torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)
+    except torch._dynamo.exc.UserError as error:
+        # Raises if the length is not what differs.
+        return _exported(module, with_min_length(method, error), inputs)
 
 
 def _half(tensor: torch.Tensor) -> torch.Tensor:

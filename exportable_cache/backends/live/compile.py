@@ -132,7 +132,7 @@ class StepCompiler:
         backend: dict[str, Any] = {} if self.layered is None else {"backend": self.layered}
         step = _step_of(module)
         # A kept graph cannot have variants for other lengths.
-        if self.graph_cache is not None and not _has_graphs_by_length(method):
+        if self.graph_cache is not None and not has_graphs_by_length(method):
             options = {**(private.mode_options(chosen) if chosen else {}), **self._tuning(method)} or None
             call = self.graph_cache.get(
                 f"{method} {key}", step, {"module": module}, inputs, dynamic=dynamic, options=options, **backend
@@ -217,7 +217,7 @@ def marked(
                 ones.add(size)
             elif not compiles:
                 continue
-            elif size in sizes and _has_graphs_by_length(method):
+            elif size in sizes and has_graphs_by_length(method):
                 private.maybe_mark_dynamic(tensor, index)
             elif size in sizes:
                 private.mark_dynamic(tensor, index, max(2, sizes[size][0]), sizes[size][1])
@@ -234,7 +234,7 @@ def _is_dynamic(method: ProgramMethod | ChoiceMethod, inputs: Sequence[torch.Ten
     ]
 
 
-def _has_graphs_by_length(method: ProgramMethod | ChoiceMethod) -> bool:
+def has_graphs_by_length(method: ProgramMethod | ChoiceMethod) -> bool:
     """Return True for encoders, whose convolutions add guards on the length: each range of lengths gets a graph."""
     return isinstance(method, ProgramMethod) and not method.is_step and (not method.takes_ids or method.pads)
 

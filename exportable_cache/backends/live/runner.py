@@ -251,7 +251,7 @@ class ModuleRunner:
                 if graph.key.is_shared:
                     self.unshare(graph.method.name)
                     return self._call(key, inputs, *further)
-                method = self.methods[key.method] = _with_min_length(cast("ProgramMethod", graph.method), error)
+                method = self.methods[key.method] = with_min_length(cast("ProgramMethod", graph.method), error)
                 enough = inputs[0].shape[1] >= method.min_length
                 return self._call(key, inputs, *further) if enough else self._token_by_token(method, inputs)
             self._calls[graph.key] = call
@@ -373,7 +373,7 @@ def _last_of(positions: torch.Tensor) -> int:
     return int(positions if positions.numel() == 1 else positions.max())
 
 
-def _with_min_length(method: ProgramMethod, error: Exception) -> ProgramMethod:
+def with_min_length(method: ProgramMethod, error: Exception) -> ProgramMethod:
     """Return the method with the smallest `min_length` for which the model's code is the same for all lengths.
 
     Some code compares the length with a kernel size or a small constant, as under `Program.export`. Shorter prompts run

@@ -121,7 +121,7 @@ def fused_attention(
             enable_gqa=groups > 1,
         )
         return output.transpose(1, 2).contiguous(), None
-    folded = query.reshape(batch, kv_heads, groups * q_length, query.shape[-1])
+    folded = reshaped(query, batch, kv_heads, groups * q_length, query.shape[-1])
     output = F.scaled_dot_product_attention(
         folded,
         key,
@@ -130,7 +130,8 @@ def fused_attention(
         dropout_p=dropout,
         scale=scaling,
     )
-    return output.reshape(batch, heads, q_length, value.shape[-1]).transpose(1, 2).contiguous(), None
+    output = reshaped(output, batch, heads, q_length, value.shape[-1])
+    return output.transpose(1, 2).contiguous(), None
 
 
 def matmul_attention(
@@ -188,9 +189,10 @@ def matmul_attention(
         weights = weights[..., :-1]
     if dropout:
         weights = F.dropout(weights, p=dropout, training=module.training)
-    weights = weights.reshape(batch * kv_heads, groups * q_length, kv_length)
-    output = torch.bmm(weights, value.reshape(batch * kv_heads, kv_length, value.shape[-1]))
-    return output.reshape(batch, heads, q_length, value.shape[-1]).transpose(1, 2).contiguous(), None
+    weights = reshaped(weights, batch * kv_heads, groups * q_length, kv_length)
+    output = torch.bmm(weights, reshaped(value, batch * kv_heads, kv_length, value.shape[-1]))
+    output = reshaped(output, batch, heads, q_length, value.shape[-1])
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _plainly(
@@ -222,8 +224,9 @@ def scores_of(
     kv_heads, kv_length = key.shape[1], key.shape[2]
     groups = heads // kv_heads
     scaling = head_dim**-0.5 if scaling is None else scaling
-    folded = (query * scaling).reshape(batch * kv_heads, groups * q_length, head_dim)
-    scores = torch.bmm(key.reshape(batch * kv_heads, kv_length, head_dim), folded.transpose(1, 2)).transpose(1, 2)
+    folded = reshaped(query * scaling, batch * kv_heads, groups * q_length, head_dim)
+    key = reshaped(key, batch * kv_heads, kv_length, head_dim)
+    scores = torch.bmm(key, folded.transpose(1, 2)).transpose(1, 2)
     scores = scores.reshape(batch, kv_heads, groups, q_length, kv_length)
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
@@ -338,7 +341,17 @@ def _fold_mask(mask: torch.Tensor, kv_heads: int, groups: int, q_length: int) ->
     if q_length == 1 and grouped.shape[2] == 1:
         return grouped[:, :, 0]
     batch, heads, _, _, kv_length = grouped.shape
-    return grouped.expand(batch, heads, groups, q_length, kv_length).reshape(batch, heads, groups * q_length, kv_length)
+    grouped = grouped.expand(batch, heads, groups, q_length, kv_length)
+    return reshaped(grouped, batch, heads, groups * q_length, kv_length)
+
+
+def reshaped(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Reshape a tensor, on a GPU by way of one dimension.
+
+    When torch merges dimensions of symbolic sizes, it takes the smaller stride, `min(keys, queries * keys)`. The
+    comparison becomes a guard on the length, which a graph for every length may not have.
+    """
+    return tensor.reshape(shape) if tensor.device.type == "cpu" else tensor.reshape(-1).view(shape)
 
 
 def register_attention() -> None:

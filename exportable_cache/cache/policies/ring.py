@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..component import check_count
+from ..storage.slots import aligned_positions
 from .policy import SlotPolicy
 
 
@@ -129,7 +130,7 @@ class RingPolicy(CircularPolicy, kind="ring"):
         return torch.where(positions < 0, after, positions)
 
     def positions_beside_new(self, length: torch.Tensor, query_length: int) -> torch.Tensor:
-        """Return the positions of the slots before a step, then of its new tokens.
+        """Return the positions of the slots before a step, then of its new tokens, see `aligned_positions`.
 
         Returns:
             int64 [batch_size, capacity + query_length].
@@ -137,4 +138,5 @@ class RingPolicy(CircularPolicy, kind="ring"):
         length = length[:, None]
         old = self.positions(length)
         new = length + torch.arange(query_length, device=length.device)
-        return torch.cat([torch.where(old < 0, length + query_length, old), new], dim=1)
+        hidden = length + query_length
+        return aligned_positions(torch.cat([torch.where(old < 0, hidden, old), new], dim=1), hidden)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..component import check_count
+from ..storage.slots import aligned_positions
 from .ring import CircularPolicy, is_one
 
 
@@ -84,8 +85,9 @@ class SinkPolicy(CircularPolicy, kind="sinks"):
         if is_one(query_length):
             positions = self.positions(length + 1)
             return torch.where(self._seen(positions, query), positions, length + 1)
-        positions = torch.cat([self.positions(length), query], dim=1)[:, None, :]
-        return torch.where(self._seen(positions, query[:, :, None]), positions, (length + query_length)[:, :, None])
+        hidden = length + query_length
+        positions = aligned_positions(torch.cat([self.positions(length), query], dim=1), hidden)[:, None, :]
+        return torch.where(self._seen(positions, query[:, :, None]), positions, hidden[:, :, None])
 
     def _seen(self, positions: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         # The model's mask function applies causality.

@@ -54,3 +54,35 @@ def _row_index(buffer: torch.Tensor, slots: torch.Tensor) -> list[torch.Tensor |
     # Indices on dimensions 0 and 2 with a slice between them put the indexed dimensions first: [batch, query, heads,
     # dim].
     return [torch.arange(buffer.shape[0], device=buffer.device)[:, None], None, slots]
+
+
+#: A prompt over a ring pads its keys to a multiple of this number, because attention kernels of GPUs take masks whose
+#: rows are aligned. If torch pads a mask itself, the padding depends on the length, and so do the guards of the graph.
+_ALIGNMENT = 8
+#: Devices whose attention takes masks of any width.
+_ANY_WIDTH = frozenset({"cpu"})
+
+
+def aligned(keys: torch.Tensor, dim: int) -> torch.Tensor:
+    """Repeat the last entry along a dimension up to a multiple of 8 entries on a GPU; return other tensors unchanged.
+
+    The size is a multiple by construction, also if it is symbolic, so that no guard asks for it.
+    """
+    if keys.device.type in _ANY_WIDTH:
+        return keys
+    size = keys.shape[dim]
+    width = (size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+    return keys.index_select(dim, torch.arange(width, device=keys.device).clamp(max=size - 1))
+
+
+def aligned_positions(positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the positions of `aligned` keys, int64 [batch_size, width].
+
+    Args:
+        positions: Positions of the keys, int64 [batch_size, kv_length].
+        hidden: Position that no query sees, int64 [batch_size, 1]. Padding gets it.
+    """
+    padded = aligned(positions, 1)
+    if padded is positions:
+        return positions
+    return torch.where(torch.arange(padded.shape[1], device=padded.device) < positions.shape[1], padded, hidden)
