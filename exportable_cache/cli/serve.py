@@ -103,11 +103,10 @@ def serve(
     completer = open_completer(terminal, folder, opening, split_special_tokens)
     importing.join()
     from .server.app import ServerOptions, make_app, run
-    from .server.schema import DEFAULT_SAMPLING
+    from .server.schema import default_sampling
 
-    settings = completer.settings
-    default = DEFAULT_SAMPLING if settings.sampling.is_greedy else settings.sampling
-    terminal.note_all(given.lines(settings, None, default))
+    default = default_sampling(completer.settings)
+    terminal.note_all(given.lines(completer.settings, None, default))
     options = ServerOptions(
         name or Path(folder).resolve().name,
         most_waiting,

@@ -127,3 +127,19 @@ def test_a_server_completes_as_the_checkpoint_says(
     assert "from generation_config: temperature 5.0" in lines[0]
     assert "sampling, temperature 1.0; --greedy takes" in lines[1] and "greedy" not in lines[2]
     assert load(sampling).generation_settings.sampling == SamplingOptions(5.0, 40, 0.99)
+
+
+def test_an_application_without_options_asks_the_checkpoint(sampling: Path, plain: Path) -> None:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("openai")
+    from .serving import client_of, served
+
+    def completed(bundle: Path, *bodies: dict[str, Any]) -> list[str]:
+        asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 9, "seed": 4}
+        with served(load(bundle)) as address:
+            create = client_of(address).completions.create
+            return [create(**asked, extra_body=body).choices[0].text for body in bodies]
+
+    same = {"temperature": 5, "top_k": 40, "top_p": 0.99, "repetition_penalty": 1.5}
+    expected, greedy = completed(plain, same, {"temperature": 0, "repetition_penalty": 1.5})
+    assert completed(sampling, {}, {"temperature": 0}) == [expected, greedy] and expected != greedy

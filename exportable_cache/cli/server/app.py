@@ -26,7 +26,7 @@ from ...generation.token_text import TokenTexts
 from .engine import Busy, Engine
 from .origins import AllowedOrigins, OriginGuard
 from .responses import Response, error_of
-from .schema import DEFAULT_SAMPLING, ChatRequest, CompletionRequest, message_of
+from .schema import ChatRequest, CompletionRequest, default_sampling, message_of
 
 Result = TypeVar("Result")
 
@@ -57,7 +57,7 @@ class ServerOptions:
         host: Address to listen on, which decides the accepted Host headers, see `AllowedOrigins.of`.
         allow_hosts: Further names in Host headers.
         allow_origins: Origins of other sites whose pages may send requests, such as "https://example.org".
-        sampling: Default sampling of requests.
+        sampling: Default sampling of requests; None for that of the checkpoint, see `default_sampling`.
     """
 
     model_name: str
@@ -67,7 +67,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
-    sampling: SamplingOptions = DEFAULT_SAMPLING
+    sampling: SamplingOptions | None = None
 
     def allowed(self) -> AllowedOrigins:
         """Return the accepted names and origins.
@@ -90,6 +90,7 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
         options: Options of the server.
     """
     engine = Engine(completer, options.most_waiting)
+    sampling = options.sampling or default_sampling(completer.settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -152,7 +153,7 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
             raise HTTPException(404, f"there is no model {model!r:.100}; this server has {options.model_name!r}")
 
     async def respond(request: Request, body: ChatRequest | CompletionRequest, ids: Callable[[], list[int]]) -> Any:
-        completion_options: CompletionOptions = body.options(options.sampling)
+        completion_options: CompletionOptions = body.options(sampling)
         response = Response(options.model_name, isinstance(body, ChatRequest), TokenTexts(completer.tokenizer))
         pieces = engine.run(
             lambda follower: completer.complete(ids(), completion_options, follower), completion_options.constraint

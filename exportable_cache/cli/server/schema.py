@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from ...decoding.completion import CompletionOptions
 from ...errors import InputError
+from ...generation.checkpoint_settings import CheckpointSettings
 from ...generation.constraint import Constraint
 from ...generation.sampling_options import SamplingOptions
 
@@ -146,6 +147,13 @@ Number = Annotated[float | None, BeforeValidator(not_bool)]
 #: Sampling of requests by the API's defaults.
 DEFAULT_SAMPLING = SamplingOptions(temperature=1.0)
 _MOST_ALTERNATIVES = 20
+
+
+def default_sampling(checkpoint: CheckpointSettings) -> SamplingOptions:
+    """Return the sampling of requests without these fields: the checkpoint's if it samples, else the API's."""
+    return DEFAULT_SAMPLING if checkpoint.sampling.is_greedy else checkpoint.sampling
+
+
 #: Values of `top_k` that other servers use for all tokens.
 _ALL_TOKENS = (0, -1)
 
