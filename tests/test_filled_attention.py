@@ -235,6 +235,26 @@ def test_a_step_for_a_gpu_has_one_operator_a_layer(family: str, kv_dtype: str | 
     assert not [name for name, _ in calls if "scaled_dot_product" in name or "bmm" in name]
 
 
+@torch.no_grad()
+def folded_masks(on_gpu: bool) -> int:
+    """Return the number of different masks that attention gets in a traced prompt of four layers."""
+    model = tiny_model("llama", num_hidden_layers=4)
+    cache = ExportableCache.from_model(model, 64)
+    method = program_methods(model, cache, ProgramSpec())["prefill"]
+    module = ResidentModule(model, cache, method, on_gpu=on_gpu)
+    given = (torch.zeros(1, 20, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    program = torch.export.export(module, given, strict=False)
+    nodes = [node for node in program.graph.nodes if node.target is torch.ops.aten.scaled_dot_product_attention.default]
+    assert len(nodes) == 4 and all(node.args[1].meta["val"].shape[1] == 2 for node in nodes)
+    return len({node.args[3] for node in nodes})
+
+
+def test_a_prompt_folds_a_mask_once() -> None:
+    """A prompt's mask is expanded to the query heads of a key head once for all layers; keys never are."""
+    assert folded_masks(on_gpu=True) == 1
+    assert folded_masks(on_gpu=False) == 4
+
+
 def test_attention_ignores_keys_of_other_layers() -> None:
     """Keys that a layer did not return, such as expanded ones, are attended to as before."""
     keys = torch.zeros(1, 2, 8, 16)

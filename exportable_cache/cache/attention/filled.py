@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -159,6 +159,8 @@ class _Returned(threading.local):
 
     def __init__(self) -> None:
         self.keys: list[FilledKeys] | None = None
+        #: Masks that were folded in this step: the mask, key heads, query heads of each, and the result.
+        self.masks: list[tuple[torch.Tensor, int, int, torch.Tensor]] | None = None
 
 
 _returned = _Returned()
@@ -169,14 +171,32 @@ def finding_filled(keys: list[FilledKeys] | None) -> Iterator[None]:
     """Let attention find the stored form of keys inside the block, because transformers passes only tensors to it.
 
     Args:
-        keys: `StepContext.filled` of the step.
+        keys: `StepContext.filled` of the step; None if attention reads what layers return.
     """
-    before = _returned.keys
-    _returned.keys = keys
+    before = _returned.keys, _returned.masks
+    _returned.keys, _returned.masks = keys, []
     try:
         yield
     finally:
-        _returned.keys = before
+        _returned.keys, _returned.masks = before
+
+
+def folded_once(mask: torch.Tensor, kv_heads: int, groups: int, fold: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return a mask folded for grouped heads, once for all layers of a step that have the same.
+
+    Args:
+        mask: The mask that the model made.
+        kv_heads: Key heads.
+        groups: Query heads of each.
+        fold: Function that returns the folded mask.
+    """
+    for known, heads, group, folded in _returned.masks or ():
+        if known is mask and (heads, group) == (kv_heads, groups):
+            return folded
+    result = fold()
+    if _returned.masks is not None:
+        _returned.masks.append((mask, kv_heads, groups, result))
+    return result
 
 
 def note_filled(

@@ -203,6 +203,10 @@ def filled_attention(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute `FILLED_ATTENTION` on a GPU, or in Triton's interpreter."""
+    # The kernel reads rows whose elements are adjacent.
+    query, *stored = (
+        one if one.stride(-1) == 1 or one.shape[-1] == 1 else one.contiguous() for one in (query, *stored)
+    )
     batch, heads, queries, dim = query.shape
     keys, values, *scales = stored
     kv_heads, slots, value_dim = keys.shape[1], keys.shape[2], values.shape[3]

@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from ...errors import UnsupportedModelError
 from . import ATTENTION, ATTENTION_NAMES, MATMUL_ATTENTION
 from .extended import EXTENDED_ATTENTION, EXTENSIONS, is_captured, library
-from .filled import FILLED_ATTENTION, filled_keys
+from .filled import FILLED_ATTENTION, filled_keys, folded_once
 from .masks import register_masks
 
 #: What modeling code calls attention functions by.
@@ -126,7 +126,9 @@ def fused_attention(
         folded,
         key,
         value,
-        attn_mask=_fold_mask(attention_mask, kv_heads, groups, q_length),
+        attn_mask=folded_once(
+            attention_mask, kv_heads, groups, lambda: _fold_mask(attention_mask, kv_heads, groups, q_length)
+        ),
         dropout_p=dropout,
         scale=scaling,
     )
