@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import torch
 from ...common.compat.torch import RESHAPE_COPY
 from . import kv_cache  # noqa: F401  registers the operator
 from .kv_cache import scatter_update
+from .plain_layers import TRT_DTYPES, add_constant, shared_cast
 from .quantized import dequantize_affine, kept_scale, packed
 from .upstream import (
     ConverterPriority,
@@ -30,19 +30,6 @@ if TYPE_CHECKING:
     )
 
 
-#: TensorRT dtypes by torch dtype.
-TRT_DTYPES = {
-    torch.float32: trt.DataType.FLOAT,
-    torch.float16: trt.DataType.HALF,
-    torch.bfloat16: trt.DataType.BF16,
-    torch.int32: trt.DataType.INT32,
-    torch.int64: trt.DataType.INT64,
-    torch.bool: trt.DataType.BOOL,
-    torch.int8: trt.DataType.INT8,
-}
-TORCH_DTYPES = {trt_dtype: dtype for dtype, trt_dtype in TRT_DTYPES.items()}
-
-
 @dynamo_tensorrt_converter(
     torch.ops.exportable_cache.kv_cache_update.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
 )
@@ -52,7 +39,7 @@ def _kv_cache_update(
     """Convert to TensorRT's KVCacheUpdate layer, in place from a network input to a network output."""
     cache, update, start = args
     # Cast, because the layer takes int32 indices only.
-    start = cast_trt_tensor(ctx, start, trt.DataType.INT32, f"{name}_start")
+    start = shared_cast(ctx, start, trt.DataType.INT32, f"{name}_start")
     layer = ctx.net.add_kv_cache_update(cache, update, start, trt.KVCacheMode.LINEAR)
     if layer is None:
         raise ValueError(
@@ -160,31 +147,6 @@ def _linear(
     added = add_constant(ctx, bias, f"{name}_bias", [*leading, 1, bias.numel()])
     layer = ctx.net.add_elementwise(result, added, trt.ElementWiseOperation.SUM)
     layer.name = f"{name}_biased"
-    return layer.get_output(0)
-
-
-def add_constant(
-    ctx: ConversionContext,
-    tensor: torch.Tensor,
-    name: str,
-    shape: Sequence[int] | None = None,
-    dtype: trt.DataType | None = None,
-) -> trt.ITensor:
-    """Add a constant layer without copying the tensor.
-
-    Args:
-        ctx: Context of the conversion, which keeps the tensor alive.
-        tensor: Values; contiguous ones are not copied.
-        name: Name of the layer.
-        shape: Shape in the network; that of the tensor by default.
-        dtype: Dtype in the network, for 4-bit integers; that of the tensor by default.
-    """
-    tensor = tensor.detach().contiguous()
-    shape = list(tensor.shape) if shape is None else list(shape)
-    ctx.record_weight(f"{name} CONSTANT", tensor)
-    weights = trt.Weights(dtype or TRT_DTYPES[tensor.dtype], tensor.data_ptr(), math.prod(shape))
-    layer = ctx.net.add_constant(shape, weights)
-    layer.name = name
     return layer.get_output(0)
 
 

@@ -13,7 +13,9 @@ import torch
 
 from ...common.compat.torch_tensorrt import builder_config, construct_network
 from ...errors import UnsupportedModelError, first_line
-from .converters import TORCH_DTYPES, decompositions, pin_reshape_sizes
+from .converters import decompositions, pin_reshape_sizes
+from .plain_layers import TORCH_DTYPES
+from .simplify import simplify
 from .upstream import (
     DYNAMO_CONVERTERS,
     CompilationSettings,
@@ -190,6 +192,7 @@ def _lowered(program: ExportedProgram, settings: CompilationSettings, in_place: 
     check_nothing_mutated(program)
     graph = post_lowering(program.module(), settings)
     pin_reshape_sizes(graph)
+    simplify(graph)
     return graph
 
 

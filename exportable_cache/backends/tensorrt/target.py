@@ -173,7 +173,7 @@ def network_stand_in(description: ProgramDescription, networks: Mapping[str, Net
 
 def record_of(method: str, network: Network, capabilities: tuple[int, ...]) -> EngineRecord:
     """Return the manifest's record of an engine."""
-    from .converters import TORCH_DTYPES
+    from .plain_layers import TORCH_DTYPES
 
     definition = network.definition
     outputs = [definition.get_output(index) for index in range(definition.num_outputs)]

@@ -1,0 +1,303 @@
+"""Converters that need one layer for an operator, where torch_tensorrt's need several.
+
+torch_tensorrt computes shapes in the network, and adds constants and casts for every operator again. These converters
+know the traced shapes, share small constants, and leave other cases to torch_tensorrt's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .simplify import slice_arguments
+from .upstream import ConverterPriority, cast_trt_tensor, dynamo_tensorrt_converter, set_layer_name, trt
+
+if TYPE_CHECKING:
+    from .upstream import ConversionContext
+
+#: TensorRT dtypes by torch dtype.
+TRT_DTYPES = {
+    torch.float32: trt.DataType.FLOAT,
+    torch.float16: trt.DataType.HALF,
+    torch.bfloat16: trt.DataType.BF16,
+    torch.int32: trt.DataType.INT32,
+    torch.int64: trt.DataType.INT64,
+    torch.bool: trt.DataType.BOOL,
+    torch.int8: trt.DataType.INT8,
+}
+TORCH_DTYPES = {trt_dtype: dtype for dtype, trt_dtype in TRT_DTYPES.items()}
+
+#: Constants of at most this many elements are shared by their values.
+_FEW = 64
+_aten = torch.ops.aten
+
+
+def add_constant(
+    ctx: ConversionContext,
+    tensor: torch.Tensor,
+    name: str,
+    shape: Sequence[int] | None = None,
+    dtype: trt.DataType | None = None,
+) -> trt.ITensor:
+    """Add a constant layer without copying the tensor, or return an equal one if it is small.
+
+    Args:
+        ctx: Context of the conversion, which keeps the tensor alive.
+        tensor: Values; contiguous ones are not copied.
+        name: Name of the layer.
+        shape: Shape in the network; that of the tensor by default.
+        dtype: Dtype in the network, for 4-bit integers; that of the tensor by default.
+    """
+    tensor = tensor.detach().contiguous()
+    shape = list(tensor.shape) if shape is None else list(shape)
+    dtype = dtype or TRT_DTYPES[tensor.dtype]
+    # By address for large ones, such as a table that is tied to the head; the context keeps them alive.
+    content = bytes(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() <= _FEW else tensor.data_ptr()
+    shared = vars(ctx).setdefault("shared_constants", {})
+    key = (dtype, tuple(shape), content)
+    if key not in shared:
+        ctx.record_weight(f"{name} CONSTANT", tensor)
+        layer = ctx.net.add_constant(shape, trt.Weights(dtype, tensor.data_ptr(), math.prod(shape)))
+        layer.name = name
+        shared[key] = layer.get_output(0)
+    return shared[key]
+
+
+def shared_cast(ctx: ConversionContext, tensor: trt.ITensor, dtype: trt.DataType, name: str) -> trt.ITensor:
+    """Return a tensor in a dtype, cast once for all of its readers."""
+    if tensor.dtype == dtype:
+        return tensor
+    shared = vars(ctx).setdefault("shared_casts", {})
+    key = (tensor.name, dtype)
+    if key not in shared:
+        shared[key] = cast_trt_tensor(ctx, tensor, dtype, name)
+    return shared[key]
+
+
+def _operand(ctx: ConversionContext, value: Any, dtype: torch.dtype, rank: int, name: str) -> trt.ITensor:
+    """Return a number, constant or tensor as a tensor of a dtype and rank."""
+    if not isinstance(value, trt.ITensor):
+        tensor = torch.as_tensor(value).to(dtype)
+        return add_constant(ctx, tensor, name, [*[1] * (rank - tensor.dim()), *tensor.shape])
+    value = shared_cast(ctx, value, TRT_DTYPES[dtype], f"{name}_cast")
+    shape = tuple(value.shape)
+    if len(shape) == rank:
+        return value
+    layer = ctx.net.add_shuffle(value)
+    layer.reshape_dims = (*[1] * (rank - len(shape)), *shape)
+    layer.name = f"{name}_of_rank"
+    return layer.get_output(0)
+
+
+def _traced(node: Any) -> Any:
+    """Return the traced tensor of a node, or None."""
+    found = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _dynamic(shape: Sequence[Any]) -> int:
+    return sum(not isinstance(size, int) for size in shape)
+
+
+def _takes_elementwise(node: Any, settings: Any = None) -> bool:
+    """Return True if both operands are numbers or tensors whose rank a reshape with one unknown size can raise."""
+    result = _traced(node)
+    if (
+        result is None
+        or result.dtype not in TRT_DTYPES
+        or result.dtype == torch.bool
+        or node.kwargs.get("alpha", 1) != 1
+    ):
+        return False
+    tensors = [_traced(one) for one in node.args[:2] if isinstance(one, torch.fx.Node)]
+    if any(one is None or one.dim() == 0 or one.dtype == torch.bool for one in tensors):
+        return False
+    return result.dim() > 0 and all(one.dim() == result.dim() or _dynamic(one.shape) <= 1 for one in tensors)
+
+
+def _register(target: Any, operation: str, validator: Callable = _takes_elementwise) -> None:
+    @dynamo_tensorrt_converter(
+        target, capability_validator=validator, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
+    )
+    def convert(
+        ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+    ) -> trt.ITensor:
+        result = ctx.current_node.meta["val"]
+        operands = [
+            _operand(ctx, one, result.dtype, result.dim(), f"{name}_{which}")
+            for which, one in zip(("left", "right"), args[:2], strict=True)
+        ]
+        layer = ctx.net.add_elementwise(*operands, getattr(trt.ElementWiseOperation, operation))
+        set_layer_name(layer, target, name)
+        return layer.get_output(0)
+
+
+def _divides_floats(node: Any, settings: Any = None) -> bool:
+    tensors = [_traced(one) for one in node.args[:2] if isinstance(one, torch.fx.Node)]
+    plain = not node.kwargs.get("rounding_mode")
+    return plain and _takes_elementwise(node) and all(one.is_floating_point() for one in tensors if one is not None)
+
+
+_register(_aten.add.Tensor, "SUM")
+_register(_aten.sub.Tensor, "SUB")
+_register(_aten.mul.Tensor, "PROD")
+_register(_aten.div.Tensor, "DIV", _divides_floats)
+
+
+def _is_square(node: Any, settings: Any = None) -> bool:
+    result, source = _traced(node), _traced(node.args[0])
+    same = result is not None and source is not None and result.dtype == source.dtype
+    return bool(same and node.args[1] == 2 and result.is_floating_point())
+
+
+@dynamo_tensorrt_converter(
+    _aten.pow.Tensor_Scalar,
+    capability_validator=_is_square,
+    supports_dynamic_shapes=True,
+    priority=ConverterPriority.HIGH,
+)
+def _square(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert a square to a product, as torch computes it."""
+    layer = ctx.net.add_elementwise(args[0], args[0], trt.ElementWiseOperation.PROD)
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+def _keeps_one_unknown(node: Any, settings: Any = None) -> bool:
+    result, source = _traced(node), _traced(node.args[0])
+    return result is not None and source is not None and source.dim() > 0 and _dynamic(result.shape) <= 1
+
+
+@dynamo_tensorrt_converter(
+    _aten.unsqueeze.default,
+    capability_validator=_keeps_one_unknown,
+    supports_dynamic_shapes=True,
+    priority=ConverterPriority.HIGH,
+)
+def _unsqueeze(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert to a reshape."""
+    sizes = [size if isinstance(size, int) else -1 for size in ctx.current_node.meta["val"].shape]
+    source = args[0] if isinstance(args[0], trt.ITensor) else add_constant(ctx, args[0], f"{name}_constant")
+    layer = ctx.net.add_shuffle(source)
+    layer.reshape_dims = sizes
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+@dynamo_tensorrt_converter(
+    torch.ops.exportable_cache.shuffled.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
+)
+def _shuffled(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert to a SHUFFLE layer."""
+    source, before, sizes, after = args
+    layer = ctx.net.add_shuffle(source)
+    layer.first_transpose, layer.reshape_dims, layer.second_transpose = before, sizes, after
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+@dynamo_tensorrt_converter(
+    torch.ops.exportable_cache.swapped_halves.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
+)
+def _swapped_halves(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert to a gather of halves: [..., 2, dim / 2] in the order 1, 0."""
+    source = args[0]
+    half = source.shape[-1] // 2
+    layer = ctx.net.add_slice(source, (half,), (2 * half,), (1,))
+    layer.axes = (len(source.shape) - 1,)
+    layer.mode = trt.SampleMode.WRAP
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+@dynamo_tensorrt_converter(
+    torch.ops.exportable_cache.negated_first_half.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
+)
+def _negated_first_half(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert to a product with -1 and 1."""
+    source, result = args[0], ctx.current_node.meta["val"]
+    signs = torch.ones(result.shape[-1], dtype=result.dtype)
+    signs[: len(signs) // 2] = -1
+    right = add_constant(ctx, signs, f"{name}_signs", [*[1] * (result.dim() - 1), len(signs)])
+    layer = ctx.net.add_elementwise(source, right, trt.ElementWiseOperation.PROD)
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+def _is_static_slice(node: Any, settings: Any = None) -> bool:
+    """Return True if a slice takes a fixed part of a dimension of fixed size."""
+    source, result = _traced(node.args[0]), _traced(node)
+    if source is None or result is None or source.dtype not in TRT_DTYPES or source.dim() == 0:
+        return False
+    _, dim, *limits = slice_arguments(node.args)
+    fixed = all(isinstance(one, (int, type(None))) for one in limits)
+    return fixed and isinstance(source.shape[dim], int) and isinstance(result.shape[dim], int) and result.shape[dim] > 0
+
+
+@dynamo_tensorrt_converter(
+    _aten.slice.Tensor,
+    capability_validator=_is_static_slice,
+    supports_dynamic_shapes=True,
+    priority=ConverterPriority.HIGH,
+)
+def _slice(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert to a SLICE layer along one dimension."""
+    source, dim, start, end, step = slice_arguments(args)
+    if not isinstance(source, trt.ITensor):
+        source = add_constant(ctx, source, f"{name}_constant")
+    dim, size = dim % len(source.shape), source.shape[dim]
+    first = slice(start, end).indices(size)[0]
+    layer = ctx.net.add_slice(source, (first,), (ctx.current_node.meta["val"].shape[dim],), (step,))
+    layer.axes = (dim,)
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+def _has_mask_alone(node: Any, settings: Any = None) -> bool:
+    """Return True if attention has an additive mask of four dimensions in the query's dtype, and nothing else."""
+    query, mask = _traced(node.args[0]), _traced(node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask"))
+    others = node.args[4:] or node.kwargs.get("dropout_p") or node.kwargs.get("is_causal")
+    if query is None or mask is None or others:
+        return False
+    return mask.dtype == query.dtype and mask.dim() == query.dim() == 4 and isinstance(query.shape[-1], int)
+
+
+@dynamo_tensorrt_converter(
+    _aten.scaled_dot_product_attention.default,
+    capability_validator=_has_mask_alone,
+    supports_dynamic_shapes=True,
+    priority=ConverterPriority.HIGH,
+)
+def _attention(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert to TensorRT's attention layer over a scaled query."""
+    query, key, value = args[:3]
+    mask = args[3] if len(args) > 3 else kwargs["attn_mask"]
+    dtype = ctx.current_node.meta["val"].dtype
+    scale = kwargs.get("scale")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if scale != 1:
+        factor = _operand(ctx, scale, dtype, 4, f"{name}_scale")
+        query = ctx.net.add_elementwise(query, factor, trt.ElementWiseOperation.PROD).get_output(0)
+    attention = ctx.net.add_attention(query, key, value, trt.AttentionNormalizationOp.SOFTMAX, False)
+    attention.name = name
+    attention.mask = _operand(ctx, mask, dtype, 4, f"{name}_mask")
+    # Because float32 prefill and some head sizes have no fused kernel.
+    attention.decomposable = True
+    return attention.get_output(0)

@@ -1,0 +1,106 @@
+"""Graph passes before conversion: equal numbers from fewer operators, and patterns that only look alike are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
+
+from exportable_cache.backends.tensorrt.options import TensorRTOptions
+from exportable_cache.backends.tensorrt.simplify import simplify
+from exportable_cache.backends.tensorrt.target import engine_networks
+from exportable_cache.backends.tensorrt.upstream import get_decompositions
+
+from .models import engine_model
+from .programs import engine_program, program_of
+
+X, COS, SIN = torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8), torch.randn(1, 3, 8)
+
+
+def simplified(function: Callable, *inputs: torch.Tensor) -> tuple[GraphModule, list[str]]:
+    """Trace a function, simplify its graph, and return it with the names of its operators."""
+
+    class Module(torch.nn.Module):
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            return function(*args)
+
+    program = torch.export.export(Module(), inputs).run_decompositions(get_decompositions(False, False, False))
+    graph = program.module()
+    simplify(graph)
+    names = [node.target._schema.name for node in graph.graph.nodes if hasattr(node.target, "_schema")]
+    return graph, [name.removeprefix("exportable_cache::").removeprefix("aten::") for name in names]
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate as transformers does, twice, as two layers would."""
+    for _ in range(2):
+        first, second = x[..., :4], x[..., 4:]
+        x = x * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
+    return x
+
+
+def test_rotations_need_no_slices_and_share_the_sine() -> None:
+    graph, names = simplified(rotated, X, COS, SIN)
+    assert "cat" not in names and "slice" not in names and "neg" not in names
+    assert names.count("swapped_halves") == 2 and names.count("negated_first_half") == 1
+    assert names.count("unsqueeze") == 2
+    assert torch.equal(graph(X, COS, SIN), rotated(X, COS, SIN))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda x, sin: torch.cat((-x[..., :4], x[..., 4:]), dim=-1) * sin, id="halves unswapped"),
+        pytest.param(lambda x, sin: torch.cat((x[..., 4:], -x[..., :4]), dim=-1) * sin, id="other half negated"),
+        pytest.param(lambda x, sin: torch.cat((-x[..., 5:], x[..., :5]), dim=-1) * sin, id="unequal parts"),
+        pytest.param(lambda x, sin: torch.cat((-x[..., 4:], (2 * x)[..., :4]), dim=-1) * sin, id="two sources"),
+    ],
+)
+def test_other_joins_are_kept(function: Callable) -> None:
+    graph, names = simplified(function, X, SIN)
+    assert "cat" in names and "swapped_halves" not in names
+    assert torch.equal(graph(X, SIN), function(X, SIN))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.reshape(1, 2, 3, 2, 4).permute(0, 3, 2, 1, 4) + 1,
+        lambda x: x.permute(0, 2, 1, 3).reshape(1, 3, 16) + 1,
+    ],
+)
+def test_reshapes_and_transpositions_are_one_operator(function: Callable) -> None:
+    graph, names = simplified(function, X)
+    assert names == ["shuffled", "add"]
+    assert torch.equal(graph(X), function(X))
+
+
+def test_a_division_by_a_root_is_one_operator() -> None:
+    def normalised(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    graph, names = simplified(normalised, X)
+    assert names.count("div") == 1 and "mul" not in names
+    torch.testing.assert_close(graph(X), normalised(X), rtol=1e-6, atol=1e-6)
+
+
+def test_outputs_that_are_equal_stay_separate() -> None:
+    """A network may not mark one tensor as two outputs."""
+    graph, names = simplified(lambda x: (x + 1, x + 1), X)
+    assert names == ["add", "add"]
+    assert all(torch.equal(one, X + 1) for one in graph(X))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.float32, 50), pytest.param(torch.float16, 54, marks=pytest.mark.full)]
+)
+def test_a_layer_of_a_llama_takes_few_layers_of_the_network(dtype: torch.dtype, most: int) -> None:
+    """It took 94 in a step and 131 in a prompt before."""
+    _, _, networks = engine_program("llama", dtype)
+    shallow = engine_networks(program_of(engine_model("llama", dtype, num_hidden_layers=1)), TensorRTOptions())
+    counts = [sum(one["decode"].layer_counts.values()) for one in (networks, shallow)]
+    assert counts[0] - counts[1] <= most
