@@ -7,7 +7,8 @@
 It needs one of the extras `tensorrt` and `tensorrt-rtx`, and torch with CUDA. It prints PASSED or FAILED for each of
 
 - load: the plans load on this GPU;
-- logits: prefill and decode equal the eager model's, token by token, past every sliding window;
+- logits: prefill and decode equal the eager model's, token by token, past every sliding window; where TensorRT
+  multiplies float32 in TF32, the limit is that of 10 bits, and the line says so;
 - aliases: the engine names the same pairs of inputs and outputs as the manifest, bound to one address;
 - in place: a decode step changes the expected slot of each cache, and no other byte;
 
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +41,7 @@ from exportable_cache.backends.live.runner import ModuleRunner
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import ExportableCacheError, MissingDependencyError
 from exportable_cache.models.loading.loading import load_model
+from exportable_cache.verification.references import remark_of
 from exportable_cache.verification.verify import verify_session
 
 Step = Callable[[int], object]
@@ -323,7 +326,7 @@ def main(
             if reference.dtype != torch.float32:
                 # A CPU takes minutes for a prompt in 16 bits, and a GPU in float32 may multiply in TF32.
                 reference.to("cuda")
-            report = verify_session(session, reference)
+            report = replace(verify_session(session, reference), remark=remark_of(session.runner))
             record["verification"] = report.to_dict()
             checks.add("logits", report.passed, str(report))
             check_aliases(session.runner, checks)

@@ -134,6 +134,19 @@ class HasDevice(Protocol):
     device: torch.device
 
 
+@runtime_checkable
+class RoundsProducts(Protocol):
+    """A runner that rounds the inputs of products to fewer bits than their dtype has."""
+
+    #: Dtype with as many bits, which the tolerance of a verification follows; None if products keep all bits.
+    products: torch.dtype | None
+
+
+def products_of(runner: Runner) -> torch.dtype | None:
+    """Return the dtype that a runner rounds the inputs of products to; None if they keep all bits."""
+    return runner.products if isinstance(runner, RoundsProducts) else None
+
+
 def state_of(runner: Runner) -> Mapping[str, torch.Tensor] | None:
     """Return the cache tensors of a runner that has `HasState`, None otherwise."""
     return runner.state if isinstance(runner, HasState) else None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..backends.base import products_of
 from ..cache.attention.implementation import attention_of
 from ..cache.layers import rounding_storage
 from ..common.progress import silent
@@ -186,12 +187,13 @@ def compare(
             fed.append(FedPrompt(length, tokens, sinks, encoder_inputs, torch.stack(kept), at_once))
     session.reset()
     prompts = tuple(reversed(seen.prompts))
-    encoders = verify_encoders(session, model, generator, spec.tolerance, spec.rounded)
+    rounded = spec.rounded or products_of(session.runner)
+    encoders = verify_encoders(session, model, generator, spec.tolerance, rounded)
     max_difference = largest([prompt.max_difference for prompt in prompts])
     rms_difference = largest([prompt.rms_difference for prompt in prompts if prompt.rms_difference is not None])
     tolerance = spec.tolerance
     if tolerance is None:
-        tolerance = default_tolerance(spec.rounded or model.dtype, seen.largest_logit, seen.spread)
+        tolerance = default_tolerance(rounded or model.dtype, seen.largest_logit, seen.spread)
         if storage is not None:
             tolerance = max(tolerance, rounding_effect(model, min(plan[-1][0], _ROUNDED_TOKENS), storage) / 4)
     return VerifyReport(

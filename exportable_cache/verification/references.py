@@ -13,7 +13,8 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
 from ..backends import backend_for
-from ..backends.base import RunsElsewhere, empty_layers
+from ..backends.base import RunsElsewhere, empty_layers, products_of
+from ..backends.tensorrt.options import TF32_REMARK
 from ..cache.attention.implementation import attention_of
 from ..common.compat.transformers import cache_argument
 from ..common.progress import silent
@@ -363,7 +364,13 @@ def session_to_verify(
     # A large model's program is opened after the reference has run, so that their memory is not needed at once. Runners
     # of other targets are used before the first step.
     later = OpenedLater(bundle) if manifest.target == "executorch" and is_large(model) else None
-    return Session.from_bundle(bundle, later), ""
+    session = Session.from_bundle(bundle, later)
+    return session, remark_of(session.runner)
+
+
+def remark_of(runner: Runner) -> str:
+    """Return a remark on how exactly an executed program computes, or an empty string."""
+    return "" if products_of(runner) is None else TF32_REMARK
 
 
 class OpenedLater:

@@ -15,7 +15,7 @@ from ...cache.policies.ring import is_one
 
 TENSORRT_ATTENTION = "exportable_cache_tensorrt"
 
-# Limit for one float16 query, see `_trips_the_builder`.
+# Limit for one float16 query, see `trips_the_builder`.
 _MAX_KEYS_OF_ONE_QUERY = 512
 
 _SINKS = ("s_aux", "sinks")
@@ -72,7 +72,7 @@ def tensorrt_attention(
         # Clamped, because the lowest float16 plus a negative score is -inf, from which kernels compute NaN.
         mask = mask.clamp(min=torch.finfo(mask.dtype).min)
         query, key = query[..., : value.shape[-1]], key[..., : value.shape[-1]]
-    doubled = _trips_the_builder(query, key)
+    doubled = is_one(query.shape[2]) and trips_the_builder(query.dtype, key.shape[2])
     if doubled:
         query, mask = torch.cat([query, query], dim=2), torch.cat([mask, mask], dim=2)
     output = F.scaled_dot_product_attention(
@@ -110,14 +110,14 @@ def _scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return (folded @ key.transpose(2, 3)).reshape(batch, heads, length, key.shape[2])
 
 
-def _trips_the_builder(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Return True if TensorRT-RTX 1.5.0.114 would choose a kernel that fails with a mask.
+def trips_the_builder(dtype: torch.dtype, keys: int) -> bool:
+    """Return True if TensorRT-RTX 1.5.0.114 would choose a kernel for one query that fails with a mask.
 
     It chooses that kernel for one float16 query over many keys: "MyelinCheckException: wrap_attention_op_in_kgen:
     Expected 3 live inputs, got 4", from 1024 keys on and not at 512. Two equal queries select the general kernel; keys
-    and values, which dominate the time, are still read once.
+    and values, which dominate the time, are still read once. A range of one to two queries selects it, too.
     """
-    return is_one(query.shape[2]) and query.dtype == torch.float16 and key.shape[2] > _MAX_KEYS_OF_ONE_QUERY
+    return dtype == torch.float16 and keys > _MAX_KEYS_OF_ONE_QUERY
 
 
 AttentionInterface.register(TENSORRT_ATTENTION, tensorrt_attention)

@@ -44,6 +44,12 @@ class InputSpec:
         """True if the shape depends on the number of new tokens."""
         return self.min_shape != self.max_shape
 
+    def for_lengths(self, lengths: tuple[int, int, int]) -> InputSpec:
+        """Return the shapes for other fewest, expected and most new tokens, in the same network."""
+        dims = list(zip(self.min_shape, self.max_shape, strict=True))
+        shapes = (tuple(least if least == most else length for least, most in dims) for length in lengths)
+        return InputSpec(self.name, self.dtype, *shapes)
+
 
 @dataclass(frozen=True)
 class EngineIO:
@@ -162,6 +168,10 @@ class EngineRecord(_Entry):
         method: Method that the engine runs.
         inputs: Inputs, bound by name.
         outputs: Outputs, bound by name.
+        products: "tf32" if the GPU multiplies float32 with the 10 bits of TF32, as TensorRT-RTX 1.5 does with its flag
+            cleared, too; None if products keep the bits of their dtype, and in older bundles.
+        profile: Index of the optimization profile whose shapes `inputs` has, if methods share an engine; None in an
+            engine of one method.
         aliases: Names of inputs by the output that shares their memory: both are bound to one address.
         capabilities: Compute capabilities it was built for, such as 80; empty for TensorRT's portable default.
         layers: Number of network layers by kind.
@@ -177,6 +187,8 @@ class EngineRecord(_Entry):
     layers: dict[str, int]
     network: str
     builder: str
+    profile: int | None = None
+    products: str | None = None
 
     @property
     def built_for(self) -> str:

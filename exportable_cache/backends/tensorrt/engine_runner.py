@@ -58,6 +58,8 @@ class EngineRunner:
         self.methods = methods
         self.device = device
         self.records = dict(records)
+        #: See `RoundsProducts`: float16 has as many bits as TF32.
+        self.products = torch.float16 if any(record.products == "tf32" for record in records.values()) else None
         self._contexts = contexts
         first = next(iter(self.records.values()))
         self.state = {
@@ -125,6 +127,10 @@ class EngineStep:
             if name.startswith(STATE_OUT) and name not in record.aliases
         ]
         self._dynamic = [tensor.name for tensor in inputs if tensor.min_shape != tensor.max_shape]
+        if record.profile is not None:
+            # The network's shapes are open, also those of a method whose inputs have one shape.
+            for given in inputs:
+                context.set_input_shape(given.name, tuple(given.max_shape))
         for name, tensor in {**state, **self.inputs, **self.outputs}.items():
             if not context.set_tensor_address(name, tensor.data_ptr()):
                 raise BundleError(f"the engine of {record.method!r} has no tensor {name!r}; export the model again")
@@ -181,10 +187,18 @@ def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
 
     runtime = trt.Runtime(TRT_LOGGER)
     contexts = {}
-    for method, (file, _) in records.items():
+    # Weights are on the device once for each engine, whose contexts share them.
+    engines: dict[str, Any] = {}
+    stream = torch.cuda.current_stream()
+    for method, (file, record) in records.items():
         with collected_errors() as errors:
-            engine = runtime.deserialize_cuda_engine((folder / file).read_bytes())
-            context = engine and engine.create_execution_context()
+            if file not in engines:
+                engines[file] = runtime.deserialize_cuda_engine((folder / file).read_bytes())
+            context = engines[file] and engines[file].create_execution_context()
+            if context and record.profile is not None:
+                if not context.set_optimization_profile_async(record.profile, stream.cuda_stream):
+                    context = None
+                stream.synchronize()
         if context is None:
             major, minor = torch.cuda.get_device_capability()
             raise BundleError(

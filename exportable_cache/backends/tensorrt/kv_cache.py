@@ -166,18 +166,19 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
             f"kv_dtype must be float32, float16 or bfloat16 for target tensorrt, got {storage.kind}, because its "
             "KVCacheUpdate and attention layers take no others; omit kv_dtype (--kv-dtype), or export for pt2"
         )
-    if not any(_keeps_tokens_alone(layer) for layer in cache.layers):
+    if not any(keeps_tokens_alone(layer) for layer in cache.layers):
         return cache
     sinks = layers_with_sinks(model)
     return ExportableCache(
         [
-            EngineLayout(null_slots=int(index in sinks)).engine_layer(layer) if _keeps_tokens_alone(layer) else layer
+            EngineLayout(null_slots=int(index in sinks)).engine_layer(layer) if keeps_tokens_alone(layer) else layer
             for index, layer in enumerate(cache.layers)
         ]
     )
 
 
-def _keeps_tokens_alone(layer: CacheLayer) -> bool:
+def keeps_tokens_alone(layer: CacheLayer) -> bool:
+    """Return True if a layer keeps keys and values, and no other state."""
     return type(layer) is CacheLayer and layer.policy.keeps_keys
 
 

@@ -64,21 +64,32 @@ class Network:
         return self.interpreter.ctx.weight_refit_map
 
     @property
+    def multiplies_float32(self) -> bool:
+        """True if a product or an attention layer has float32 inputs."""
+        layers = (self.definition.get_layer(index) for index in range(self.definition.num_layers))
+        products = (layer for layer in layers if layer_kind(layer) in ("MATRIX_MULTIPLY", "ATTENTION_INPUT"))
+        return any(layer.get_input(0).dtype == trt.DataType.FLOAT for layer in products)
+
+    @property
     def layer_counts(self) -> dict[str, int]:
         """Number of layers by kind, such as `KV_CACHE_UPDATE`."""
         layers = (self.definition.get_layer(index) for index in range(self.definition.num_layers))
         return dict(sorted(Counter(layer_kind(layer) for layer in layers).items()))
 
-    def build_plan(self, capabilities: Sequence[int] = ()) -> bytes:
+    def build_plan(
+        self, capabilities: Sequence[int] = (), profiles: Sequence[Sequence[InputSpec]] | None = None
+    ) -> bytes:
         """Return the serialized plan, including weights.
 
         Args:
             capabilities: Compute capabilities to build for, such as 80 or 120; TensorRT's portable default if empty.
+            profiles: Inputs of each method that shares the plan, which get an optimization profile each; those of the
+                network by default.
 
         Raises:
             UnsupportedModelError: If TensorRT cannot build the network.
         """
-        return self.interpreter.build_plan(capabilities)
+        return self.interpreter.build_plan(capabilities, (self.inputs,) if profiles is None else profiles)
 
 
 class NetworkInterpreter(TRTInterpreter):
@@ -118,8 +129,11 @@ class NetworkInterpreter(TRTInterpreter):
         # torch_tensorrt passes the address of `weight.contiguous()` but keeps only `weight`, so a copy would be freed.
         return super().get_attr(target, args, kwargs).contiguous()
 
-    def build_plan(self, capabilities: Sequence[int]) -> bytes:
+    def build_plan(self, capabilities: Sequence[int], profiles: Sequence[Sequence[InputSpec]]) -> bytes:
         """See `Network.build_plan`."""
+        self.optimization_profiles = [
+            self._profile(inputs) for inputs in profiles if _has_dynamic(inputs, self.ctx.net)
+        ]
         config = builder_config(self)
         if capabilities:
             config.num_compute_capabilities = len(capabilities)
@@ -132,6 +146,17 @@ class NetworkInterpreter(TRTInterpreter):
                 f"TensorRT cannot build the network: {'; '.join(errors) or 'no reason given'}; {_REMEDY}"
             )
         return bytes(plan)
+
+    def _profile(self, inputs: Sequence[InputSpec]) -> trt.IOptimizationProfile:
+        """Return the optimization profile of one method's inputs."""
+        profile = self.builder.create_optimization_profile()
+        for spec in inputs:
+            profile.set_shape(spec.name, spec.min_shape, spec.opt_shape, spec.max_shape)
+        return profile
+
+
+def _has_dynamic(inputs: Sequence[InputSpec], network: trt.INetworkDefinition) -> bool:
+    return any(-1 in tuple(network.get_input(index).shape) for index in range(len(inputs)))
 
 
 _REMEDY = "export for another target, or report it with the model type"
@@ -182,6 +207,7 @@ def _settings() -> CompilationSettings:
         # Refittable plans cannot be built without a GPU.
         immutable_weights=True,
         # The default rounds float32 products to 10 bits on a GPU, which no check on a CPU would detect.
+        # TensorRT-RTX 1.5 does so in spite of this flag.
         disable_tf32=True,
     )
 

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 #: Compute capabilities that TensorRT-RTX 1.5 builds for, on any machine. It has no name for 90.
 CAPABILITIES = (75, 80, 86, 89, 120, 121)
 
+#: What a verification says of float32 products on a GPU.
+TF32_REMARK = "TensorRT-RTX multiplies float32 in TF32, with 10 bits"
+
+#: Whether methods share an engine.
+ENGINES = ("shared", "separate")
+
 #: Capabilities from which TensorRT builds 4-bit weights, and bfloat16.
 LEAST_INT4 = LEAST_BFLOAT16 = 80
 
@@ -71,12 +77,19 @@ class TensorRTOptions(TargetOptions):
 
     Attributes:
         opt_length: New tokens per prefill that TensorRT optimizes for; the longest chunk by default.
+        engines: "shared" for one engine with a range of lengths for each method, if the model has no recurrent layers;
+            "separate" for an engine per method, which stores the weights twice and writes rings in place.
         sm: Compute capabilities to build for, as "80,86,89,120"; by default a portable plan.
     """
 
     target: ClassVar[str] = "tensorrt"
 
     opt_length: int | None = None
+    engines: str = setting(
+        "shared",
+        "With TensorRT: separate builds a plan for each method, each with its own copy of the weights.",
+        choices=ENGINES,
+    )
     sm: str | int | Sequence[int | str] | None = setting(
         None,
         "With TensorRT: compute capabilities to build for, such as 80,86,89,120.",

@@ -14,20 +14,27 @@ import torch
 from ...errors import InputError, UnsupportedModelError, VerificationError
 from ...program.spec import Form
 from ..base import LoweredFile, StandIn
-from .attention import TENSORRT_ATTENTION
-from .engine_io import EngineRecord, Input, Output, details_of, records_of
-from .kv_cache import engine_layers
-from .options import LEAST_BFLOAT16, TensorRTOptions
+from .attention import TENSORRT_ATTENTION, trips_the_builder
+from .engine_io import STATE_IN, EngineRecord, Input, Output, details_of, records_of
+from .kv_cache import engine_layers, keeps_tokens_alone
+from .options import LEAST_BFLOAT16, TF32_REMARK, TensorRTOptions
 
 if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
     from ...program.program import Program
     from ...program.spec import ProgramSpec
     from ..base import ProgramDescription, Runner
+    from .engine_io import EngineIO, InputSpec
     from .network import Network
 
 
+#: File name of a plan that several methods share.
+SHARED_PLAN = "engine.plan"
+
+
 class TensorRTBackend:
-    """One TensorRT plan per method, including weights, built without a GPU."""
+    """One TensorRT plan for all methods, or one for each, including weights, built without a GPU."""
 
     name = "tensorrt"
     max_batch_size = None
@@ -49,13 +56,19 @@ class TensorRTBackend:
         """Write one plan per method."""
         capabilities = options.capabilities
         check_dtype(program.model.dtype, capabilities)
+        networks = program_networks(program, options)
         files = []
-        for method, network in program_networks(program, options).items():
-            plan = network.build_plan(capabilities)
-            name = f"{method}.plan"
+        for methods in methods_by_engine(networks):
+            network, shares = networks[methods[0]], len(methods) > 1
+            name = SHARED_PLAN if shares else f"{methods[0]}.plan"
+            profiles = [_buildable(networks[method].inputs) if shares else network.inputs for method in methods]
+            plan = network.build_plan(capabilities, profiles)
             (folder / name).write_bytes(plan)
-            details = details_of(record_of(method, network, capabilities))
-            files.append(LoweredFile(name, f"engine of {method}, weights", details))
+            records = [
+                record_of(method, networks[method], capabilities, index if shares else None)
+                for index, method in enumerate(methods)
+            ]
+            files.append(LoweredFile(name, f"engine of {' and '.join(methods)}, weights", details_of(*records)))
         return files
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
@@ -102,11 +115,13 @@ def engine_program_spec(asked: ProgramSpec) -> ProgramSpec:
 
 
 def engine_networks(program: Program, options: TensorRTOptions, in_place: bool = True) -> dict[str, Network]:
-    """Trace and convert every method.
+    """Trace and convert every method, or one for all of them if they can share an engine.
+
+    Methods that share an engine have the same `Network`, with the inputs of their range of lengths.
 
     Args:
         program: Program to convert.
-        options: Options of the target, of which `opt_length` is used.
+        options: Options of the target, of which `opt_length` and `engines` are used.
         in_place: Update caches in place; otherwise they are copied to outputs.
 
     Raises:
@@ -116,8 +131,7 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
     from .engine_io import engine_io_of
     from .network import build_network
 
-    opt_length = options.opt_length
-    networks = {}
+    opt_length, usual = options.opt_length, {}
     for name, method in program.methods.items():
         if not method.is_step or method.kv_read_len is not None:
             raise UnsupportedModelError(
@@ -130,8 +144,68 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
                 f"opt_length must be {method.min_length} to {method.max_length} for method {name!r}, got {expected}; "
                 "change it, or pass a longer prefill_chunk"
             )
-        networks[name] = build_network(program.export(name), engine_io_of(program, name, expected), in_place=in_place)
+        usual[name] = expected
+    exported = {}
+    if in_place and options.engines == "shared" and _can_share(program):
+        exported[_PREFILL] = program.export(_PREFILL)
+        # Raised by `export` if the model's code needs longer prompts, so that one token cannot go through it.
+        if program.methods[_PREFILL].min_length == _FEWEST:
+            return _shared_network(program, exported[_PREFILL], engine_io_of(program, _PREFILL, usual[_PREFILL]))
+    networks = {}
+    for name, expected in usual.items():
+        traced = exported.pop(name, None) or program.export(name)
+        networks[name] = build_network(traced, engine_io_of(program, name, expected), in_place=in_place)
     return networks
+
+
+_DECODE, _PREFILL = "decode", "prefill"
+#: Fewest new tokens of a prefill whose graph also computes a single token.
+_FEWEST = 2
+
+
+def _can_share(program: Program) -> bool:
+    """Return True if the graph of a prompt also computes single tokens as fast: layers keep keys and values alone.
+
+    Convolutions and recurrent states have a scan over the prompt, which for one token takes longer than a step.
+    """
+    names = {name: method.input_names for name, method in program.methods.items()}
+    alike = names.keys() == {_PREFILL, _DECODE} and names[_PREFILL] == names[_DECODE]
+    return alike and all(keeps_tokens_alone(layer) for layer in program.cache.layers)
+
+
+def _shared_network(program: Program, exported: ExportedProgram, signature: EngineIO) -> dict[str, Network]:
+    """Return one network under the names of both methods, with the inputs of each."""
+    from .network import build_network
+
+    _, usual, most = signature.lengths
+    whole = build_network(exported, replace(signature, lengths=(1, usual, most)))
+    lengths = {_DECODE: (1, 1, 1), _PREFILL: signature.lengths}
+    return {
+        method: replace(whole, inputs=tuple(spec.for_lengths(lengths[method]) for spec in whole.inputs))
+        for method in program.methods
+    }
+
+
+def _buildable(inputs: Sequence[InputSpec]) -> Sequence[InputSpec]:
+    """Return the inputs of an optimization profile, widened from one token to two if TensorRT would fail for one.
+
+    See `attention.trips_the_builder`. Steps still have one token.
+    """
+    is_step = all(spec.min_shape == spec.max_shape for spec in inputs)
+    many = any(trips_the_builder(spec.dtype, spec.max_shape[2]) for spec in inputs if spec.name.startswith(STATE_IN))
+    if not is_step or not many:
+        return inputs
+    ids = next(spec for spec in inputs if spec.name == "input_ids")
+    rows, _, *others = ids.max_shape
+    return [replace(spec, max_shape=(rows, 2, *others)) if spec is ids else spec for spec in inputs]
+
+
+def methods_by_engine(networks: Mapping[str, Network]) -> list[list[str]]:
+    """Return the methods of each engine."""
+    found: dict[int, list[str]] = {}
+    for method, network in networks.items():
+        found.setdefault(id(network.definition), []).append(method)
+    return list(found.values())
 
 
 def program_networks(program: Program, options: TensorRTOptions, in_place: bool = True) -> dict[str, Network]:
@@ -165,14 +239,15 @@ def network_stand_in(description: ProgramDescription, networks: Mapping[str, Net
                 f"the network of {method!r} made from this model differs from the plan's: the weights, or the versions "
                 "of torch, transformers or torch_tensorrt, differ; verify with the exported model, or on a GPU"
             )
-    built_for = next(iter(records.values())).built_for
-    return StandIn(
-        NetworkRunner(description.methods, networks), f"built for {built_for}; network verified on CPU; not executed"
-    )
+    first = next(iter(records.values()))
+    remark = f"built for {first.built_for}; network verified on CPU; not executed"
+    if first.products == "tf32":
+        remark += f"; {TF32_REMARK}"
+    return StandIn(NetworkRunner(description.methods, networks), remark)
 
 
-def record_of(method: str, network: Network, capabilities: tuple[int, ...]) -> EngineRecord:
-    """Return the manifest's record of an engine."""
+def record_of(method: str, network: Network, capabilities: tuple[int, ...], profile: int | None = None) -> EngineRecord:
+    """Return the manifest's record of a method's engine."""
     from .plain_layers import TORCH_DTYPES
 
     definition = network.definition
@@ -202,6 +277,8 @@ def record_of(method: str, network: Network, capabilities: tuple[int, ...]) -> E
         layers=network.layer_counts,
         network=network.digest,
         builder=builder_version(),
+        profile=profile,
+        products="tf32" if has_rtx() and network.multiplies_float32 else None,
     )
 
 

@@ -89,7 +89,7 @@ def _head_dims(row: LayerRow) -> str:
 
 def engine_table(files: Mapping[str, File]) -> Table:
     """Return a table with one line per engine: builder, optimization profile, and counts of its network."""
-    columns = ("layers", "cache updates", "attention layers", "in place")
+    columns = ("layers", "cache updates", "attention layers", "products", "in place")
     table = simple_table("engine", "built with", "for", "new tokens, least/usual/most", *columns, right=columns)
     for record in engines(files):
         layers = record["layers"]
@@ -102,6 +102,7 @@ def engine_table(files: Mapping[str, File]) -> Table:
             str(sum(layers.values())),
             str(layers.get("KV_CACHE_UPDATE", 0)),
             str(layers.get("ATTENTION_INPUT", 0)),
+            "TF32" if record.get("products") == "tf32" else "stored dtype",
             f"{len(record['aliases'])} of {len(state)} tensors",
         )
     return table

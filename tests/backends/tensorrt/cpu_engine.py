@@ -15,7 +15,7 @@ from exportable_cache.backends.tensorrt.engine_io import EngineRecord
 from exportable_cache.backends.tensorrt.engine_runner import EngineRunner
 from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
 from exportable_cache.backends.tensorrt.network import Network
-from exportable_cache.backends.tensorrt.target import record_of
+from exportable_cache.backends.tensorrt.target import methods_by_engine, record_of
 from exportable_cache.program.program import Program
 
 
@@ -68,9 +68,18 @@ def cpu_engine_runner(
     """The runner of a bundle on a GPU, over engines on the CPU; with records of the networks' own unless others are
     given.
     """
-    records = records or {name: record_of(name, network, ()) for name, network in networks.items()}
+    records = records or records_by_method(networks)
     contexts = {name: CpuContext(network) for name, network in networks.items()}
     return EngineRunner(program.methods, records, contexts, torch.device("cpu"))
+
+
+def records_by_method(networks: dict[str, Network]) -> dict[str, EngineRecord]:
+    """The manifest's record of each method, as an export makes them."""
+    return {
+        method: record_of(method, networks[method], (), index if len(methods) > 1 else None)
+        for methods in methods_by_engine(networks)
+        for index, method in enumerate(methods)
+    }
 
 
 def _tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -23,12 +23,16 @@ PREFILL = 16
 
 @cache
 def engine_program(
-    family: str, dtype: torch.dtype = torch.float32, batch_size: int = 1, in_place: bool = True
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    batch_size: int = 1,
+    in_place: bool = True,
+    engines: str = "shared",
 ) -> tuple[PreTrainedModel, Program, dict[str, Network]]:
     """A tiny model, its program, and the network of each method."""
     model = engine_model(family, dtype)
     program = program_of(model, batch_size)
-    return model, program, engine_networks(program, TensorRTOptions(), in_place=in_place)
+    return model, program, engine_networks(program, TensorRTOptions(engines=engines), in_place=in_place)
 
 
 def program_of(model: PreTrainedModel, batch_size: int = 1, cache: ExportableCache | None = None) -> Program:

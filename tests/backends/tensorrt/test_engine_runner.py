@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from exportable_cache import Session
+from exportable_cache.backends.base import products_of
 from exportable_cache.errors import BundleError, CacheFullError
 from exportable_cache.verification.verify import verify_session
 
@@ -14,14 +15,13 @@ pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no te
 from exportable_cache.backends.tensorrt.engine_io import EngineRecord
 from exportable_cache.backends.tensorrt.engine_runner import EngineRunner, runs_here
 from exportable_cache.backends.tensorrt.network import Network
-from exportable_cache.backends.tensorrt.target import record_of
 
-from .cpu_engine import CpuContext, cpu_engine_runner
-from .programs import CAPACITY, engine_program
+from .cpu_engine import CpuContext, cpu_engine_runner, records_by_method
+from .programs import CAPACITY, engine_program, network_session
 
 
 def runner_over(program, networks: dict[str, Network], shuffled: bool = False) -> EngineRunner:
-    records = {name: record_of(name, network, ()) for name, network in networks.items()}
+    records = records_by_method(networks)
     if shuffled:
         # As torch_tensorrt may: only the method's own inputs keep their order, which is that of the call.
         records = {
@@ -54,12 +54,18 @@ def test_engines_share_one_cache_by_address(family: str, in_place: bool, shuffle
     assert report.passed, str(report)
 
 
-def test_aliased_outputs_are_bound_to_their_inputs_and_the_others_are_copied() -> None:
-    _, program, networks = engine_program("gemma3_text")
+@pytest.mark.parametrize(
+    ("engines", "decoded_in_place"),
+    [("shared", [1]), pytest.param("separate", [0, 1], marks=pytest.mark.full)],
+)
+def test_aliased_outputs_are_bound_to_their_inputs_and_the_others_are_copied(
+    engines: str, decoded_in_place: list[int]
+) -> None:
+    _, program, networks = engine_program("gemma3_text", engines=engines)
     runner = runner_over(program, networks)
     state = {name: tensor.data_ptr() for name, tensor in runner.state.items()}
     assert len(set(state.values())) == 4
-    for method, in_place in (("decode", [0, 1]), ("prefill", [1])):
+    for method, in_place in (("decode", decoded_in_place), ("prefill", [1])):
         addresses = runner._contexts[method]._addresses
         assert {name: addresses[name] for name in state} == state
         for layer in (0, 1):
@@ -82,7 +88,7 @@ def test_the_session_refuses_a_write_past_the_cache_before_it_runs() -> None:
 
 def test_an_engine_without_a_recorded_tensor_is_refused() -> None:
     _, program, networks = engine_program("gemma3_text")
-    records = {name: record_of(name, network, ()) for name, network in networks.items()}
+    records = records_by_method(networks)
     record = records["decode"]
     records["decode"] = record.model_copy(
         update={"outputs": [*record.outputs, record.outputs[0].model_copy(update={"name": "more"})]}
@@ -113,3 +119,14 @@ def test_which_gpus_run_a_plan(monkeypatch, capability, built_for: list[int], ex
         method="decode", inputs=[], outputs=[], aliases={}, capabilities=built_for, layers={}, network="", builder=""
     )
     assert runs_here([record]) is expected
+
+
+def test_float32_products_are_judged_by_the_bits_of_tf32() -> None:
+    """TensorRT-RTX multiplies float32 with 10 bits on a GPU, and the evaluator with all of them."""
+    model, program, networks = engine_program("gemma3_text")
+    runner = runner_over(program, networks)
+    assert all(record.products == "tf32" for record in runner.records.values())
+    assert runner.products == products_of(runner) == torch.float16
+    report = verify_session(session_over(model, program, runner), model, prompts=[3])
+    exact = verify_session(network_session(model, program, networks), model, prompts=[3])
+    assert report.tolerance >= 5e-3 and exact.tolerance < 1e-3

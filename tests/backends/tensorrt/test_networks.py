@@ -37,13 +37,16 @@ def test_networks_equal_the_model(family: str) -> None:
     assert report.windows == ((WINDOW,) if FAMILIES[family] < LAYERS else ())
 
 
+@pytest.mark.parametrize("engines", among(["shared", "separate"], fast=["shared"]))
 @pytest.mark.parametrize("family", among(FAMILIES, fast=FAST))
-def test_the_layer_census(family: str) -> None:
-    _, program, networks = engine_program(family)
+def test_the_layer_census(family: str, engines: str) -> None:
+    _, program, networks = engine_program(family, engines=engines)
     assert sorted(networks) == ["decode", "prefill"]
+    shares = networks["decode"].definition is networks["prefill"].definition
+    assert shares is (engines == "shared")
     for method, network in networks.items():
         # A ring's one-token write is an update in place; what a prompt leaves in it is gathered.
-        updated = LAYERS if method == "decode" else FAMILIES[family]
+        updated = LAYERS if method == "decode" and not shares else FAMILIES[family]
         assert network.layer_counts.get("KV_CACHE_UPDATE", 0) == 2 * updated
         assert len(network.aliases) == 2 * updated
         assert network.layer_counts["ATTENTION_INPUT"] == LAYERS
@@ -94,6 +97,25 @@ def test_rows_of_a_batch(family: str) -> None:
     model, program, networks = engine_program(family, batch_size=2)
     report = verify_session(network_session(model, program, networks), model, tolerance=1e-4, prompts=[3, 20])
     assert report.passed, str(report)
+
+
+def test_methods_that_share_a_network_have_their_own_lengths() -> None:
+    """TensorRT gets an optimization profile for each."""
+    _, _, networks = engine_program("gemma3_text")
+    shapes = {
+        name: (inputs[0].min_shape, inputs[0].opt_shape, inputs[0].max_shape)
+        for name, inputs in ((name, network.inputs) for name, network in networks.items())
+    }
+    assert shapes == {"decode": ((1, 1),) * 3, "prefill": ((1, 2), (1, 16), (1, 16))}
+    # The cache has one shape in both.
+    assert networks["decode"].inputs[2:] == networks["prefill"].inputs[2:]
+
+
+@pytest.mark.full
+def test_recurrent_layers_have_an_engine_for_each_method() -> None:
+    """A scan over one token takes longer than a step."""
+    networks = engine_networks(program_of(kind_model("lfm2")), TensorRTOptions())
+    assert networks["decode"].definition is not networks["prefill"].definition
 
 
 def test_scatters_instead_of_updates_in_place() -> None:

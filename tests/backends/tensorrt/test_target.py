@@ -10,7 +10,8 @@ import torch
 
 from exportable_cache import export, load
 from exportable_cache.backends import backend_for
-from exportable_cache.backends.tensorrt.options import CAPABILITIES, parse_capabilities
+from exportable_cache.backends.tensorrt.engine_io import records_of
+from exportable_cache.backends.tensorrt.options import CAPABILITIES, TF32_REMARK, parse_capabilities
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cli.app import app
 from exportable_cache.errors import BundleError, InputError, VerificationError
@@ -22,7 +23,7 @@ from .models import engine_model
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
-REMARK = "built for SM 80, 89; network verified on CPU; not executed"
+REMARK = f"built for SM 80, 89; network verified on CPU; not executed; {TF32_REMARK}"
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,8 @@ def test_export_verifies_and_says_what_was_not_run(bundle: Bundle) -> None:
 
 def test_the_manifest_records_what_a_plan_does_not_show(bundle: Bundle) -> None:
     files = bundle.manifest.files
-    assert {"decode.plan", "prefill.plan"} <= set(files)
-    (record,) = files["prefill.plan"].details["engines"]
+    assert [name for name in files if name.endswith(".plan")] == ["engine.plan"]
+    decode, record = files["engine.plan"].details["engines"]
     ids, pos, *state = record["inputs"]
     assert ids == {
         "name": "input_ids",
@@ -65,8 +66,9 @@ def test_the_manifest_records_what_a_plan_does_not_show(bundle: Bundle) -> None:
     assert record["capabilities"] == [80, 89]
     assert record["layers"]["KV_CACHE_UPDATE"] == 2 and record["layers"]["ATTENTION_INPUT"] == 2
     assert record["builder"].startswith("tensorrt")
-    (decode,) = files["decode.plan"].details["engines"]
-    assert decode["layers"]["KV_CACHE_UPDATE"] == 4 and decode["network"] != record["network"]
+    assert (decode["method"], decode["profile"], record["method"], record["profile"]) == ("decode", 0, "prefill", 1)
+    assert all(decode["inputs"][0][shape] == [1, 1] for shape in ("min_shape", "opt_shape", "max_shape"))
+    assert decode["network"] == record["network"] and decode["products"] == "tf32"
     assert [(layer.policy["kind"], layer.kernel["kind"]) for layer in bundle.manifest.layers] == [
         ("ring", "tensorrt"), ("full", "tensorrt")
     ]  # fmt: skip
@@ -83,8 +85,7 @@ def test_inspect_shows_the_engines(bundle: Bundle) -> None:
         for name in ("decode", "prefill")
     )
     assert "80," in decode and "2/8/16" in prefill
-    assert decode[-8:][1:3] == ["4", "2"] or "4 of 4 tensors" in " ".join(decode)
-    assert "2 of 4 tensors" in " ".join(prefill)
+    assert all("2 of 4 tensors" in " ".join(line) and "TF32" in line for line in (decode, prefill))
 
 
 @no_gpu
@@ -113,11 +114,25 @@ def test_running_without_a_gpu_is_refused_in_a_sentence(bundle: Bundle) -> None:
 
 def test_a_record_that_describes_no_engine_is_refused(bundle: Bundle) -> None:
     description = bundle.manifest.description()
-    broken = json.loads(json.dumps(description.details["decode.plan"]))
+    broken = json.loads(json.dumps(description.details["engine.plan"]))
     del broken["engines"][0]["aliases"]
-    description.details["decode.plan"] = broken
-    with pytest.raises(BundleError, match="entry of the engine in decode.plan is invalid: aliases"):
+    description.details["engine.plan"] = broken
+    with pytest.raises(BundleError, match="entry of the engine in engine.plan is invalid: aliases"):
         backend_for("tensorrt").open(bundle.path, description)
+
+
+def test_records_of_earlier_bundles_are_read(bundle: Bundle) -> None:
+    """They have a plan for each method, and neither a profile nor a precision of products."""
+    details = {}
+    for entry in bundle.manifest.files["engine.plan"].details["engines"]:
+        old = {name: value for name, value in entry.items() if name not in ("profile", "products")}
+        details[f"{entry['method']}.plan"] = {"engines": [old]}
+    records = records_of(details)
+    assert {method: file for method, (file, _) in records.items()} == {
+        "decode": "decode.plan",
+        "prefill": "prefill.plan",
+    }
+    assert all(record.profile is None and record.products is None for _, record in records.values())
 
 
 def test_the_capabilities_are_those_of_the_installed_tensorrt() -> None:
@@ -150,7 +165,7 @@ def test_other_capabilities_are_refused(given) -> None:
     [
         ({"opt_length": 17}, "opt_length must be 2 to 16 for method 'prefill', got 17"),
         ({"opt_length": 1}, "opt_length must be an int of at least 2"),
-        ({"precision": "int8"}, "has no option 'precision'; it knows opt_length, sm"),
+        ({"precision": "int8"}, "has no option 'precision'; it knows opt_length, engines, sm"),
     ],
 )
 def test_wrong_options_are_refused(options: dict, message: str, tmp_path: Path) -> None:
