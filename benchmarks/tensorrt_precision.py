@@ -30,11 +30,12 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 def logits_of(family: str, dtype: torch.dtype, seeds: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return logits of the network, the eager model, and the eager model in float32, each [positions, vocab]."""
+    from exportable_cache.backends.tensorrt.options import TensorRTOptions
     from exportable_cache.backends.tensorrt.target import engine_networks
 
     model = engine_model(family, dtype, **EVERY_EXPERT.get(family, {}))
     program = program_of(model)
-    session = network_session(model, program, engine_networks(program, {}))
+    session = network_session(model, program, engine_networks(program, TensorRTOptions()))
     # Rounded to half precision, then widened.
     exact = engine_model(family, dtype, **EVERY_EXPERT.get(family, {})).float()
     rows: tuple[list[torch.Tensor], ...] = ([], [], [])
