@@ -152,13 +152,12 @@ def _gpus() -> str:
 
 def _compiler(device: str) -> str:
     """Return what compiles steps on a device, "" if nothing does."""
+    from ..common.devices import cpp_compiler
+
     if device == "cuda":
         triton = _release("triton")
         return "" if triton is None else f"Triton {triton}, replayed as CUDA graphs"
-    if device != "cpu":
-        return "torch.compile"
-    # The variable and the name that Inductor looks for.
-    return next((name for name in (os.environ.get("CXX"), "g++", "clang++") if name and shutil.which(name)), "")
+    return cpp_compiler() if device == "cpu" else "torch.compile"
 
 
 def _tensorrt() -> str | None:

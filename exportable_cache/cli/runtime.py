@@ -258,7 +258,9 @@ def _open_live(terminal: Terminal, name: str, options: ModelOptions, use: Use, t
         raise InputError(f"{name} must have a tokenizer, because text is read and written with it; add its files")
     terminal.note_all(loaded.remarks)
     holds = "" if session.max_length is None else f", a cache of {session.max_length} tokens"
-    compiled = "compiled" if options.compile else "not compiled"
+    compiled = "compiled" if session.target == "compiled" else "not compiled"
+    if options.compile and session.target != "compiled":
+        compiled += " (no C++ compiler was found; install g++)"
     terminal.note(f"{loaded.source} on {session.device}, {dtype_name(loaded.model.dtype)}, {compiled}{holds}")
     return Opened(session, lambda: _processor_of(loaded), loaded.model)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -49,6 +52,13 @@ def missing_reason(device: torch.device) -> str:
     if device.type == "mps" and not torch.backends.mps.is_available():
         return "torch finds no GPU of Apple"
     return ""
+
+
+def cpp_compiler() -> str:
+    """Return the C++ compiler that torch.compile uses for a CPU, "" if there is none."""
+    # The variable and the names that Inductor looks for.
+    name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    return name if shutil.which(name) else ""
 
 
 def free_and_total(device: torch.device) -> tuple[int, int] | None:

@@ -106,6 +106,7 @@ def open_model(
 
     # Checked before the weights are read, which takes long.
     device, use = chosen_device(options.device), use or Use()
+    compiles = options.compile and _can_compile(device, use.waits)
     loaded = load_model(name, options.dtype, progress=progress)
     model = loaded.model
     spec = CacheSpec(
@@ -121,14 +122,30 @@ def open_model(
     session = Session.from_model(
         model,
         cache,
-        compile=options.compile and ("wait" if use.waits else True),
+        compile=compiles and ("wait" if use.waits else True),
         score_length=use.lookup + 1 if use.lookup else 0,
         # An encoder-decoder encodes its file by another method.
         modalities=() if getattr(model.config, "is_encoder_decoder", False) else tuple(use.kinds),
-        graph_cache=_graph_folder() if options.compile and device.type == "cpu" else None,
+        graph_cache=_graph_folder() if compiles and device.type == "cpu" else None,
         tokenizer=loaded.tokenizer,
     )
     return session, loaded
+
+
+def _can_compile(device: torch.device, is_required: bool) -> bool:
+    """Return False if steps on a CPU cannot be compiled, because there is no compiler.
+
+    Raises:
+        InputError: If they must be compiled.
+    """
+    from ..common.compat.torch import default_backend
+    from ..common.devices import cpp_compiler
+
+    if device.type != "cpu" or default_backend() != "inductor" or cpp_compiler():
+        return True
+    if is_required:
+        raise InputError("compiled steps need a C++ compiler, and none was found; install g++, or pass --no-compile")
+    return False
 
 
 def _needed(model: PreTrainedModel, spec: CacheSpec) -> dict[str, int]:

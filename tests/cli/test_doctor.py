@@ -100,6 +100,6 @@ def test_it_says_what_lacks_for_a_gpu(packages: dict[str, str], monkeypatch: pyt
     )
     monkeypatch.setattr(doctor_file, "_has_nvidia_driver", lambda: False)
     assert list(doctor_file._gpu_remedies("cpu", "g++")) == []
-    monkeypatch.setattr(doctor_file.shutil, "which", lambda name: None)
+    monkeypatch.setattr("exportable_cache.common.devices.shutil.which", lambda name: None)
     assert doctor_file._compiler("cpu") == ""
     assert list(doctor_file._gpu_remedies("cpu", "")) == ["for compiled steps of models: install g++ (apt install g++)"]

@@ -66,6 +66,7 @@ def test_a_compiled_session_keeps_its_graphs(
     """Graphs are kept in the user's folder, or not at all if others can write there."""
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(Session, "from_model", lambda *arguments, **options: made.append(options))
+    monkeypatch.setattr("exportable_cache.common.devices.cpp_compiler", lambda: "g++")
     monkeypatch.setenv("EXPORTABLE_CACHE_HOME", str(tmp_path))
     options = ModelOptions(device="cpu", max_cache_len=24, compile=compile)
     open_model(str(tiny_folder), options, Use(waits=waits))
@@ -75,6 +76,17 @@ def test_a_compiled_session_keeps_its_graphs(
     open_model(str(tiny_folder), options, Use(waits=waits))
     assert made[1]["graph_cache"] is None
     tmp_path.chmod(0o700)
+
+
+def test_a_machine_without_a_compiler_runs_uncompiled(
+    run: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("exportable_cache.common.compat.torch.default_backend", lambda: "inductor")
+    monkeypatch.setattr("exportable_cache.common.devices.cpp_compiler", lambda: "")
+    done = run("generate", "demo", "-p", PROMPT, "--device", "cpu", "-n", 48)
+    assert done.exit_code == 0 and done.stdout == " 4821.\n", done.stderr
+    assert "not compiled (no C++ compiler was found; install g++), a cache of 48 tokens" in done.stderr
+    refused(run("bench", "demo", "--device", "cpu"), "compiled steps need a C++ compiler", "--no-compile")
 
 
 def test_verify_compares_a_model_with_itself(run: Any, tiny_folder: Path, tmp_path: Path) -> None:
