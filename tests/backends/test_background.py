@@ -6,10 +6,12 @@ What that process compiles takes long, so most tests have another program in its
 from __future__ import annotations
 
 import contextvars
+import io
 import sys
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +19,11 @@ from torch._inductor import config as inductor
 
 from exportable_cache.backends.live import background as background_worker
 from exportable_cache.backends.live.background_process import _runner
+from exportable_cache.backends.live.compile import check_background
 from exportable_cache.backends.live.graph_cache import GRAPH
 from exportable_cache.backends.live.graphs import OutdatedGraph
-from exportable_cache.backends.live.model_snapshot import from_snapshot, snapshot
-from exportable_cache.common.compat.torch import inductor_config
+from exportable_cache.backends.live.model_snapshot import _Reader, from_snapshot, snapshot
+from exportable_cache.common.compat.torch import allow_cuda_graphs, inductor_config
 from exportable_cache.common.process.tuning import torch_threads
 from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.errors import InputError
@@ -195,6 +198,85 @@ def test_what_cannot_be_compiled_elsewhere_is_refused_by_name_only(caplog) -> No
     assert "graphs are compiled when they are needed: this model cannot be" in caplog.text
     with compiling_with("eager"), pytest.raises(InputError, match="backend is 'eager'"):
         session_of(model_of())
+
+
+def test_a_gpu_is_compiled_for_in_the_background() -> None:
+    """Check the decision alone, which needs no GPU."""
+    check_background(torch.device("cuda", 0), None)
+    with pytest.raises(InputError, match="a CPU or a CUDA GPU and Inductor's default mode, but the cache is on mps"):
+        check_background(torch.device("mps"), None)
+    with pytest.raises(InputError, match="but mode is 'max-autotune'"):
+        check_background(torch.device("cuda"), "max-autotune")
+    with compiling_with("eager"), pytest.raises(InputError, match="backend is 'eager'"):
+        check_background(torch.device("cuda"), None)
+
+
+@pytest.mark.parametrize(("device", "compiled"), [("cpu", []), ("cuda", ["decode"])])
+def test_a_gpu_compiles_here_what_the_other_process_could_not(device: str, compiled: list[str], monkeypatch) -> None:
+    """Check that steps on a CPU stay eager, and that other methods are still compiled in the background."""
+    runner = session_of(model_of(), True).runner
+    background = runner.background
+    background._device = torch.device(device)
+    requested = []
+    monkeypatch.setattr(background._worker, "request", lambda index, graph, *more: requested.append(graph))
+    here = []
+
+    def compiled_here(module, method, key, inputs):
+        here.append(method.name)
+        return module
+
+    monkeypatch.setattr(runner.compiler, "compile", compiled_here)
+    runner._shared = {}
+    step = torch.tensor([[5]]), torch.tensor([0])
+    runner.run("decode", *step)
+    assert not here and requested[0].key.step.method == "decode"
+    background._status.failed[requested[0].key] = "it cannot be pickled"
+    if device == "cpu":
+        with pytest.warns(RuntimeWarning, match="steps continue without compiled graphs"):
+            runner.run("decode", *step)
+    else:
+        runner.run("decode", *step)
+    assert here == compiled
+    runner.run("prefill", torch.tensor([[5, 6, 7]]), torch.tensor([0]))
+    assert here == compiled
+
+
+def test_weights_on_a_gpu_share_the_memory_of_the_largest() -> None:
+    reader = _Reader(io.BytesIO())
+    made = [
+        reader._over_shared(torch.Size(shape), stride, dtype, torch.device("cpu"))
+        for shape, stride, dtype in (
+            ((3, 2), (2, 1), torch.float32),
+            ((4, 8), (1, 4), torch.float32),
+            ((5,), (1,), torch.int8),
+        )
+    ]
+    assert [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in made] == [
+        ((3, 2), (2, 1), torch.float32),
+        ((4, 8), (1, 4), torch.float32),
+        ((5,), (1,), torch.int8),
+    ]
+    assert len({tensor.untyped_storage()._cdata for tensor in made}) == 1
+    assert made[0].untyped_storage().nbytes() == 4 * 8 * 4
+
+
+def test_every_thread_may_capture_cuda_graphs(monkeypatch) -> None:
+    """Torch 2.11 prepares the thread that imports the module; a worker thread does, if it loads the first graph."""
+    trees = SimpleNamespace(local=threading.local())
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    found = []
+
+    def step() -> None:
+        allow_cuda_graphs()
+        containers = trees.local.tree_manager_containers
+        allow_cuda_graphs()
+        found.append(trees.local.tree_manager_containers is containers)
+        found.append(trees.local.tree_manager_locks[0].acquire(blocking=False))
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    assert found == [True, True]
 
 
 def test_a_model_that_the_script_defines_is_not_handed_over(monkeypatch) -> None:

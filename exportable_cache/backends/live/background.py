@@ -89,11 +89,20 @@ class GraphWorker:
         options: The folder of graphs, and the progress callback.
         snapshot: Snapshot of model, cache and spec for the subprocess.
         status: Where results are reported.
+        device: Device of the steps.
     """
 
-    def __init__(self, compiler: StepCompiler, options: CompileOptions, snapshot: bytes, status: GraphStatus) -> None:
+    def __init__(
+        self,
+        compiler: StepCompiler,
+        options: CompileOptions,
+        snapshot: bytes,
+        status: GraphStatus,
+        device: torch.device,
+    ) -> None:
         self._compiler, self._options, self._snapshot, self._status = compiler, options, snapshot, status
         self._folder = Path(str(options.graph_cache))
+        self._device = device
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._loading = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -183,7 +192,8 @@ class GraphWorker:
         requests, replies = self._process.stdin, self._process.stdout
         assert requests is not None and replies is not None
         self._start(self._receive, replies, name="graphs")
-        pickle.dump((str(self._folder), self._options.graph_cache_mb, torch_settings(), self._snapshot), requests)
+        settings = {**torch_settings(), "device": self._device}
+        pickle.dump((str(self._folder), self._options.graph_cache_mb, settings, self._snapshot), requests)
         self._snapshot = b""
         return requests
 
@@ -282,7 +292,7 @@ class BackgroundCompiler:
         options: CompileOptions,
     ) -> None:
         try:
-            written = snapshot((model, cache, spec))
+            written = snapshot((model, cache, spec), cache.stored_state().values())
         except Exception as error:  # any error of pickling a part of the model
             raise InputError(
                 f"this model cannot be compiled in the background, because it cannot be pickled ({error}); "
@@ -292,12 +302,13 @@ class BackgroundCompiler:
             options = replace(options, graph_cache=_private_folder(self))
         self.compiler = StepCompiler(model, cache, options)
         self._status = GraphStatus()
-        self._worker = GraphWorker(self.compiler, options, written, self._status)
+        self._worker = GraphWorker(self.compiler, options, written, self._status, cache.device)
         # Registered after the folder's finalizer, because finalizers run newest first and the subprocess writes there.
         self._end = weakref.finalize(self, self._worker.stop)
         self._requested: set[GraphKey] = set()
         self._waits = False
-        self._by_onednn = onednn_is_better()
+        self._device = cache.device
+        self._by_onednn = self._device.type == "cpu" and onednn_is_better()
         self._has_warned = False
 
     @property
@@ -316,7 +327,10 @@ class BackgroundCompiler:
 
     @contextlib.contextmanager
     def eager_step(self) -> Iterator[None]:
-        """Use the native operators, once they are compiled, or oneDNN's in a step that runs eagerly."""
+        """Use the native operators, once they are compiled, or oneDNN's in a step that runs eagerly on a CPU."""
+        if self._device.type != "cpu":
+            yield
+            return
         rows, queries = (operators.load(compiles=False) for operators in NATIVE_OPERATORS)
         with torch_threads(self._worker.torch_threads), eager_operators(rows, queries, self._by_onednn):
             yield
@@ -341,10 +355,21 @@ class BackgroundCompiler:
             self._warn(self._status.failed.get(graph.key, self._status.stop_reason))
         return self._status.ready.get(graph.key)
 
+    def gave_up(self, method: str) -> bool:
+        """Return True if graphs of a method are to be compiled in this process, because the subprocess could not.
+
+        This holds on a GPU, where eager steps are several times slower than compiled ones. On a CPU steps continue
+        eagerly.
+        """
+        if self._device.type == "cpu":
+            return False
+        status = self._status
+        return status.stop_reason is not None or any(key.step.method == method for key in list(status.failed))
+
     def discard(self, key: GraphKey, reason: str) -> None:
         """Stop returning a graph."""
         with self._status.changed:
-            del self._status.ready[key]
+            self._status.ready.pop(key, None)
             self._status.failed[key] = reason
 
     def unshared(self, key: GraphKey) -> Any | None:
@@ -364,8 +389,9 @@ class BackgroundCompiler:
     def _warn(self, reason: str | None) -> None:
         if not self._has_warned:
             self._has_warned = True
+            instead = "without compiled graphs" if self._device.type == "cpu" else "once this process has compiled them"
             warnings.warn(
-                f"compiling in the background failed, and steps continue without compiled graphs: {reason}; "
+                f"compiling in the background failed, and steps continue {instead}: {reason}; "
                 'compile="wait" compiles in this process',
                 RuntimeWarning,
                 stacklevel=2,
@@ -390,7 +416,7 @@ def background_compiler(
             )
         if cache.offloader is not None:
             raise InputError('compile="background" is not supported for offloaded layers; pass compile=True, or "wait"')
-        check_background(cache, options.mode)
+        check_background(cache.device, options.mode)
         return BackgroundCompiler(model, cache, spec, options)
     except InputError as error:
         if options.compile == "background":

@@ -65,11 +65,12 @@ def main() -> None:
     # Replies have a separate stream, because a model may print.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.nice(_NICENESS)
-    for operators in NATIVE_OPERATORS:
-        # Start now, because compiling them takes as long as the imports and the first trace.
-        operators.begin()
     requests, replying = _Requests(sys.stdin.buffer), threading.Lock()
     start = pickle.load(sys.stdin.buffer)
+    if start[2]["device"].type == "cpu":
+        for operators in NATIVE_OPERATORS:
+            # Start now, because compiling them takes as long as the imports and the first trace.
+            operators.begin()
 
     def reply(kind: str, index: int | None, reason: str = "") -> None:
         with replying:

@@ -173,20 +173,28 @@ def generates_code(device: torch.device) -> bool:
     return device.type == "cpu" and private.default_backend() == "inductor"
 
 
-def check_background(cache: ExportableCache, mode: str | None) -> None:
+def check_background(device: torch.device, mode: str | None) -> None:
     """Check that graphs can be compiled in a subprocess.
 
+    Args:
+        device: The cache's device.
+        mode: Mode of torch.compile.
+
     Raises:
-        InputError: If steps run on a GPU, or torch.compile has another mode or backend than its defaults.
+        InputError: If steps run on another device than a CPU or a CUDA GPU, or torch.compile has another mode or
+            backend than its defaults.
     """
-    if mode is None and generates_code(cache.device):
-        return
-    reason = f"the cache is on {cache.device}" if cache.device.type != "cpu" else f"mode is {mode!r}"
-    if mode is None and cache.device.type == "cpu":
+    if device.type not in ("cpu", "cuda"):
+        reason = f"the cache is on {device}"
+    elif mode is not None:
+        reason = f"mode is {mode!r}"
+    elif private.default_backend() != "inductor":
         reason = f"torch.compile's backend is {private.default_backend()!r}"
+    else:
+        return
     raise InputError(
-        f"compile='background' needs a cache on a CPU and Inductor's default mode, but {reason}; pass compile=True, or "
-        '"wait"'
+        f"compile='background' needs a cache on a CPU or a CUDA GPU and Inductor's default mode, but {reason}; pass "
+        'compile=True, or "wait"'
     )
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from ...common.compat.torch import default_backend, inductor_config, unwritable_guards
+from ...common.compat.torch import default_backend, inductor_config, keepable_graphs, unwritable_guards
 from ...common.fs.files import atomic_path, clear_partials
 from ...common.fs.user_files import is_user_file, sealed, unsealed, user_folder, user_key
 from ...common.native.machine_code import instructions, processor_name
@@ -153,8 +153,9 @@ class GraphCache:
         def compiled() -> Any:
             # Copied because torch.compile removes some entries.
             copied = {**options, "options": dict(options["options"])}
-            wrapped: Any = torch.compile(step, fullgraph=True, **copied)
-            return wrapped.aot_compile((tuple(inputs), {}))
+            with keepable_graphs() if "backend" not in options else contextlib.nullcontext():
+                wrapped: Any = torch.compile(step, fullgraph=True, **copied)
+                return wrapped.aot_compile((tuple(inputs), {}))
 
         equal = getattr(options.get("backend"), "equal", None)
         if equal is not None and equal.kinds:

@@ -127,6 +127,10 @@ class ModuleRunner:
         if self.background is not None:
             self.background.close()
 
+    def _compiles_aside(self, method: str) -> bool:
+        """Return True if a subprocess compiles a method's graphs; False if this process does when they are needed."""
+        return self.background is not None and not self.background.gave_up(method)
+
     @property
     def pending_graphs(self) -> int:
         """Number of graphs that are being compiled in the background."""
@@ -193,7 +197,8 @@ class ModuleRunner:
             return choice(*inputs)
         graph = choice_graph(choice, inputs)
         call = self._calls.get(graph.key)
-        if call is None and self.background is not None:
+        if call is None and self._compiles_aside(graph.key.step.method):
+            assert self.background is not None
             call = self.background.get(graph, inputs)
         elif call is None:
             call = self._compile(graph)
@@ -222,7 +227,8 @@ class ModuleRunner:
         if graph is None:
             return self._eager(key, inputs, further)
         call = self._calls.get(graph.key)
-        if call is None and self.background is not None:
+        if call is None and self._compiles_aside(graph.key.step.method):
+            assert self.background is not None
             call = self._from_background(graph, inputs, further)
             if (method := self.background.unshared(graph.key)) is not None:
                 self.unshare(method.name)
@@ -238,7 +244,7 @@ class ModuleRunner:
                 self._discard(graph, outdated)
                 return self._call(key, inputs, *further)
             except private.tracing_errors():
-                if self.background is not None:
+                if self._compiles_aside(graph.key.step.method):
                     raise
                 # Compile from scratch, because TorchDynamo cannot recompile its graph for the changed model.
                 del self._calls[graph.key]
@@ -270,6 +276,8 @@ class ModuleRunner:
             return self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
 
     def _run_graph(self, call: Step, arguments: Sequence[torch.Tensor]) -> Any:
+        if self._captures_cuda_graphs:
+            private.allow_cuda_graphs()
         with torch_threads(self._threads):
             return call(*arguments)
 
@@ -287,7 +295,9 @@ class ModuleRunner:
     ) -> Step | None:
         """Return a graph that the subprocess has compiled, None while it compiles."""
         assert self.background is not None
-        if (first := self._first_decode(graph, inputs)) is not None:
+        # Not where the graph of a step chooses the token too, because its choice is known only at the step.
+        chooses_separately = self.compiler is not None and self.compiler.chooses_separately(penalised=False)
+        if chooses_separately and (first := self._first_decode(graph, inputs)) is not None:
             self.background.get(*first)
         call = self.background.get(graph, [*inputs, *further])
         # Also request the graphs of later, longer steps, such as those after a ring buffer has wrapped.
@@ -334,7 +344,7 @@ class ModuleRunner:
         method = self.methods[key.method]
         shared = self._shared.get(method.name)
         if shared is None:
-            arguments, ones = marked(method, inputs, self.background is None)
+            arguments, ones = marked(method, inputs, not self._compiles_aside(method.name))
             module = choosing(self.modules[method.name], key, self.ranks)
             return Graph(method, module, GraphKey(key, ones=ones), [*arguments, *further], key)
         size = inputs[0].shape[1]
@@ -344,7 +354,7 @@ class ModuleRunner:
         if slots is None:
             return None
         kept = self._marked.get(shared.name)
-        arguments, ones = marked(shared, [*inputs, self._slots[:slots]], self.background is None, kept)
+        arguments, ones = marked(shared, [*inputs, self._slots[:slots]], not self._compiles_aside(shared.name), kept)
         self._marked[shared.name] = arguments[-1]
         module = choosing(self._shared_modules[shared.name], key, self.ranks)
         return Graph(shared, module, GraphKey(step, True, ones), [*arguments, *further], key)

@@ -21,6 +21,8 @@
 | `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic`, `exc.TorchDynamoException` | each length of a prompt is a graph |
 | `torch._inductor.list_mode_options`, `config.save_config_portable`, `load_config` | no compiled graphs on disk |
 | `torch._dynamo.guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES` | the same |
+| `torch._dynamo.config.enable_aot_compile` | torch 2.11 keeps no compiled graphs |
+| `torch._inductor.cudagraph_trees.local`, `torch._C._stash_obj_in_tls` | torch 2.11 captures in one thread only |
 | `torch.nn.Module._parameters`, `_buffers` | each step takes longer to find the tensors of its layers |
 | `torch.fx.Graph._codegen` | a graph keeps the signature of the module that it was traced from |
 | `torch.compiler.get_default_backend` | public, but torch 2.11 and 2.12 lack it, where no other backend can be set |
@@ -33,6 +35,9 @@ Private names of pytrees are in `exportable_cache/pytree/_torch_private.py`, nex
 from __future__ import annotations
 
 import json
+import sys
+import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -177,6 +182,23 @@ def tracing_errors() -> tuple[type[Exception], ...]:
 def mode_options(mode: str) -> dict[str, Any]:
     """Return the Inductor options of a mode of torch.compile."""
     return torch._inductor.list_mode_options(mode)
+
+
+def allow_cuda_graphs() -> None:
+    """Let this thread capture CUDA graphs. Torch 2.11 lets only the thread that has imported `cudagraph_trees`."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or hasattr(trees.local, "tree_manager_containers"):
+        return
+    if not torch._C._is_key_in_tls("tree_manager_containers"):
+        trees.local.tree_manager_containers = {}
+        trees.local.tree_manager_locks = defaultdict(threading.Lock)
+        for name in ("tree_manager_containers", "tree_manager_locks"):
+            torch._C._stash_obj_in_tls(name, getattr(trees.local, name))
+
+
+def keepable_graphs() -> AbstractContextManager[Any]:
+    """Return a context in which graphs of `torch.compile` can be kept, as is the default after torch 2.11."""
+    return torch._dynamo.config.patch(enable_aot_compile=True)
 
 
 def inductor_config() -> dict[str, Any]:
