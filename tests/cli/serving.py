@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +127,20 @@ def post(address: str, path: str, body: Any, headers: dict[str, str] = JSON) -> 
         return status, text
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return as soon as a condition holds."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.01)
+
+
+def queued(address: str) -> int:
+    """Return the number of requests that a server has taken and not begun to answer."""
+    with urllib.request.urlopen(f"{address}/health", timeout=20) as reply:
+        return json.load(reply)["waiting"]
+
+
 def begun_and_left(address: str, body: dict[str, Any], read: int, until: Callable[[], bool] = lambda: True) -> None:
     """Send a request, read some bytes of the response, and disconnect as soon as a condition holds."""
     host, port = address.removeprefix("http://").split(":")
@@ -136,7 +151,4 @@ def begun_and_left(address: str, body: dict[str, Any], read: int, until: Callabl
         connection.sendall("\r\n".join([*head, "", text]).encode())
         if read:
             assert connection.recv(read)
-        deadline = time.monotonic() + 60
-        while not until():
-            assert time.monotonic() < deadline, "the condition did not become true"
-            time.sleep(0.01)
+        wait_until(until)

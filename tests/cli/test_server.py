@@ -22,7 +22,18 @@ pytest.importorskip("openai", reason="the test extra is not installed")
 import openai
 
 from ..support.native import require_native
-from .serving import CHAT, MAX_CACHE_LEN, QUESTION, TEXT, client_of, post, served, served_natively
+from .serving import (
+    CHAT,
+    MAX_CACHE_LEN,
+    QUESTION,
+    TEXT,
+    client_of,
+    post,
+    queued,
+    served,
+    served_natively,
+    wait_until,
+)
 
 pytestmark = pytest.mark.usefixtures("fake_backend")
 
@@ -295,7 +306,7 @@ def test_a_form_without_end_holds_up_no_other_request_and_not_the_end(server_bun
         asking = [threading.Thread(target=ask) for _ in range(2)]
         for one in asking:
             one.start()
-        time.sleep(0.3)
+        wait_until(lambda: queued(address) == 2)
         start = time.monotonic()
         status, _ = post(address, "/v1/chat/completions", {**CHAT, "max_tokens": 2})
         assert status == 200 and time.monotonic() - start < 2 and not replies
@@ -305,7 +316,7 @@ def test_a_form_without_end_holds_up_no_other_request_and_not_the_end(server_bun
         assert "it runs longer than 3 s" in replies[0][1]["error"]["message"]
         last = threading.Thread(target=ask)
         last.start()
-        time.sleep(0.3)
+        wait_until(lambda: queued(address) == 1)
         start = time.monotonic()
     assert time.monotonic() - start < 8
     last.join()

@@ -18,7 +18,7 @@ pytest.importorskip("openai", reason="the test extra is not installed")
 
 import openai
 
-from .serving import JSON, QUESTION, TEXT, begun_and_left, client_of, post, reply_to, served
+from .serving import JSON, QUESTION, TEXT, begun_and_left, client_of, post, queued, reply_to, served, wait_until
 
 pytestmark = pytest.mark.usefixtures("fake_backend")
 
@@ -35,9 +35,10 @@ def test_connections_beyond_those_that_are_held_are_refused(server_bundle: Path,
 def test_a_key_and_a_full_queue(server_bundle: Path) -> None:
     session = load(server_bundle)
     step = session.decode
-    goes_on = threading.Event()
+    begun, goes_on = threading.Event(), threading.Event()
 
     def waits(tokens: Any) -> Any:
+        begun.set()
         assert goes_on.wait(20)
         return step(tokens)
 
@@ -54,9 +55,10 @@ def test_a_key_and_a_full_queue(server_bundle: Path) -> None:
             answers.append(client.completions.create(**TEXT, max_tokens=3, temperature=0).choices[0].text)
 
         threads = [threading.Thread(target=ask) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.5)
+        threads[0].start()
+        assert begun.wait(20)
+        threads[1].start()
+        wait_until(lambda: queued(address) == 1)
         status, headers, text = reply_to(address, "/v1/completions", TEXT, {**JSON, "Authorization": "Bearer secret"})
         assert (status, json.loads(text)["error"]["type"], headers["Retry-After"]) == (503, "overloaded_error", "1")
         goes_on.set()
