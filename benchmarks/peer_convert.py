@@ -83,6 +83,9 @@ def exact_logits(folder: Path, ids: Any) -> Any:
         module.to(stored)
 
     body = model.model
+    if hasattr(body.embed_tokens, "embed_scale"):
+        # Gemma's factor was rounded to the checkpoint's dtype.
+        body.embed_tokens.embed_scale = torch.tensor(body.config.hidden_size**0.5)
     for module in (*body.layers, body.norm, model.lm_head, body.embed_tokens):
         module.register_forward_pre_hook(widen)
         module.register_forward_hook(narrow)
@@ -146,14 +149,21 @@ def onnxruntime(form: Form, model: Path, slots: int, folder: Path) -> None:
     """Run ONNX Runtime GenAI's model builder."""
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(model), "-o", str(folder / "onnx")]
     command += ["-p", form.options["precision"], "-e", "cpu", "-c", str(folder / "cache")]
-    subprocess.run([*command, "--extra_options", "hf_token=false"], check=True)
+    run_tool([*command, "--extra_options", "hf_token=false"])
 
 
 def openvino(form: Form, model: Path, slots: int, folder: Path) -> None:
     """Run optimum-intel's export."""
     command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", str(model)]
     command += ["--task", "text-generation-with-past", "--weight-format", *form.options["weights"]]
-    subprocess.run([*command, str(folder / "openvino")], check=True)
+    run_tool([*command, str(folder / "openvino")])
+
+
+def run_tool(command: list[str]) -> None:
+    """Run a converter, and end as it ends, so that the last line of the log is its own."""
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        sys.exit(code)
 
 
 #: llama.cpp's name of each architecture.

@@ -157,13 +157,6 @@ class Plan:
         """Number of tokens that a process generates after its prompt."""
         return UNTIMED + 1 + -(-self.cycles // self.openings) * (UNTIMED + self.tokens)
 
-    def described(self, fastest: bool) -> str:
-        """Describe the method in one sentence."""
-        prompts = " and ".join(f"{self.prompt_cycles(length)} of {length:,} tokens" for length in self.prompts)
-        chosen = "The fastest" if fastest else "Medians"
-        opened = f", processes and files opened {self.openings} times" if self.openings > 1 else ""
-        return f"{chosen} of {self.cycles} turns of {self.tokens} tokens, and of prompts, {prompts}{opened}."
-
     def prompt_cycles(self, length: int) -> int:
         """Return the number of cycles for a prompt of this length."""
         return -(-self.cycles * (2 if length <= SHORT_PROMPT else 1) // 3)

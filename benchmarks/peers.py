@@ -135,12 +135,29 @@ def check(name: str, threads: int, conditions: Conditions) -> float:
     return found
 
 
+def described(group: dict[str, Any], fastest: bool) -> str:
+    """Return the method of a group in one sentence, by what was measured, because a run may have been interrupted."""
+    answers = [answer for name, answer in group["answers"].items() if not FORMS[name].is_bound]
+    turns = min(len(cycles) for answer in answers for cycles in answer["token"].values())
+    tokens = min(len(turn) for answer in answers for cycles in answer["token"].values() for turn in cycles)
+    counts: dict[int, int] = {}
+    for answer in answers:
+        for length, seconds in answer["prompt"].items():
+            counts[int(length)] = min(len(seconds), counts.get(int(length), len(seconds)))
+    prompts = " and ".join(f"{count} of {length:,} tokens" for length, count in counts.items())
+    opened = min(len(answer["start_s"]) for answer in answers)
+    times = f", processes and files opened {opened} times" if opened > 1 else ", processes opened once"
+    chosen = "The fastest" if fastest else "Medians"
+    return f"{chosen} of {turns} turns of {tokens} tokens, and of prompts, {prompts}{times}."
+
+
 def report(results: dict[str, Any]) -> str:
     """Return all tables of a results file, with the machine it ran on."""
     prompts, ends, fastest = results["prompts"], results["ends"], results["fastest"]
     parts = []
     for threads in sorted({group["threads"] for group in results["groups"]}, reverse=True):
         groups = [group for group in results["groups"] if group["threads"] == threads]
+        groups.sort(key=lambda group: -group["bits"])
         rows = []
         for name in FORMS:
             form = FORMS[name]
@@ -153,9 +170,13 @@ def report(results: dict[str, Any]) -> str:
         shown = table(rows, prompts, ends, fastest)
         parts.append(f"**{results['model']}, {words}, {results['slots']} slots**\n\n{shown}")
         for group in groups:
-            parts += [f"Left out: {FORMS[name].title.replace('*', '')}: {why}" for name, why in group["failed"].items()]
+            for name, why in group["failed"].items():
+                # Without the log, which stays on the machine.
+                reason = re.sub(r" \(see [^)]*\)(; delete .*)?$", "", why)
+                parts.append(f"Left out: {FORMS[name].title.replace('*', '')}, which failed with `{reason}`.")
+        methods = dict.fromkeys(f"{group['bits']} bits: {described(group, fastest)}" for group in groups)
         loads = ", ".join(f"{group['load']} at the start of {group['bits']} bits" for group in groups)
-        parts.append(f"{results['processor']}, {results['cores']} cores; load {loads}. {groups[0]['of']}")
+        parts.append(f"{results['processor']}, {results['cores']} cores; load {loads}. {' '.join(methods)}")
     releases = {release for group in results["groups"] for release in group["releases"].values()}
     parts.append(f"{'; '.join(sorted(releases))}. {', '.join(sorted({group['date'] for group in results['groups']}))}.")
     return "\n\n".join(parts)
@@ -288,7 +309,6 @@ def main(
                 "bits": size,
                 "date": str(datetime.date.today()),
                 "load": f"{os.getloadavg()[0]:.1f}",
-                "of": plan.described(fastest),
                 "releases": {name: conditions.releases(name) for name in names if name in distances},
                 "distances": {name: distances[name] for name in names if name in distances},
             }

@@ -16,7 +16,7 @@ import typer
 from peer_forms import FORMS
 from peer_results import cycles_of, summary
 
-ROW, HEADING, NAMES, BAR, VALUE = 20, 30, 270, 220, 50
+ROW, HEADING, NAMES, BAR, VALUE = 20, 30, 350, 200, 50
 PRECISIONS = {32: "float32", 16: "16-bit checkpoint", 4: "4-bit weights"}
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #333 } .heading { font-weight: 600 } .ours { font-weight: 600 }
@@ -63,6 +63,7 @@ def draw(results: dict[str, Any]) -> str:
         y += HEADING
         for name, found in speeds.items():
             title = FORMS[name].title.partition("(")[0].replace("*", "").replace("`", "").strip()
+            title = title.replace("ours", "exportable_cache") if FORMS[name].is_ours else title
             parts += bars(title, FORMS[name].is_ours, found, y, longest)
             y += ROW
     width = NAMES + len(ends) * (BAR + VALUE)

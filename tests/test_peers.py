@@ -227,6 +227,32 @@ def test_groups_of_another_run_stay_in_the_results(tmp_path):
     assert [group["load"] for group in json.loads(file.read_text())["groups"]] == ["4"]
 
 
+def test_a_report_names_what_was_left_out_and_the_load():
+    from peers import report
+
+    group = {"threads": 2, "date": "2026-01-02", "releases": {"ours-fast": "executorch 1"}}
+    found = answer([0.1], [[0.02]], [[0.04]])
+    why = "KeyError: 'rope_type' (see artifacts/log.txt); delete artifacts to try again"
+    groups = [
+        {**group, "bits": 4, "load": "0.5", "failed": {"openvino-int4": why}, "distances": {"ours-fast": 0.1}},
+        {**group, "bits": 16, "load": "0.7", "failed": {}, "distances": {"ours-bf16": 0.1}},
+    ]
+    for one, name in zip(groups, ("ours-fast", "ours-bf16"), strict=True):
+        one["answers"] = {name: found}
+    results = {"model": "m", "processor": "P", "cores": 2, "slots": 64, "prompts": PROMPTS, "ends": ENDS}
+    text = report({**results, "fastest": False, "groups": groups})
+    assert "**m, 2 threads, 64 slots**" in text
+    assert text.index("`exact`") < text.index("`fast`")
+    assert (
+        "Left out: OpenVINO GenAI, int4 (its defaults: 8-bit keys), which failed with `KeyError: 'rope_type'`." in text
+    )
+    assert "P, 2 cores; load 0.7 at the start of 16 bits, 0.5 at the start of 4 bits." in text
+    # What was measured, which is less than was planned if a run was interrupted.
+    method = "Medians of 1 turns of 1 tokens, and of prompts, 1 of 128 tokens, processes opened once."
+    assert f"16 bits: {method} 4 bits: {method}" in text
+    assert text.endswith("executorch 1. 2026-01-02.")
+
+
 def test_tables_of_the_page_are_those_of_the_results():
     from peers import PAGE, written_page
 
