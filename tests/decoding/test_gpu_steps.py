@@ -10,6 +10,7 @@ import torch
 
 from exportable_cache import ExportableCache
 from exportable_cache.backends.live.compile import CompileOptions, StepCompiler
+from exportable_cache.models.joined_linears import join_linears
 from exportable_cache.program.program import ResidentModule, program_methods
 from exportable_cache.program.spec import ProgramSpec
 
@@ -89,10 +90,13 @@ def test_the_choice_stays_on_the_gpu(greedy: bool, penalised: bool) -> None:
     assert in_a_fork(chosen, greedy, penalised) == ([1, 2], [])
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
 @torch.no_grad()
-def test_a_graph_finds_all_but_the_inputs_of_a_step_where_they_were() -> None:
-    """What a CUDA graph is recorded with. Of other tensors it keeps copies, and cannot write to them."""
+def test_a_graph_finds_all_but_the_inputs_of_a_step_where_they_were(on_gpu: bool) -> None:
+    """A CUDA graph is recorded with these addresses. Of other tensors it keeps copies, and cannot write to them."""
     model, tensors = tiny_model("gemma3_text"), {}
+    if on_gpu:
+        assert join_linears(model) == 4
     cache = ExportableCache.from_model(model, 64)
     decode = program_methods(model, cache, ProgramSpec())["decode"]
 
@@ -101,17 +105,19 @@ def test_a_graph_finds_all_but_the_inputs_of_a_step_where_they_were() -> None:
             tensors[node.name] = "_dynamo_static_input_type" in node.meta["tensor_dict"]
         return graph
 
-    step = torch.compile(ResidentModule(model, cache, decode), fullgraph=True, dynamic=False, backend=backend)
+    module = ResidentModule(model, cache, decode, on_gpu=on_gpu)
+    step = torch.compile(module, fullgraph=True, dynamic=False, backend=backend)
     step(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     assert sum("keys" in name for name in tensors) == len(cache.layers)
     assert len([name for name, stays in tensors.items() if not stays]) == 2
+    assert sum("joined_weight" in name for name in tensors) == (4 if on_gpu else 0)
 
 
 @pytest.mark.parametrize("given", [None, "max-autotune"])
 def test_cuda_graphs_are_of_steps_of_one_size(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     methods = program_methods(model, ExportableCache.from_model(model, 64), ProgramSpec(16))
-    there = SimpleNamespace(device=torch.device("cuda"))
+    there = SimpleNamespace(device=torch.device("cuda"), batch_size=1)
     modes: list[str | None] = []
     monkeypatch.setattr(torch, "compile", lambda step, **options: modes.append(options["mode"]))
     compiler = StepCompiler(model, there, CompileOptions("wait", given))
