@@ -9,6 +9,8 @@ import pytest
 from tests.support import language
 
 
+# `make check` runs the same as a program.
+@pytest.mark.full
 def test_the_project_is_written_in_plain_words() -> None:
     assert [str(one) for file in language.checked_files() for one in language.findings_of(file)] == []
 

@@ -42,6 +42,8 @@ def test_programs_that_mutate_state_are_refused(buffer: bool, name: str) -> None
         check_nothing_mutated(program)
 
 
+# Each build checks it too, so that no network of another test would be there.
+@pytest.mark.full
 def test_our_programs_mutate_nothing() -> None:
     _, program, _ = engine_program("gemma3_text")
     for method in program.methods:
