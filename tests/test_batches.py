@@ -63,7 +63,8 @@ def test_left_padded_rows_equal_each_row_alone(family: str) -> None:
     ("family", "compile"),
     [
         *((family, False) for family in FAMILIES),
-        ("gemma3_text", True),
+        # In the fast lane rows are compiled in decoding/test_batching.py, and give the tokens of eager ones.
+        pytest.param("gemma3_text", True, marks=pytest.mark.full),
         pytest.param("mamba2", True, marks=pytest.mark.full),
     ],
 )

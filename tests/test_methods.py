@@ -183,7 +183,7 @@ def test_compiled_crosses_buckets_without_recompiling(model: Any) -> None:
     session = live_session(model, True, 64, buckets=BUCKETS)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert worst(session, model) <= TOLERANCE
-        for prompt in (2, 3, 8, 9, 16, 17, 21):
+        for prompt in (2, 9, 21):
             session.reset()
             session.prefill(tokens(prompt))
             for token in tokens(20)[0]:

@@ -96,10 +96,13 @@ EACH = ["longrope phi3", "longrope llama", "dynamic llama"]
 IDS = tokens(SLOTS, seed=1)[0].tolist()
 
 
-def model_of(kind: str) -> PreTrainedModel:
+def model_of(kind: str, layers: int = 2) -> PreTrainedModel:
     family, fields = KINDS[kind]
     # Copied, as configs write into what they are given.
-    model = tiny_model(family, **copy.deepcopy({**fields, "eos_token_id": None}))
+    fields = copy.deepcopy({**fields, "eos_token_id": None, "num_hidden_layers": layers})
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][:layers]
+    model = tiny_model(family, **fields)
     model.generation_config.eos_token_id = None
     return model
 
@@ -362,7 +365,8 @@ def test_an_answer_is_given_up_while_it_is_computed_again() -> None:
 
 def test_a_program_for_below_the_border_and_none_past_it() -> None:
     for kind in CHANGING:
-        model = model_of(kind)
+        # Factors belong to the model, so one layer shows them.
+        model = model_of(kind, layers=1)
         with pytest.raises(InputError, match=rf"max_cache_len must be at most {BORDER} .*(LongRoPE|NTK)"):
             Program(model, ExportableCache.from_model(model, SLOTS))
         session = ExportableCache.from_model(model, BORDER)
@@ -376,7 +380,7 @@ def test_a_program_for_below_the_border_and_none_past_it() -> None:
 @pytest.mark.parametrize("kind", among(EACH, ["longrope phi3"]))
 def test_a_program_across_the_border(kind: str, tmp_path: Path) -> None:
     """A bundle whose steps take the lengths: verified on both sides, and generating as the model does."""
-    model = model_of(kind)
+    model = model_of(kind, layers=1)
     bundle = export(model, target="pt2", max_cache_len=SLOTS, prefill_chunk=CHUNK, output_dir=tmp_path / "x")
     assert any(prompt["length"] > BORDER for prompt in bundle.manifest.verification["prompts"])
     session = load(tmp_path / "x")
@@ -400,8 +404,8 @@ def test_compiled(kind: str) -> None:
     """One graph each for prompts and tokens, on both sides of the border; several steps a launch."""
     from torch._dynamo.utils import counters
 
-    model = model_of(kind)
-    session = session_of(model, compile="wait", buckets=False, steps_per_launch=4)
+    model = model_of(kind, layers=1)
+    session = session_of(model, compile="wait", buckets=False, steps_per_launch=2)
     oracle = Oracle(model)
     near(session.prefill(torch.tensor([IDS[: BORDER - 3]]))[0], oracle.feed(IDS[: BORDER - 3])[-1])
     for token in IDS[BORDER - 3 : BORDER + 5]:

@@ -52,9 +52,15 @@ def test_prompts_of_any_length_match_the_model(model: Any, prompt: int) -> None:
     assert session.length.tolist() == [60]
 
 
-def test_compiled_matches_the_model(model: Any) -> None:
+@pytest.fixture(scope="module")
+def compiled_session(model: Any) -> Session:
+    """Shared, because compiling takes long: reset it."""
+    return session_of(model, compile=True)
+
+
+def test_compiled_matches_the_model(model: Any, compiled_session: Session) -> None:
     ids = tokens(60)
-    session = session_of(model, compile=True)
+    session = compiled_session
     for prompt in (27, 3):
         session.reset()
         torch.testing.assert_close(feed(session, ids, prompt), reference_logits(model, ids, prompt), atol=1e-5, rtol=0)
@@ -252,10 +258,10 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["eager", "compiled"])
+@pytest.fixture(scope="module", params=["eager", "compiled"])
 def session(request: pytest.FixtureRequest, model: Any) -> Session:
-    """Shared, because compiling takes long: reset it."""
-    return session_of(model, compile=request.param)
+    """An uncompiled session, and the compiled one: reset them."""
+    return session_of(model) if request.param == "eager" else request.getfixturevalue("compiled_session")
 
 
 @pytest.mark.parametrize("case", REFUSED)

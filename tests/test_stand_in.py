@@ -64,6 +64,13 @@ def exported(model: PreTrainedModel, folder: Path, **options: bool) -> Bundle:
     return export(model, "pt2", CAPACITY, folder, prefill_chunk=8, form="explicit", **options)
 
 
+@pytest.fixture
+def unverified(tmp_path_factory: pytest.TempPathFactory, model: PreTrainedModel) -> Bundle:
+    """The bundle of `model`, made once."""
+    folder = tmp_path_factory.getbasetemp() / "stand_in"
+    return Bundle.open(folder) if folder.exists() else exported(model, folder, verify=False)
+
+
 def test_the_remark_is_recorded_and_shown(model: PreTrainedModel, tmp_path: Path, elsewhere: Elsewhere) -> None:
     report = VerifyReport(**exported(model, tmp_path / "out").manifest.verification)
     assert report.passed and report.remark == REMARK and str(report).endswith(f"; {REMARK}")
@@ -73,9 +80,9 @@ def test_the_remark_is_recorded_and_shown(model: PreTrainedModel, tmp_path: Path
 
 
 def test_a_bundle_is_verified_through_a_program_made_from_the_manifest(
-    model: PreTrainedModel, tmp_path: Path, elsewhere: Elsewhere
+    model: PreTrainedModel, unverified: Bundle, elsewhere: Elsewhere
 ) -> None:
-    bundle = exported(model, tmp_path / "out", verify=False)
+    bundle = unverified
     report = verify(bundle, model, prompts=[3, 12])
     assert report.passed and report.remark == REMARK
     made = elsewhere.seen
@@ -85,8 +92,8 @@ def test_a_bundle_is_verified_through_a_program_made_from_the_manifest(
     ]
 
 
-def test_a_program_is_made_anew_with_the_methods_it_had(model: PreTrainedModel, tmp_path: Path) -> None:
-    manifest = exported(model, tmp_path / "out", verify=False).manifest
+def test_a_program_is_made_anew_with_the_methods_it_had(model: PreTrainedModel, unverified: Bundle) -> None:
+    manifest = unverified.manifest
     known = {
         "decode": ProgramMethod("decode", 1, 1),
         "prefill": ProgramMethod("prefill", 2, 8),

@@ -40,7 +40,7 @@ def without_generated_code() -> Iterator[None]:
 
 
 def compiled_session(least: int, prefill_chunk: int = 16) -> Session:
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=1)
     model.model.norm = LengthAsked(model.model.norm, least)
     cache = ExportableCache.from_model(model, 64)
     return Session.from_model(model, cache, compile=True, prefill_chunk=prefill_chunk)
@@ -49,7 +49,7 @@ def compiled_session(least: int, prefill_chunk: int = 16) -> Session:
 @pytest.mark.parametrize("prompts", [(3, 11), pytest.param((11, 3), marks=pytest.mark.full)])
 def test_prompts_too_short_for_the_graph_of_longer_ones_go_token_by_token(prompts: tuple[int, ...]) -> None:
     session, ids = compiled_session(LEAST), tokens(24)
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=1)
     for prompt in prompts:
         session.reset()
         assert difference(session.prefill, reference_logits(model, ids, prompt), ids, prompt) <= 1e-4

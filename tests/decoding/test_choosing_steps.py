@@ -66,27 +66,22 @@ def test_rows_of_a_batch_get_the_same_tokens_either_way(model: Any, options: dic
 
 
 def test_one_compiled_graph_serves_all_settings(small: Any, traced_only) -> None:
+    """Warm-up compiles every graph except those of the penalty, and leaves an empty cache."""
     small.generation_config.eos_token_id = None
-    session, prompt = session_of(small, True), tokens(9)
-    expected = [outside(session_of(small, False), prompt, 12, **options) for options in SETTINGS]
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for options, rows in zip(SETTINGS, expected, strict=True):
-            session.reset()
-            assert [[token] for token in session.generate(prompt, 12, **options)] == rows, options
-    # Prefill, and decode: greedy or drawn, with or without the penalty.
-    assert counters["stats"]["unique_graphs"] == 5
-
-
-def test_warm_up_compiles_everything_and_leaves_an_empty_cache(small: Any, traced_only) -> None:
-    session, told = session_of(small, True), []
+    session, prompt, told = session_of(small, True), tokens(9), []
     session.warm_up(lambda *report: told.append(report))
-    compiled = counters["stats"]["unique_graphs"]
-    assert compiled == 4  # prefill; decode to logits, to the likeliest token, to a drawn one
+    assert counters["stats"]["unique_graphs"] == 4  # prefill; decode to logits, to the likeliest token, to a drawn one
     assert told == [("warming up decode", 0, 2), ("warming up prefill", 1, 2)]
     assert not any(tensor.any() for tensor in session.runner.state.values())
-    list(session.generate(tokens(5), 4))
-    session.reset()
-    list(session.generate(tokens(7), 4, temperature=1.0))
-    assert counters["stats"]["unique_graphs"] == compiled
+    plain = [options for options in SETTINGS if "repetition_penalty" not in options]
+    penalised = [options for options in SETTINGS if "repetition_penalty" in options]
+    # Decode with the penalty: greedy or drawn.
+    for settings, graphs in ((plain, 4), (penalised, 6)):
+        for options in settings:
+            expected = outside(session_of(small, False), prompt, 12, **options)
+            session.reset()
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                assert [[token] for token in session.generate(prompt, 12, **options)] == expected, options
+        assert counters["stats"]["unique_graphs"] == graphs
     with pytest.raises(InputError, match="warm_up overwrites the cache"):
         session.warm_up()

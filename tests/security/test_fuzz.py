@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork") or not os.path.isdir("/p
 
 def test_mutations_are_refused_or_harmless() -> None:
     found: list[tuple[str, int, str, str]] = []
-    counts = fuzz.fuzz(10, seed=3, targets=["pt2"], keep=lambda *what: found.append(what))
+    counts = fuzz.fuzz(5, seed=3, targets=["pt2"], keep=lambda *what: found.append(what))
     bad = [what for what in found if what[2] in (fuzz.RAW, fuzz.CRASH, fuzz.CODE)]
     assert bad == []
     unsealed = counts["pt2, any file, unsealed"]
