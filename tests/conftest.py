@@ -38,14 +38,11 @@ import torch
 
 from exportable_cache.common.process.tuning import RARELY
 
-from .support.compiling import DEFAULT_BACKEND
+from .support.compiling import set_default_backend
 from .support.readme import run_example
 from .support.store import drop_other_generations
 
 torch.set_num_threads(1)
-# torch 2.11 has no default backend to set; graphs are then compiled by Inductor.
-if hasattr(torch.compiler, "set_default_backend"):
-    torch.compiler.set_default_backend(DEFAULT_BACKEND)
 # pytest listens to loggers that do not propagate. To torch's structured trace nobody may listen: every trace and every
 # compilation then writes what it does, with graphs and stacks, which takes as long again.
 logging.getLogger("torch.__trace").propagate = True
@@ -104,6 +101,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Until everything is imported there is nothing to be collected.
     gc.disable()
+    set_default_backend(config.getoption("--full"))
     if hasattr(config, "workerinput"):
         names_paths = config.workerinput["names_paths"]
     else:

@@ -16,7 +16,7 @@ from exportable_cache.common.compat.transformers import cache_argument
 from exportable_cache.errors import InputError
 from exportable_cache.program.program import takes_positions
 
-from .support.compiling import DEFAULT_BACKEND, compiling_with
+from .support.compiling import FUNCTIONALIZED, compiling_with
 from .support.kinds import KINDS, kind_model
 from .support.models import among, tokens
 from .support.sessions import live_session, lowered_session
@@ -92,7 +92,7 @@ def test_pt2_with_the_cache_as_an_argument(family: str) -> None:
 def test_compiled_in_one_graph_per_method(family: str) -> None:
     counters.clear()
     model = kind_model(family)
-    backend = "inductor" if family in INDUCTOR else DEFAULT_BACKEND
+    backend = "inductor" if family in INDUCTOR else FUNCTIONALIZED
     with compiling_with(backend), torch._dynamo.config.patch(error_on_recompile=True):
         found = worst_difference(live_session(model, True, 64), model)
     assert max(found.values()) <= TOLERANCE, found
