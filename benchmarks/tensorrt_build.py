@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--max-cache-len", type=int, default=2048)
     parser.add_argument("--sm", default=None, help="compute capabilities, such as 80,89")
+    parser.add_argument("--quantize", default=None, help="8w or 4w; float16 by default")
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
@@ -41,17 +42,18 @@ def main() -> None:
     size = sum(parameter.nbytes for parameter in model.parameters())
     with tempfile.TemporaryDirectory() as folder:
         start, used = time.perf_counter(), time.process_time()
-        options = {"sm": arguments.sm} if arguments.sm else {}
+        options = {name: getattr(arguments, name) for name in ("sm", "quantize") if getattr(arguments, name)}
         bundle = export(
             model, "tensorrt", arguments.max_cache_len, os.path.join(folder, "bundle"), verify=False, **options
         )
         wall, cpu = time.perf_counter() - start, time.process_time() - used
+        stored = bundle.manifest.weights_bytes
         plans = {name: file.bytes for name, file in bundle.manifest.files.items() if name.endswith(".plan")}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"weights {size / 1e6:.0f} MB, float16, {arguments.layers} layers")
+    print(f"weights {size / 1e6:.0f} MB in float16, {stored / 1e6:.0f} MB stored, {arguments.layers} layers")
     print(f"{', '.join(f'{name} {size / 1e6:.0f} MB' for name, size in plans.items())}")
     print(
-        f"both built in {wall:.0f} s ({cpu:.0f} s of processor time), peak memory {peak / 1e9:.1f} GB, of it the "
+        f"built in {wall:.0f} s ({cpu:.0f} s of processor time), peak memory {peak / 1e9:.1f} GB, of it the "
         f"model {size / 1e9:.1f}"
     )
 
