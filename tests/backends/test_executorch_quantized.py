@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from exportable_cache import load
-from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.verification.tolerance import tolerances_of
 from exportable_cache.verification.verify import verify_session
 
-from ..support.models import tiny_model
-from ..support.sessions import bundle_of_both, lowered, opened
+from ..support.sessions import bundle_of_both, lowered, opened, quantized_model
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
@@ -19,8 +17,6 @@ from executorch.exir._serialize._program import deserialize_pte_binary
 from exportable_cache.backends.executorch.lowering.lower import lower_programs
 from exportable_cache.backends.executorch.pte.rewrite import deduplicated
 from exportable_cache.backends.executorch.quantized import pack_int4
-
-VOCAB = 2048
 
 
 @pytest.mark.parametrize(
@@ -35,8 +31,7 @@ VOCAB = 2048
     ids=["8da4w", "8da8w"],
 )
 def test_programs_equal_the_quantised_model_and_read_integers(scheme: Quantization, tied: bool, operator: str) -> None:
-    sizes = {"hidden_size": 64, "head_dim": 16, "vocab_size": VOCAB, "num_hidden_layers": 1}
-    quantized = quantize(tiny_model("llama", **sizes, tie_word_embeddings=tied), scheme)
+    quantized = quantized_model(scheme, tied)
     found = lowered(quantized.model, "executorch", 64)
     session = opened(quantized.model, found)
     largest, rms = tolerances_of(quantized.model, scheme)

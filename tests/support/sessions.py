@@ -15,6 +15,8 @@ from exportable_cache import ExportableCache, Session, export
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.base import ProgramDescription
 from exportable_cache.models.layers.specs import vocab_size_of
+from exportable_cache.models.quantization.quantize import QuantizedModel, quantize
+from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
@@ -132,6 +134,12 @@ def bundle_of_both() -> tuple[PreTrainedModel, Path]:
     model = tiny_model("llama", **sizes, tie_word_embeddings=True)
     options = {"methods": "both", "prefill_chunk": BOTH_PREFILL, "verify": False}
     return model, exported_bundle(model, "executorch", **options)
+
+
+def quantized_model(scheme: Quantization, tied: bool) -> QuantizedModel:
+    """A model of one layer whose weights and token table are integers."""
+    sizes = {"hidden_size": 64, "head_dim": 16, "vocab_size": 2048, "num_hidden_layers": 1}
+    return quantize(tiny_model("llama", **sizes, tie_word_embeddings=tied), scheme)
 
 
 def sinks_bundle() -> tuple[PreTrainedModel, Path]:
