@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..common.compat.torch import has_hooks
+
 #: Names of layers in one module that get the same input, in the order in which models call them.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 #: Parts of names of modules whose layers get different inputs, or are not called as layers.
@@ -154,7 +156,7 @@ def _can_join(layers: Sequence[Any]) -> bool:
         weight, bias = layer.weight, layer.bias
         if type(weight) is not nn.Parameter or type(weight.data) is not torch.Tensor or hasattr(layer, "_hf_hook"):
             return False
-        if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+        if has_hooks(layer) or "forward" in vars(layer):
             return False
         if (bias is None) is not (first.bias is None) or weight.dtype != first.weight.dtype:
             return False

@@ -208,6 +208,18 @@ def test_a_module_has_its_tensors_in_dictionaries() -> None:
     assert others["plain"] is module.plain
 
 
+def test_a_module_keeps_its_hooks_under_these_names() -> None:
+    from exportable_cache.common.compat import torch as private
+
+    module = torch.nn.Identity()
+    assert not private.has_hooks(module)
+    for register in (module.register_forward_hook, module.register_forward_pre_hook):
+        handle = register(lambda *_: None)
+        assert private.has_hooks(module)
+        handle.remove()
+    assert not private.has_hooks(module)
+
+
 def test_operators_of_the_edge_dialect_hold_the_operator_under_this_name() -> None:
     require("executorch")
     from executorch.exir.dialects._ops import ops

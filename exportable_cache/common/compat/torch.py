@@ -24,6 +24,7 @@
 | `torch._dynamo.config.enable_aot_compile` | torch 2.11 keeps no compiled graphs |
 | `torch._inductor.cudagraph_trees.local`, `torch._C._stash_obj_in_tls` | torch 2.11 captures in one thread only |
 | `torch.nn.Module._parameters`, `_buffers` | each step takes longer to find the tensors of its layers |
+| `torch.nn.Module._forward_hooks`, `_forward_pre_hooks` | linear layers with hooks are joined, and lose their hooks |
 | `torch.fx.Graph._codegen` | a graph keeps the signature of the module that it was traced from |
 | `torch.compiler.get_default_backend` | public, but torch 2.11 and 2.12 lack it, where no other backend can be set |
 | `torch._C._CudaDeviceProperties`, `torch._library.register_fake_class` | torch_tensorrt needs CUDA |
@@ -223,6 +224,11 @@ def unwritable_guards() -> frozenset[str]:
 def module_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     """Return a module's dicts of tensors by name, because `__getattr__` is slow for hundreds of tensors per step."""
     return module._parameters, module._buffers, vars(module)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return True if a hook is called before or after the forward of `module`."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def reset_signature(graph: torch.fx.Graph) -> None:
