@@ -54,6 +54,13 @@ def missing_reason(device: torch.device) -> str:
     return ""
 
 
+def kind_of_gpu(device: torch.device) -> tuple[object, ...]:
+    """Return the model of a GPU, for which kernels are compiled, and the release of CUDA; () for other devices."""
+    if device.type != "cuda":
+        return ()
+    return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), torch.version.cuda
+
+
 def cpp_compiler() -> str:
     """Return the C++ compiler that torch.compile uses for a CPU, "" if there is none."""
     # The variable and the names that Inductor looks for.

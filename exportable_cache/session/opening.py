@@ -126,7 +126,7 @@ def open_model(
         score_length=use.lookup + 1 if use.lookup else 0,
         # An encoder-decoder encodes its file by another method.
         modalities=() if getattr(model.config, "is_encoder_decoder", False) else tuple(use.kinds),
-        graph_cache=_graph_folder() if compiles and device.type == "cpu" else None,
+        graph_cache=_graph_folder() if compiles and device.type != "mps" else None,
         tokenizer=loaded.tokenizer,
     )
     return session, loaded

@@ -59,8 +59,8 @@ def written_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_graphs_are_those_of_one_processor(model, tmp_path, monkeypatch) -> None:
-    """They hold machine code for it, which another may not be able to run."""
+def test_graphs_are_those_of_one_processor_and_gpu(model, tmp_path, monkeypatch) -> None:
+    """Graphs contain machine code for both, which others may not be able to run."""
     cache = ExportableCache.from_model(model, CAPACITY)
 
     def path() -> Path:
@@ -72,6 +72,12 @@ def test_graphs_are_those_of_one_processor(model, tmp_path, monkeypatch) -> None
         with monkeypatch.context() as patch:
             patch.setattr(graph_cache, name, lambda: "another")
             assert path() != here
+    kinds = []
+    for gpu in ("NVIDIA H100", "NVIDIA H200"):
+        with monkeypatch.context() as patch:
+            patch.setattr(graph_cache, "kind_of_gpu", lambda device, gpu=gpu: (gpu, (9, 0), "13.0"))
+            kinds.append(path())
+    assert len({here, *kinds}) == 3
 
 
 def test_what_was_used_longest_ago_is_dropped(model, tmp_path, monkeypatch) -> None:

@@ -22,6 +22,7 @@ import torch
 import transformers
 
 from ...common.compat.torch import default_backend, inductor_config, keepable_graphs, unwritable_guards
+from ...common.devices import kind_of_gpu
 from ...common.fs.files import atomic_path, clear_partials
 from ...common.fs.user_files import is_user_file, sealed, unsealed, user_folder, user_key
 from ...common.native.machine_code import instructions, processor_name
@@ -361,6 +362,7 @@ def _structure(model: nn.Module, cache: ExportableCache) -> list[Any]:
         ],
         [(type(layer).__qualname__, layer.config()) for layer in cache.layers],
         [(name, *kind_of_tensor(tensor)) for name, tensor in tensors],
+        kind_of_gpu(cache.device),
     ]
 
 
