@@ -7,10 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Llama4TextConfig
+from transformers.masking_utils import bidirectional_mask_function
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from exportable_cache import ExportableCache
 from exportable_cache.backends.live.compile import CompileOptions, StepCompiler
+from exportable_cache.cache.attention.functions import fused_attention
+from exportable_cache.cache.attention.masks import position_mask
 from exportable_cache.models.joined_linears import join_linears
+from exportable_cache.models.patches.registry import patch_types
 from exportable_cache.program.program import ResidentModule, program_methods
 from exportable_cache.program.spec import ProgramSpec
 
@@ -43,6 +49,7 @@ def checked(group: str, model_type: str) -> dict[str, str]:
         ("causal", "gpt_oss"),
         ("causal", "qwen3_next"),
         pytest.param("causal", "falcon_h1", marks=pytest.mark.full),
+        pytest.param("causal", "llama4_text", marks=pytest.mark.full),
         pytest.param("causal", "opt", marks=pytest.mark.full),
         pytest.param("causal", "deepseek_v3", marks=pytest.mark.full),
         pytest.param("seq2seq", "bart", marks=pytest.mark.full),
@@ -53,6 +60,55 @@ def checked(group: str, model_type: str) -> dict[str, str]:
 def test_a_prompt_and_a_step_stay_on_the_gpu(group: str, model_type: str) -> None:
     """Check that both run on the device, and that one graph of the prompt serves every length."""
     assert in_a_fork(checked, group, model_type) == CLEAN
+
+
+@torch.no_grad()
+def traced(part: str) -> list[str]:
+    """Export a part of a model for every length on the GPU that computes nothing, and return the findings."""
+    from ..support.fake_gpu import FakeGpu, unaligned_masks
+
+    module, shape = PARTS[part]()
+    gpu, length = FakeGpu(), torch.export.Dim("length", min=2, max=64)
+    gpu.move(module)
+    shapes = ({shape.index(7): length},)
+    return unaligned_masks(torch.export.export(module, (gpu.moved(torch.zeros(shape)),), dynamic_shapes=shapes))
+
+
+class EncoderAttention(torch.nn.Module):
+    """Self-attention of an encoder with a padding mask; `groups` query heads share a key head."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Attend among states [1, length, 4]."""
+        length, device = states.shape[1], states.device
+        padding = torch.ones(1, length, dtype=torch.int64, device=device)
+        mask = position_mask(1, length, length, 0, 0, bidirectional_mask_function, padding, device=device)
+        keys = states[:, None]
+        return fused_attention(self, keys.expand(1, self.groups, length, 4), keys, keys, mask)[0]
+
+
+def llama_experts() -> torch.nn.Module:
+    """Return a mixture of experts of Llama 4 with the patches of its model type."""
+    config = Llama4TextConfig(hidden_size=8, intermediate_size=8, num_local_experts=2)
+    patch_types(["llama4_text"])
+    return Llama4TextMoe(config)
+
+
+#: Part -> a function that returns its module and the shape of its input, in which 7 is the length.
+PARTS = {
+    "experts": lambda: (llama_experts(), (1, 7, 8)),
+    "attention": lambda: (EncoderAttention(1), (1, 7, 4)),
+    "grouped attention": lambda: (EncoderAttention(2), (1, 7, 4)),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_is_traced_for_every_length(part: str) -> None:
+    """Check the experts of Llama 4 and the attention of encoders, whose graphs had guards on the length."""
+    assert in_a_fork(traced, part) == []
 
 
 @pytest.mark.full

@@ -1,4 +1,7 @@
-"""NLLB-MoE's and Switch's routers as replaced: what the originals choose, without their cast and their padding."""
+"""NLLB-MoE's and Switch's routers as replaced: what the originals choose, without their cast and their padding.
+
+The experts of Llama 4 as replaced compute what the originals compute.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import NllbMoeConfig, SwitchTransformersConfig
+from transformers import Llama4TextConfig, NllbMoeConfig, SwitchTransformersConfig
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersTop1Router
 
-from exportable_cache.models.patches.mechanisms.experts import _nllb_block, _switch_router
+from exportable_cache.models.patches.mechanisms.experts import _llama_experts, _nllb_block, _switch_router
 
 TOKENS, HIDDEN = 12, 16
 
@@ -91,3 +95,14 @@ def test_nllb_still_takes_empty_slots_for_padding() -> None:
     # Twelve tokens, in the first slots of forty.
     mask = torch.zeros(1, 1, TOKENS, 40).index_fill(3, torch.arange(TOKENS, 40), torch.finfo(torch.float32).min)
     assert not torch.allclose(original(block, states(1), mask), original(block, states(1), None))
+
+
+@torch.no_grad()
+def test_llama_experts_are_those_of_upstream() -> None:
+    """Check the replacement for GPUs, which this CPU runs too."""
+    torch.manual_seed(0)
+    experts = Llama4TextExperts(Llama4TextConfig(hidden_size=HIDDEN, intermediate_size=8, num_local_experts=3))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    original, tokens = own(Llama4TextExperts.forward), torch.randn(3 * TOKENS, HIDDEN)
+    assert torch.equal(_llama_experts(experts, tokens, original=original), original(experts, tokens))

@@ -23,10 +23,11 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from ...errors import UnsupportedModelError
+from ..storage.slots import aligned
 from . import ATTENTION, ATTENTION_NAMES, MATMUL_ATTENTION
 from .extended import EXTENDED_ATTENTION, EXTENSIONS, is_captured, library
 from .filled import FILLED_ATTENTION, filled_keys, folded_once
-from .masks import register_masks
+from .masks import aligned_mask, is_unaligned, register_masks
 
 #: What modeling code calls attention functions by.
 _CALLED = re.compile(r"(?:attention|attn)_?(?:interface|forward|fn|func|function)|ALL_ATTENTION_FUNCTIONS")
@@ -108,13 +109,20 @@ def fused_attention(
     batch, heads, q_length, _ = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
-    if attention_mask is None or groups == 1:
-        causal = attention_mask is None and _causal_without_mask(module, q_length, is_causal)
+    mask = attention_mask
+    if attention_mask is not None:
+        mask = folded_once(
+            attention_mask, kv_heads, groups, lambda: _fold_mask(attention_mask, kv_heads, groups, q_length)
+        )
+        if is_unaligned(attention_mask):
+            key, value = aligned(key, 2), aligned(value, 2)
+    if mask is None or groups == 1:
+        causal = mask is None and _causal_without_mask(module, q_length, is_causal)
         output = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=attention_mask,
+            attn_mask=mask,
             dropout_p=dropout,
             scale=scaling,
             is_causal=causal,
@@ -126,9 +134,7 @@ def fused_attention(
         folded,
         key,
         value,
-        attn_mask=folded_once(
-            attention_mask, kv_heads, groups, lambda: _fold_mask(attention_mask, kv_heads, groups, q_length)
-        ),
+        attn_mask=mask,
         dropout_p=dropout,
         scale=scaling,
     )
@@ -338,7 +344,14 @@ def by_group(addend: torch.Tensor, kv_heads: int, groups: int) -> torch.Tensor:
 
 
 def _fold_mask(mask: torch.Tensor, kv_heads: int, groups: int, q_length: int) -> torch.Tensor:
-    """Return the mask of queries folded into their key head: [batch, kv_heads or 1, groups * q_length or 1, kv]."""
+    """Return the mask of queries folded into their key head: [batch, kv_heads or 1, groups * q_length or 1, kv].
+
+    Its width is that of aligned keys if it `is_unaligned`.
+    """
+    if is_unaligned(mask):
+        mask = aligned_mask(mask)
+    if groups == 1:
+        return mask
     grouped = by_group(mask, kv_heads, groups)
     if q_length == 1 and grouped.shape[2] == 1:
         return grouped[:, :, 0]

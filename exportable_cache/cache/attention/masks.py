@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
+from ...common.compat.torch import has_known_remainder
 from ..checks import check_covers, check_rows
+from ..storage.slots import ALIGNMENT, aligned, needs_alignment
 
 
 def position_mask(
@@ -87,6 +89,24 @@ def _unpadded(attention_mask: torch.Tensor, batch: torch.Tensor, key: torch.Tens
     last = attention_mask.shape[-1] - 1
     known = attention_mask.to(torch.bool)[batch, key.clamp(min=0, max=last)]
     return known & (key <= last)
+
+
+def is_unaligned(mask: torch.Tensor) -> bool:
+    """Return True if a traced mask has a width that is aligned at some lengths only; false for known widths."""
+    if not needs_alignment(mask) or not torch.compiler.is_compiling():
+        return False
+    return not has_known_remainder(mask.shape[-1], ALIGNMENT)
+
+
+def aligned_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Return the mask of `aligned` keys, [..., width], which hides the padding.
+
+    Args:
+        mask: Additive or bool, [..., kv_length].
+    """
+    hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    padded = aligned(mask, mask.dim() - 1)
+    return torch.where(torch.arange(padded.shape[-1], device=mask.device) < mask.shape[-1], padded, hidden)
 
 
 def register_masks(*names: str) -> None:

@@ -56,11 +56,16 @@ def _row_index(buffer: torch.Tensor, slots: torch.Tensor) -> list[torch.Tensor |
     return [torch.arange(buffer.shape[0], device=buffer.device)[:, None], None, slots]
 
 
-#: A prompt over a ring pads its keys to a multiple of this number, because attention kernels of GPUs take masks whose
-#: rows are aligned. If torch pads a mask itself, the padding depends on the length, and so do the guards of the graph.
-_ALIGNMENT = 8
+#: A graph for every length of a prompt pads keys to a multiple of this number, because attention kernels of GPUs take
+#: masks whose rows are aligned. If torch pads a mask itself, the padding depends on the length, and so do the guards.
+ALIGNMENT = 8
 #: Devices whose attention takes masks of any width.
 _ANY_WIDTH = frozenset({"cpu"})
+
+
+def needs_alignment(tensor: torch.Tensor) -> bool:
+    """Return True if attention on the device of a tensor needs masks of aligned widths."""
+    return tensor.device.type not in _ANY_WIDTH
 
 
 def aligned(keys: torch.Tensor, dim: int) -> torch.Tensor:
@@ -68,10 +73,10 @@ def aligned(keys: torch.Tensor, dim: int) -> torch.Tensor:
 
     The size is a multiple by construction, also if it is symbolic, so that no guard asks for it.
     """
-    if keys.device.type in _ANY_WIDTH:
+    if not needs_alignment(keys):
         return keys
     size = keys.shape[dim]
-    width = (size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+    width = (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     return keys.index_select(dim, torch.arange(width, device=keys.device).clamp(max=size - 1))
 
 

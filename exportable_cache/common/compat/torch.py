@@ -18,6 +18,7 @@
 | `torch.ops.aten._assert_tensor_metadata` | equal layers are lowered separately |
 | `torch._C._nn.linear`, `torch.ops.mkldnn._linear_pointwise` | linear layers use MKL even if it is slow |
 | `torch.fx.experimental.symbolic_shapes.is_concrete_int` | some steps leave linear layers to oneDNN or MKL |
+| `statically_known_true` of the same module | prompts do not compile for a GPU, because of guards on their length |
 | `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic`, `exc.TorchDynamoException` | each length of a prompt is a graph |
 | `torch._inductor.list_mode_options`, `config.save_config_portable`, `load_config` | no compiled graphs on disk |
 | `torch._dynamo.guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES` | the same |
@@ -96,6 +97,13 @@ def fixed_size(size: int | torch.SymInt) -> int | None:
     from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
     return int(size) if is_concrete_int(size) else None
+
+
+def has_known_remainder(size: int | torch.SymInt, divisor: int) -> bool:
+    """Return True if the remainder of a size is the same for all sizes that a graph serves, without a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return any(statically_known_true(size % divisor == remainder) for remainder in range(divisor))
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

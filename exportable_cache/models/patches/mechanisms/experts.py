@@ -2,6 +2,9 @@
 
 The routers of NLLB-MoE and Switch also replace their weights in every call, and NLLB-MoE's reads padding from the last
 columns of the attention mask, which are empty slots in a static cache.
+
+Llama 4's experts take every token. On a GPU the tokens of all experts are merged by `reshaped`, because the stride of a
+view would be a guard on the length.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
+from ....cache.attention.functions import reshaped
 from ....common.patch import Patch
 from ..conditions import only_traced
+from .host_tensors import off_cpu
 
 if TYPE_CHECKING:
     from transformers.models.dbrx.modeling_dbrx import DbrxExperts
+    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
     from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
     from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeExperts, NllbMoeSparseMLP, NllbMoeTop2Router
     from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
@@ -66,6 +72,12 @@ def _dbrx_experts(
         lambda index, states: self.mlp(states, w1[index], v1[index], w2[index]),
     )
     return output.view(batch_size, -1, self.hidden_size)
+
+
+def _llama_experts(self: Llama4TextExperts, hidden_states: torch.Tensor, *, original: Callable) -> torch.Tensor:
+    hidden_states = hidden_states.view(self.num_experts, -1, self.hidden_size)
+    gate, up = torch.bmm(hidden_states, self.gate_up_proj).chunk(2, dim=-1)
+    return reshaped(torch.bmm(up * self.act_fn(gate), self.down_proj), -1, self.hidden_size)
 
 
 def _longcat_experts(
@@ -193,6 +205,16 @@ def _of_class(file: str, name: str, replacement: Callable, *digests: str) -> tup
 
 PATCHES = {
     "dbrx": _of_class("dbrx.modeling_dbrx", "DbrxExperts", _dbrx_experts, "b83eeaea83b56183"),
+    "llama4_text": (
+        Patch(
+            "llama4.modeling_llama4",
+            "Llama4TextExperts.forward",
+            off_cpu(_llama_experts),
+            "its graph for a GPU would have a guard on the length of a prompt",
+            ("b4e2b7fa42dfbffb",),
+            needed=False,
+        ),
+    ),
     "longcat_flash": _of_class(
         "longcat_flash.modeling_longcat_flash", "LongcatFlashExperts", _longcat_experts, "94aa5350d765972b"
     ),
