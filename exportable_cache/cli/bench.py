@@ -38,8 +38,15 @@ def bench(
         ),
     ] = None,
     steps: Annotated[
-        int, typer.Option("--steps", metavar="N", callback=at_least(1), help="Timed decode steps at each position.")
-    ] = 32,
+        int | None,
+        typer.Option(
+            "--steps",
+            metavar="N",
+            callback=at_least(1),
+            help="Timed decode steps at each position.",
+            show_default="32",
+        ),
+    ] = None,
     prompt_length: Annotated[
         int | None,
         typer.Option(
@@ -71,8 +78,9 @@ def bench(
         ),
     ] = None,
     runs: Annotated[
-        int, typer.Option("--runs", metavar="N", callback=at_least(1), help="Runs of each --pp and --tg.")
-    ] = 5,
+        int | None,
+        typer.Option("--runs", metavar="N", callback=at_least(1), help="Runs of each --pp and --tg.", show_default="5"),
+    ] = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print a Markdown table of --pp and --tg (512 and 128).")
     ] = False,
@@ -86,8 +94,11 @@ def bench(
     if markdown and json:
         raise typer.BadParameter("cannot be combined with --json; pass one of them", param_hint="'--markdown'")
     as_rows = bool(pp or tg or markdown)
-    if as_rows and (positions or prompt_length is not None):
-        raise typer.BadParameter("cannot be combined with --positions or --prompt-length", param_hint="'--pp' / '--tg'")
+    if as_rows and (positions or prompt_length is not None or steps is not None):
+        others = "--positions, --steps or --prompt-length"
+        raise typer.BadParameter(f"cannot be combined with {others}", param_hint="'--pp' / '--tg'")
+    if runs is not None and not as_rows:
+        raise typer.BadParameter("needs --pp, --tg or --markdown; pass one of them", param_hint="'--runs'")
     # Steps that run uncompiled while their graph is compiled would be timed otherwise.
     session = open_session(terminal, folder, opening, Use(waits=True), text=False).session
     with terminal.progress("loading libraries") as progress:
@@ -97,12 +108,20 @@ def bench(
         if as_rows:
             default = not (pp or tg)
             rows = bench_rows(
-                session, (512,) if default else pp or (), (128,) if default else tg or (), runs=runs, progress=progress
+                session,
+                (512,) if default else pp or (),
+                (128,) if default else tg or (),
+                runs=5 if runs is None else runs,
+                progress=progress,
             )
             _print_rows(terminal, folder, session, rows, json)
             return
         report = run_bench(
-            session, positions=positions or None, steps=steps, prompt_length=prompt_length, progress=progress
+            session,
+            positions=positions or None,
+            steps=32 if steps is None else steps,
+            prompt_length=prompt_length,
+            progress=progress,
         )
     if json:
         terminal.json({"path": str(Path(folder)), **report.to_dict()})

@@ -174,7 +174,7 @@ def generate(
         if not json and timed.text and not timed.text.endswith("\n"):
             terminal.write("\n")
     if json:
-        applied = given.settings(settings, max_new_tokens)
+        applied = given.settings(settings, most)
         terminal.json({"path": str(Path(folder)), "prompt": text, **timed.to_dict(), "settings": applied})
     else:
         terminal.note(str(timed))

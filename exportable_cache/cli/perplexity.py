@@ -57,7 +57,8 @@ def perplexity(
 ) -> None:
     """Measure the perplexity of a bundle or a model on a text.
 
-    Programs exported with -O score_length=N score N tokens a step, others one.
+    In torch's runtime, programs exported with -O score_length=N score N tokens a step; others, and the native runner,
+    score one.
     """
     terminal: Terminal = ctx.obj
     content = _read(text)
@@ -84,6 +85,7 @@ def _read(path: Path) -> str:
         InputError: If it cannot be read as UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        # Line ends are part of the text, so they are not translated.
+        return path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}: {error}; pass a file of UTF-8 text") from error

@@ -7,6 +7,7 @@ its `generate` runs them. Settings of sampling are given to our sampler, and cou
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -117,7 +118,7 @@ class CheckpointSettings:
             length_penalty=_length_penalty(config),
             sampling=_sampling(config) if samples else SamplingOptions(),
             unheeded=unheeded,
-            unknown=tuple(name for name in sorted(_names(config)) if name not in _KNOWN and name[0] != "_"),
+            unknown=tuple(name for name in sorted(_names(config)) if name not in _KNOWN and not name.startswith("_")),
         )
 
     def limit(self, length: int) -> int | None:
@@ -289,14 +290,14 @@ def _from(config: GenerationConfig, name: str, default: float, least: float, mos
     if value is None:
         return default
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not least <= value <= most:
+    if not is_number or not abs(value) <= sys.float_info.max or not least <= value <= most:
         raise InputError(_wrong(name, constraint, value))
     return float(value)
 
 
 def _samples(config: GenerationConfig) -> bool:
     value = getattr(config, "do_sample", None)
-    if value not in (None, True, False):
+    if value is not None and not isinstance(value, bool):
         raise InputError(_wrong("do_sample", "true or false", value))
     return value is True
 
@@ -322,7 +323,7 @@ def _names(config: GenerationConfig) -> Iterable[str]:
 
 
 def _number(name: str, value: Any, vocab_size: int) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise InputError(_wrong(name, "a number above 0", value))
     return None if value == 1 else float(value)
 

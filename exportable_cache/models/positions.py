@@ -191,6 +191,13 @@ _LIMITS = ("max_position_embeddings", "max_target_positions", "max_decoder_posit
 _FIXED_BIAS = {"mpt": "max_seq_len"}
 
 
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """Return the number of positions that a text decoder was made for; None if its config does not say."""
+    config = config.get_text_config(decoder=True)
+    found = (getattr(config, name, None) for name in _LIMITS)
+    return next((limit for limit in found if isinstance(limit, int) and limit > 0), None)
+
+
 def check_positions(model: PreTrainedModel, max_length: int | None) -> None:
     """Check that a cache holds at most as many tokens as a model's position table.
 
@@ -207,8 +214,8 @@ def check_positions(model: PreTrainedModel, max_length: int | None) -> None:
     biased = getattr(config, _FIXED_BIAS.get(config.model_type, ""), None)
     if biased is not None and (max_length is None or max_length > biased):
         _refuse(model, max_length, biased, "its position bias")
-    limit = next((found for found in (getattr(config, name, None) for name in _LIMITS) if found), None)
-    if not isinstance(limit, int) or (max_length is not None and max_length <= limit):
+    limit = position_limit(model.config)
+    if limit is None or (max_length is not None and max_length <= limit):
         return
     for name, rows in _position_tables(model):
         # Because some tables begin with up to two rows for padding.
@@ -232,8 +239,7 @@ def beyond_positions(config: PreTrainedConfig, max_cache_len: int, is_unbounded:
         max_cache_len: Tokens that a full-attention layer holds.
         is_unbounded: True if positions in the cache are reused, as with attention sinks.
     """
-    config = config.get_text_config(decoder=True)
-    limit = next((getattr(config, name) for name in _LIMITS if isinstance(getattr(config, name, None), int)), None)
+    limit = position_limit(config)
     if is_unbounded or not limit or max_cache_len <= limit:
         return ""
     return (

@@ -158,8 +158,9 @@ def _report(losses: torch.Tensor, tokens: int, window: int, stride: int, seconds
             f"the logits are not finite after {int(losses.isfinite().int().argmin()) + 1} tokens: the model overflows "
             "there, or its weights hold infinities or not-a-number; run it in float32"
         )
-    loss = float(losses.mean())
+    mean = losses.mean()
     spread = float(losses.std()) if len(losses) > 1 else 0.0
-    value = math.exp(loss)
+    # Infinite above a loss of 709, where math.exp would fail.
+    value = float(mean.exp())
     error = value * spread / math.sqrt(len(losses))
-    return PerplexityReport(value, error, loss, len(losses), tokens, window, stride, seconds)
+    return PerplexityReport(value, error, float(mean), len(losses), tokens, window, stride, seconds)

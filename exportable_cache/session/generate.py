@@ -41,6 +41,7 @@ class Request:
         draft: Proposes tokens; None for plain decoding.
         continues: True if the text continues that of the prompt; False for a text of its own, such as the response to
             chat messages.
+        config: The generation config of the call, which names the token that an encoder-decoder starts with.
     """
 
     settings: CheckpointSettings
@@ -48,6 +49,7 @@ class Request:
     ending: Ending
     draft: Draft | None = None
     continues: bool = True
+    config: GenerationConfig | None = None
 
 
 def config_for(
@@ -106,7 +108,7 @@ def make_request(
     if pad is None or not 0 <= pad < session.vocab_size:
         pad = ends[0] if ends else 0
     ending = Ending(max_new_tokens, frozenset({*ends, *tokens}), tuple(strings), pad, session.text_tokenizer)
-    return Request(settings, sampling, ending, draft)
+    return Request(settings, sampling, ending, draft, config=config)
 
 
 def token_steps(
@@ -294,7 +296,7 @@ def _encoder_steps(
     """Encode the prompts, and return the decoder's steps and the token ids that it starts with."""
     if request.draft is not None:
         _check_draft(session, request.draft)
-    start = start_tokens(session.generation_config, session.batch_size, session.device)
+    start = start_tokens(request.config, session.batch_size, session.device)
     if isinstance(prompts, Mapping):
         encoded = dict(prompts)
         start = torch.cat([start, encoded.pop("decoder_input_ids", start[:, :0])], dim=1)

@@ -119,13 +119,17 @@ def open_model(
         # Tensor by tensor, so that host and device together hold little more than the weights once.
         model.to(device)  # type: ignore[arg-type]  # transformers wraps it without its signature
         cache = ExportableCache.from_model_spec(model, spec)
+    has_encoder = getattr(model.config, "is_encoder_decoder", False)
+    # Encoder-decoders score no proposals, and encode their file by another method.
+    scored = use.lookup + 1 if use.lookup and not has_encoder else 0
+    if cache.max_length is not None:
+        scored = min(scored, cache.max_length)
     session = Session.from_model(
         model,
         cache,
         compile=compiles and ("wait" if use.waits else True),
-        score_length=use.lookup + 1 if use.lookup else 0,
-        # An encoder-decoder encodes its file by another method.
-        modalities=() if getattr(model.config, "is_encoder_decoder", False) else tuple(use.kinds),
+        score_length=scored if scored > 1 else 0,
+        modalities=() if has_encoder else tuple(use.kinds),
         graph_cache=_graph_folder() if compiles and device.type != "mps" else None,
         tokenizer=loaded.tokenizer,
     )
@@ -165,8 +169,9 @@ def _needed(model: PreTrainedModel, spec: CacheSpec) -> dict[str, int]:
 
 def _default_length(model: PreTrainedModel) -> int:
     """Return `CACHE_LEN`, or the number of the model's positions if it has fewer."""
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return min(CACHE_LEN, positions) if isinstance(positions, int) and positions > 0 else CACHE_LEN
+    from ..models.positions import position_limit
+
+    return min(CACHE_LEN, position_limit(model.config) or CACHE_LEN)
 
 
 def _graph_folder() -> Path | None:

@@ -11,6 +11,7 @@ import torch
 from ..cache.policies import SinkPolicy
 from ..cache.spec import Sinks
 from ..errors import InputError
+from ..models.positions import position_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -145,8 +146,7 @@ def kept_sinks(session: Session) -> Sinks | None:
 def most_tokens(session: Session, model: PreTrainedModel) -> int | None:
     """Return the number of tokens that both sides can hold, or None if it is unlimited."""
     # Learned position tables end there, and models were not trained on later rotary positions.
-    config = model.config.get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
+    positions = position_limit(model.config)
     if session.stepper.rope is not None:
         # Dynamic NTK scaling starts there.
         positions = None

@@ -18,9 +18,10 @@ from exportable_cache.models.loading.loading import load_model
 from exportable_cache.session.opening import CACHE_LEN, ModelOptions, Use, open_model
 
 from ..support.models import tiny_model
+from ..support.seq2seq import tiny_seq2seq
 from .bundles import refused
 
-OPENING = ("generate", "chat", "serve", "bench", "verify")
+OPENING = ("generate", "chat", "serve", "bench", "verify", "perplexity")
 PROMPT = "the code of amber is 4821. amber?"
 SMALL = ("--device", "cpu", "--no-compile", "-n", 48)
 
@@ -29,7 +30,7 @@ def arguments_of(command: str, name: object) -> list[object]:
     """Return a command's arguments, with the ones that it requires."""
     if command == "serve":
         pytest.importorskip("fastapi", reason="the serve extra is not installed")
-    further = {"generate": ["-p", "x"], "verify": ["--model", "demo"]}
+    further = {"generate": ["-p", "x"], "verify": ["--model", "demo"], "perplexity": ["--text", __file__]}
     return [command, name, *further.get(command, [])]
 
 
@@ -55,6 +56,15 @@ def test_sizes_and_dtype_are_those_of_the_options(tiny_folder: Path) -> None:
     positions = loaded.model.config.max_position_embeddings
     session, _ = open_model(str(tiny_folder), ModelOptions(device="cpu", compile=False))
     assert session.max_length == min(CACHE_LEN, positions)
+
+
+def test_the_default_length_is_the_number_of_positions(tmp_path: Path) -> None:
+    """Speech decoders name their positions differently, and score no proposals."""
+    model = tiny_seq2seq("whisper")
+    del model.config.max_position_embeddings
+    model.save_pretrained(tmp_path)
+    session, _ = open_model(str(tmp_path), ModelOptions(device="cpu", compile=False), Use(lookup=2))
+    assert session.max_length == 128 and session.score_length == 0
 
 
 @pytest.mark.parametrize(

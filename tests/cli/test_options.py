@@ -73,7 +73,7 @@ def test_at_least_names_value_and_limit(given):
 
 
 def _options_of_commands() -> list[tuple[str, str, tuple[str, ...]]]:
-    """Command, name in Python and spellings of each option."""
+    """Return the command, name in Python and spellings of each option."""
     group = typer.main.get_command(application())
     return [
         (name, option.name, (*option.opts, *option.secondary_opts))

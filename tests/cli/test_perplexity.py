@@ -36,7 +36,7 @@ def model() -> PreTrainedModel:
 
 @torch.no_grad()
 def upstream(model: PreTrainedModel, window: int, stride: int) -> tuple[float, int]:
-    """The mean loss of transformers, in windows as its documentation makes them, and the number of tokens."""
+    """Return the mean loss of transformers, in windows as its documentation makes them, and the number of tokens."""
     ids = AutoTokenizer.from_pretrained(demo_path())(TEXT, return_tensors="pt")["input_ids"]
     total, count, previous = 0.0, 0, 0
     for begin in range(0, ids.shape[1], stride):
@@ -90,6 +90,10 @@ def test_the_command_takes_a_model(run: Any, model: PreTrainedModel, tmp_path: P
     result = run("perplexity", "demo", "--text", file, *sizes)
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["loss"] == pytest.approx(upstream(model, 32, 8)[0], abs=2e-5)
+    # A cache of fewer tokens than a step could score.
+    small = run("perplexity", "demo", "--text", file, "--no-compile", "-n", 32, "--device", "cpu")
+    assert small.exit_code == 0, small.stderr
+    assert "windows of 32, stride 32" in small.stdout
 
 
 def test_the_error_is_that_of_a_mean() -> None:
@@ -128,6 +132,10 @@ def test_what_cannot_be_scored_is_refused() -> None:
         perplexity(live_session(tiny_model("llama"), False, 32, batch_size=2), "abc")
     with pytest.raises(InputError, match="text decoder"):
         perplexity(live_session(tiny_seq2seq("bart"), False, 32, tokenizer=tokenizer), "abc")
+    large = tiny_model("llama", vocab_size=300)
+    large.lm_head.weight.data *= 1e5
+    report = perplexity(live_session(large, False, 32, tokenizer=tokenizer), "abcdef")
+    assert report.loss > 709 and report.perplexity == math.inf
     broken = tiny_model("llama", vocab_size=300)
     broken.lm_head.weight.data[3] = torch.nan
     with pytest.raises(NonFiniteLogitsError, match="not finite after 1 tokens"):

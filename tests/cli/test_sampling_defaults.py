@@ -71,7 +71,8 @@ def test_a_constrained_text_is_sampled_too(run: Any, plain: Path, sampling: Path
 
 
 def test_nothing_is_printed_for_greedy_choice_without_settings(run: Any, plain: Path) -> None:
-    assert "greedy" not in run("generate", plain, "-p", PROMPT, *LIMIT).stderr
+    done = run("generate", plain, "-p", PROMPT, *LIMIT)
+    assert done.exit_code == 0 and "greedy" not in done.stderr
 
 
 def test_chat_samples_as_the_checkpoint_says(run: Any, plain: Path, sampling: Path) -> None:

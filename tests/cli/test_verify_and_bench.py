@@ -149,6 +149,8 @@ def test_bench_prints_the_rows_of_llama_bench(run, exported):
     for arguments, words in (
         (["--markdown"], ("pp must be 1 to", "got 512")),
         (["--tg", 2, "--positions", 1], ("cannot be combined with --positions",)),
+        (["--pp", 2, "--steps", 3], ("cannot be combined with --positions, --steps",)),
+        (["--runs", 3], ("needs --pp, --tg or --markdown",)),
         (["--markdown", "--json"], ("cannot be combined with --json",)),
         (["--pp", 0], ("--pp", "at least 1")),
     ):

@@ -13,10 +13,13 @@ from exportable_cache import Session
 from exportable_cache.errors import InputError
 from exportable_cache.generation.checkpoint_settings import _KNOWN, CheckpointSettings
 from exportable_cache.generation.sampling_options import SamplingOptions
+from exportable_cache.session.inputs.encoder import start_tokens
 
 from ..support.distributions import SETTINGS, check_draws, expected_probabilities
 from ..support.models import VOCAB, tiny_model, tokens
+from ..support.seq2seq import tiny_seq2seq
 from ..support.sessions import live_session
+from .byte_tokenizer import byte_tokenizer
 
 CAPACITY = 32
 PROMPT = tokens(6, seed=1)
@@ -64,6 +67,8 @@ def test_fields_count_with_do_sample_and_have_defaults_of_transformers(
     ("field", "value", "message"),
     [
         ("do_sample", "yes", "must be true or false, got 'yes'"),
+        ("do_sample", 1, "must be true or false, got 1"),
+        ("temperature", 10**400, "must be a number of at least 0, got 1000"),
         ("temperature", -1.0, "must be a number of at least 0, got -1.0"),
         ("temperature", "hot", "must be a number of at least 0, got 'hot'"),
         ("top_k", 2.5, "must be an int of at least 1, or 0 for all tokens, got 2.5"),
@@ -88,9 +93,11 @@ def test_settings_that_are_not_followed_are_named_if_they_count() -> None:
 
 
 def test_unknown_settings_are_named_in_one_line() -> None:
-    config = GenerationConfig.from_dict({"temprature": 0.7, "chat_format": "x", "do_sample": True})
+    config = GenerationConfig.from_dict({"temprature": 0.7, "chat_format": "x", "do_sample": True, "": 1})
     (line,) = CheckpointSettings.read(config, VOCAB).remarks()
-    assert line == "generation_config has settings that transformers' GenerationConfig has not: chat_format, temprature"
+    assert line == (
+        "generation_config has settings that transformers' GenerationConfig has not: , chat_format, temprature"
+    )
 
 
 def test_every_setting_of_transformers_is_known() -> None:
@@ -173,3 +180,20 @@ def test_a_given_config_replaces_settings_and_leaves_the_others() -> None:
 def test_what_is_no_config_is_refused() -> None:
     with pytest.raises(InputError, match="generation_config must be 'model', a GenerationConfig or None, got 'mine'"):
         session_of().generate(PROMPT, generation_config="mine")
+
+
+def test_a_given_config_names_the_token_that_a_decoder_starts_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_seq2seq("bart")
+    session = live_session(model, False, 16, tokenizer=byte_tokenizer())
+    seen: list[int] = []
+
+    def start(config: Any, rows: int, device: torch.device) -> torch.Tensor:
+        tokens = start_tokens(config, rows, device)
+        seen.extend(tokens.flatten().tolist())
+        return tokens
+
+    monkeypatch.setattr("exportable_cache.session.generate.start_tokens", start)
+    for given in (GenerationConfig(decoder_start_token_id=7), None):
+        session.reset()
+        list(session.generate_text("ab", 2, generation_config=given))
+    assert seen == [7, model.generation_config.decoder_start_token_id]
