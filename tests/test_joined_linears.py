@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from exportable_cache import ExportableCache
+from exportable_cache import ExportableCache, Session
+from exportable_cache.backends.live import runner as runner_file
 from exportable_cache.backends.live.compile import ONE_ROW, CompileOptions, StepCompiler
-from exportable_cache.models.joined_linears import JoinedLinear, _step, join_linears, joined_products
+from exportable_cache.common.devices import weights_bytes
+from exportable_cache.errors import DeviceMemoryError
+from exportable_cache.models.joined_linears import (
+    JoinedLinear,
+    _step,
+    end_outdated_groups,
+    join_linears,
+    joined_products,
+)
 from exportable_cache.models.weights import fingerprint
 from exportable_cache.program.methods import ProgramMethod
-from exportable_cache.program.program import ResidentModule, program_methods
+from exportable_cache.program.program import Program, ResidentModule, program_methods
 from exportable_cache.program.spec import ProgramSpec
 
 from .support.models import tiny_model
@@ -88,6 +98,95 @@ def test_changed_weights_are_used(change) -> None:
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits, atol=1e-4, rtol=1e-4)
 
 
+def assigned_data(model: nn.Module) -> None:
+    """Assign new data to the parameters, as merging an adapter does."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5
+
+
+def assigned_in_dicts(model: nn.Module) -> None:
+    """Assign parameters in the dicts of the modules, as libraries for offloading do."""
+    for module in model.modules():
+        for name, one in module.named_parameters(recurse=False):
+            module._parameters[name] = nn.Parameter(one * 1.5)
+
+
+@pytest.mark.parametrize("change", [assigned_data, assigned_in_dicts])
+@torch.no_grad()
+def test_a_session_finds_weights_that_no_layer_was_notified_of(change) -> None:
+    """A session, compiled or not, ends groups whose parameters are elsewhere, and the next one joins them again."""
+    model, other = (tiny_model("llama", num_hidden_layers=1) for _ in range(2))
+    join_linears(model)
+    change(model), change(other)
+    Session.from_model(model, ExportableCache.from_model(model, 16))
+    with joined_products():
+        torch.testing.assert_close(model(IDS).logits, other(IDS).logits, atol=1e-4, rtol=1e-4)
+    assert bytes_of(model) == bytes_of(other)
+    assert join_linears(model) == 2
+
+
+@torch.no_grad()
+def test_a_copy_computes_with_its_own_weights() -> None:
+    """A copied model has groups of its own, which end at its session; the original's stay."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    join_linears(model)
+    copied = copy.deepcopy(model)
+    changed_in_place(copied)
+    expected = copied(IDS).logits
+    end_outdated_groups(copied), end_outdated_groups(model)
+    with joined_products():
+        torch.testing.assert_close(copied(IDS).logits, expected, atol=1e-5, rtol=1e-5)
+    assert join_linears(model) == 0 and join_linears(copied) == 2
+    assert bytes_of(copied) == bytes_of(model)
+
+
+@torch.no_grad()
+def test_groups_hold_no_memory_after_they_end() -> None:
+    """A move to where a model is changes nothing; a replaced weight frees the joined tensor at once."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    join_linears(model)
+    attention = model.model.layers[0].self_attn
+    joined = attention.q_proj.joined_weight
+    model.to("cpu").float()
+    assert attention.q_proj.joined_weight is joined and join_linears(model) == 0
+    attention.k_proj.weight = nn.Parameter(attention.k_proj.weight * 1.5)
+    assert attention.q_proj.joined_weight is None
+    first = weakref.ref(attention.q_proj)
+    del model, attention
+    assert first() is None
+
+
+def test_weights_are_joined_as_ordinary_tensors() -> None:
+    """A session that is made in inference mode leaves parameters that can be trained."""
+    layers = Layers()
+    with torch.inference_mode():
+        assert join_linears(layers) == 1
+    assert not layers.q_proj.weight.is_inference() and not layers.q_proj.joined_weight.is_inference()
+    layers.q_proj(torch.ones(1, 8)).sum().backward()
+    with torch.inference_mode():
+        assert join_linears(Layers()) == 0
+
+
+def test_joined_memory_is_counted_once() -> None:
+    """Sizes in messages are those of the model without joined layers."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    size = weights_bytes(model)
+    assert join_linears(model) == 2 and weights_bytes(model) == size
+
+
+@torch.no_grad()
+def test_a_program_holds_no_joined_weights() -> None:
+    """Exporting a model that a session has joined separates its layers."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    expected, size = model(IDS).logits, bytes_of(model)
+    join_linears(model)
+    program = Program(model, ExportableCache.from_model(model, 16), ProgramSpec())
+    assert not [name for name, _ in program.modules["decode"].named_buffers() if "joined" in name]
+    storages = [one.untyped_storage().data_ptr() for one in model.parameters()]
+    assert len(set(storages)) == len(storages) and bytes_of(model) == size
+    torch.testing.assert_close(model(IDS).logits, expected, atol=1e-5, rtol=1e-5)
+
+
 class Layers(nn.Module):
     """Layers named as those of attention."""
 
@@ -141,3 +240,16 @@ def test_steps_of_one_row_are_tuned(rows: int, tokens: int, tuned: bool, monkeyp
     assert compiler._tuning(method) == (ONE_ROW if tuned else {})
     # The names are Inductor's.
     assert all(hasattr(torch._inductor.config, name) for name in ONE_ROW)
+
+
+def test_a_lack_of_memory_while_joining_has_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joining needs memory for one group more, and says so as steps do."""
+
+    def lacking(model: nn.Module) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(runner_file, "reads_filled", lambda device: True)
+    monkeypatch.setattr(runner_file, "join_linears", lacking)
+    model = tiny_model("llama", num_hidden_layers=1)
+    with pytest.raises(DeviceMemoryError, match="cpu must have memory for the weights"):
+        Session.from_model(model, ExportableCache.from_model(model, 16), compile="wait")

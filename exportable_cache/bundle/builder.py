@@ -136,7 +136,7 @@ def describe(
         dtype=dtype_name(model.dtype),
         layers=layers,
         cache_bytes=cache.nbytes,
-        weights_bytes=weights_bytes(model),
+        weights_bytes=parameter_bytes(model),
         fingerprint=fingerprint(model),
         tokenizer=None if tokenizer is None else type(tokenizer).__name__,
         config=config_fields(model),
@@ -179,7 +179,7 @@ def generation_config_fields(
     return fields
 
 
-def weights_bytes(model: torch.nn.Module) -> int:
+def parameter_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of the parameters, counting tied ones once."""
     return sum(parameter.nbytes for parameter in model.parameters())
 

@@ -140,5 +140,18 @@ def out_of_memory(device: torch.device, needed: Mapping[str, int], during: str =
 
 
 def weights_bytes(module: torch.nn.Module) -> int:
-    """Return the bytes of a module's parameters and buffers, each counted once."""
-    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    """Return the bytes of a module's parameters and buffers, each counted once.
+
+    Buffers over the memory of parameters, as joined layers have them, are not counted.
+    """
+    parameters = list(module.parameters())
+    counted = {_address(tensor) for tensor in parameters} - {0}
+    buffers = [tensor for tensor in module.buffers() if _address(tensor) not in counted]
+    return sum(tensor.nbytes for tensor in (*parameters, *buffers))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage, 0 if it has none of its own."""
+    # Fake and quantized tensors have classes of their own.
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return tensor.untyped_storage().data_ptr() if is_plain else 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..bundle.builder import weights_bytes
+from ..bundle.builder import parameter_bytes
 from ..bundle.entries import RankedProgram
 from ..bundle.manifest_file import rank_folder
 from ..common.compat.torch_distributed import placeholder_group
@@ -75,7 +75,7 @@ def lower_ranks(
         with placeholder_group(rank, size):
             lowered = lower(made, folder / rank_folder(rank))
         files += [replace(file, name=f"{rank_folder(rank)}/{file.name}") for file in lowered]
-        most = max(most, weights_bytes(part))
+        most = max(most, parameter_bytes(part))
         first = made if first is None else first
     assert first is not None
     return first, files, RankedProgram(size=size, parts_of_heads=list(parts), weights_bytes=most)

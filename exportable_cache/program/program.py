@@ -21,7 +21,7 @@ from ..common.compat.transformers import cache_argument
 from ..common.method_io import name_forward
 from ..errors import InputError, UnsupportedModelError, describe_trace_error
 from ..models.cache_factory import ExportableEncoderDecoderCache
-from ..models.joined_linears import joined_products
+from ..models.joined_linears import joined_products, separate_linears
 from ..models.layers.codebooks import codebooks_of
 from ..models.patches.mechanisms.rope import check_follows, rope_by
 from ..models.patches.mechanisms.speech import short_masks
@@ -334,6 +334,7 @@ class Program:
             what = "offloaded layers" if cache.offloader is not None else "the heads of one rank"
             raise InputError(f"a program on disk keeps its own cache, and this one has {what}; allocate another one")
         spec = ProgramSpec() if spec is None else spec
+        separate_linears(model)
         self.model = model
         self.form = Form(spec.form)
         self.logits = Logits(spec.logits)

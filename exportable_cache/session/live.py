@@ -11,6 +11,7 @@ from ..backends.live.compile import CompileOptions
 from ..backends.live.runner import ModuleRunner
 from ..errors import InputError
 from ..models.cache_factory import ExportableCache
+from ..models.joined_linears import end_outdated_groups
 from ..models.layers.specs import check_layers, vocab_size_of
 from ..models.positions import check_positions, rope_rule
 from ..models.weights import fingerprint
@@ -62,6 +63,7 @@ def live_session(
     """
     check_pair(model, cache)
     _check_unused(cache)
+    end_outdated_groups(model)
     if options.compiling.graph_cache is not None and (cache.ranks is not None or cache.offloader is not None):
         # Not kept, because graphs contain the rank's sizes, and their keys do not include the device of a layer.
         raise InputError("graph_cache must be None for a parallel session, and for offloaded layers; leave it out")

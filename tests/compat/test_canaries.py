@@ -213,7 +213,12 @@ def test_a_module_keeps_its_hooks_under_these_names() -> None:
 
     module = torch.nn.Identity()
     assert not private.has_hooks(module)
-    for register in (module.register_forward_hook, module.register_forward_pre_hook):
+    for register in (
+        module.register_forward_hook,
+        module.register_forward_pre_hook,
+        module.register_full_backward_hook,
+        module.register_full_backward_pre_hook,
+    ):
         handle = register(lambda *_: None)
         assert private.has_hooks(module)
         handle.remove()

@@ -67,12 +67,17 @@ class ModuleRunner:
         self._restore_attention.atexit = False
         spec = ProgramSpec() if spec is None else spec
         self.methods: dict[str, ProgramMethod] = program_methods(model, cache, spec)
+        self._needed = lambda: {"the weights": weights_bytes(model), "the cache": cache.resident_nbytes}
         filled = cache.offloader is None and reads_filled(cache.device)
         if filled and options.compile:
             if reads_filled_everywhere(model, cache):
                 self.methods = without_narrow_decodes(self.methods)
             if cache.ranks is None and not isinstance(cache, ExportableEncoderDecoderCache):
-                join_linears(model)
+                with memory_errors(cache.device, self._needed):
+                    join_linears(model)
+                if cache.device.type == "cuda":
+                    # The memory of separate weights is free for other processes then, such as the compiling one.
+                    torch.cuda.empty_cache()
         self.modules: dict[str, torch.nn.Module] = {
             name: ResidentModule(model, cache, method, on_gpu=filled)
             if method.is_step
@@ -82,7 +87,6 @@ class ModuleRunner:
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()
         self.ranks = cache.ranks
         self._device = cache.device
-        self._needed = lambda: {"the weights": weights_bytes(model), "the cache": cache.resident_nbytes}
         self.background = background_compiler(model, cache, spec, options)
         self.compiler: StepCompiler | None = None
         if options.compile:

@@ -26,6 +26,7 @@
 | `torch._inductor.cudagraph_trees.local`, `torch._C._stash_obj_in_tls` | torch 2.11 captures in one thread only |
 | `torch.nn.Module._parameters`, `_buffers` | each step takes longer to find the tensors of its layers |
 | `torch.nn.Module._forward_hooks`, `_forward_pre_hooks` | linear layers with hooks are joined, and lose their hooks |
+| `torch.nn.Module._backward_hooks`, `_backward_pre_hooks` | the same |
 | `torch.fx.Graph._codegen` | a graph keeps the signature of the module that it was traced from |
 | `torch.compiler.get_default_backend` | public, but torch 2.11 and 2.12 lack it, where no other backend can be set |
 | `torch._C._CudaDeviceProperties`, `torch._library.register_fake_class` | torch_tensorrt needs CUDA |
@@ -235,8 +236,9 @@ def module_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Return True if a hook is called before or after the forward of `module`."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Return True if a hook is called before or after the forward or the backward of `module`."""
+    forward, backward = module._forward_hooks or module._forward_pre_hooks, module._backward_hooks
+    return bool(forward or backward or module._backward_pre_hooks)
 
 
 def reset_signature(graph: torch.fx.Graph) -> None:
