@@ -271,6 +271,9 @@ def test_the_reason_against_the_operator_is_said(monkeypatch, caplog) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not filled.reads_filled(_CUDA) and "triton is not installed" in caplog.text
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr("exportable_cache.cache.attention.filled.c_compiler", lambda: "")
+    assert filled.unsupported(_CUDA) == "triton needs a C compiler, and none was found; install gcc"
+    monkeypatch.setattr("exportable_cache.cache.attention.filled.c_compiler", lambda: "gcc")
     assert filled.unsupported(_CUDA) == "the GPU has compute capability 7.5, and the kernel needs 8.0"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert filled.reads_filled(_CUDA)

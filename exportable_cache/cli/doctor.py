@@ -152,11 +152,11 @@ def _gpus() -> str:
 
 def _compiler(device: str) -> str:
     """Return what compiles steps on a device, "" if nothing does."""
-    from ..common.devices import cpp_compiler
+    from ..common.devices import c_compiler, cpp_compiler
 
     if device == "cuda":
         triton = _release("triton")
-        return "" if triton is None else f"Triton {triton}, replayed as CUDA graphs"
+        return "" if triton is None or not c_compiler() else f"Triton {triton}, replayed as CUDA graphs"
     return cpp_compiler() if device == "cpu" else "torch.compile"
 
 
@@ -180,7 +180,8 @@ def _gpu_remedies(device: str, compiler: str) -> Iterator[str]:
         )
         yield f"for steps on the NVIDIA GPU of this machine: install {remedy}"
     if device == "cuda" and not compiler:
-        yield "for compiled steps on the GPU: pip install triton"
+        remedy = "pip install triton" if _release("triton") is None else "install gcc (apt install gcc)"
+        yield f"for compiled steps on the GPU: {remedy}"
     if device == "cuda" and _tensorrt() is None:
         yield "for TensorRT programs: pip install 'exportable-cache[tensorrt-rtx]', and export with --target tensorrt"
     if device == "cpu" and not compiler:

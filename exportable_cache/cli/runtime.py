@@ -250,6 +250,7 @@ def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | Non
 
 def _open_live(terminal: Terminal, name: str, options: ModelOptions, use: Use, text: bool) -> Opened:
     with terminal.progress(f"opening {name}") as progress, no_collections():
+        from ..common.devices import missing_compiler
         from ..common.tensors import dtype_name
         from ..session.opening import open_model
 
@@ -259,8 +260,9 @@ def _open_live(terminal: Terminal, name: str, options: ModelOptions, use: Use, t
     terminal.note_all(loaded.remarks)
     holds = "" if session.max_length is None else f", a cache of {session.max_length} tokens"
     compiled = "compiled" if session.target == "compiled" else "not compiled"
-    if options.compile and session.target != "compiled":
-        compiled += " (no C++ compiler was found; install g++)"
+    missing = missing_compiler(session.device.type) if options.compile and session.target != "compiled" else None
+    if missing is not None:
+        compiled += f" (no {missing[0]} compiler was found; install {missing[1]})"
     terminal.note(f"{loaded.source} on {session.device}, {dtype_name(loaded.model.dtype)}, {compiled}{holds}")
     return Opened(session, lambda: _processor_of(loaded), loaded.model)
 

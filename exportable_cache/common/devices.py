@@ -68,6 +68,29 @@ def cpp_compiler() -> str:
     return name if shutil.which(name) else ""
 
 
+def c_compiler() -> str:
+    """Return the C compiler with which Triton builds what launches its kernels, "" if there is none."""
+    # The variable and the names that Triton looks for.
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    return next((name for name in names if shutil.which(name)), "")
+
+
+def missing_compiler(kind: str) -> tuple[str, str] | None:
+    """Return the compiler that compiled steps lack on a kind of device, None if they lack none.
+
+    Args:
+        kind: Type of the device: `cpu`, `cuda` or `mps`.
+
+    Returns:
+        Its language and a package that has it: `("C++", "g++")`.
+    """
+    if kind == "cpu" and not cpp_compiler():
+        return "C++", "g++"
+    if kind == "cuda" and not c_compiler():
+        return "C", "gcc"
+    return None
+
+
 def free_and_total(device: torch.device) -> tuple[int, int] | None:
     """Return the free and the total bytes of a GPU's memory; None where torch does not report them."""
     if device.type != "cuda":

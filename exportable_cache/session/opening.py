@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 #: Default of `ModelOptions.max_cache_len`, for models with at least as many positions.
 CACHE_LEN = 4096
-_DEVICES = ("cpu", "cuda", "mps")
 
 
 @dataclass(frozen=True)
@@ -137,18 +136,22 @@ def open_model(
 
 
 def _can_compile(device: torch.device, is_required: bool) -> bool:
-    """Return False if steps on a CPU cannot be compiled, because there is no compiler.
+    """Return False if steps cannot be compiled, because there is no compiler.
 
     Raises:
         InputError: If they must be compiled.
     """
     from ..common.compat.torch import default_backend
-    from ..common.devices import cpp_compiler
+    from ..common.devices import missing_compiler
 
-    if device.type != "cpu" or default_backend() != "inductor" or cpp_compiler():
+    missing = missing_compiler(device.type) if default_backend() == "inductor" else None
+    if missing is None:
         return True
+    language, package = missing
     if is_required:
-        raise InputError("compiled steps need a C++ compiler, and none was found; install g++, or pass --no-compile")
+        raise InputError(
+            f"compiled steps need a {language} compiler, and none was found; install {package}, or pass --no-compile"
+        )
     return False
 
 

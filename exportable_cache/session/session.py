@@ -465,9 +465,10 @@ class Session:
             model: A causal LM of transformers in eval mode.
             cache: A cache allocated for it.
             compile: Run through torch.compile, one graph per method. With True, a subprocess compiles while steps run
-                uncompiled over the same cache; if that is not possible (on a GPU, with a `mode`, or for a model that
-                cannot be sent to a process), each method is compiled on first use. "wait" always compiles on first
-                use. "background" never does, and raises an error instead.
+                uncompiled over the same cache; if that is not possible (on MPS, with a `mode`, on a GPU with little
+                memory left, or for a model that cannot be sent to a process), each method is compiled on first use.
+                "wait" always compiles on first use. "background" raises an error instead; only on CUDA, this process
+                compiles graphs that the subprocess could not.
             mode: Mode of torch.compile; `reduce-overhead` (CUDA graphs) by default for steps of one size on a GPU.
             prefill_chunk: Longest chunk of a prompt, see `methods.methods_for`.
             buckets: Read lengths that have methods of their own, so that a step reads the filled part of the cache

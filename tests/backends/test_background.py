@@ -19,7 +19,7 @@ from torch._inductor import config as inductor
 
 from exportable_cache.backends.live import background as background_worker
 from exportable_cache.backends.live.background_process import _runner
-from exportable_cache.backends.live.compile import check_background
+from exportable_cache.backends.live.compile import CompileOptions, check_background
 from exportable_cache.backends.live.graph_cache import GRAPH
 from exportable_cache.backends.live.graphs import OutdatedGraph
 from exportable_cache.backends.live.model_snapshot import _Reader, from_snapshot, snapshot
@@ -27,6 +27,7 @@ from exportable_cache.common.compat.torch import allow_cuda_graphs, inductor_con
 from exportable_cache.common.process.tuning import torch_threads
 from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.errors import InputError
+from exportable_cache.program.spec import ProgramSpec
 
 from ..support.background import FAILS, SLEEPS, in_its_place, model_of, session_of, wait_until
 from ..support.compiling import compiling_with
@@ -239,6 +240,51 @@ def test_a_gpu_compiles_here_what_the_other_process_could_not(device: str, compi
     assert here == compiled
     runner.run("prefill", torch.tensor([[5, 6, 7]]), torch.tensor([0]))
     assert here == compiled
+
+
+@pytest.mark.parametrize(("device", "compiled"), [("cpu", []), ("cuda", ["decode", "choice"])])
+def test_warm_up_on_a_gpu_ends_with_graphs(device: str, compiled: list[str], monkeypatch) -> None:
+    """A call that waits for the subprocess compiles in this process, at once, if the subprocess gives up meanwhile."""
+    model = model_of()
+    runner = session_of(model, True).runner
+    background, here = runner.background, []
+    background._device = torch.device(device)
+
+    def fails(index, graph, *more) -> None:
+        background._status.failed[graph.key] = "no compiler was found"
+
+    def compiled_here(module, method, key, inputs):
+        here.append(getattr(method, "name", "choice"))
+        return module
+
+    monkeypatch.setattr(background._worker, "request", fails)
+    monkeypatch.setattr(runner.compiler, "compile", compiled_here)
+    runner._shared = {}
+    with runner.waiting(), pytest.warns(RuntimeWarning, match="no compiler was found"):
+        runner.run("decode", torch.tensor([[5]]), torch.tensor([0]))
+        logits = torch.zeros(1, model.config.vocab_size)
+        numbers = [torch.tensor(number) for number in (0.8, 40, 0.9, 0.1, 1.2)]
+        runner._choose(runner._choices[False, False], [logits, torch.rand(1), *numbers])
+    assert here == compiled
+
+
+def test_a_gpu_with_little_memory_is_compiled_for_when_it_is_needed(caplog, monkeypatch) -> None:
+    """The subprocess would need memory for a second cache and a context."""
+    cache = SimpleNamespace(
+        device=torch.device("cuda", 0), ranks=None, offloader=None, resident_nbytes=3 * 10**9, stored_state=dict
+    )
+    made = []
+    monkeypatch.setattr(background_worker, "BackgroundCompiler", lambda *arguments: made.append(arguments) or arguments)
+    free = [6 * 10**9]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 10**11))
+    model, spec = torch.nn.Identity(), ProgramSpec()
+    with caplog.at_level("INFO", "exportable_cache.backends.live.background"):
+        assert background_worker.background_compiler(model, cache, spec, CompileOptions(True)) is None
+    assert not made and "another cache, and 5.6 GiB are free" in caplog.text
+    with pytest.raises(InputError, match="needs 6.5 GiB of free memory on cuda:0"):
+        background_worker.background_compiler(model, cache, spec, CompileOptions("background"))
+    free[0] = 7 * 10**9
+    assert background_worker.background_compiler(model, cache, spec, CompileOptions(True)) is not None
 
 
 def test_weights_on_a_gpu_share_the_memory_of_the_largest() -> None:

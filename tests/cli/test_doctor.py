@@ -69,6 +69,7 @@ def test_it_shows_the_gpu(run, packages: dict[str, str], monkeypatch: pytest.Mon
     gib = 2**30
     for name, value in (("is_available", True), ("device_count", 1), ("memory_reserved", gib), ("memory_allocated", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    monkeypatch.setattr("exportable_cache.common.devices.c_compiler", lambda: "gcc")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -77,6 +78,10 @@ def test_it_shows_the_gpu(run, packages: dict[str, str], monkeypatch: pytest.Mon
     assert found["gpu"] == "NVIDIA H200, SM 9.0, 10.0 GiB of 24.0 GiB free"
     assert found["compiled_steps"] == "by Triton 3.6.0, replayed as CUDA graphs on cuda"
     assert found["tensorrt"] == "tensorrt-rtx 1.5.0"
+    monkeypatch.setattr("exportable_cache.common.devices.c_compiler", lambda: "")
+    found = json.loads(run("doctor", "--json").stdout)
+    assert found["compiled_steps"] == "none on cuda"
+    assert found["remedies"][0] == "for compiled steps on the GPU: install gcc (apt install gcc)"
     packages.clear()
     found = json.loads(run("doctor", "--json").stdout)
     assert found["compiled_steps"] == "none on cuda" and found["tensorrt"] is None

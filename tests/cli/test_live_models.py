@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from typer.testing import CliRunner
 from exportable_cache import ExportableCache, Session
 from exportable_cache.cli.app import COMMANDS, app
 from exportable_cache.cli.runtime import names_model
+from exportable_cache.common import devices
 from exportable_cache.errors import DeviceMemoryError, InputError
 from exportable_cache.models.loading.loading import load_model
-from exportable_cache.session.opening import CACHE_LEN, ModelOptions, Use, open_model
+from exportable_cache.session.opening import CACHE_LEN, ModelOptions, Use, _can_compile, open_model
 
 from ..support.models import tiny_model
 from ..support.seq2seq import tiny_seq2seq
@@ -97,6 +99,29 @@ def test_a_machine_without_a_compiler_runs_uncompiled(
     assert done.exit_code == 0 and done.stdout == " 4821.\n", done.stderr
     assert "not compiled (no C++ compiler was found; install g++), a cache of 48 tokens" in done.stderr
     refused(run("bench", "demo", "--device", "cpu"), "compiled steps need a C++ compiler", "--no-compile")
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable", "missing"), [("cpu", "CXX", ("C++", "g++")), ("cuda", "CC", ("C", "gcc")), ("mps", "", None)]
+)
+def test_each_device_needs_its_compiler(
+    kind: str, variable: str, missing: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU's steps are compiled from C++; Triton builds what launches a GPU's kernels from C."""
+    monkeypatch.setattr("exportable_cache.common.compat.torch.default_backend", lambda: "inductor")
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    found: set[str] = set()
+    monkeypatch.setattr(devices.shutil, "which", lambda name: name if name in found else None)
+    assert devices.missing_compiler(kind) == missing
+    if missing is None:
+        return
+    assert not _can_compile(torch.device(kind), False)
+    with pytest.raises(InputError, match=f"install {re.escape(missing[1])}, or pass --no-compile"):
+        _can_compile(torch.device(kind), True)
+    monkeypatch.setenv(variable, "mine")
+    found.add("mine")
+    assert _can_compile(torch.device(kind), True)
 
 
 def test_verify_compares_a_model_with_itself(run: Any, tiny_folder: Path, tmp_path: Path) -> None:

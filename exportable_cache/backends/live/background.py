@@ -25,6 +25,7 @@ import torch
 
 from ...common.compat.torch import inductor_config
 from ...common.process.tuning import ProcessSetting, few_collections, postpone_full_collection, torch_threads
+from ...common.sizes import bytes_text
 from ...errors import InputError
 from .compile import CompileOptions, StepCompiler, check_background
 from .graph_cache import GRAPH, import_loader
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Bytes of a GPU's memory that a process needs before it allocates anything, rounded up.
+_CONTEXT_BYTES = 10**9
 _DIFFERENT = "the compiled graph cannot be loaded into this process"
 #: Switch interval of the interpreter in seconds while a graph is loaded. It is short because an eager step releases and
 #: takes the interpreter lock for each of its hundreds of operators.
@@ -300,6 +303,8 @@ class BackgroundCompiler:
             ) from error
         if options.graph_cache is None:
             options = replace(options, graph_cache=_private_folder(self))
+        # Not tuned, because a graph is tuned when it first runs: in the user's step, not in the subprocess.
+        options = replace(options, tunes=False)
         self.compiler = StepCompiler(model, cache, options)
         self._status = GraphStatus()
         self._worker = GraphWorker(self.compiler, options, written, self._status, cache.device)
@@ -417,12 +422,29 @@ def background_compiler(
         if cache.offloader is not None:
             raise InputError('compile="background" is not supported for offloaded layers; pass compile=True, or "wait"')
         check_background(cache.device, options.mode)
+        _check_memory(cache)
         return BackgroundCompiler(model, cache, spec, options)
     except InputError as error:
         if options.compile == "background":
             raise
         log.info("graphs are compiled when they are needed: %s", error)
         return None
+
+
+def _check_memory(cache: ExportableCache) -> None:
+    """Check that a GPU has memory for the subprocess, which allocates another cache.
+
+    Raises:
+        InputError: If it does not.
+    """
+    if cache.device.type != "cuda":
+        return
+    needed, free = 2 * cache.resident_nbytes + _CONTEXT_BYTES, torch.cuda.mem_get_info(cache.device)[0]
+    if free < needed:
+        raise InputError(
+            f'compile="background" needs {bytes_text(needed)} of free memory on {cache.device}, because the compiling '
+            f'process has another cache, and {bytes_text(free)} are free; pass compile=True, or "wait"'
+        )
 
 
 def _private_folder(owner: object) -> Path:

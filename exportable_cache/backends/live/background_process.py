@@ -119,7 +119,8 @@ def _runner(folder: str, limit: int, settings: dict[str, Any], written: bytes) -
     set_inductor_config(settings["inductor"])
     register_attention()
     model, cache, spec = from_snapshot(written)
-    return ModuleRunner(model, cache, spec, CompileOptions("wait", graph_cache=folder, graph_cache_mb=limit))
+    options = CompileOptions("wait", graph_cache=folder, graph_cache_mb=limit, tunes=False)
+    return ModuleRunner(model, cache, spec, options)
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Step = Callable[..., Any]
 #: Inductor's options for a step of one row on a GPU. Products of one row become reductions over the weights, which fuse
-#: with the operators around them, and whose tiles are tuned when they are compiled. gpt-fast sets the same.
+#: with the operators around them, and whose tiles are tuned when a graph first runs. gpt-fast sets the same.
 ONE_ROW = {"coordinate_descent_tuning": True}
 _STEPS = itertools.count()
 
@@ -48,6 +48,7 @@ class CompileOptions:
         graph_cache: Folder in which compiled graphs are kept for later processes, see `GraphCache`.
         graph_cache_mb: Size limit of that folder in megabytes.
         progress: Called from another thread for each graph that is compiled in the background.
+        tunes: True to compile steps of one row on a GPU with `ONE_ROW`.
 
     Raises:
         InputError: If a value is out of range, or `graph_cache` is set without `compile`.
@@ -58,6 +59,7 @@ class CompileOptions:
     graph_cache: str | Path | None = None
     graph_cache_mb: int = setting(GRAPH_CACHE_MB, "Megabytes of compiled graphs kept.", kind=int, least=1)
     progress: Progress = silent
+    tunes: bool = True
 
     def __post_init__(self) -> None:
         if self.compile not in (True, False, "background", "wait"):
@@ -85,6 +87,7 @@ class StepCompiler:
     def __init__(self, model: torch.nn.Module, cache: ExportableCache, options: CompileOptions) -> None:
         self._model, self._cache = model, cache
         self._mode = options.mode
+        self._tunes = options.tunes
         self._captures_cuda_graphs = options.mode is None and cache.device.type == "cuda"
         self.by_layers = self._mode is None and generates_code(cache.device)
         self.graph_cache = None
@@ -135,7 +138,13 @@ class StepCompiler:
         if self.graph_cache is not None and not has_graphs_by_length(method):
             options = {**(private.mode_options(chosen) if chosen else {}), **self._tuning(method)} or None
             call = self.graph_cache.get(
-                f"{method} {key}", step, {"module": module}, inputs, dynamic=dynamic, options=options, **backend
+                self._kept_name(method, key),
+                step,
+                {"module": module},
+                inputs,
+                dynamic=dynamic,
+                options=options,
+                **backend,
             )
             if call is not None:
                 return _guarded(call)
@@ -146,7 +155,12 @@ class StepCompiler:
     def _tuning(self, method: ProgramMethod | ChoiceMethod) -> dict[str, Any]:
         """Return Inductor's options for a method: `ONE_ROW` for a decode step of one row on a GPU."""
         is_decode = isinstance(method, ProgramMethod) and method.is_step and method.max_length == 1
-        return ONE_ROW if is_decode and self._captures_cuda_graphs and self._cache.batch_size == 1 else {}
+        is_one_row = is_decode and self._captures_cuda_graphs and self._cache.batch_size == 1
+        return ONE_ROW if is_one_row and self._tunes else {}
+
+    def _kept_name(self, method: ProgramMethod | ChoiceMethod, key: str) -> str:
+        """Return the name of a kept graph. Tuned graphs have other ones, because they tune where they are loaded."""
+        return f"{method} {key}{' tuned' if self._tuning(method) else ''}"
 
     def load(
         self, module: torch.nn.Module, method: ProgramMethod | ChoiceMethod, key: str, inputs: Sequence[torch.Tensor]
@@ -154,7 +168,7 @@ class StepCompiler:
         """Return a step from the folder, None if it is not there. See `compile`."""
         if self.graph_cache is None:
             return None
-        call = self.graph_cache.load(f"{method} {key}", _step_of(module), {"module": module}, inputs)
+        call = self.graph_cache.load(self._kept_name(method, key), _step_of(module), {"module": module}, inputs)
         return None if call is None else _guarded(call)
 
 

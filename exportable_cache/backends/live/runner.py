@@ -204,7 +204,8 @@ class ModuleRunner:
         if call is None and self._compiles_aside(graph.key.step.method):
             assert self.background is not None
             call = self.background.get(graph, inputs)
-        elif call is None:
+        # Asked again, because the subprocess may have given up while this thread waited.
+        if call is None and not self._compiles_aside(graph.key.step.method):
             call = self._compile(graph)
         if call is None:
             return choice(*inputs)
@@ -236,6 +237,8 @@ class ModuleRunner:
             call = self._from_background(graph, inputs, further)
             if (method := self.background.unshared(graph.key)) is not None:
                 self.unshare(method.name)
+                return self._call(key, inputs, *further)
+            if call is None and not self._compiles_aside(graph.key.step.method):
                 return self._call(key, inputs, *further)
             if call is None:
                 with self.background.eager_step():
@@ -288,7 +291,8 @@ class ModuleRunner:
     def _discard(self, graph: Graph, outdated: OutdatedGraph) -> None:
         """Compile a graph again when it is next needed.
 
-        With background compilation, steps run eagerly from then on, because the subprocess has the old model.
+        With background compilation, the subprocess does not compile it, because that has the old model. On a CPU steps
+        run eagerly from then on; on a GPU this process compiles.
         """
         del self._calls[graph.key]
         if self.background is not None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...common.devices import c_compiler
 from .extended import library
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ def unsupported(device: torch.device) -> str | None:
         return f"{_VARIABLE} is torch"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    if not c_compiler():
+        return "triton needs a C compiler, and none was found; install gcc"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         found, needed = (".".join(map(str, one)) for one in (capability, LEAST_CAPABILITY))
