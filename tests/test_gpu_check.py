@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -18,6 +19,8 @@ import typer
 from rich.console import Console
 
 from exportable_cache.errors import BundleError
+
+from .support.compiling import compiling_with
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.project
@@ -108,6 +111,31 @@ def test_sessions_are_compared_with_the_model(check: Any, model: str) -> None:
     oracle.logits[30] += 1
     assert ways["eager"](oracle)[0] is False and oracle.generates(oracle.session()) == (False, "tokens differ")
     assert oracle.steps(oracle.session())[0] is False
+
+
+def test_graphs_of_the_subprocess_are_compared(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row says if the subprocess gave up, because this process then compiled what is compared."""
+    run = check._ways()["compiled in the background, 4 steps a launch"]
+    oracle = check.Oracle(check.tiny_llama, "cpu")
+    with compiling_with("aot_eager"):
+        passed, said = run(oracle)
+    assert passed is None and "backend is 'aot_eager'" in said
+    calls: list[str] = []
+
+    class Made:
+        def warm_up(self) -> None:
+            calls.append("warm_up")
+            if len(calls) > 2:
+                warnings.warn("compiling in the background failed: no memory", RuntimeWarning, stacklevel=1)
+
+        def close(self) -> None:
+            calls.append("close")
+
+    monkeypatch.setattr(oracle, "session", lambda **options: calls.append(options["compile"]) or Made())
+    monkeypatch.setattr(oracle, "generates", lambda session: (True, "tokens equal"))
+    assert run(oracle) == (True, "tokens equal")
+    assert run(oracle) == (False, "tokens equal; compiling in the background failed: no memory")
+    assert calls == ["background", "warm_up", "close"] * 2
 
 
 def test_a_table_and_json_are_written(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
