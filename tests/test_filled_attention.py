@@ -19,9 +19,17 @@ from exportable_cache.program.program import ResidentModule, program_methods
 from exportable_cache.program.spec import ProgramSpec
 
 from .support.attention_operands import CASES, exact, operands, tolerance
-from .support.models import VOCAB, tiny_model
+from .support.kinds import KINDS
+from .support.models import VOCAB
+from .support.models import tiny_model as model_of_family
 
 _CUDA = torch.device("cuda:0")
+
+
+def tiny_model(family: str, *given: Any, **overrides: Any) -> Any:
+    """Return a tiny model of a family, also of those whose configs have fields of their own."""
+    fields = KINDS[family][0] if family in KINDS else {}
+    return model_of_family(family, *given, **{**fields, **overrides})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -60,7 +68,7 @@ def test_the_kernel_is_exact(interpreted: Any, case: str, multiprocessors: int, 
     assert (found.shape, found.stride(), found.dtype) == (form.shape, form.stride(), form.dtype)
 
 
-#: Dtypes of queries and keys, sizes of heads, query heads of a key head, query tokens.
+#: Dtypes of queries and keys, sizes of heads, or of latents and rotated parts, query heads of a key head, query tokens.
 COMPILED = {
     "bfloat16": ("bf16", "bf16", 128, 128, 4, 1),
     "bfloat16, heads of 64": ("bf16", "bf16", 64, 64, 4, 1),
@@ -70,6 +78,11 @@ COMPILED = {
     "8 queries": ("bf16", "bf16", 128, 128, 8, 8),
     "float16": ("fp16", "fp16", 192, 128, 1, 1),
     "float32": ("fp32", "fp32", 256, 256, 4, 1),
+    "latents": ("bf16", "bf16", 512, 64, 128, 1),
+    "latents of 256, 16 queries": ("bf16", "bf16", 256, 64, 128, 16),
+    "latents in 8 bits": ("bf16", "i8", 512, 64, 16, 1),
+    "latents, float16": ("fp16", "fp16", 512, 64, 20, 4),
+    "latents, float32": ("fp32", "fp32", 512, 64, 16, 1),
 }
 
 
@@ -85,12 +98,17 @@ def test_the_kernels_compile_without_a_gpu(case: str, capability: int) -> None:
 
     dtype, stored, dim, value_dim, group, queries = COMPILED[case]
     itemsize = 4 if dtype == "fp32" else 2
-    rows, block, dim_tile, value_tile = filled_triton.tile_sizes(group * queries, dim, value_dim, itemsize)
+    rotated = value_dim if case.startswith("latents") else 0
+    value_dim = dim if rotated else value_dim
+    rows, block, dim_tile, value_tile, rotated_tile = filled_triton.tile_sizes(
+        group * queries, dim, value_dim, itemsize, rotated
+    )
     pointers = dict.fromkeys(("QUERY", "MASK", "SINKS", "OUT"), f"*{dtype}")
     pointers |= dict.fromkeys(("KEYS", "VALUES"), f"*{stored}") | {"ENDS": "*i64"}
     constants: dict[str, Any] = {
-        "KV_HEADS": 8, "GROUP": group, "QUERIES": queries, "PARTS": 32, "PARTS_TILE": 32, "DIM": dim,
-        "DIM_TILE": dim_tile, "VALUE_DIM": value_dim, "VALUE_TILE": value_tile, "ROWS": rows, "BLOCK": block,
+        "KV_HEADS": 8, "GROUP": group, "QUERIES": queries, "PARTS": 64, "PARTS_TILE": 64, "DIM": dim,
+        "DIM_TILE": dim_tile, "VALUE_DIM": value_dim, "VALUE_TILE": value_tile, "ROTATED": rotated,
+        "ROTATED_TILE": rotated_tile, "ROWS": rows, "BLOCK": block,
         "HAS_SCALES": stored == "i8", "HAS_ENDS": True, "HAS_MASK": True, "MASK_IS_BOOL": False, "HAS_SOFTCAP": True,
         "HAS_SINKS": True, "mask_slot": 1, "key_scale_slot": 1, "value_scale_slot": 1,
     }  # fmt: skip
@@ -99,10 +117,14 @@ def test_the_kernels_compile_without_a_gpu(case: str, capability: int) -> None:
     # Products of whole tiles run on tensor cores, and keys are copied in 16 bytes, or 8 if they have 8 bits.
     assert ("mma" in made.asm["ptx"]) is (dtype != "fp32")
     assert "cp.async" in made.asm["ptx"]
-    assert compiled_for(filled_triton._merge_parts, capability, pointers, constants).metadata.shared <= 99 * 1024
+    warps = filled_triton.warps_of_merge(value_tile)
+    merge = compiled_for(filled_triton._merge_parts, capability, pointers, constants, warps)
+    assert merge.metadata.shared <= 99 * 1024
 
 
-def compiled_for(kernel: Any, capability: int, pointers: dict[str, str], constants: dict[str, Any]) -> Any:
+def compiled_for(
+    kernel: Any, capability: int, pointers: dict[str, str], constants: dict[str, Any], warps: int = 4
+) -> Any:
     """Return a kernel compiled for a GPU that need not be there, with pointers and strides that are divisible by 16."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -119,7 +141,7 @@ def compiled_for(kernel: Any, capability: int, pointers: dict[str, str], constan
             divisible[(index,)] = [["tt.divisibility", 16]]
     fixed = {(kernel.arg_names.index(name),): constants[name] for name in kernel.arg_names if name in constants}
     source = ASTSource(kernel, signature, constexprs=fixed, attrs=divisible)
-    options = {"num_warps": 4, "num_stages": 2}
+    options = {"num_warps": warps, "num_stages": 2}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -158,6 +180,8 @@ def logits_of(model: Any, steps: int = 20, rows: int = 1, **options: Any) -> tor
         ("gemma2", {}),
         ("gemma3_text", {"rollback_slots": 3}),
         ("gpt_oss", {}),
+        ("deepseek_v3", {"rows": 2}),
+        ("deepseek_v32", {}),
     ],
 )
 def test_steps_compute_the_same(family: str, options: dict[str, Any], counted, monkeypatch) -> None:
@@ -170,9 +194,10 @@ def test_steps_compute_the_same(family: str, options: dict[str, Any], counted, m
     torch.testing.assert_close(found, logits_of(model, **options), atol=2e-5, rtol=1e-4)
 
 
-def test_one_compiled_step_serves_every_length(counted, monkeypatch) -> None:
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_one_compiled_step_serves_every_length(family: str, counted, monkeypatch) -> None:
     """A compiled session has one decode step instead of one for each read length, and computes the same."""
-    model = tiny_model("llama", num_hidden_layers=1)
+    model = tiny_model(family, num_hidden_layers=1)
 
     def steps(compile: bool | str) -> tuple[list[str], torch.Tensor]:
         cache = ExportableCache.from_model(model, 300, attn_implementation=None, kv_dtype="int8")
@@ -200,6 +225,26 @@ def test_a_prompt_of_any_length_is_one_graph(monkeypatch) -> None:
     torch.testing.assert_close(*found, atol=2e-5, rtol=1e-4)
 
 
+def test_latents_are_expanded_where_their_attention_is_not_the_operators(counted, monkeypatch) -> None:
+    """Latents are expanded before attention if their weights cannot be absorbed, or inside it if it cannot use them."""
+    model = tiny_model("deepseek_v3")
+    found = []
+    with monkeypatch.context() as patch:
+        patch.setattr(filled.FilledKeys, "are_supported", lambda *given: False)
+        found.append(logits_of(model))
+    hooks = [layer.self_attn.kv_b_proj.register_forward_hook(lambda *given: None) for layer in model.model.layers]
+    found.append(logits_of(model))
+    for hook in hooks:
+        hook.remove()
+    assert not counted
+    found.append(logits_of(model))
+    assert counted
+    monkeypatch.setattr(runner, "reads_filled", lambda device: False)
+    expected = logits_of(model)
+    for logits in found:
+        torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+
+
 @torch.no_grad()
 def traced(family: str, kv_dtype: str | None = None, queries: int = 1) -> list[tuple[str, str]]:
     """Return the operators of a step traced over tensors of a GPU without values, each with the dtype of its keys."""
@@ -223,7 +268,15 @@ def traced(family: str, kv_dtype: str | None = None, queries: int = 1) -> list[t
 
 @pytest.mark.parametrize(
     ("family", "kv_dtype", "queries"),
-    [("llama", None, 1), ("llama", "int8", 1), ("llama", None, 4), ("gemma3_text", None, 1), ("gpt_oss", None, 1)],
+    [
+        ("llama", None, 1),
+        ("llama", "int8", 1),
+        ("llama", None, 4),
+        ("gemma3_text", None, 1),
+        ("gpt_oss", None, 1),
+        ("deepseek_v3", None, 1),
+        ("deepseek_v3", "int8", 4),
+    ],
 )
 def test_a_step_for_a_gpu_has_one_operator_a_layer(family: str, kv_dtype: str | None, queries: int) -> None:
     """A step of few tokens traced for a GPU attends by the operator, to keys as they are stored."""
@@ -232,7 +285,10 @@ def test_a_step_for_a_gpu_has_one_operator_a_layer(family: str, kv_dtype: str | 
         calls = pool.apply_async(traced, (family, kv_dtype, queries)).get(300)
     stored = "torch.int8" if kv_dtype == "int8" else "torch.bfloat16"
     assert [dtype for name, dtype in calls if name == str(FILLED_ATTENTION)] == [stored] * 2
-    assert not [name for name, _ in calls if "scaled_dot_product" in name or "bmm" in name]
+    assert not [name for name, _ in calls if "scaled_dot_product" in name]
+    # Latents are not expanded: queries and outputs are multiplied by the weights that would expand them.
+    products = [name for name, _ in calls if "bmm" in name]
+    assert len(products) == (4 if family == "deepseek_v3" else 0)
 
 
 @torch.no_grad()

@@ -10,12 +10,12 @@ from transformers import AttentionInterface
 
 from ..cache.attention.functions import matmul_attention
 from ..cache.attention.implementation import attention_of
+from ..cache.attention.latents import expanded_latents
 from ..cache.attention.masks import register_masks
 from ..cache.policies import FullPolicy
 from ..common.compat.transformers import cache_argument
 from ..models.cache_factory import ExportableCache
 from ..models.layers.specs import probe_tokens
-from ..models.patches.mechanisms.fused_attention import expanded_latents
 from ..models.quantized_rows import QuantizedZeros
 
 if TYPE_CHECKING:

@@ -21,10 +21,12 @@ def operands(
     mask: str | None = None,
     softcap: float | None = None,
     has_sinks: bool = False,
+    of_latents: bool = False,
 ) -> tuple[Any, ...]:
-    """Return random arguments of the operator."""
+    """Return random arguments of the operator. Latents are of size `dim`, and rotated parts of size `value_dim`."""
     torch.manual_seed(0)
-    query = torch.randn(rows, queries, heads, dim).to(dtype).transpose(1, 2)
+    query_dim = dim + (value_dim or 0) * of_latents
+    query = torch.randn(rows, queries, heads, query_dim).to(dtype).transpose(1, 2)
     keys, values = (torch.randn(rows, kv_heads, slots, size) for size in (dim, value_dim or dim))
     if stored == "int8":
         scales = [part.abs().amax(-1, keepdim=True) / 127 for part in (keys, values)]
@@ -43,6 +45,7 @@ def operands(
     return query, parts, None if ends is None else torch.tensor(ends), masks[mask], None, softcap, sinks
 
 
+_LATENTS: dict[str, Any] = {"kv_heads": 1, "of_latents": True}
 CASES: dict[str, dict[str, Any]] = {
     "grouped heads, ragged rows": {"ends": [1, 190]},
     "one query head for each key head": {"rows": 1, "kv_heads": 8, "ends": [17]},
@@ -60,6 +63,13 @@ CASES: dict[str, dict[str, Any]] = {
     "keys in 16 bits of a float32 model": {"stored": "float16", "ends": [1, 190]},
     "a row that sees nothing": {"mask": "hides all", "ends": [20, 190]},
     "float16": {"dtype": torch.float16, "ends": [1, 190], "mask": "added"},
+    "latents of 512 and 64": {**_LATENTS, "heads": 20, "dim": 512, "value_dim": 64, "ends": [1, 190], "mask": "added"},
+    "latents of 80 and 24, 3 queries, a soft cap and sinks": {
+        **{**_LATENTS, "heads": 4, "queries": 3, "dim": 80, "value_dim": 24, "mask": "bool", "ends": [99, 200]},
+        **{"softcap": 30.0, "has_sinks": True},
+    },
+    "latents in 8 bits": {**_LATENTS, "dim": 128, "value_dim": 32, "stored": "int8", "ends": [1, 190]},
+    "latents in float16": {**_LATENTS, "dim": 128, "value_dim": 64, "dtype": torch.float16, "ends": [1, 190]},
 }  # fmt: skip
 
 
@@ -68,6 +78,8 @@ def exact(query: Any, parts: Any, ends: Any, mask: Any, scale: Any, softcap: Any
     keys, values, *scales = [part.to(torch.float64) for part in parts]
     if scales:
         keys, values = keys * scales[0], values * scales[1]
+    if query.shape[3] == keys.shape[3] + values.shape[3]:
+        keys, values = torch.cat([keys, values], dim=-1), keys
     batch, heads, queries, dim = query.shape
     keys, values = (part.repeat_interleave(heads // keys.shape[1], dim=1) for part in (keys, values))
     rows = []

@@ -11,6 +11,7 @@ from ...cache.attention.filled import can_compute, can_store
 from ...cache.attention.functions import EXTRAS
 from ...cache.policies import FullPolicy
 from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
+from ...models.patches.mechanisms.fused_attention import can_absorb
 from ..probe_attention import probe_attention
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def reads_filled_everywhere(model: PreTrainedModel, cache: ExportableCache) -> b
     ):
         return False
     try:
-        calls = probe_attention(model, _is_plain)
+        calls = probe_attention(model, _is_plain, latents=True)
     except Exception as error:  # of a model's code; the session then has more graphs
         log.info("decode steps are compiled for each read length, because a few tokens cannot be run: %s", error)
         return False
@@ -46,7 +47,9 @@ def reads_filled_everywhere(model: PreTrainedModel, cache: ExportableCache) -> b
 
 def _is_plain(query: Any, key: Any, value: Any, mask: Any, given: Mapping[str, Any]) -> bool:
     extras = {name for name in EXTRAS if given.get(name) is not None}
-    return extras <= EXTENSIONS and can_compute(query.shape[3], value.shape[3])
+    of_latents = hasattr(given["module"], "expand_kv")
+    can = not of_latents or can_absorb(given["module"])
+    return can and extras <= EXTENSIONS and can_compute(key.shape[3], value.shape[3], of_latents)
 
 
 def without_narrow_decodes(methods: Mapping[str, ProgramMethod]) -> dict[str, ProgramMethod]:

@@ -20,6 +20,7 @@ import torch
 
 from ...common.devices import c_compiler
 from .extended import library
+from .latents import has_latents
 
 if TYPE_CHECKING:
     from ..storage import Storage
@@ -35,6 +36,9 @@ library.define(
 #: slots to read of each row, int64 [batch], or None for all; a mask [batch or 1, heads or 1, q_length or 1, slots],
 #: bool or additive; a factor of the scores, `head_dim ** -0.5` by default; a soft cap; and sinks [batch or 1, heads or
 #: 1, q_length or 1, 1]. Returns [batch, q_length, heads, value_head_dim].
+#:
+#: Latent attention (MLA) takes latents and rotated parts in place of keys and values, and queries of both sizes, see
+#: `latents.py`. The keys are latents followed by rotated parts, and the values are the latents, which are read once.
 FILLED_ATTENTION = torch.ops.exportable_cache.filled_attention.default
 #: Dtypes of keys and values that it reads.
 _STORED = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
@@ -42,6 +46,8 @@ _STORED = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
 MOST_QUERIES = 16
 #: Largest head dimension of keys and of values.
 MOST_DIM = 256
+#: Largest latent, and largest rotated part of a key, of latent attention.
+MOST_LATENT, MOST_ROTATED = 512, 64
 #: Compute capability of the oldest GPU that it is used on, which has the instructions for bfloat16.
 LEAST_CAPABILITY = (8, 0)
 #: `EXPORTABLE_CACHE_ATTENTION=torch` disables it, as it does the kernel for CPUs.
@@ -61,6 +67,8 @@ def _plainly(
     batch, heads, queries, dim = query.shape
     parts = [part.to(torch.float32) for part in stored]
     keys, values = parts if len(parts) == 2 else (parts[0] * parts[2], parts[1] * parts[3])
+    if has_latents(query, stored):
+        keys, values = torch.cat([keys, values], dim=-1), keys
     kv_heads, slots = keys.shape[1:3]
     grouped = query.to(torch.float32).reshape(batch, kv_heads, -1, dim)
     scores = (grouped @ keys.transpose(2, 3)).reshape(batch, heads, queries, slots)
@@ -91,7 +99,7 @@ def _by_kernel(*arguments: Any) -> torch.Tensor:
 
 def _shape_of(query: torch.Tensor, stored: Sequence[torch.Tensor], *others: Any) -> torch.Tensor:
     batch, heads, queries, _ = query.shape
-    return query.new_empty(batch, queries, heads, stored[1].shape[-1])
+    return query.new_empty(batch, queries, heads, stored[0 if has_latents(query, stored) else 1].shape[-1])
 
 
 library.impl("filled_attention", _plainly, "CPU")
@@ -129,9 +137,10 @@ def can_store(storage: Storage | None) -> bool:
     return storage is not None and all(part.dtype in _STORED for part in list(storage.parts.values())[:2])
 
 
-def can_compute(dim: int, value_dim: int) -> bool:
-    """Return True if the operator computes attention over heads of these sizes."""
-    return 0 < dim <= MOST_DIM and 0 < value_dim <= MOST_DIM
+def can_compute(dim: int, value_dim: int, of_latents: bool = False) -> bool:
+    """Return True if the operator computes attention over heads of these sizes, or latents and rotated parts."""
+    most, most_values = (MOST_LATENT, MOST_ROTATED) if of_latents else (MOST_DIM, MOST_DIM)
+    return 0 < dim <= most and 0 < value_dim <= most_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,11 +159,18 @@ class FilledKeys:
     stored: tuple[torch.Tensor, ...]
     ends: torch.Tensor | None
 
-    def are_supported(self, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
-        """Return True if the operator computes attention of these queries [batch, heads, q_length, head_dim]."""
+    def are_supported(self, query: torch.Tensor, mask: torch.Tensor | None, of_latents: bool = False) -> bool:
+        """Return True if the operator computes attention of these queries [batch, heads, q_length, head_dim].
+
+        Args:
+            query: Queries of the model.
+            mask: Mask of the model.
+            of_latents: True if the keys and values are latents and rotated parts.
+        """
         # Not compared with a number if there is a mask, because the length of a traced step may be dynamic.
         has_order = mask is not None or query.shape[2] == 1
-        return has_order and can_compute(query.shape[3], self.values.shape[3]) and not query.requires_grad
+        can = can_compute(self.keys.shape[3], self.values.shape[3], of_latents)
+        return has_order and can and not query.requires_grad
 
 
 class _Returned(threading.local):
@@ -223,6 +239,15 @@ def note_filled(
         return
     if can_store(storage):
         filled.append(FilledKeys(*returned, tuple(stored), ends))
+
+
+def takes_latents(latents: torch.Tensor) -> bool:
+    """Return True if attention computes over these latents [batch, 1, slots, dim], which a layer of the step returned.
+
+    Otherwise, keys and values are expanded from them first.
+    """
+    found = [one for one in _returned.keys or () if one.keys is latents]
+    return bool(found) and can_compute(latents.shape[3], found[-1].values.shape[3], of_latents=True)
 
 
 def filled_keys(keys: torch.Tensor, values: torch.Tensor) -> FilledKeys | None:

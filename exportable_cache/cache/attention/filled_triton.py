@@ -15,9 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from .latents import has_latents
+
 #: Rows of queries of one program: tensor cores multiply at least 16.
 LEAST_ROWS, MOST_ROWS = 16, 64
-#: Bytes of one tile of keys or of values. Two of each must fit the shared memory of SM 8.6, which is 99 KB.
+#: Bytes of one tile of keys or of values. Two of each must fit the shared memory of SM 8.6, which is 99 KB. Latents are
+#: both, so their tiles have twice as many.
 TILE_BYTES = 16384
 #: Most parts of the length, which the second kernel merges at once.
 MOST_PARTS = 64
@@ -34,6 +37,7 @@ def _attend_part(
     mask_batch, mask_head, mask_row, mask_slot, sink_batch, sink_head, sink_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr,
     DIM: tl.constexpr, DIM_TILE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr,
+    ROTATED: tl.constexpr, ROTATED_TILE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_ENDS: tl.constexpr,
     HAS_MASK: tl.constexpr, MASK_IS_BOOL: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -52,6 +56,13 @@ def _attend_part(
     dim, value_dim, slot = tl.arange(0, DIM_TILE), tl.arange(0, VALUE_TILE), tl.arange(0, BLOCK)
     query_at = QUERY + batch * query_batch + query_heads * query_head + token * query_row
     query = tl.load(query_at[:, None] + dim[None, :], mask=is_row[:, None] & (dim[None, :] < DIM), other=0.0)
+    if ROTATED:
+        # Of latent attention: keys are latents and rotated parts, and the values are the latents.
+        rotated_dim = tl.arange(0, ROTATED_TILE)
+        rotated_query = tl.load(
+            query_at[:, None] + DIM + rotated_dim[None, :],
+            mask=is_row[:, None] & (rotated_dim[None, :] < ROTATED), other=0.0,
+        )  # fmt: skip
     keys_at = KEYS + batch * key_batch + head * key_head
     values_at = VALUES + batch * value_batch + head * value_head
     mask_at = MASK
@@ -67,14 +78,34 @@ def _attend_part(
     for at in range(first, last, BLOCK):
         here = at + slot
         is_read = here < last
-        keys = tl.load(
-            keys_at + here[None, :] * key_slot + dim[:, None],
-            mask=is_read[None, :] & (dim[:, None] < DIM), other=0,
-        )  # fmt: skip
-        scores = tl.dot(query, keys.to(query.dtype), input_precision="ieee") * scale
+        if ROTATED:
+            values = tl.load(
+                keys_at + here[:, None] * key_slot + dim[None, :],
+                mask=is_read[:, None] & (dim[None, :] < DIM), other=0,
+            ).to(query.dtype)  # fmt: skip
+            keys = tl.trans(values)
+        else:
+            keys = tl.load(
+                keys_at + here[None, :] * key_slot + dim[:, None],
+                mask=is_read[None, :] & (dim[:, None] < DIM), other=0,
+            ).to(query.dtype)  # fmt: skip
+        scores = tl.dot(query, keys, input_precision="ieee")
         if HAS_SCALES:
             scales_at = KEY_SCALES + batch * key_scale_batch + head * key_scale_head
-            scores *= tl.load(scales_at + here * key_scale_slot, mask=is_read, other=0.0)[None, :]
+            value_scales = tl.load(scales_at + here * key_scale_slot, mask=is_read, other=0.0)
+            scores *= value_scales[None, :]
+        if ROTATED:
+            rotated = tl.load(
+                values_at + here[None, :] * value_slot + rotated_dim[:, None],
+                mask=is_read[None, :] & (rotated_dim[:, None] < ROTATED), other=0,
+            ).to(query.dtype)  # fmt: skip
+            if HAS_SCALES:
+                scales_at = VALUE_SCALES + batch * value_scale_batch + head * value_scale_head
+                rotated_scales = tl.load(scales_at + here * value_scale_slot, mask=is_read, other=0.0)
+                scores += tl.dot(rotated_query, rotated, input_precision="ieee") * rotated_scales[None, :]
+            else:
+                scores = tl.dot(rotated_query, rotated, acc=scores, input_precision="ieee")
+        scores *= scale
         if HAS_SOFTCAP:
             # tanh by an exponential that cannot overflow.
             small = tl.exp(-2.0 * tl.abs(scores) / softcap)
@@ -93,15 +124,18 @@ def _attend_part(
         weights = tl.exp(scores - base[:, None])
         kept = tl.exp(best - base)
         total = total * kept + tl.sum(weights, 1)
-        values = tl.load(
-            values_at + here[:, None] * value_slot + value_dim[None, :],
-            mask=is_read[:, None] & (value_dim[None, :] < VALUE_DIM), other=0,
-        )  # fmt: skip
+        if not ROTATED:
+            values = tl.load(
+                values_at + here[:, None] * value_slot + value_dim[None, :],
+                mask=is_read[:, None] & (value_dim[None, :] < VALUE_DIM), other=0,
+            ).to(query.dtype)  # fmt: skip
+            if HAS_SCALES:
+                scales_at = VALUE_SCALES + batch * value_scale_batch + head * value_scale_head
+                value_scales = tl.load(scales_at + here * value_scale_slot, mask=is_read, other=0.0)
         if HAS_SCALES:
-            scales_at = VALUE_SCALES + batch * value_scale_batch + head * value_scale_head
-            weights *= tl.load(scales_at + here * value_scale_slot, mask=is_read, other=0.0)[None, :]
+            weights *= value_scales[None, :]
         sums = sums * kept[:, None]
-        sums += tl.dot(weights.to(query.dtype), values.to(query.dtype), input_precision="ieee")
+        sums += tl.dot(weights.to(query.dtype), values, input_precision="ieee")
         best = new_best
     all_rows = GROUP * QUERIES
     if PARTS == 1:
@@ -163,20 +197,27 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def tile_sizes(rows: int, dim: int, value_dim: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Return the sizes of a program's tiles: rows, slots, and the padded dimensions of keys and values.
+def tile_sizes(rows: int, dim: int, value_dim: int, itemsize: int, rotated: int = 0) -> tuple[int, int, int, int, int]:
+    """Return the sizes of a program's tiles: rows, slots, and the padded dimensions of keys, values and rotated parts.
 
     Args:
         rows: Query heads per key head times query tokens.
-        dim: Size of a key head.
-        value_dim: Size of a value head.
+        dim: Size of a key head, or of a latent.
+        value_dim: Size of a value head, or of a latent.
         itemsize: Bytes of an element of the queries, which keys and values are converted to.
+        rotated: Size of the rotated part of latent attention; 0 if keys and values are separate.
     """
-    dim_tile, value_tile = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
+    dim_tile, value_tile, rotated_tile = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim, rotated))
     # The sums stay in registers, so wide heads get fewer rows.
     most = max(LEAST_ROWS, min(MOST_ROWS, 8192 // value_tile))
-    block = max(16, min(128, TILE_BYTES // (max(dim_tile, value_tile) * itemsize)))
-    return max(LEAST_ROWS, min(most, triton.next_power_of_2(rows))), block, dim_tile, value_tile
+    tile_bytes = 2 * TILE_BYTES if rotated else TILE_BYTES
+    block = max(16, min(128, tile_bytes // (max(dim_tile, value_tile) * itemsize)))
+    return max(LEAST_ROWS, min(most, triton.next_power_of_2(rows))), block, dim_tile, value_tile, rotated_tile
+
+
+def warps_of_merge(value_tile: int) -> int:
+    """Return the number of warps that merge the parts of one query, because wide values need more registers."""
+    return 4 if value_tile <= 256 else 8
 
 
 def parts_of_length(programs: int, slots: int, block: int, count: int) -> int:
@@ -209,9 +250,13 @@ def filled_attention(
     )
     batch, heads, queries, dim = query.shape
     keys, values, *scales = stored
-    kv_heads, slots, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
+    kv_heads, slots, key_dim = keys.shape[1:]
+    rotated = values.shape[3] if has_latents(query, stored) else 0
+    value_dim = key_dim if rotated else values.shape[3]
     group = heads // kv_heads
-    rows, block, dim_tile, value_tile = tile_sizes(group * queries, dim, value_dim, query.element_size())
+    rows, block, dim_tile, value_tile, rotated_tile = tile_sizes(
+        group * queries, key_dim, value_dim, query.element_size(), rotated
+    )
     blocks_of_rows = triton.cdiv(group * queries, rows)
     parts = parts_of_length(batch * kv_heads * blocks_of_rows, slots, block, multiprocessors(query.device))
     out = query.new_empty(batch, queries, heads, value_dim)
@@ -233,7 +278,7 @@ def filled_attention(
     strides += (0, 0, 0) if sinks is None else sinks.stride()[:3]
     common: dict[str, Any] = {
         "KV_HEADS": kv_heads, "GROUP": group, "QUERIES": queries, "PARTS": parts, "VALUE_DIM": value_dim,
-        "VALUE_TILE": value_tile, "BLOCK": block, "HAS_ENDS": ends is not None, "num_warps": 4,
+        "VALUE_TILE": value_tile, "BLOCK": block, "HAS_ENDS": ends is not None,
     }  # fmt: skip
     with torch.cuda.device(query.device if query.is_cuda else -1):
         _attend_part[(batch * kv_heads, parts, blocks_of_rows)](
@@ -241,12 +286,13 @@ def filled_attention(
             best if ends is None else ends, best if mask is None else mask, best if sinks is None else sinks,
             sums, best, total, out,
             dim**-0.5 if scale is None else scale, 0.0 if softcap is None else softcap, slots, *strides,
-            DIM=dim, DIM_TILE=dim_tile, ROWS=rows, HAS_SCALES=bool(scales), HAS_MASK=mask is not None,
-            MASK_IS_BOOL=is_bool, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None, num_stages=2, **common,
+            DIM=key_dim, DIM_TILE=dim_tile, ROTATED=rotated, ROTATED_TILE=rotated_tile, ROWS=rows,
+            HAS_SCALES=bool(scales), HAS_MASK=mask is not None, MASK_IS_BOOL=is_bool, HAS_SOFTCAP=softcap is not None,
+            HAS_SINKS=sinks is not None, num_warps=4, num_stages=2, **common,
         )  # fmt: skip
         if parts > 1:
             _merge_parts[(batch * kv_heads, group * queries)](
                 sums, best, total, best if ends is None else ends, out, slots,
-                PARTS_TILE=max(2, parts), **common,
+                PARTS_TILE=max(2, parts), num_warps=warps_of_merge(value_tile), **common,
             )  # fmt: skip
     return out

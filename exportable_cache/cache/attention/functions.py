@@ -27,6 +27,7 @@ from ..storage.slots import aligned
 from . import ATTENTION, ATTENTION_NAMES, MATMUL_ATTENTION
 from .extended import EXTENDED_ATTENTION, EXTENSIONS, is_captured, library
 from .filled import FILLED_ATTENTION, filled_keys, folded_once
+from .latents import expanded_latents, expanded_output, latent_queries
 from .masks import aligned_mask, is_unaligned, register_masks
 
 #: What modeling code calls attention functions by.
@@ -95,10 +96,20 @@ def fused_attention(
     sinks = kwargs.get("sinks")
     if kwargs.get("s_aux") is not None:
         sinks = kwargs["s_aux"].reshape(1, -1, 1, 1)
-    filled = filled_keys(key, value) if extras <= EXTENSIONS and not dropout else None
-    if filled is not None and filled.are_supported(query, attention_mask):
+    filled = filled_keys(key, value)
+    # Keys of such a module are expanded, unless its patch passed the latents of a layer through.
+    of_latents = filled is not None and hasattr(module, "expand_kv")
+    is_plain = extras <= EXTENSIONS and not dropout
+    if filled is not None and is_plain and filled.are_supported(query, attention_mask, of_latents):
+        queries = query
+        if of_latents:
+            queries = latent_queries(module, query)
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         softcap = kwargs.get("softcap")
-        return FILLED_ATTENTION(query, filled.stored, filled.ends, attention_mask, scaling, softcap, sinks), None
+        output = FILLED_ATTENTION(queries, filled.stored, filled.ends, attention_mask, scaling, softcap, sinks)
+        return expanded_output(module, output) if of_latents else output, None
+    if of_latents:
+        key, value = expanded_latents(module, key, value)
     if extras and extras <= EXTENSIONS and attention_mask is not None and not dropout and is_captured():
         output = EXTENDED_ATTENTION(query, key, value, attention_mask, scaling, kwargs.get("softcap"), sinks)
         return output.transpose(1, 2).contiguous(), None

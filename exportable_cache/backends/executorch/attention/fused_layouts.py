@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ....cache.attention.latents import expanded_output, latent_queries
 from ....cache.layers import CacheLayer, RowSizes
 from ....cache.layout import Layout, StateTensor
 from ....cache.policies import FullPolicy, RingPolicy, SinkPolicy
@@ -429,22 +430,9 @@ class NativeLatentLayout(NativeLayout, kind="native_latents"):
     ) -> torch.Tensor:
         """See `FusedLayout.attend`; `module` in `extras` has the expansion."""
         module = extras.pop("module")
-        batch_size, heads, query_length = query.shape[:3]
-        size = module.qk_nope_head_dim
         latent = module.kv_b_proj.weight.shape[1]
-        expansion = module.kv_b_proj.weight.view(heads, size + module.v_head_dim, latent)
-        plain, rotated = query.split([size, query.shape[3] - size], dim=-1)
-        taken = _by_head(plain, expansion[:, :size])
-        found = super().attend(step, torch.cat([taken, rotated], dim=-1), attention_mask, scaling, **extras)
-        values = found[..., :latent].transpose(1, 2)
-        return _by_head(values, expansion[:, size:].transpose(1, 2)).transpose(1, 2)
-
-
-def _by_head(states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Multiply [batch, heads, length, dim] by [heads, dim, other]: [batch, heads, length, other]."""
-    batch_size, heads, length, dim = states.shape
-    rows = states.transpose(0, 1).reshape(heads, batch_size * length, dim)
-    return torch.bmm(rows, weights).reshape(heads, batch_size, length, weights.shape[2]).transpose(0, 1)
+        found = super().attend(step, latent_queries(module, query), attention_mask, scaling, **extras)
+        return expanded_output(module, found[..., :latent])
 
 
 def _kept(policy: SlotPolicy) -> int:

@@ -10,14 +10,17 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from transformers import AttentionInterface
 
-from ....cache.attention import ATTENTION_NAMES
-from ....common.patch import ORIGINAL, Patch
+from ....cache.attention import ATTENTION, ATTENTION_NAMES
+from ....cache.attention.filled import takes_latents
+from ....common.compat.torch import has_hooks
+from ....common.patch import Patch
+from ...quantized_rows import is_quantized
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 #: Prefix of the names of targets' attention functions; the portable ones run the original.
 _OURS = ATTENTION_NAMES[0]
@@ -114,23 +117,21 @@ def _latents(original: Callable) -> Callable:
     """Replace `expand_kv` to pass latents through if the attention function takes them."""
 
     def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        takes_latents = getattr(fusing_attention(self), "takes_latents", None)
-        if takes_latents is not None and takes_latents(kv_nope):
-            return kv_nope, k_rot
-        return original(self, kv_nope, k_rot)
+        if self.config._attn_implementation == ATTENTION:
+            passes = can_absorb(self) and takes_latents(kv_nope)
+        else:
+            takes = getattr(fusing_attention(self), "takes_latents", None)
+            passes = takes is not None and takes(kv_nope)
+        return (kv_nope, k_rot) if passes else original(self, kv_nope, k_rot)
 
     return expand_kv
 
 
-def expanded_latents(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expand latents to keys and values [batch, heads, length, dim], for a module whose patch passed them through.
-
-    Args:
-        module: Attention module.
-        kv_nope: Latents [batch, 1, length, kv_lora_rank].
-        k_rot: Rotated part of the keys, [batch, 1, length, qk_rope_head_dim].
-    """
-    return getattr(type(module).expand_kv, ORIGINAL)(module, kv_nope, k_rot)
+def can_absorb(module: Any) -> bool:
+    """Return True if the weights that expand latents can be multiplied by queries and outputs instead."""
+    linear = module.kv_b_proj
+    is_plain = type(linear) is nn.Linear and not has_hooks(linear) and not hasattr(linear, "_hf_hook")
+    return is_plain and linear.bias is None and not is_quantized(linear.weight)
 
 
 def with_config(name: str) -> Callable[[nn.Module], None]:
