@@ -213,14 +213,18 @@ def test_one_compiled_step_serves_every_length(family: str, counted, monkeypatch
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_a_prompt_of_any_length_is_one_graph(monkeypatch) -> None:
-    """A prompt is compiled once for all lengths, short ones among them, and computes what an eager one does."""
+@pytest.mark.parametrize("chunk", [None, filled.MOST_QUERIES])
+def test_a_prompt_of_any_length_is_one_graph(chunk: int | None, monkeypatch) -> None:
+    """A prompt is compiled once for all lengths, short ones among them, and computes what an eager one does.
+
+    Chunks of few tokens, like drafts that are scored, attend by the operator.
+    """
     monkeypatch.setattr(runner, "reads_filled", lambda device: True)
     model = tiny_model("llama", num_hidden_layers=1)
     found = []
     for compile in (False, "wait"):
         cache = ExportableCache.from_model(model, 64, attn_implementation=None)
-        with Session.from_model(model, cache, compile=compile) as session:
+        with Session.from_model(model, cache, compile=compile, prefill_chunk=chunk) as session:
             found.append(torch.stack([session.prefill(torch.arange(3, 3 + length)[None]) for length in (5, 21, 3)]))
     torch.testing.assert_close(*found, atol=2e-5, rtol=1e-4)
 

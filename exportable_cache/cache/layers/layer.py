@@ -465,7 +465,8 @@ class CacheLayer(CacheLayerMixin):
         keys, values = storage.decode(stored)
         if context.filled is not None and context.start is not None and self.policy.follows_decoder:
             start = context.start
-            ends = None if query_length is None else context.once(("end", query_length), lambda: start + query_length)
+            # Not named by the length, because TorchDynamo compares a dynamic one with its value then.
+            ends = None if query_length is None else context.once("end", lambda: start + query_length)
             note_filled(context.filled, storage, (keys, values), stored, ends)
         return keys, values
 
