@@ -41,7 +41,7 @@ PROJECT_TESTS = $(shell grep -rlE '^(pytestmark = |    )pytest\.mark\.project' t
 LIVE_TESTS ?= tests/layers tests/test_cache.py tests/test_attention.py tests/test_masks.py tests/test_session.py \
 	tests/test_session_generate.py tests/test_session_state.py tests/test_sinks.py tests/test_rope.py tests/test_torch_live.py \
 	tests/decoding/test_beam.py tests/decoding/test_completion.py tests/decoding/test_loop.py tests/decoding/test_sampling.py \
-	tests/decoding/test_text.py tests/patches/test_registry.py
+	tests/decoding/test_text.py tests/patches/test_registry.py tests/test_filled_attention.py tests/test_joined_linears.py
 
 # Pythons by version, as `python3.10` on the path, and the tests that run on each.
 PYTHONS ?= 3.10 3.12 3.13

@@ -78,6 +78,7 @@ def masked(heads: int, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, t
     return torch.randn(2, heads, 3, 4), torch.randn(2, 1, length, 4), mask
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="exporters need torch 2.13: 2.11 keeps a guard for two heads")
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_a_graph_for_every_length_hides_the_padding(heads: int, dtype: torch.dtype, needs_alignment: None) -> None:

@@ -247,7 +247,8 @@ def takes_latents(latents: torch.Tensor) -> bool:
     Otherwise, keys and values are expanded from them first.
     """
     found = [one for one in _returned.keys or () if one.keys is latents]
-    return bool(found) and can_compute(latents.shape[3], found[-1].values.shape[3], of_latents=True)
+    # TorchDynamo of torch 2.11 traces no `bool` of a list.
+    return len(found) > 0 and can_compute(latents.shape[3], found[-1].values.shape[3], of_latents=True)
 
 
 def filled_keys(keys: torch.Tensor, values: torch.Tensor) -> FilledKeys | None:
