@@ -111,7 +111,7 @@ def bench(
                 session,
                 (512,) if default else pp or (),
                 (128,) if default else tg or (),
-                runs=5 if runs is None else runs,
+                runs=runs or 5,
                 progress=progress,
             )
             _print_rows(terminal, folder, session, rows, json)
@@ -119,7 +119,7 @@ def bench(
         report = run_bench(
             session,
             positions=positions or None,
-            steps=32 if steps is None else steps,
+            steps=steps or 32,
             prompt_length=prompt_length,
             progress=progress,
         )

@@ -14,12 +14,11 @@ from ..common.tensors import dtype_name
 from ..demo.task import accuracy, make_questions
 from ..models.cache_factory import ExportableCache
 from ..models.loading.loading import MOST_WIDENED_BYTES, converted
+from ..models.positions import position_limit
 from ..session.session import Session
 from .compare import measure_distance
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from ..common.progress import Progress
     from ..models.loading.loading import LoadedModel
     from .report import FedPrompt
@@ -48,7 +47,7 @@ def measure_quantization(
         float_model = replace(float_model, model=converted(model, torch.float32))
     effect: dict[str, Any] = asdict(measure_distance(float_model.model, fed, progress))
     effect["compared_in"] = dtype_name(float_model.model.dtype)
-    longest = min(session.max_length or math.inf, _positions(float_model.model))
+    longest = min(session.max_length or math.inf, position_limit(float_model.model.config) or math.inf)
     if float_model.source == "demo" and session.tokenizer is not None and longest > 128:
         effect |= _demo_accuracy(session, float_model, longest, progress)
     return effect
@@ -91,7 +90,3 @@ def _demo_accuracy(session: Session, float_model: LoadedModel, longest: float, p
     before.close()
     session.reset()
     return {"questions": len(questions), **shares}
-
-
-def _positions(model: PreTrainedModel) -> float:
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
