@@ -50,7 +50,7 @@ def session_answer(session: Session) -> Answer:
 
     def answer(prompt: str) -> str:
         session.reset()
-        return "".join(session.generate_text(prompt, max_new_tokens=6))
+        return "".join(session.stream_text(prompt, max_new_tokens=6))
 
     return answer
 

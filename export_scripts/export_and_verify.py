@@ -36,7 +36,7 @@ def main() -> None:
 
     if arguments.prompt is not None:
         session = load(bundle.path, trust=True)  # made a moment ago
-        for piece in session.generate_text(arguments.prompt, max_new_tokens=32):
+        for piece in session.stream_text(arguments.prompt, max_new_tokens=32):
             print(piece, end="", flush=True)
         print()
 

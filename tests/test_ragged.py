@@ -261,15 +261,15 @@ def test_texts_of_different_length_are_answered_and_go_on() -> None:
     prompts, further = ["hello", "a", "something longer"], ["", " and more", "b"]
     batch, alone = text_session(3), [text_session(1) for _ in prompts]
     for turn in (prompts, further):
-        pieces = list(batch.generate_text(turn, 6))
+        pieces = list(batch.stream_text(turn, 6))
         assert all(len(step) == 3 for step in pieces)
         together = ["".join(rows) for rows in zip(*pieces, strict=True)]
         assert together == [
-            "".join(session.generate_text(prompt, 6)) for session, prompt in zip(alone, turn, strict=True)
+            "".join(session.stream_text(prompt, 6)) for session, prompt in zip(alone, turn, strict=True)
         ]
     assert batch.length.tolist() == [int(session.length[0]) for session in alone]
     with pytest.raises(InputError, match="one per row, 3, got 2"):
-        batch.generate_text(["a", "b"])
+        batch.stream_text(["a", "b"])
 
 
 def test_answers_end_at_stop_strings_row_by_row() -> None:
@@ -278,9 +278,10 @@ def test_answers_end_at_stop_strings_row_by_row() -> None:
 
     def texts(**more: Any) -> list[str]:
         session = session_of(model, 2, tokenizer=byte_tokenizer())
-        return ["".join(rows) for rows in zip(*session.generate_text(["hello", "é"], **options, **more), strict=True)]
+        return ["".join(rows) for rows in zip(*session.stream_text(["hello", "é"], **options, **more), strict=True)]
 
     whole = texts()
+    assert session_of(model, 2, tokenizer=byte_tokenizer()).generate_text(["hello", "é"], **options) == whole
     stop = next(whole[0][i : i + 2] for i in range(4, 12) if whole[0][i : i + 2] not in whole[1])
     assert texts(stop=stop) == [whole[0][: whole[0].index(stop)], whole[1]]
 

@@ -59,9 +59,9 @@ def test_a_loaded_bundle_equals_the_model_and_gives_text(bundle: Any) -> None:
     session.encode(**inputs)
     rows = [session.decode(ids[:, position]) for position in range(12)]
     assert (torch.stack(rows, 1) - expected).abs().max() <= 1e-4
-    first = "".join(session.generate_text("one two", max_new_tokens=12, temperature=1.0, seed=3))
-    other = "".join(session.generate_text("three", max_new_tokens=12, temperature=1.0, seed=3))
-    assert "".join(session.generate_text("one two", max_new_tokens=12, temperature=1.0, seed=3)) == first
+    first = "".join(session.stream_text("one two", max_new_tokens=12, temperature=1.0, seed=3))
+    other = "".join(session.stream_text("three", max_new_tokens=12, temperature=1.0, seed=3))
+    assert "".join(session.stream_text("one two", max_new_tokens=12, temperature=1.0, seed=3)) == first
     assert other != first
 
 

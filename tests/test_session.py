@@ -254,7 +254,7 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "stop token": (lambda s: s.generate(tokens(5), stop=VOCAB), InputError, f"stop must be .*0 to {VOCAB - 1}.* got {VOCAB}"),
     "empty stop": (lambda s: s.generate(tokens(5), stop=[""]), InputError, "stop must be .*at least one character, got ''"),
     "stop without tokenizer": (lambda s: s.generate(tokens(5), stop="x"), InputError, "stop string needs a tokenizer"),
-    "text without tokenizer": (lambda s: s.generate_text("hi"), InputError, "text needs a tokenizer.*use generate"),
+    "text without tokenizer": (lambda s: s.stream_text("hi"), InputError, "text needs a tokenizer.*use generate"),
 }  # fmt: skip
 
 

@@ -128,22 +128,24 @@ def text_session(model: Any, chat: bool = False, **options: Any) -> Session:
 def test_text_is_the_decoded_tokens(byte_model: Any) -> None:
     session = text_session(byte_model)
     options = {"max_new_tokens": 30, "temperature": 1.0, "seed": 0}
-    pieces = list(session.generate_text("hello é", **options))
+    pieces = list(session.stream_text("hello é", **options))
     session.reset()
     ids = torch.tensor([session.tokenizer("hello é")["input_ids"]])
     generated = list(session.generate(ids, **options))
     assert len(generated) == 30
     assert "".join(pieces) == session.tokenizer.decode(generated, skip_special_tokens=True)
     assert len(pieces) > 1
+    session.reset()
+    assert session.generate_text("hello é", **options) == "".join(pieces)
 
 
 def test_stop_string_is_not_given_out(byte_model: Any) -> None:
     session = text_session(byte_model)
     options = {"max_new_tokens": 30, "temperature": 1.0, "seed": 0}
-    whole = "".join(session.generate_text("hello", **options))
+    whole = "".join(session.stream_text("hello", **options))
     stop = whole[10:12]
     session.reset()
-    assert "".join(session.generate_text("hello", **options, stop=stop)) == whole[: whole.index(stop)]
+    assert "".join(session.stream_text("hello", **options, stop=stop)) == whole[: whole.index(stop)]
     session.reset()
     ids = torch.tensor([session.tokenizer("hello")["input_ids"]])
     generated = list(session.generate(ids, **options, stop=stop))
@@ -158,21 +160,21 @@ def test_end_and_stop_tokens_are_not_given_out(byte_model: Any) -> None:
     generated = list(session.generate(ids, **options))
     session.reset()
     before = session.tokenizer.decode(generated[: generated.index(generated[12])])
-    assert "".join(session.generate_text("hello", **options, stop=generated[12])) == before
+    assert "".join(session.stream_text("hello", **options, stop=generated[12])) == before
 
 
 def test_text_continues_and_chat_starts_anew(byte_model: Any) -> None:
     session = text_session(byte_model, chat=True)
-    list(session.generate_text("one", 3))
+    list(session.stream_text("one", 3))
     assert session.length.tolist() == [3 + 2]
-    list(session.generate_text("two", 3))
+    list(session.stream_text("two", 3))
     # The third token of the first turn goes in front.
     assert session.length.tolist() == [5 + 1 + 3 + 2]
     messages = [{"role": "user", "content": "hi"}]
-    answer = "".join(session.generate_text(messages, 5))
+    answer = "".join(session.stream_text(messages, 5))
     assert session.length.tolist() == [len("[user]hi>") + 4]
     session.reset()
-    assert "".join(session.generate_text("[user]hi>", 5)) == answer
+    assert "".join(session.stream_text("[user]hi>", 5)) == answer
 
 
 def encoded(text: str) -> list[int]:
@@ -204,10 +206,10 @@ FREE = {"temperature": 1.0, "seed": 0}
 def test_continued_text_sees_every_token(byte_model: Any) -> None:
     session = without_end(text_session(byte_model))
     fed = noted(session)
-    list(session.generate_text("one", 4, **FREE))
+    list(session.stream_text("one", 4, **FREE))
     assert len(fed) == 1 + 3
     newest = session.unfed[0]
-    list(session.generate_text("two", 1))
+    list(session.stream_text("two", 1))
     assert sum(fed, []) == [*encoded("one"), *(fed[1] + fed[2] + fed[3]), newest, *encoded("two")]
     last = session.unfed[0]
     logits = session.decode(torch.tensor([last]))
@@ -231,20 +233,20 @@ def test_text_that_failed_gives_up_its_turn_even_while_its_error_is_kept(
 
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="of the tokenizer") as kept:
         patched.setattr(TextStream, "push", failing)
-        list(session.generate_text("one", 3))
-    list(session.generate_text("two", 3))
+        list(session.stream_text("one", 3))
+    list(session.stream_text("two", 3))
     assert kept.value.__traceback__ is not None
 
 
 def test_text_in_turns_is_the_text_at_once(byte_model: Any) -> None:
     session = without_end(text_session(byte_model))
     fed = noted(session)
-    list(session.generate_text("hello", 12))
+    list(session.stream_text("hello", 12))
     at_once = sum(fed, [])
     session.reset()
     fed.clear()
-    list(session.generate_text("hello", 5))
-    list(session.generate_text("", 7))
+    list(session.stream_text("hello", 5))
+    list(session.stream_text("", 7))
     assert sum(fed, []) == at_once
 
 
@@ -252,13 +254,13 @@ def test_text_after_generated_ids_and_after_an_abandoned_text(byte_model: Any) -
     session = without_end(text_session(byte_model))
     generated = list(session.generate(torch.tensor([[70, 71]]), 3, **FREE))
     fed = noted(session)
-    pieces = session.generate_text("a", 9, **FREE)
+    pieces = session.stream_text("a", 9, **FREE)
     next(pieces)
     assert fed[0] == [generated[-1], *encoded("a")]
     pieces.close()
     newest = session.unfed[0]
     assert newest is not None
-    list(session.generate_text("b", 1))
+    list(session.stream_text("b", 1))
     assert fed[-1] == [newest, *encoded("b")]
 
 
@@ -269,9 +271,9 @@ def test_end_token_is_not_fed_to_continued_text(byte_model: Any, ends: str) -> N
     session.reset()
     if ends == "model":
         session.generation_config = GenerationConfig(eos_token_id=first)
-    assert "".join(session.generate_text("one", 5, stop=first if ends == "stop" else None)) == ""
+    assert "".join(session.stream_text("one", 5, stop=first if ends == "stop" else None)) == ""
     fed = noted(session)
-    list(session.generate_text("two", 1))
+    list(session.stream_text("two", 1))
     assert fed == [encoded("two")]
 
 
@@ -290,41 +292,41 @@ def test_end_token_is_not_fed_to_continued_text(byte_model: Any, ends: str) -> N
 @pytest.mark.parametrize("asked_before", [False, True])
 def test_what_comes_between_drops_the_newest_token(byte_model: Any, between: Any, asked_before: bool) -> None:
     session = without_end(text_session(byte_model))
-    list(session.generate_text("one", 3))
-    pieces = session.generate_text("two", 1) if asked_before else None
+    list(session.stream_text("one", 3))
+    pieces = session.stream_text("two", 1) if asked_before else None
     between(session)
     fed = noted(session)
-    list(session.generate_text("two", 1) if pieces is None else pieces)
+    list(session.stream_text("two", 1) if pieces is None else pieces)
     assert fed == [encoded("two")]
 
 
 def test_refused_calls_keep_the_newest_token(byte_model: Any) -> None:
     session = without_end(text_session(byte_model))
-    list(session.generate_text("one", 3))
+    list(session.stream_text("one", 3))
     newest = session.unfed[0]
     for refused in (
         lambda: session.rewind(60),
         lambda: session.prefill(torch.tensor([[SIZE]])),
-        lambda: session.generate_text("x" * 100),
-        lambda: session.generate_text("x", 0),
+        lambda: session.stream_text("x" * 100),
+        lambda: session.stream_text("x", 0),
     ):
         with pytest.raises((InputError, CacheFullError)):
             refused()
     fed = noted(session)
-    list(session.generate_text("two", 1))
+    list(session.stream_text("two", 1))
     assert fed == [[newest, *encoded("two")]]
 
 
 def test_newest_token_takes_room(byte_model: Any) -> None:
     session = without_end(text_session(byte_model))
-    list(session.generate_text("one", 3))
+    list(session.stream_text("one", 3))
     room = CAPACITY - 5
     with pytest.raises(CacheFullError, match=f"holds 5 of at most 64 tokens, {room + 1} more do not fit"):
-        session.generate_text("x" * room)
+        session.stream_text("x" * room)
     with pytest.raises(CacheFullError, match=f"after a prompt of {room} tokens max_new_tokens may be at most 1, got 2"):
-        session.generate_text("x" * (room - 1), 2)
+        session.stream_text("x" * (room - 1), 2)
     assert session.length.tolist() == [5]
-    list(session.generate_text("x" * (room - 1), 1))
+    list(session.stream_text("x" * (room - 1), 1))
     assert session.length.tolist() == [CAPACITY]
 
 
@@ -332,17 +334,17 @@ def test_refused_chat_does_not_reset(byte_model: Any) -> None:
     session = text_session(byte_model, chat=True)
     session.prefill(torch.tensor([[70, 71]]))
     with pytest.raises(CacheFullError, match="holds 0 of at most 64 tokens, 107 more do not fit; shorten the prompt"):
-        session.generate_text([{"role": "user", "content": "x" * 100}])
+        session.stream_text([{"role": "user", "content": "x" * 100}])
     assert session.length.tolist() == [2]
 
 
 def test_text_refusals(byte_model: Any) -> None:
     with pytest.raises(InputError, match="the prompt is empty"):
-        text_session(byte_model).generate_text("")
+        text_session(byte_model).stream_text("")
     with pytest.raises(InputError, match="prompt must be a list of 2 prompts"):
-        text_session(byte_model, batch_size=2).generate_text("hi")
+        text_session(byte_model, batch_size=2).stream_text("hi")
     with pytest.raises(InputError, match="no chat template"):
-        text_session(byte_model).generate_text([{"role": "user", "content": "hi"}])
+        text_session(byte_model).stream_text([{"role": "user", "content": "hi"}])
 
 
 def test_end_token_gives_no_text(byte_model: Any) -> None:
@@ -353,7 +355,7 @@ def test_end_token_gives_no_text(byte_model: Any) -> None:
     session.reset()
     prompt = session.tokenizer.decode([70, 71])
     expected = session.tokenizer.decode(free[: free.index(free[3])])
-    assert "".join(session.generate_text(prompt, 6, temperature=1.0, seed=5)) == expected
+    assert "".join(session.stream_text(prompt, 6, temperature=1.0, seed=5)) == expected
     assert END not in expected
 
 

@@ -26,7 +26,7 @@ PUBLIC = (
     "session/session.py:Session.__init__",
     "session/session.py:Session.from_model",
     "session/session.py:Session.generate",
-    "session/session.py:Session.generate_text",
+    "session/session.py:Session.stream_text",
     "generation/loop.py:generate_tokens",
     "verification/verify.py:verify",
     "generation/speculative.py:generate_speculative",

@@ -76,16 +76,16 @@ def test_a_bundle_says_so_and_its_session_has_transformers_tokenizer_when_it_is_
     bundle = export(model, "pt2", 64, tmp_path / "out", tokenizer=tokenizer, verify=False)
     assert bundle.manifest.files["tokenizer/tokenizer.json"].details == {"reads_alike": True}
     session = load(tmp_path / "out")
-    text = "".join(session.generate_text("hello", 6))
+    text = "".join(session.stream_text("hello", 6))
     assert isinstance(session.text_tokenizer, TextTokenizer)
     assert isinstance(session.tokenizer, PreTrainedTokenizerBase)
     assert session.text_tokenizer is session.tokenizer
     session.reset()
-    assert "".join(session.generate_text("hello", 6)) == text
+    assert "".join(session.stream_text("hello", 6)) == text
     # Chat messages need the template.
     fresh = load(tmp_path / "out")
     messages = [{"role": "user", "content": "hi"}]
-    assert "".join(fresh.generate_text(messages, 4)) == "".join(load(tmp_path / "out").generate_text("[user]hi>", 4))
+    assert "".join(fresh.stream_text(messages, 4)) == "".join(load(tmp_path / "out").stream_text("[user]hi>", 4))
     other = byte_tokenizer()
     fresh.tokenizer = other
     assert fresh.tokenizer is other is fresh.text_tokenizer

@@ -156,7 +156,7 @@ def generate(
             # theirs.
             prepared = prepared if chat and split_special_tokens else tokenised
             choice = asdict(given.over(settings.sampling))
-            pieces = session.generate_text(prepared, most, **choice, stop=stop or None, draft=draft)
+            pieces = session.stream_text(prepared, most, **choice, stop=stop or None, draft=draft)
         else:
             # Imported here, because generation without a constraint starts sooner without them.
             from ..decoding.completion import CompletionOptions
@@ -294,7 +294,7 @@ def _prompt_of(
     chat: bool,
     split_special_tokens: bool,
 ) -> str | list[dict[str, str]] | dict[str, Tensor]:
-    """Return the prompt as `Session.generate_text` takes it."""
+    """Return the prompt as `Session.stream_text` takes it."""
     _check_kinds(session, files)
     if not any(files.values()):
         return [{"role": "user", "content": text}] if chat else text

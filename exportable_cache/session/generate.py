@@ -210,9 +210,9 @@ def checked_steps(
 
 
 def generated_text(session: AnySession, prompt: Any, request: Request) -> Iterator[Any]:
-    """Check the arguments of `Session.generate_text` now, and return its iterator."""
+    """Check the arguments of `Session.stream_text` now, and return its iterator."""
     tokenizer = require_tokenizer(session, "text")
-    prompts, many = _prompts(session, prompt)
+    prompts, many = prompts_of(session, prompt)
     strings = request.ending.strings
     # The text stream of a single row ends at a stop string; in a batch the decode loop must end the row.
     if not many:
@@ -243,7 +243,7 @@ def _until_closed(steps: Generator[torch.Tensor], pieces: Iterator[Any]) -> Iter
         steps.close()
 
 
-def _prompts(session: AnySession, prompt: Any) -> tuple[Any, bool]:
+def prompts_of(session: AnySession, prompt: Any) -> tuple[Any, bool]:
     """Return the prompt of each row, or a processor's output; and True if each step gives a list of pieces."""
     if isinstance(prompt, Mapping):
         return prompt, session.batch_size > 1

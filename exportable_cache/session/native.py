@@ -336,7 +336,7 @@ class NativeSession:
         follower: Follower | None = None,
         **options: Any,
     ) -> Statistics:
-        """Generate text after the cached tokens and a prompt; pieces are those of `Session.generate_text`.
+        """Generate text after the cached tokens and a prompt; pieces are those of `Session.stream_text`.
 
         Args:
             ids: Token ids of the prompt; of an encoder-decoder, the encoder's input.

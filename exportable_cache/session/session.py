@@ -30,7 +30,7 @@ from ..program.items import ITEMS_SEEN
 from ..program.methods import ROPE_DELTAS, ROPE_LENGTHS, smallest_inputs
 from . import persistence
 from .checks import ProgramLimits, check_ids, check_max_new_tokens, check_one_id_a_token, check_room, split_stops
-from .generate import checked_steps, generated_text, make_request
+from .generate import checked_steps, generated_text, make_request, prompts_of
 from .inputs.items import recorded_placeholders
 from .inputs.stages import InputStages
 from .state import SequenceState
@@ -82,7 +82,7 @@ class Session:
 
     Example:
         >>> session = load("artifacts/demo")
-        >>> "".join(session.generate_text("the code of amber is 4821. amber?", max_new_tokens=6))
+        >>> session.generate_text("the code of amber is 4821. amber?", max_new_tokens=6)
     """
 
     _cache: ExportableCache | None = None
@@ -717,7 +717,7 @@ class Session:
         """Generate tokens after a prompt. Arguments are checked now; steps run as the iterator is consumed.
 
         Generation continues from the session's position: `reset()` first for a new sequence. The newest token given out
-        is not in the cache yet. To continue later, start the next prompt with it, as `generate_text` does.
+        is not in the cache yet. To continue later, start the next prompt with it, as `stream_text` does.
 
         Args:
             input_ids: int64 [batch, length]; or a list of prompts of any length, one per row, each int64 [length] or
@@ -765,7 +765,26 @@ class Session:
         steps = checked_steps(self, input_ids, inputs, request)
         return (int(step[0]) for step in steps) if self.batch_size == 1 else steps
 
-    def generate_text(
+    def generate_text(self, prompt: Any, max_new_tokens: int | None = None, **options: Any) -> Any:
+        """Return the text that `stream_text` yields in pieces.
+
+        Args:
+            prompt: See `stream_text`.
+            max_new_tokens: See `generate`.
+            **options: Further arguments of `stream_text`.
+
+        Returns:
+            The text; or a list of texts, one per row, where `stream_text` yields lists.
+
+        Raises:
+            InputError, CacheFullError: See `stream_text`.
+        """
+        pieces = list(self.stream_text(prompt, max_new_tokens, **options))
+        if prompts_of(self, prompt)[1]:
+            return ["".join(row) for row in zip(*pieces, strict=True)] or [""] * self.batch_size
+        return "".join(pieces)
+
+    def stream_text(
         self,
         prompt: str | Sequence[Mapping[str, Any]] | Mapping[str, torch.Tensor] | Sequence[Any],
         max_new_tokens: int | None = None,
@@ -817,7 +836,7 @@ class Session:
             "seed": seed,
         }
         options = (max_new_tokens, given, stop, str(generation_config))
-        self.check_same("generate_text", prompt=prompt, options=options, draft=draft)
+        self.check_same("stream_text", prompt=prompt, options=options, draft=draft)
         request = make_request(self, max_new_tokens, given, generation_config, stop, draft)
         return generated_text(self, prompt, request)
 

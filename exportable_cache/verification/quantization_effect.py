@@ -84,7 +84,7 @@ def _demo_accuracy(session: Session, float_model: LoadedModel, longest: float, p
             answering.reset()
             done += 1
             progress("asking the demo's questions", done, len(questions))
-            return "".join(answering.generate_text(prompt, max_new_tokens=_ANSWER_TOKENS))
+            return "".join(answering.stream_text(prompt, max_new_tokens=_ANSWER_TOKENS))
 
         shares[name] = accuracy(answer, questions)
     before.close()

@@ -50,7 +50,7 @@ def test_the_official_runner_answers_as_the_session_does(demo_bundle) -> None:
     assert len(answers) == 3, ran.stderr[-2000:]
     for question, answer in zip(questions, answers, strict=True):
         session.reset()
-        ours = "".join(session.generate_text(question.prompt, max_new_tokens=12))
+        ours = "".join(session.stream_text(question.prompt, max_new_tokens=12))
         assert ours == question.answer
         # The runner gives out the end token as well.
         assert answer.strip().removesuffix("<eos>") == ours.strip()

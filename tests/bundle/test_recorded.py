@@ -153,7 +153,7 @@ def test_load_gives_a_session_that_agrees(original: Path, model: Any) -> None:
 def test_load_brings_tokenizer_and_template(original: Path) -> None:
     session = load(original)
     assert session.tokenizer is not None
-    pieces = list(session.generate_text([{"role": "user", "content": "é"}], 5))
+    pieces = list(session.stream_text([{"role": "user", "content": "é"}], 5))
     assert session.length.tolist() == [len("[user]é>".encode()) + 4]
     assert isinstance("".join(pieces), str)
 
@@ -175,7 +175,7 @@ def test_without_tokenizer_ids_work_and_text_is_refused(model: Any, tmp_path: Pa
     session = load(bundle.path)
     assert len(list(session.generate(tokens(3), 4, stop=None))) == 4
     with pytest.raises(InputError, match="needs a tokenizer.*pass tokenizer= to Session.from_model or export"):
-        session.generate_text("hi")
+        session.stream_text("hi")
 
 
 @pytest.mark.parametrize("target", ["executorch", "tensorrt"])

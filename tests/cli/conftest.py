@@ -95,4 +95,4 @@ def greedy_answer(server_bundle: Path) -> str:
 
     from .serving import QUESTION
 
-    return "".join(load(server_bundle).generate_text([{"role": "user", "content": QUESTION}]))
+    return "".join(load(server_bundle).stream_text([{"role": "user", "content": QUESTION}]))

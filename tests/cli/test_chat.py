@@ -72,7 +72,7 @@ def answers(bundle: Path, *turns: str, system: str | None = None) -> list[str]:
     messages = [{"role": "system", "content": system}] if system else []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
-        found.append("".join(session.generate_text(messages)))
+        found.append("".join(session.stream_text(messages)))
         messages.append({"role": "assistant", "content": found[-1]})
     return found
 

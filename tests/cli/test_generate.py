@@ -38,7 +38,7 @@ def bundle(letters, tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(bundle):
     """The greedy answer to PROMPT, from the Python API."""
-    return "".join(load(bundle).generate_text(PROMPT, max_new_tokens=12))
+    return "".join(load(bundle).stream_text(PROMPT, max_new_tokens=12))
 
 
 def test_text_goes_to_stdout_and_speed_to_stderr(run, bundle, expected):
@@ -111,7 +111,7 @@ def test_interrupted_answers_end_their_line(run, bundle, monkeypatch):
         yield "half"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Session, "generate_text", interrupted)
+    monkeypatch.setattr(Session, "stream_text", interrupted)
     result = run("generate", bundle, "-p", PROMPT)
     assert (result.exit_code, result.stdout) == (130, "half\n")
     assert "interrupted" in result.stderr

@@ -250,7 +250,7 @@ def test_drafts_take_no_images(image_bundle, pixels):
     )
     assert isinstance(session, Session) and inputs["input_ids"].shape == (1, 4 + 3)
     with pytest.raises(InputError, match="a draft takes token ids, got pixel_values"):
-        session.generate_text(inputs, draft=object())
+        session.stream_text(inputs, draft=object())
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])

@@ -37,10 +37,10 @@ def arguments_of(command: str, name: object) -> list[object]:
 
 
 def test_text_is_that_of_a_session(run: Any) -> None:
-    """A command generates what `Session.generate_text` does, as text and as JSON."""
+    """A command generates what `Session.stream_text` does, as text and as JSON."""
     loaded = load_model("demo")
     session = Session.from_model(loaded.model, ExportableCache.from_model(loaded.model, 48), tokenizer=loaded.tokenizer)
-    expected = "".join(session.generate_text(PROMPT, 8))
+    expected = "".join(session.stream_text(PROMPT, 8))
     done = run("generate", "demo", "-p", PROMPT, "--max-new-tokens", 8, *SMALL)
     assert done.exit_code == 0, done.stderr
     assert done.stdout == expected + "\n" == " 4821.\n"

@@ -56,7 +56,7 @@ def ask(browser: Any, question: str) -> str:
 
 
 def test_a_chat_in_the_page(browser: Any, server_bundle: Path) -> None:
-    expected = "".join(load(server_bundle).generate_text([{"role": "user", "content": QUESTION}]))
+    expected = "".join(load(server_bundle).stream_text([{"role": "user", "content": QUESTION}]))
     with served(load(server_bundle), api_key="secret") as address:
         browser.get(f"{address}/#key=secret")
         wait_for(browser, READY)
@@ -93,8 +93,8 @@ def test_a_system_message_and_a_new_conversation(browser: Any, server_bundle: Pa
     from selenium.webdriver.common.by import By
 
     system, question = "the code of amber is 7.", {"role": "user", "content": "amber?"}
-    told = "".join(load(server_bundle).generate_text([{"role": "system", "content": system}, question]))
-    alone = "".join(load(server_bundle).generate_text([question]))
+    told = "".join(load(server_bundle).stream_text([{"role": "system", "content": system}, question]))
+    alone = "".join(load(server_bundle).stream_text([question]))
     with served(load(server_bundle)) as address:
         browser.get(f"{address}/#system")
         wait_for(browser, READY)

@@ -84,7 +84,7 @@ def test_a_conversation_that_goes_on_is_fed_its_new_turn(client, greedy_answer: 
 
 def test_text_completions(client, server_bundle: Path) -> None:
     session = load(server_bundle)
-    text = "".join(session.generate_text(QUESTION, max_new_tokens=5))
+    text = "".join(session.stream_text(QUESTION, max_new_tokens=5))
     asked = {"model": "demo", "prompt": QUESTION, "max_tokens": 5, "temperature": 0}
     answer = client.completions.create(**asked, logprobs=1)
     assert answer.choices[0].text == text and answer.choices[0].finish_reason == "length"

@@ -85,7 +85,7 @@ def test_running_a_bundle_imports_nothing_that_makes_one(demo_bundle):
         "from exportable_cache import load\n"
         # For `inspect`, which shows what a verification saw.
         "import exportable_cache.verification.report\n"
-        f"text = ''.join(load({str(demo_bundle)!r}).generate_text('the code of amber is 4821. amber?', 3))\n"
+        f"text = ''.join(load({str(demo_bundle)!r}).stream_text('the code of amber is 4821. amber?', 3))\n"
         f"print(repr(text), *[name for name in {MAKERS!r} if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -234,7 +234,7 @@ def test_stops_that_would_slow_each_token_are_refused(stop, message: str, comple
         CompletionOptions(stop=stop)
     if isinstance(stop, tuple) and stop[0]:
         with pytest.raises(InputError, match=message):
-            next(completer.session.generate_text("a", stop=list(stop)))
+            next(completer.session.stream_text("a", stop=list(stop)))
 
 
 def test_a_model_without_the_characters_is_told_so() -> None:

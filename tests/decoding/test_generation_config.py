@@ -195,5 +195,5 @@ def test_a_given_config_names_the_token_that_a_decoder_starts_with(monkeypatch: 
     monkeypatch.setattr("exportable_cache.session.generate.start_tokens", start)
     for given in (GenerationConfig(decoder_start_token_id=7), None):
         session.reset()
-        list(session.generate_text("ab", 2, generation_config=given))
+        list(session.stream_text("ab", 2, generation_config=given))
     assert seen == [7, model.generation_config.decoder_start_token_id]

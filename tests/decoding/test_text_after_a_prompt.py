@@ -48,13 +48,13 @@ def test_text_of_sessions(model: Any, tokenizer: PreTrainedTokenizerFast) -> Non
     assert after == f" {alone}"
     for given, text in ((PROMPT, after), ({"input_ids": torch.tensor([[prompt]])}, after), (MESSAGES, alone)):
         session.reset()
-        assert "".join(session.generate_text(given, 6)) == text
+        assert "".join(session.stream_text(given, 6)) == text
     session.reset()
     # It goes on from what was given out, too.
-    pieces = ["".join(session.generate_text(PROMPT, 3)), "".join(session.generate_text("", 3))]
+    pieces = ["".join(session.stream_text(PROMPT, 3)), "".join(session.stream_text("", 3))]
     assert "".join(pieces) == after and pieces[1].startswith(" ")
     rows = session_of(model, tokenizer, 2)
-    assert ["".join(texts) for texts in zip(*rows.generate_text([PROMPT, PROMPT], 6), strict=True)] == [after, after]
+    assert ["".join(texts) for texts in zip(*rows.stream_text([PROMPT, PROMPT], 6), strict=True)] == [after, after]
 
 
 def test_stop_strings_see_the_space(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -124,7 +124,7 @@ def test_the_first_rank_alone_prints(found: list[dict[str, Any]]) -> None:
     for rank, one in enumerate(found):
         code, printed, complaint = one["refused"]
         assert code == 2 and not printed
-        assert "generate_text got other options on rank 1 of 2" in complaint
+        assert "stream_text got other options on rank 1 of 2" in complaint
         assert ("rank 1: " in complaint) is bool(rank)
 
 

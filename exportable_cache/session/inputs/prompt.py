@@ -35,7 +35,7 @@ def prompt_inputs(
     chat: bool = False,
     split_special_tokens: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Build the input of `Session.generate_text` from a prompt and files with the model's processor.
+    """Build the input of `Session.stream_text` from a prompt and files with the model's processor.
 
     Text that marks the positions of the files, such as `"What is <image>?"`, is used unchanged. Other text becomes the
     user's message of the chat template, after the files. For an encoder-decoder it is the start of the response.
