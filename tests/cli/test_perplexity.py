@@ -96,6 +96,23 @@ def test_the_command_takes_a_model(run: Any, model: PreTrainedModel, tmp_path: P
     assert "windows of 32, stride 32" in small.stdout
 
 
+def test_an_infinite_perplexity_is_valid_json(run: Any, tmp_path: Path) -> None:
+    large = AutoModelForCausalLM.from_pretrained(demo_path())
+    large.lm_head.weight.data *= 1e5
+    large.save_pretrained(tmp_path / "large")
+    AutoTokenizer.from_pretrained(demo_path()).save_pretrained(tmp_path / "large")
+    (tmp_path / "text.txt").write_text(TEXT[:60], encoding="utf-8")
+    options = ("--no-compile", "-n", 128, "--device", "cpu", "--json")
+    result = run("perplexity", tmp_path / "large", "--text", tmp_path / "text.txt", *options)
+    assert result.exit_code == 0, result.stderr
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    report = json.loads(result.stdout, parse_constant=refuse)
+    assert report["loss"] > 709 and report["perplexity"] is report["error"] is None
+
+
 def test_the_error_is_that_of_a_mean() -> None:
     session = live_session(tiny_model("llama", vocab_size=300), False, 64, tokenizer=byte_tokenizer())
     report = perplexity(session, "abcdefgh" * 4, max_tokens=16, window=16)

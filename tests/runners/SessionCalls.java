@@ -75,6 +75,21 @@ final class SessionCalls {
       });
       System.out.println(tokens.size() + " " + statistics.stop);
 
+      Session.Options own = new Session.Options(), checkpoint = new Session.Options(), explicit = new Session.Options();
+      checkpoint.fromCheckpoint = true;
+      explicit.temperature = 4;
+      explicit.topK = 50;
+      // A bundle whose generation_config samples with the values of `explicit`.
+      try (Session sampling = new Session(arguments[4])) {
+        for (Session.Options asked : new Session.Options[] {own, checkpoint, explicit}) {
+          asked.maxNewTokens = 8;
+          asked.seed = 5L;
+          sampling.reset();
+          tokens.clear();
+          sampling.generate(prompt, asked, token -> tokens.add(token));
+          System.out.println(joined(tokens));
+        }
+      }
       session.reset();
       try {
         session.generate(prompt, new Session.Options(), token -> { throw new IllegalArgumentException("from the callback"); });

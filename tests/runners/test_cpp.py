@@ -203,7 +203,7 @@ def test_refused_before_the_call_with_the_numbers(demo_bundle, session, probe: P
         ("generate", "5", "temperature=-1"),
         ("generate", "5", "top_k=3"),
         ("generate", "5", "temperature=1", "top_p=0"),
-        ("generate", "5", "temperature=1", "top_k=0"),
+        ("generate", "5", "temperature=1", "top_k=-1"),
         ("length",),
         ("prefill", ids(prompt_of(12))),
         ("decode", 5),
@@ -225,7 +225,7 @@ def test_refused_before_the_call_with_the_numbers(demo_bundle, session, probe: P
     refused(replies[15], "input", "temperature is -1")
     refused(replies[16], "input", "greedy", "top_k")
     refused(replies[17], "input", "top_p is 0")
-    refused(replies[18], "input", "top_k is 0")
+    refused(replies[18], "input", "top_k is -1")
     # Nothing of all that moved it.
     assert replies[19].values == ["500", "12"]
     assert replies[20].ok

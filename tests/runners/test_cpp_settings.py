@@ -99,16 +99,19 @@ def test_the_checkpoint_is_asked_for_what_a_call_leaves_open(demo_bundle: Path, 
         (demo_bundle, ("temperature=4", "top_k=50", "top_p=0.99", penalty)),
         (folder, ("from_checkpoint=1", "temperature=40", "top_k=3")),
         (demo_bundle, ("temperature=40", "top_k=3", "top_p=0.99", penalty)),
+        (folder, ("from_checkpoint=1", "temperature=40", "top_k=0")),
+        (demo_bundle, ("temperature=40", "top_p=0.99", penalty)),
         (folder, ()),
         (demo_bundle, (penalty,)),
         (demo_bundle, ("from_checkpoint=1", penalty)),
     ]
     commands = [one for bundle, how in asked for one in (("open", bundle), ("generate", ids(PROMPT), *how, *seed))]
-    drawn, expected, other, expected_other, greedy, *expected_greedy = [
+    drawn, expected, other, expected_other, unlimited, expected_unlimited, greedy, *expected_greedy = [
         reply.tokens() for reply in probe(*commands)[1::2]
     ]
     assert drawn == expected and other == expected_other and expected_greedy == [greedy, greedy]
-    assert len({tuple(tokens) for tokens in (drawn, other, greedy)}) == 3
+    assert unlimited == expected_unlimited
+    assert len({tuple(tokens) for tokens in (drawn, other, unlimited, greedy)}) == 4
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(settings))
@@ -153,7 +156,12 @@ def test_the_program_samples_as_the_checkpoint_says(demo_bundle: Path, program: 
     assert drawn.stdout == run(demo_bundle, "--seed", "4", "--temperature", "4", "--min-p", "0.001").stdout
     assert "sampling, temperature 4, min_p 0.001; --greedy takes the most likely token\n" in drawn.stderr
     assert "generation_config asks for typical_p, which is not supported" in drawn.stderr
+    limited = with_settings(demo_bundle, tmp_path / "limited", {"do_sample": True, "temperature": 4.0, "top_k": 2})
+    unlimited = run(limited, "--seed", "4", "--top-k", "0", "--min-p", "0.001")
+    assert unlimited.stdout == drawn.stdout != run(limited, "--seed", "4", "--min-p", "0.001").stdout
+    assert "top_k" not in unlimited.stderr
     greedy = run(demo_bundle)
+    assert run(demo_bundle, "--top-k", "0").stdout == greedy.stdout
     assert greedy.stdout != drawn.stdout and "sampling" not in greedy.stderr
     assert {run(folder, *how).stdout for how in (("--greedy",), ("--temperature", "0"))} == {greedy.stdout}
     refused = run(folder, "--greedy", "--temperature", "1")

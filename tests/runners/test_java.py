@@ -15,6 +15,7 @@ from exportable_cache import load
 from .conftest import SOURCES, ids
 from .test_c_api import PROMPT, QUESTION, shared_library  # noqa: F401  a fixture
 from .test_cpp import CAPACITY, VOCAB
+from .test_cpp_settings import with_settings
 
 pytestmark = pytest.mark.full
 
@@ -43,8 +44,9 @@ def classes(shared_library: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_java_answers_as_the_session_in_python(classes: Path, demo_bundle: Path, tmp_path: Path) -> None:
     java = ["java", "-Xcheck:jni", f"-Djava.library.path={classes}", "-cp", classes, "SessionCalls"]
+    sampling = with_settings(demo_bundle, tmp_path / "sampling", {"do_sample": True, "temperature": 4.0})
     done = subprocess.run(
-        [*java, demo_bundle, tmp_path / "java.state", ids(PROMPT), QUESTION],
+        [*java, demo_bundle, tmp_path / "java.state", ids(PROMPT), QUESTION, sampling],
         capture_output=True, text=True, timeout=120, env={**os.environ, "LC_ALL": "C.UTF-8"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -57,6 +59,9 @@ def test_java_answers_as_the_session_in_python(classes: Path, demo_bundle: Path,
     session.reset()
     text = "".join(session.generate_text(QUESTION))
     encoded = session.text_tokenizer(QUESTION, add_special_tokens=True)["input_ids"]
+    greedy, drawn, expected = lines[8:11]
+    del lines[8:11]
+    assert greedy == ids(tokens) != drawn == expected
     stop = "MAX_NEW_TOKENS" if len(tokens) == 8 else "END_TOKEN"
     assert lines[:9] == [
         ids(tokens),

@@ -34,7 +34,7 @@ constexpr const char* kUsage =
     "  --max-new-tokens N      at most N; by default the checkpoint's limit, or as many as fit\n"
     "  --greedy                the most probable tokens, whatever the checkpoint's generation_config asks for\n"
     "  --temperature T         sample, after dividing logits by T; 0 is greedy; the default is the checkpoint's\n"
-    "  --top-k K, --top-p P    sample from the K most probable, from the fewest that reach P\n"
+    "  --top-k K, --top-p P    sample from the K most probable (0: from all), from the fewest that reach P\n"
     "  --min-p P               sample from tokens at least P times as probable as the most probable one\n"
     "  --seed N                the same draws every time\n"
     "  --stop TEXT             end before this text; may be given several times\n"

@@ -33,13 +33,15 @@ struct GenerationSettings {
   /// Names of settings that are set, change transformers' results, and are not supported.
   std::vector<std::string> unheeded{};
 
-  /// The sampling of a call: its own, completed by that of the checkpoint if it asks for that.
+  /// The sampling of a call: its own, completed by that of the checkpoint if it asks for that. A top_k of 0 is no limit.
   Sampling sampling_for(Sampling asked) const {
-    if (!asked.from_checkpoint) return asked;
-    if (asked.temperature == 0) asked.temperature = sampling.temperature;
-    if (!asked.top_k) asked.top_k = sampling.top_k;
-    if (!asked.top_p) asked.top_p = sampling.top_p;
-    if (!asked.min_p) asked.min_p = sampling.min_p;
+    if (asked.from_checkpoint) {
+      if (asked.temperature == 0) asked.temperature = sampling.temperature;
+      if (!asked.top_k) asked.top_k = sampling.top_k;
+      if (!asked.top_p) asked.top_p = sampling.top_p;
+      if (!asked.min_p) asked.min_p = sampling.min_p;
+    }
+    if (asked.top_k == 0) asked.top_k.reset();
     return asked;
   }
 

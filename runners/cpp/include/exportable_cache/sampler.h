@@ -15,7 +15,7 @@ namespace exportable_cache {
 /// How tokens are chosen. The default is greedy.
 struct Sampling {
   double temperature = 0;          // divisor of the logits; 0 takes the most probable token
-  std::optional<int64_t> top_k{};  // sample from the k most probable tokens
+  std::optional<int64_t> top_k{};  // sample from the k most probable tokens; of a call, 0 is all, also if the checkpoint has a limit
   std::optional<double> top_p{};   // sample from the fewest most probable tokens whose probabilities reach p, after top_k
   std::optional<uint64_t> seed{};  // of the draws; without one they differ from run to run
   std::optional<double> min_p{};   // sample from tokens at least min_p times as probable as the most probable one, after top_p
