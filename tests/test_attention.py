@@ -125,14 +125,14 @@ def test_softmax_is_taken_in_float32() -> None:
 def test_an_unknown_argument_of_the_model_is_refused_by_name(attend, monkeypatch) -> None:
     """It asks for another result than the one without it: dropped, the logits would be wrong silently."""
     query, key, value, mask = inputs(3)
-    monkeypatch.setattr(functions, "passed_to_attention", lambda module: frozenset({"block_indices"}))
-    with pytest.raises(UnsupportedModelError, match="passes 'block_indices' to attention"):
-        attend(module(), query, key, value, mask, scaling=0.3, block_indices=torch.zeros(2, 1, 3, 1))
+    monkeypatch.setattr(functions, "passed_to_attention", lambda module: frozenset({"gate"}))
+    with pytest.raises(UnsupportedModelError, match="passes 'gate' to attention"):
+        attend(module(), query, key, value, mask, scaling=0.3, gate=torch.zeros(2, 1, 3, 1))
     expected, _ = attend(module(), query, key, value, mask, scaling=0.3)
     given = {
         "sliding_window": 4,
         "position_ids": torch.arange(3)[None],
-        "block_indices": None,
+        "gate": None,
         "output_attentions": False,
     }
     assert torch.equal(attend(module(), query, key, value, mask, scaling=0.3, **given)[0], expected)

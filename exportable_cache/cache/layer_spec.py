@@ -38,9 +38,11 @@ if TYPE_CHECKING:
 
 #: Transformers' name for a window of what follows the prompt, which is seen as a whole.
 PROMPT_TYPE = "reference_sliding_attention"
+#: Transformers' names for layers with an indexer, which selects tokens, or blocks of tokens (MiniMax M3).
+INDEXED_TYPES = ("indexed_attention", "minimax_m3_sparse")
 #: Layer types, by transformers' names: those that keep keys and values, those that keep states, and those that keep
 #: both.
-KEY_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", PROMPT_TYPE)
+KEY_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *INDEXED_TYPES, PROMPT_TYPE)
 #: Of them, those that need a window.
 WINDOWED_TYPES = ("sliding_attention", "chunked_attention", "hybrid_sliding", PROMPT_TYPE)
 STATE_TYPES = ("linear_attention", "conv")

@@ -3,12 +3,15 @@
 import pytest
 import torch
 
-from exportable_cache import ExportableCache
+from exportable_cache import ExportableCache, Session
+from exportable_cache.cache.attention.functions import selected_mask
 from exportable_cache.cache.layers import IndexedLayer
 from exportable_cache.cache.step import StepContext
 from exportable_cache.errors import InputError
 
 from ..support.layers import indexed_layer
+from ..zoo.build import STEPS, cached_logits, made, tiny_model, tokens
+from ..zoo.test_zoo import row_of
 
 CAPACITY, DIM = 8, 3
 
@@ -67,3 +70,33 @@ def test_a_token_may_have_a_key_alone() -> None:
     keys, _ = new(3, 1.0)
     found, values = kept.update(keys, keys[..., :0])
     assert found[0, 0, :, 0].tolist() == [1, 1, 1, 0, 0, 0, 0, 0] and values.shape == (1, 1, CAPACITY, 0)
+
+
+def test_selected_blocks_are_those_of_the_model() -> None:
+    """The mask equals upstream's, with a last block that is cut off, and indices that select no block."""
+    model = tiny_model(row_of("minimax_m3_vl_text"))
+    attention = model.model.layers[1].self_attn
+    keys, queries = 11, 3
+    blocks = torch.tensor([[[[0, 2, -1], [2, 1, 0], [1, -1, -1]], [[2, -1, -1], [0, -1, -1], [1, 2, -1]]]])
+    positions = torch.arange(keys - queries, keys)[None]
+    expected = attention.indexer.build_block_mask(blocks, None, keys, torch.float32, "cpu", positions)
+    lowest = torch.finfo(torch.float32).min
+    causal = torch.where(torch.arange(keys) <= positions[0, :, None], 0.0, lowest)[None, None]
+    for mask in (causal, causal == 0):
+        assert torch.equal(selected_mask(attention, mask, {"block_indices": blocks}, keys, torch.float32), expected)
+    assert selected_mask(attention, causal, {}, keys, torch.float32) is causal
+
+
+def test_a_model_with_blocks_of_keys_is_the_model_itself() -> None:
+    """MiniMax M3 past the tokens that its blocks hold, where the selection decides."""
+    model = tiny_model(row_of("minimax_m3_vl_text"))
+    ids, prompt = tokens(model), 11
+    expected = cached_logits(model, ids, prompt)
+    session = Session.from_model(model, ExportableCache.from_model(model, 64, attn_implementation=None))
+    rows = [session.prefill(ids[:, :prompt])[0].clone()]
+    rows += [session.decode(ids[:, prompt + step])[0].clone() for step in range(STEPS)]
+    torch.testing.assert_close(torch.stack(rows), expected, atol=1e-4, rtol=1e-4)
+    model.config.index_topk_blocks = 16
+    whole = made(row_of("minimax_m3_vl_text"), model.config).eval()
+    whole.load_state_dict(model.state_dict())
+    assert (cached_logits(whole, ids, prompt) - expected).abs().max() > 1e-2

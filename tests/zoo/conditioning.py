@@ -29,7 +29,7 @@ NUDGES = {torch.float32: 2, torch.bfloat16: 6, torch.float16: 6}
 CHOSEN = "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts expert_top_k".split()
 CHOICES = "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts".split()
 #: Keys that an indexer chooses, or the blocks it does; more than any test feeds, so that it chooses all.
-INDEXED = "index_topk indexer_budget".split()
+INDEXED = "index_topk indexer_budget index_topk_blocks".split()
 ALL_KEYS = 64
 
 

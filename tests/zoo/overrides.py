@@ -149,6 +149,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "post_conv_out_channels": 32,
     },
     "glm5_next_text": {"index_kpool": 2},
+    # As published; the default has full attention in every layer.
+    "minimax_m3_vl_text": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "index_n_heads": 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 3,
+    },
     "step3p5": {
         "sliding_window": 8,
         "num_sliding_attention_heads": 4,

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from ...cache.attention.functions import EXTRAS, matmul_attention
+from ...cache.attention.functions import EXTRAS, SELECTIONS, matmul_attention
 from ...cache.attention.masks import register_masks
 from ...cache.policies.ring import is_one
 
@@ -21,7 +21,7 @@ _MAX_KEYS_OF_ONE_QUERY = 512
 _SINKS = ("s_aux", "sinks")
 
 # Arguments that the attention layer cannot express, but `matmul_attention` can.
-_PLAIN = tuple(name for name in (*EXTRAS, "indices") if name not in _SINKS)
+_PLAIN = tuple(name for name in (*EXTRAS, *SELECTIONS) if name not in _SINKS)
 
 
 def tensorrt_attention(

@@ -36,6 +36,9 @@ _CALLED = re.compile(r"(?:attention|attn)_?(?:interface|forward|fn|func|function
 #: Arguments that models pass for attention that is not the plain kind; `matmul_attention` knows them all.
 EXTRAS = ("softcap", "s_aux", "sinks", "position_bias")
 
+#: Arguments with what an indexer selected, see `selected_mask`.
+SELECTIONS = ("indices", "block_indices")
+
 #: Arguments that models pass on, and that change nothing here, each with the reason. Any other is refused. The first
 #: four are those that transformers' generative models gave with a value, of 269 tiny ones that took a prompt and a
 #: token (5.23).
@@ -66,7 +69,6 @@ def fused_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention in transformers' signature (`AttentionInterface`), by `scaled_dot_product_attention`.
@@ -80,8 +82,8 @@ def fused_attention(
         scaling: Factor on the scores, `head_dim ** -0.5` by default.
         dropout: Dropout probability of the weights.
         is_causal: True if None as mask means causal; the module's own `is_causal` by default.
-        indices: Keys that each query may see, see `among_indices`.
-        **kwargs: Further arguments of `matmul_attention`, which then computes the result.
+        **kwargs: What an indexer selected, see `selected_mask`; further arguments of `matmul_attention`, which then
+            computes the result.
 
     Returns:
         [batch, q_length, heads, value_head_dim], and None for the weights.
@@ -90,8 +92,7 @@ def fused_attention(
         UnsupportedModelError: If neither function knows an argument, see `HARMLESS`.
     """
     refuse_unknown(module, kwargs)
-    if indices is not None:
-        attention_mask = among_indices(attention_mask, indices, key.shape[2], query.dtype)
+    attention_mask = selected_mask(module, attention_mask, kwargs, key.shape[2], query.dtype)
     extras = {name for name in EXTRAS if kwargs.get(name) is not None}
     sinks = kwargs.get("sinks")
     if kwargs.get("s_aux") is not None:
@@ -166,7 +167,6 @@ def matmul_attention(
     s_aux: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
-    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute what `fused_attention` computes in plain products, with everything it lacks.
@@ -184,12 +184,10 @@ def matmul_attention(
         s_aux: Sink logits [heads]: one more column under the softmax that carries no value (GPT-OSS).
         sinks: Sink logits of each query, [batch, heads, q_length, 1] (Inkling 2).
         position_bias: Added to the scores, broadcastable to [batch, heads, q_length, kv_length] (T5).
-        indices: See `among_indices`.
-        **kwargs: Arguments that change nothing, see `HARMLESS`.
+        **kwargs: What an indexer selected, see `selected_mask`, and arguments that change nothing, see `HARMLESS`.
     """
     refuse_unknown(module, kwargs)
-    if indices is not None:
-        attention_mask = among_indices(attention_mask, indices, key.shape[2], query.dtype)
+    attention_mask = selected_mask(module, attention_mask, kwargs, key.shape[2], query.dtype)
     batch, heads, q_length, _ = query.shape
     kv_heads, kv_length = key.shape[1], key.shape[2]
     groups = heads // kv_heads
@@ -278,7 +276,7 @@ def refuse_unknown(module: torch.nn.Module, arguments: Mapping[str, Any]) -> Non
     for name, value in arguments.items():
         if isinstance(value, Mapping) and not value:
             continue
-        if value is None or value is False or name in HARMLESS or name in EXTRAS:
+        if value is None or value is False or name in HARMLESS or name in EXTRAS or name in SELECTIONS:
             continue
         if name in passed_to_attention(type(module).__module__):
             raise UnsupportedModelError(
@@ -314,30 +312,58 @@ def passed_to_attention(module: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def among_indices(
-    attention_mask: torch.Tensor | None, indices: torch.Tensor, kv_length: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return a mask of the keys that an indexer chose for each query and that it may see (DeepSeek V3.2, GLM MoE DSA).
+def selected_mask(
+    module: Any,
+    attention_mask: torch.Tensor | None,
+    arguments: Mapping[str, Any],
+    kv_length: int,
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """Return a mask of the keys that an indexer selected for each query and that the mask shows.
 
-    Transformers folds the choice into the mask for its own `eager` and `sdpa`; others get the indices.
+    Transformers folds the selection into the mask for its own `eager` and `sdpa`; other functions get the selection:
+
+    - `indices`: slots, integers [batch, q_length, number] (DeepSeek V3.2, GLM MoE DSA);
+    - `block_indices`: blocks of slots, integers [batch, index_heads, q_length, number], -1 for none (MiniMax M3).
+      Query heads are divided among the indexer's heads in order.
 
     Args:
+        module: Attention module of the model; its `indexer` has the size of a block.
         attention_mask: Additive or bool, broadcastable to [batch, heads, q_length, kv_length], or None.
-        indices: Chosen slots, integers [batch, q_length, number].
+        arguments: Arguments of attention by name.
         kv_length: Number of keys.
         dtype: Dtype of the result.
 
     Returns:
-        Additive mask [batch, heads or 1, q_length, kv_length].
+        The mask unchanged without a selection, else an additive mask [batch, heads or 1, q_length, kv_length].
     """
     lowest = torch.finfo(dtype).min
-    chosen = torch.full((*indices.shape[:2], kv_length), lowest, dtype=dtype, device=indices.device)
-    chosen = chosen.scatter(-1, indices.to(torch.int64), 0.0)[:, None]
+    if arguments.get("indices") is not None:
+        selected = _marked(arguments["indices"], kv_length, dtype)[:, None]
+    elif arguments.get("block_indices") is not None:
+        blocks: Any = arguments["block_indices"]
+        size, heads = module.indexer.block_size, module.config.num_attention_heads
+        count = -(-kv_length // size)
+        # An extra block takes the marks of the indices that select none.
+        selected = _marked(torch.where(blocks < 0, count, blocks), count + 1, dtype)
+        slots = torch.arange(kv_length, device=blocks.device)
+        selected = selected.index_select(-1, torch.div(slots, size, rounding_mode="floor"))
+        batch, index_heads, q_length, _ = blocks.shape
+        shape = (batch, index_heads, heads // index_heads, q_length, kv_length)
+        selected = reshaped(selected[:, :, None].expand(shape), batch, heads, q_length, kv_length)
+    else:
+        return attention_mask
     if attention_mask is None:
-        return chosen
+        return selected
     if attention_mask.dtype == torch.bool:
         attention_mask = torch.where(attention_mask, 0.0, lowest)
-    return torch.minimum(attention_mask.to(dtype), chosen)
+    return torch.minimum(attention_mask.to(dtype), selected)
+
+
+def _marked(indices: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return [..., count] of the lowest value, and 0 at the indices [..., number]."""
+    marked = torch.full((*indices.shape[:-1], count), torch.finfo(dtype).min, dtype=dtype, device=indices.device)
+    return marked.scatter(-1, indices.to(torch.int64), 0.0)
 
 
 def _causal_without_mask(module: torch.nn.Module, q_length: int, is_causal: bool | None) -> bool:

@@ -1,4 +1,4 @@
-"""Layer of sparse attention: full attention, and an indexer's keys (GLM MoE DSA, DeepSeek V3.2)."""
+"""Layer of sparse attention: full attention, and an indexer's keys (GLM MoE DSA, DeepSeek V3.2, MiniMax M3)."""
 
 from __future__ import annotations
 
@@ -153,6 +153,10 @@ class IndexedLayer(CacheLayer):
         else:
             keys = self.indexer_keys = _write_rows(self.indexer_keys, slots, new)
         return keys[:, : self.slots_read]
+
+    def update_index(self, idx_k: torch.Tensor) -> torch.Tensor:
+        """Append the indexer keys, [batch_size, 1, query_length, index_head_dim] (MiniMax M3); see `update_indexer`."""
+        return self.update_indexer(idx_k[:, 0])[:, None]
 
 
 def _write_rows_(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:

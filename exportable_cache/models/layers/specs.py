@@ -279,7 +279,8 @@ def _layer_spec_of(index: int, model: PreTrainedModel, layer: Any, layer_type: s
             f"{type(model).__name__} wrote no state to layer {index} of the cache, which is of type {layer_type!r}; "
             "layers that keep it elsewhere are not supported"
         )
-    indexer_keys = getattr(layer, "indexer_keys", None)
+    # MiniMax M3 names them otherwise, with a dimension of heads; only the last dimension counts.
+    indexer_keys = getattr(layer, "indexer_keys", getattr(layer, "idx_keys", None))
     sizes: dict[str, Any] = {}
     if isinstance(keys, torch.Tensor):
         assert isinstance(values, torch.Tensor)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from transformers import AttentionInterface
 
-from ....cache.attention.functions import EXTRAS, matmul_attention
+from ....cache.attention.functions import EXTRAS, SELECTIONS, matmul_attention
 from ....cache.attention.masks import register_masks
 from ....cache.layers import CacheLayer
 from ....cache.policies import FullPolicy, RingPolicy, SinkPolicy
@@ -79,9 +79,9 @@ def executorch_attention(
     if step is None:
         return matmul_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    extras = {name: kwargs[name] for name in (*EXTRAS, "indices") if kwargs.get(name) is not None}
+    extras = {name: kwargs[name] for name in (*EXTRAS, *SELECTIONS) if kwargs.get(name) is not None}
     layout = step.layout
-    if layout.attends_latents:
+    if layout.attends_latents or "block_indices" in extras:
         extras["module"] = module
     return layout.attend(step, query, attention_mask, scaling, **extras), None
 
@@ -165,7 +165,7 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
     """
 
     def is_plain_and_causal(query, key, value, attention_mask, kwargs):
-        if attention_mask is None or any(kwargs.get(name) is not None for name in (*EXTRAS, "indices")):
+        if attention_mask is None or any(kwargs.get(name) is not None for name in (*EXTRAS, *SELECTIONS)):
             return False
         return is_causal(attention_mask)
 
@@ -206,7 +206,7 @@ def native_layouts(model: PreTrainedModel, cache: ExportableCache) -> list[Nativ
     def needs(query, key, value, attention_mask, kwargs):
         if attention_mask is None:
             return None
-        masked = not is_causal(attention_mask) or kwargs.get("indices") is not None
+        masked = not is_causal(attention_mask) or any(kwargs.get(name) is not None for name in SELECTIONS)
         return _Needs(masked, masked or kwargs.get("position_bias") is not None, hasattr(kwargs["module"], "expand_kv"))
 
     calls = probe_attention(model, needs, latents=not has_quantized_weights(model))

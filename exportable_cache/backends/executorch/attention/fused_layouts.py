@@ -377,12 +377,11 @@ class NativeLayout(FusedLayout, kind="native"):
         bias = extras.get("position_bias")
         if not self.masked:
             return bias
-        if extras.get("indices") is not None:
-            # Imported here, because it imports transformers, which opening a bundle does not need.
-            from ....cache.attention.functions import among_indices
+        # Imported here, because it imports transformers, which opening a bundle does not need.
+        from ....cache.attention.functions import selected_mask
 
-            capacity = _kept(layer.policy)
-            attention_mask = among_indices(attention_mask, extras["indices"], capacity, torch.float32)
+        capacity = _kept(layer.policy)
+        attention_mask = selected_mask(extras.get("module"), attention_mask, extras, capacity, torch.float32)
         return attention_mask if bias is None else attention_mask + bias
 
 
