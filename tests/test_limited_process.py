@@ -16,6 +16,8 @@ import pytest
 import exportable_cache
 from exportable_cache.common.process.limited import LimitedProcess, WorkEnded, WorkFailed
 
+from .support.waiting import process_state, wait_until
+
 WORK = """
 import os, re, sys, time
 
@@ -174,12 +176,9 @@ def test_it_ends_with_its_parent(process: LimitedProcess, tmp_path: Path, how: s
     )
     child = int(parent.stdout.readline())
     if how == "busy":
-        time.sleep(0.3)
+        wait_until(lambda: process_state(child) != "S")
     parent.communicate("\n", timeout=20)
-    end = time.monotonic() + 8
-    while _runs(child) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not _runs(child)
+    wait_until(lambda: not _runs(child), 8)
 
 
 def _runs(pid: int) -> bool:

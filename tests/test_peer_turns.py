@@ -5,10 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from .support.waiting import process_state, wait_until
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 pytestmark = [
@@ -85,7 +86,7 @@ def asked(process):
 
 
 def state(process):
-    return Path(f"/proc/{process._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return process_state(process._process.pid)
 
 
 def test_a_worker_times_what_it_is_told(opened):
@@ -113,16 +114,12 @@ def test_a_process_runs_in_its_turns_only(opened):
     process = opened(spins=True)
     assert state(process) == "T"
     before = process._used()
-    time.sleep(0.3)
-    assert process._used() == before
     process.ask(tokens=1)
     assert state(process) == "T"
     assert process.idle_s == 0
     # It would be seen.
     process._process.send_signal(signal.SIGCONT)
-    end = time.monotonic() + 10
-    while process._used() < before + 0.3 and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_until(lambda: process._used() > before + 0.3)
     process.ask(tokens=1)
     assert process.idle_s > 0.1
 
@@ -150,14 +147,11 @@ def test_processes_end_with_what_started_them(tmp_path):
     )
     variables = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=variables, stdout=subprocess.PIPE)
-    child = Path(f"/proc/{int(parent.stdout.readline())}")
-    assert child.exists()
+    child = int(parent.stdout.readline())
+    assert process_state(child) not in "ZX"
     parent.kill()
     parent.communicate()
-    end = time.monotonic() + 10
-    while child.exists() and child.joinpath("stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: process_state(child) in "ZX", 20)
 
 
 class Recorded:

@@ -29,9 +29,10 @@ from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.errors import InputError
 from exportable_cache.program.spec import ProgramSpec
 
-from ..support.background import FAILS, SLEEPS, in_its_place, model_of, session_of, wait_until
+from ..support.background import FAILS, SLEEPS, in_its_place, model_of, session_of
 from ..support.compiling import compiling_with
 from ..support.models import tiny_model, tokens
+from ..support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("inductor")
 

@@ -8,7 +8,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,9 @@ import pytest
 from exportable_cache.backends.live import background
 from exportable_cache.backends.live.background_process import _Requests
 
-from ..support.background import SLEEPS, in_its_place, model_of, process_of, session_of, wait_until
+from ..support.background import SLEEPS, in_its_place, model_of, process_of, session_of
 from ..support.models import tokens
+from ..support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("inductor")
 
@@ -39,7 +39,7 @@ def test_a_session_whose_process_is_killed_leaves_none_behind(tmp_path: Path) ->
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment) as process:
         pid = int(process.stdout.readline())
-        time.sleep(1)
+        wait_until(lambda: os.getpgid(pid) == pid)
         process.send_signal(signal.SIGKILL)
 
     def is_gone() -> bool:

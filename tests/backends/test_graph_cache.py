@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,6 +26,7 @@ from exportable_cache.errors import InputError
 from ..support.compiling import compiling_with
 from ..support.models import among, tiny_model, tokens
 from ..support.oracle import difference, reference_logits
+from ..support.waiting import wait_until
 
 CAPACITY = 32
 
@@ -257,9 +257,7 @@ def test_a_later_session_goes_on_while_graphs_are_loaded_and_starts_no_process(m
         found = []
         for token in session.generate(tokens(5), 9, **settings):
             found.append(token)
-            end = time.monotonic() + 300
-            while session.pending_graphs and time.monotonic() < end:
-                time.sleep(0.01)
+            wait_until(lambda session=session: not session.pending_graphs)
         assert found == expected
         assert "decode" in {key.step.method for key in session.runner._calls}
         assert session.runner.background._worker._process is None and told[-1][1] == told[-1][2]

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from exportable_cache.cli.server.app import ServerOptions, make_app, run
 from exportable_cache.decoding import Completer
 
 from ..conftest import DEMO_MAX_CACHE_LEN as MAX_CACHE_LEN
+from ..support.waiting import wait_until
 
 __all__ = ["MAX_CACHE_LEN"]
 QUESTION = "the code of amber is 4821. amber?"
@@ -66,8 +66,7 @@ def served(session: Session, **options: Any) -> Iterator[str]:
         try:
             yield found[0]
         finally:
-            while not servers:
-                time.sleep(0.01)
+            wait_until(lambda: servers)
             servers[0].should_exit = True
             thread.join(20)
     assert not thread.is_alive()
@@ -127,18 +126,15 @@ def post(address: str, path: str, body: Any, headers: dict[str, str] = JSON) -> 
         return status, text
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return as soon as a condition holds."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.01)
+def health(address: str) -> dict[str, Any]:
+    """Return what a server reports: the requests in its queue ("waiting"), and those that ended ("answered")."""
+    with urllib.request.urlopen(f"{address}/health", timeout=20) as reply:
+        return json.load(reply)
 
 
 def queued(address: str) -> int:
     """Return the number of requests that a server has taken and not begun to answer."""
-    with urllib.request.urlopen(f"{address}/health", timeout=20) as reply:
-        return json.load(reply)["waiting"]
+    return health(address)["waiting"]
 
 
 def begun_and_left(address: str, body: dict[str, Any], read: int, until: Callable[[], bool] = lambda: True) -> None:

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from ..support.waiting import process_state, wait_until
+
 pty = pytest.importorskip("pty", reason="there are no pseudo-terminals here")
 fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
 pytest.importorskip("readline", reason="this Python has no readline")
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 ROOT = Path(__file__).parents[2]
 # The command's own loop, over a conversation that repeats what it is told.
 SCRIPT = """
@@ -67,7 +70,7 @@ def typed(*keys: str) -> str:
             if rest and shown.count(b"> ") > prompts:
                 prompts = shown.count(b"> ")
                 # The prompt is shown before keys are read, and an interrupt between the two would be lost.
-                time.sleep(0.3)
+                wait_until(lambda: process_state(process.pid) == "S", 20)
                 os.write(controller, rest.pop(0).encode())
             if not select.select([controller], [], [], 0.05)[0]:
                 if process.poll() is not None:

@@ -22,6 +22,7 @@ pytest.importorskip("openai", reason="the test extra is not installed")
 import openai
 
 from ..support.native import require_native
+from ..support.waiting import wait_until
 from .serving import (
     CHAT,
     MAX_CACHE_LEN,
@@ -32,7 +33,6 @@ from .serving import (
     queued,
     served,
     served_natively,
-    wait_until,
 )
 
 pytestmark = pytest.mark.usefixtures("fake_backend")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ pytest.importorskip("openai", reason="the test extra is not installed")
 
 import openai
 
-from .serving import JSON, QUESTION, TEXT, begun_and_left, client_of, post, queued, reply_to, served, wait_until
+from ..support.waiting import wait_until
+from .serving import JSON, QUESTION, TEXT, begun_and_left, client_of, health, post, queued, reply_to, served
 
 pytestmark = pytest.mark.usefixtures("fake_backend")
 
@@ -70,46 +70,52 @@ def test_a_key_and_a_full_queue(server_bundle: Path) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_makes_place_for_the_next(server_bundle: Path, stream: bool) -> None:
     session = load(server_bundle)
-    step, steps = session.decode, []
+    step, steps, noticed = session.decode, [], []
 
-    def slow(tokens: Any) -> Any:
+    def waits(tokens: Any) -> Any:
         steps.append(int(tokens))
-        time.sleep(0.05)
+        if len(steps) == 5:
+            wait_until(lambda: health(address)["answered"] == 1, 20)
+            noticed.append(len(steps))
         return step(tokens)
 
-    session.decode = slow  # type: ignore[method-assign]
+    session.decode = waits  # type: ignore[method-assign]
     with served(session) as address:
-        begun_and_left(address, {**TEXT, "max_tokens": 100, "stream": stream, "seed": 1}, read=200 if stream else 0)
+        request = {**TEXT, "max_tokens": 100, "stream": stream, "seed": 1}
+        begun_and_left(address, request, read=200 if stream else 0, until=lambda: len(steps) == 5)
         answer = client_of(address).completions.create(**TEXT, max_tokens=3, temperature=0)
         assert answer.usage.completion_tokens == 3
-    assert len(steps) < 60
+    # The running step is finished, and no other one begun.
+    assert noticed == [5] and len(steps) <= 5 + 3
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_during_its_prompt_ends_it_after_a_chunk(server_bundle: Path, stream: bool) -> None:
     session = load(server_bundle)
-    step, chunks = session.runner.run, []
+    step, chunks, noticed = session.runner.run, [], []
 
-    def slow(method: str, *inputs: Any) -> Any:
+    def waits(method: str, *inputs: Any) -> Any:
         if method == "prefill":
             chunks.append(inputs[0].shape[1])
-            time.sleep(0.2)
+            if len(chunks) in (2, 4):
+                ended = len(chunks) - 1  # one request before each of the two that are left
+                wait_until(lambda: health(address)["answered"] == ended, 20)
+                noticed.append(len(chunks))
         return step(method, *inputs)
 
-    session.runner.run = slow  # type: ignore[method-assign]
+    session.runner.run = waits  # type: ignore[method-assign]
     with served(session) as address:
         # 7 chunks of 16 tokens; the client disconnects during the second.
         prompt = list(range(1, 113))
         request = {"model": "demo", "prompt": prompt, "stream": stream}
         begun_and_left(address, request, read=0, until=lambda: len(chunks) == 2)
         answer = client_of(address).completions.create(**TEXT, max_tokens=1, temperature=0)
-        # At most two more chunks begin before the server notices; the single token of TEXT is decoded.
-        assert answer.usage.completion_tokens == 1 and 2 <= len(chunks) <= 4
+        # No chunk begins after the server noticed; the single token of TEXT is decoded.
+        assert answer.usage.completion_tokens == 1 and noticed == [2] and len(chunks) == 2
         # Tokens that were fed are reused for a client that repeats the prompt.
-        count = len(chunks)
-        begun_and_left(address, request, read=0, until=lambda: len(chunks) == count + 2)
+        begun_and_left(address, request, read=0, until=lambda: len(chunks) == 4)
         again = client_of(address).completions.create(model="demo", prompt=prompt, max_tokens=1, temperature=0)
-        assert 32 <= again.usage.prompt_tokens_details.cached_tokens <= 64
+        assert again.usage.prompt_tokens_details.cached_tokens == 32 and noticed == [2, 4]
         assert (
             again.choices[0].text
             == client_of(address)

@@ -4,7 +4,6 @@ import io
 import json
 import pickle
 import sys
-import time
 
 import pytest
 from rich.console import Console
@@ -16,6 +15,8 @@ from exportable_cache.cli.output.tables import simple_table
 from exportable_cache.cli.output.terminal import Terminal
 from exportable_cache.common.sizes import bytes_text
 from exportable_cache.errors import InputError, MissingDependencyError
+
+from ..support.waiting import wait_until
 
 
 @pytest.fixture
@@ -57,7 +58,8 @@ def test_a_name_of_several_lines_is_one_of_progress(streams, monkeypatch, screen
     monkeypatch.setattr(module, "_SECONDS_OF_SILENCE", 0.0)
     terminal, _, err = streams(screen=screen)
     with terminal.progress("reading a\nb\x1b[2Jc \u00fc"):
-        time.sleep(0.3 * screen)
+        if screen:
+            wait_until(err.getvalue)
     assert "reading a\\nb\\x1b[2Jc \u00fc" in err.getvalue() and "\x1b[2J" not in err.getvalue()
 
 
@@ -72,10 +74,7 @@ def test_progress_speaks_up_although_the_first_stage_never_reports(streams, monk
     monkeypatch.setattr(module, "_SECONDS_OF_SILENCE", 0.05)
     terminal, _, err = streams()
     with terminal.progress("loading"):
-        for _ in range(1000):
-            if err.getvalue():
-                break
-            time.sleep(0.01)
+        wait_until(err.getvalue)
     assert err.getvalue() == "loading ...\n"
 
 
@@ -83,7 +82,7 @@ def test_progress_on_a_terminal_shows_the_count_and_leaves_no_bar(streams):
     terminal, out, err = streams(screen=True)
     with terminal.progress("loading") as progress:
         progress("tracing", 3, 8)
-        time.sleep(0.3)
+        wait_until(lambda: "3/8" in err.getvalue())
     drawn = err.getvalue()
     assert "tracing" in drawn and "3/8" in drawn
     # The cursor is shown again, and the line erased.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
-from collections.abc import Callable
 
 import pytest
 
@@ -12,6 +10,7 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live import background
 
 from .models import tiny_model
+from .waiting import wait_until
 
 CAPACITY = 64
 
@@ -26,13 +25,6 @@ def session_of(model, compile: bool | str = "background", **options) -> Session:
     return Session.from_model(
         model, ExportableCache.from_model(model, CAPACITY), compile=compile, prefill_chunk=16, buckets=(32,), **options
     )
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 600) -> None:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert condition()
 
 
 def in_its_place(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
