@@ -10,6 +10,7 @@ without generated code, and what cannot run there says "needs a GPU". It exits w
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -20,6 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -76,11 +78,13 @@ class Part(NamedTuple):
         run: Yields names and functions; each function returns (passed, result).
         limit: Seconds on a GPU.
         cpu_limit: Seconds on a CPU, which traces graphs more slowly.
+        processes: Number of processes that share its checks on a GPU, for parts that mostly compile and time nothing.
     """
 
     run: Callable[[Setting], Iterator[tuple[str, Callable[[], tuple[bool | None, str]]]]]
     limit: int
     cpu_limit: int = 60
+    processes: int = 1
 
 
 class Setting(NamedTuple):
@@ -643,7 +647,7 @@ def _decoders(compile: bool | str, end: float) -> tuple[bool, str]:
 # -- running -----------------------------------------------------------------------------------------------------------
 
 PARTS: dict[str, Part] = {
-    "sessions": Part(sessions, 120, 290),
+    "sessions": Part(sessions, 120, 290, processes=8),
     "attention": Part(attention, 35, 40),
     "speed": Part(speed, 90),
     "answers": Part(answers, 110, 90),
@@ -652,9 +656,17 @@ PARTS: dict[str, Part] = {
 }
 
 
-def run_part(name: str, setting: Setting, report: Callable[[Row], None]) -> None:
-    """Run the checks of a part in this process, and report each. An exception is a result."""
-    for label, check in PARTS[name].run(setting):
+def run_part(name: str, setting: Setting, report: Callable[[Row], None], share: tuple[int, int] = (0, 1)) -> None:
+    """Run a share of a part's checks in this process, and report each. An exception is a result.
+
+    Args:
+        name: The part.
+        setting: Device and sizes.
+        report: Called with each result.
+        share: Index of this process and number of processes; checks are dealt in turn.
+    """
+    first, processes = share
+    for label, check in itertools.islice(PARTS[name].run(setting), first, None, processes):
         start = time.perf_counter()
         try:
             passed, result = check()
@@ -665,7 +677,7 @@ def run_part(name: str, setting: Setting, report: Callable[[Row], None]) -> None
 
 
 def spawned(command: list[str], limit: float, path: Path, part: str) -> list[Row]:
-    """Run a part in a process of its own, and return its rows; end it with its children at the limit.
+    """Run a part, or a share, in a process of its own, and return its rows; end it with its children at the limit.
 
     Args:
         command: The command.
@@ -692,6 +704,20 @@ def spawned(command: list[str], limit: float, path: Path, part: str) -> list[Row
     if ending:
         rows.append(Row(part, WHOLE, ending, passed, round(time.monotonic() - start, 1)))
     return rows
+
+
+def in_processes(name: str, setting: Setting, limit: float, folder: Path) -> list[Row]:
+    """Run a part in its processes side by side, and return all rows."""
+    count = min(PARTS[name].processes, max(1, (os.cpu_count() or 1) // 2)) if setting.device == "cuda" else 1
+    command = [sys.executable, str(Path(__file__)), "--part", name, "--seconds", str(limit)]
+    command += ["--shape", setting.shape, "--length", str(setting.length)]
+
+    def rows_of(index: int) -> list[Row]:
+        path = folder / f"{name}-{index}"
+        return spawned([*command, "--json", str(path), "--share", str(index), str(count)], limit, path, name)
+
+    with ThreadPoolExecutor(count) as pool:
+        return [row for rows in pool.map(rows_of, range(count)) for row in rows]
 
 
 def _environment() -> dict[str, str]:
@@ -730,6 +756,7 @@ def main(
     json_path: Annotated[Path, typer.Option("--json", help="Results.")] = Path("build/gpu-check.json"),
     part: Annotated[str | None, typer.Option(hidden=True, help="The part that this process runs.")] = None,
     seconds: Annotated[float, typer.Option(hidden=True, help="Its limit.")] = TOTAL,
+    share: Annotated[tuple[int, int], typer.Option(hidden=True, help="Its index among how many processes.")] = (0, 1),
 ) -> None:
     """Check this package on a GPU, or on a CPU what needs none."""
     import torch
@@ -744,7 +771,7 @@ def main(
     if part is not None:
         _prepare(device)
         with json_path.open("a") as file:
-            run_part(part, setting, lambda row: print(json.dumps(asdict(row)), file=file, flush=True))
+            run_part(part, setting, lambda row: print(json.dumps(asdict(row)), file=file, flush=True), share)
         return
     chosen = list(only or PARTS)
     unknown = [name for name in chosen if name not in PARTS]
@@ -761,19 +788,7 @@ def main(
             if limit < 10:
                 rows.append(Row(name, WHOLE, "not run: no time is left"))
                 continue
-            path = Path(folder) / name
-            sizes = ["--shape", setting.shape, "--length", str(setting.length)]
-            command = [
-                sys.executable,
-                str(Path(__file__)),
-                "--part",
-                name,
-                "--seconds",
-                str(limit),
-                "--json",
-                str(path),
-            ]
-            found = spawned([*command, *sizes], limit, path, name)
+            found = in_processes(name, setting, limit, Path(folder))
             console.print(table_of(found))
             rows += found
             json_path.parent.mkdir(parents=True, exist_ok=True)

@@ -85,6 +85,30 @@ def test_an_exception_is_a_result(check: Any, monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
+def test_processes_of_a_part_run_each_check_once(check: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU a part may have several processes, at most one for two processors."""
+    monkeypatch.setitem(
+        check.PARTS, "x", check.Part(lambda s: ((f"{at}", lambda: (True, "")) for at in range(7)), 10, 10, 8)
+    )
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+
+    def spawned(command: list[str], limit: float, path: Path, part: str) -> list[Any]:
+        rows: list[Any] = []
+        share = int(command[-2]), int(command[-1])
+        check.run_part(part, check.Setting("cpu", "llama-tiny", 256, 0.0), rows.append, share)
+        paths.add(path)
+        return rows
+
+    paths: set[Path] = set()
+    monkeypatch.setattr(check, "spawned", spawned)
+    found = {}
+    for device in ("cpu", "cuda"):
+        rows = check.in_processes("x", check.Setting(device, "llama-tiny", 256, 0.0), 10, tmp_path)
+        found[device] = [row.name for row in rows]
+    assert found["cpu"] == list("0123456") and found["cuda"] == list("0361425")
+    assert len(paths) == 3
+
+
 def test_parts_fit_into_eight_minutes(check: Any) -> None:
     assert list(check.PARTS) == ["sessions", "attention", "speed", "answers", "tensorrt", "zoo"]
     for limits in ([part.limit for part in check.PARTS.values()], [part.cpu_limit for part in check.PARTS.values()]):

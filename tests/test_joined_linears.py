@@ -11,8 +11,6 @@ from torch import nn
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live import runner as runner_file
-from exportable_cache.backends.live.background import BackgroundCompiler
-from exportable_cache.backends.live.compile import ONE_ROW, CompileOptions, StepCompiler
 from exportable_cache.common.devices import weights_bytes
 from exportable_cache.errors import DeviceMemoryError
 from exportable_cache.models.joined_linears import (
@@ -23,7 +21,6 @@ from exportable_cache.models.joined_linears import (
     joined_products,
 )
 from exportable_cache.models.weights import fingerprint
-from exportable_cache.program.methods import ProgramMethod
 from exportable_cache.program.program import Program, ResidentModule, program_methods
 from exportable_cache.program.spec import ProgramSpec
 
@@ -228,24 +225,6 @@ def test_gradients_flow_outside_of_steps() -> None:
     join_linears(layers)
     layers.k_proj(torch.ones(1, 8)).sum().backward()
     assert layers.k_proj.weight.grad is not None and layers.q_proj.weight.grad is None
-
-
-@pytest.mark.parametrize(("rows", "tokens", "tuned"), [(1, 1, True), (2, 1, False), (1, 16, False)])
-def test_steps_of_one_row_are_tuned(rows: int, tokens: int, tuned: bool, monkeypatch) -> None:
-    """Inductor's options for one row apply to decode steps of one row that become CUDA graphs."""
-    model = tiny_model("llama")
-    cache, options = ExportableCache.from_model(model, 32, rows), CompileOptions(compile=True)
-    compiler = StepCompiler(model, cache, options)
-    method = ProgramMethod("decode", 1, tokens)
-    assert compiler._tuning(method) == {}
-    monkeypatch.setattr(compiler, "_captures_cuda_graphs", True)
-    assert compiler._tuning(method) == (ONE_ROW if tuned else {})
-    assert compiler._kept_name(method, "one").endswith("one tuned" if tuned else "one")
-    # A graph from the subprocess would be tuned in the user's step.
-    monkeypatch.setattr(compiler, "_tunes", BackgroundCompiler(model, cache, ProgramSpec(), options).compiler._tunes)
-    assert compiler._tuning(method) == {} and compiler._kept_name(method, "one").endswith("one")
-    # The names are Inductor's.
-    assert all(hasattr(torch._inductor.config, name) for name in ONE_ROW)
 
 
 def test_a_lack_of_memory_while_joining_has_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

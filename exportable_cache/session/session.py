@@ -469,7 +469,7 @@ class Session:
                 memory left, or for a model that cannot be sent to a process), each method is compiled on first use.
                 "wait" always compiles on first use. "background" raises an error instead; only on CUDA, this process
                 compiles graphs that the subprocess could not.
-            mode: Mode of torch.compile; `reduce-overhead` (CUDA graphs) by default for steps of one size on a GPU.
+            mode: Mode of torch.compile. Without one, steps of one size are CUDA graphs of this package on a GPU.
             prefill_chunk: Longest chunk of a prompt, see `methods.methods_for`.
             buckets: Read lengths that have methods of their own, so that a step reads the filled part of the cache
                 instead of all of it. True for powers of two, see `methods.length_buckets`; False for none.

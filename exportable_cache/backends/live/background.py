@@ -303,8 +303,6 @@ class BackgroundCompiler:
             ) from error
         if options.graph_cache is None:
             options = replace(options, graph_cache=_private_folder(self))
-        # Not tuned, because a graph is tuned when it first runs: in the user's step, not in the subprocess.
-        options = replace(options, tunes=False)
         self.compiler = StepCompiler(model, cache, options)
         self._status = GraphStatus()
         self._worker = GraphWorker(self.compiler, options, written, self._status, cache.device)

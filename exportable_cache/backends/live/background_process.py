@@ -119,7 +119,7 @@ def _runner(folder: str, limit: int, settings: dict[str, Any], written: bytes) -
     set_inductor_config(settings["inductor"])
     register_attention()
     model, cache, spec = from_snapshot(written)
-    options = CompileOptions("wait", graph_cache=folder, graph_cache_mb=limit, tunes=False)
+    options = CompileOptions("wait", graph_cache=folder, graph_cache_mb=limit)
     return ModuleRunner(model, cache, spec, options)
 
 

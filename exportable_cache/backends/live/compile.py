@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from .layered import LayeredBackend
 
 Step = Callable[..., Any]
-#: Inductor's options for a step of one row on a GPU. Products of one row become reductions over the weights, which fuse
-#: with the operators around them, and whose tiles are tuned when a graph first runs. gpt-fast sets the same.
-ONE_ROW = {"coordinate_descent_tuning": True}
 _STEPS = itertools.count()
 
 
@@ -43,12 +40,11 @@ class CompileOptions:
             methods that differ in their read length together. "background" compiles in a subprocess, and steps run
             eagerly until their graph is ready; "wait" compiles when a graph is needed; True means "background" where
             that is possible.
-        mode: Mode of torch.compile. The default on a GPU is `reduce-overhead` (CUDA graphs) for steps of one size.
-            Prompts are not captured, because they would need one CUDA graph per length.
+        mode: Mode of torch.compile. Without one, steps of one size become CUDA graphs on a GPU, see `CudaGraphs`.
+            Prompts do not, because they would need one CUDA graph per length.
         graph_cache: Folder in which compiled graphs are kept for later processes, see `GraphCache`.
         graph_cache_mb: Size limit of that folder in megabytes.
         progress: Called from another thread for each graph that is compiled in the background.
-        tunes: True to compile steps of one row on a GPU with `ONE_ROW`.
 
     Raises:
         InputError: If a value is out of range, or `graph_cache` is set without `compile`.
@@ -59,7 +55,6 @@ class CompileOptions:
     graph_cache: str | Path | None = None
     graph_cache_mb: int = setting(GRAPH_CACHE_MB, "Megabytes of compiled graphs kept.", kind=int, least=1)
     progress: Progress = silent
-    tunes: bool = True
 
     def __post_init__(self) -> None:
         if self.compile not in (True, False, "background", "wait"):
@@ -87,8 +82,6 @@ class StepCompiler:
     def __init__(self, model: torch.nn.Module, cache: ExportableCache, options: CompileOptions) -> None:
         self._model, self._cache = model, cache
         self._mode = options.mode
-        self._tunes = options.tunes
-        self._captures_cuda_graphs = options.mode is None and cache.device.type == "cuda"
         self.by_layers = self._mode is None and generates_code(cache.device)
         self.graph_cache = None
         if options.graph_cache is not None:
@@ -115,7 +108,8 @@ class StepCompiler:
     def chooses_separately(self, penalised: bool) -> bool:
         """Return True if tokens are chosen by a separate graph after that of the step.
 
-        With the repetition penalty a CUDA graph cannot include the choice, because that writes to an input.
+        With the repetition penalty a CUDA graph cannot include the choice, because that writes to an input, of which a
+        graph has a copy.
         """
         return self.by_layers or (penalised and self._cache.device.type == "cuda")
 
@@ -131,14 +125,13 @@ class StepCompiler:
             inputs: Example inputs, from `marked`.
         """
         dynamic = None if any(_is_dynamic(method, inputs)) else False
-        chosen = "reduce-overhead" if self._captures_cuda_graphs and dynamic is False else self._mode
         backend: dict[str, Any] = {} if self.layered is None else {"backend": self.layered}
         step = _step_of(module)
         # A kept graph cannot have variants for other lengths.
         if self.graph_cache is not None and not has_graphs_by_length(method):
-            options = {**(private.mode_options(chosen) if chosen else {}), **self._tuning(method)} or None
+            options = private.mode_options(self._mode) if self._mode else None
             call = self.graph_cache.get(
-                self._kept_name(method, key),
+                f"{method} {key}",
                 step,
                 {"module": module},
                 inputs,
@@ -149,18 +142,8 @@ class StepCompiler:
             if call is not None:
                 return _guarded(call)
         if self.layered is None:
-            backend = _whole_backend(chosen, dynamic, self._tuning(method))
+            backend = _whole_backend(self._mode, dynamic)
         return torch.compile(step, fullgraph=True, dynamic=dynamic, **backend)
-
-    def _tuning(self, method: ProgramMethod | ChoiceMethod) -> dict[str, Any]:
-        """Return Inductor's options for a method: `ONE_ROW` for a decode step of one row on a GPU."""
-        is_decode = isinstance(method, ProgramMethod) and method.is_step and method.max_length == 1
-        is_one_row = is_decode and self._captures_cuda_graphs and self._cache.batch_size == 1
-        return ONE_ROW if is_one_row and self._tunes else {}
-
-    def _kept_name(self, method: ProgramMethod | ChoiceMethod, key: str) -> str:
-        """Return the name of a kept graph. Tuned graphs have other ones, because they tune where they are loaded."""
-        return f"{method} {key}{' tuned' if self._tuning(method) else ''}"
 
     def load(
         self, module: torch.nn.Module, method: ProgramMethod | ChoiceMethod, key: str, inputs: Sequence[torch.Tensor]
@@ -168,23 +151,28 @@ class StepCompiler:
         """Return a step from the folder, None if it is not there. See `compile`."""
         if self.graph_cache is None:
             return None
-        call = self.graph_cache.load(self._kept_name(method, key), _step_of(module), {"module": module}, inputs)
+        call = self.graph_cache.load(f"{method} {key}", _step_of(module), {"module": module}, inputs)
         return None if call is None else _guarded(call)
 
 
-def _whole_backend(mode: str | None, dynamic: bool | None, options: dict[str, Any]) -> dict[str, Any]:
+def _whole_backend(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
     """Return the arguments of torch.compile for a whole graph. A backend that the user has set stays."""
     if private.default_backend() != "inductor":
         return {"mode": mode}
     # Imported here because it imports the compiler, which takes seconds.
     from ...common.compat.torch_compile import InductorByRanges
 
-    return {"backend": InductorByRanges(mode, dynamic, options)}
+    return {"backend": InductorByRanges(mode, dynamic)}
 
 
 def generates_code(device: torch.device) -> bool:
     """Return True if steps are compiled to C++. CUDA graphs need a step as one graph."""
     return device.type == "cpu" and private.default_backend() == "inductor"
+
+
+def generates_cuda(device: torch.device, mode: str | None) -> bool:
+    """Return True if steps are compiled for a CUDA GPU with Inductor's defaults, over which this package captures."""
+    return device.type == "cuda" and mode is None and private.default_backend() == "inductor"
 
 
 def check_background(device: torch.device, mode: str | None) -> None:

@@ -25,7 +25,8 @@ from ...program.lengths import shared_methods, slots_to_read
 from ...program.program import ResidentModule, front_module, program_methods
 from ...program.spec import ProgramSpec
 from .background import background_compiler
-from .compile import CompileOptions, Step, StepCompiler, marked
+from .compile import CompileOptions, Step, StepCompiler, generates_cuda, marked
+from .cuda_graphs import CudaGraphs
 from .filled import reads_filled_everywhere, without_narrow_decodes
 from .graphs import Graph, GraphKey, OutdatedGraph, StepKey, choice_graph, choosing
 
@@ -93,7 +94,12 @@ class ModuleRunner:
             if cache.device.type == "cpu":
                 warn_if_threads_spin()
             self.compiler = self.background.compiler if self.background else StepCompiler(model, cache, options)
-        self._captures_cuda_graphs = options.compile and cache.device.type == "cuda"
+        is_alone = cache.offloader is None and cache.ranks is None
+        self._cuda_graphs: CudaGraphs | None = None
+        if options.compile and is_alone and generates_cuda(cache.device, options.mode):
+            self._cuda_graphs = CudaGraphs(model, cache.device)
+        # Torch captures them itself with a mode.
+        self._has_torch_graphs = options.mode is not None and cache.device.type == "cuda"
         shares = options.compile and cache.device.type == "cpu"
         self._shared = shared_methods(cache, self.methods) if shares else {}
         self._shared_modules = {method.name: ResidentModule(model, cache, method) for method in self._shared.values()}
@@ -128,6 +134,8 @@ class ModuleRunner:
     def close(self) -> None:
         """Restore the model's attention implementation. Calling it again has no effect."""
         self._restore_attention()
+        if self._cuda_graphs is not None:
+            self._cuda_graphs.clear()
         if self.background is not None:
             self.background.close()
 
@@ -228,6 +236,10 @@ class ModuleRunner:
             raise InputError("this session is closed, and the model has its own attention again; make another session")
         if self.compiler is None or key.method in self._uncompiled:
             return self._eager(key, inputs, further)
+        if self._cuda_graphs is not None:
+            result = self._cuda_graphs.replay(key, [*inputs, *further])
+            if result is not None:
+                return result
         graph = self.graph(key, inputs, further)
         if graph is None:
             return self._eager(key, inputs, further)
@@ -246,7 +258,7 @@ class ModuleRunner:
             self._calls[graph.key] = call
         if call is not None:
             try:
-                result = self._run_graph(call, graph.arguments)
+                result = self._run_graph(call, graph.arguments, graph)
             except OutdatedGraph as outdated:
                 self._discard(graph, outdated)
                 return self._call(key, inputs, *further)
@@ -259,7 +271,7 @@ class ModuleRunner:
         else:
             call = self._compile(graph)
             try:
-                result = self._run_graph(call, graph.arguments)
+                result = self._run_graph(call, graph.arguments, graph)
             except private.tracing_errors() as error:
                 if graph.key.is_shared:
                     self.unshare(graph.method.name)
@@ -268,7 +280,7 @@ class ModuleRunner:
                 enough = inputs[0].shape[1] >= method.min_length
                 return self._call(key, inputs, *further) if enough else self._token_by_token(method, inputs)
             self._calls[graph.key] = call
-        if not self._captures_cuda_graphs:
+        if not self._has_torch_graphs:
             return result
         # Copy the outputs, because the next replay of the CUDA graph overwrites them.
         return private.tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
@@ -282,11 +294,14 @@ class ModuleRunner:
         with torch_threads(self._threads):
             return self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
 
-    def _run_graph(self, call: Step, arguments: Sequence[torch.Tensor]) -> Any:
-        if self._captures_cuda_graphs:
+    def _run_graph(self, call: Step, arguments: Sequence[torch.Tensor], step: Graph | None = None) -> Any:
+        """Run a compiled graph. A step of one size becomes a CUDA graph where this process captures them."""
+        if self._has_torch_graphs:
             private.allow_cuda_graphs()
         with torch_threads(self._threads):
-            return call(*arguments)
+            if self._cuda_graphs is None or step is None or step.method.dynamic_sizes:
+                return call(*arguments)
+            return self._cuda_graphs.run(step.requested, call, arguments)
 
     def _discard(self, graph: Graph, outdated: OutdatedGraph) -> None:
         """Compile a graph again when it is next needed.

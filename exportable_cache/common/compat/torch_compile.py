@@ -29,7 +29,7 @@ import contextlib
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import CodeType, MethodType, SimpleNamespace
@@ -277,14 +277,13 @@ class InductorByRanges(torch._TorchCompileInductorWrapper):
     Args:
         mode: Mode of torch.compile, or None.
         dynamic: See torch.compile.
-        options: Options of Inductor besides those of the mode.
     """
 
     #: Name of the backend in TorchDynamo.
     __name__ = "inductor"
 
-    def __init__(self, mode: str | None, dynamic: bool | None, options: Mapping[str, Any] | None = None) -> None:
-        super().__init__(mode, dict(options or {}), dynamic)
+    def __init__(self, mode: str | None, dynamic: bool | None) -> None:
+        super().__init__(mode, None, dynamic)
 
     def __call__(self, model_: torch.fx.GraphModule, inputs_: Sequence[Any], **options: Any) -> Callable[..., Any]:
         with _ranges_in_keys(_values_of_inputs(model_)):
