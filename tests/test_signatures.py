@@ -23,6 +23,7 @@ PUBLIC = (
     "models/cache_factory.py:ExportableCache.from_config",
     "bundle/bundle.py:Bundle.open",
     "models/cache_factory.py:ExportableCache.from_model",
+    "session/native.py:open_native",
     "session/session.py:Session.__init__",
     "session/session.py:Session.from_model",
     "session/session.py:Session.generate",

@@ -16,7 +16,7 @@ from ..common.fs.files import atomic_path
 from ..common.progress import silent
 from ..errors import BundleError, InputError
 from . import signing
-from .files import READS_ALIKE, TOKENIZER_FILE, TOKENIZER_FOLDER, check_listed
+from .files import READS_ALIKE, TOKENIZER_FILE, TOKENIZER_FOLDER, check_listed, untrusted
 from .files import check_files as check_digests
 from .manifest import Manifest
 from .manifest_file import MANIFEST_FILE, SCHEMA_VERSION, rank_folder
@@ -187,10 +187,7 @@ class Bundle:
         """
         backend = backend_for(self.manifest.target)
         if backend.machine_code and not self.trusted:
-            raise BundleError(
-                f"{self.path} holds {backend.machine_code}, which can do anything that you can on this machine and "
-                "cannot be checked; if you trust its author, load it with trust=True (--trust)"
-            )
+            raise untrusted(self.path, backend.machine_code)
 
     def layers(self) -> list[CacheLayer]:
         """Return the cache layers, without tensors.

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,8 +95,14 @@ class CheckedBundle:
             check_target(self.target)
             packages = self.fields.get("packages")
             recorded = packages if isinstance(packages, dict) else {}
-            check_versions({str(name): str(one) for name, one in recorded.items()}, TARGETS[self.target][1])
+            check_versions({str(name): str(one) for name, one in recorded.items()}, self._packages(recorded))
         check_files(self.path, self, progress, known and self.signed_by is None)
+
+    def _packages(self, recorded: Mapping[str, Any]) -> Sequence[str]:
+        """Return the packages whose versions matter, see `Backend.packages`."""
+        if self.target == "tensorrt":
+            return [name for name in ("tensorrt-rtx", "tensorrt") if name in recorded]
+        return TARGETS[self.target][1]
 
     @property
     def target(self) -> str:

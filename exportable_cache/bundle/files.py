@@ -146,6 +146,14 @@ def _private(status: os.stat_result) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
+def untrusted(folder: Path, machine_code: str) -> BundleError:
+    """Return the error for a bundle with machine code that the caller has not declared trusted."""
+    return BundleError(
+        f"{folder} holds {machine_code}, which can do anything that you can on this machine and cannot be checked; if "
+        "you trust its author, load it with trust=True (--trust)"
+    )
+
+
 def check_files(
     folder: Path, manifest: Listing, progress: Progress, known: bool = False, names: Sequence[str] | None = None
 ) -> None:

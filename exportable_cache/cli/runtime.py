@@ -160,6 +160,7 @@ def open_natively(terminal: Terminal, folder: str, checks: BundleChecks, text: b
                 folder,
                 check_versions=not checks.ignore_versions,
                 known=not checks.check,
+                trust=checks.trust,
                 key=checks.key,
                 text=text,
                 progress=progress,
@@ -178,11 +179,11 @@ def leave_to_torch(terminal: Terminal, folder: str, reason: str) -> None:
         InputError: If the user chose the native runner.
     """
     from ..bundle.checked import CheckedBundle
-    from ..session.native import NotNative, runtime_chosen
+    from ..session.native import NATIVE_TARGETS, NotNative, runtime_chosen
 
     try:
         with runtime_chosen(folder):
-            raise NotNative(reason if CheckedBundle.read(folder).target == "executorch" else "")
+            raise NotNative(reason if CheckedBundle.read(folder).target in NATIVE_TARGETS else "")
     except NotNative as left:
         _note(terminal, left.reason)
 

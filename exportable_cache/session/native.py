@@ -1,7 +1,8 @@
-"""ExecuTorch bundles in the C++ runner, without torch: text starts in a fraction of the time.
+"""Bundles without torch: text starts in a fraction of the time.
 
-The runner is `exportable_cache_runner`, over a library that `exportable-cache native build` compiles. A bundle that it
-does not run raises `NotNative`, and is opened by `Session` instead.
+ExecuTorch bundles run in the C++ runner, `exportable_cache_runner`, over a library that `exportable-cache native build`
+compiles. TensorRT bundles run over TensorRT's Python module and cuda-bindings. A bundle that neither runs raises
+`NotNative`, and is opened by `Session` instead.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from ..backends.tensorrt.options import MACHINE_CODE
 from ..bundle.checked import CheckedBundle
+from ..bundle.files import untrusted
+from ..bundle.manifest_file import MANIFEST_FILE
 from ..cache.component import label_of
 from ..common.native.kernels import BUILD, TARGET_VARIABLE
 from ..common.native.kernels import VARIABLE as KERNELS_VARIABLE
@@ -32,14 +36,18 @@ if TYPE_CHECKING:
     from exportable_cache_runner import Failure, Options, Statistics
     from exportable_cache_runner import Session as RunnerSession
 
+    from ..backends.tensorrt.engine_io import EngineRecord
     from ..common.progress import Progress
     from ..generation.constraint import Follower
     from ..models.tokenizers.text import TextTokenizer
+    from .engine_session import EngineSession
 
-#: Variable that chooses what runs ExecuTorch bundles: `native`, `torch`, or `auto`, which is the native runner where it
-#: can run the bundle.
+#: Variable that chooses what runs ExecuTorch and TensorRT bundles: `native`, `torch`, or `auto`, which is the native
+#: runner where it can run the bundle.
 RUNTIME_VARIABLE = "EXPORTABLE_CACHE_RUNTIME"
 _RUNTIMES = ("auto", "native", "torch")
+#: Targets whose bundles run without torch.
+NATIVE_TARGETS = ("executorch", "tensorrt")
 
 
 GREEDY = SamplingOptions()
@@ -63,18 +71,18 @@ def open_native(
     *,
     check_versions: bool = True,
     known: bool = False,
+    trust: bool = False,
     key: str | os.PathLike | None = None,
     text: bool = True,
     progress: Progress = silent,
 ) -> NativeSession:
     """Check a bundle as `Bundle.open` does, and open it in the native runner at position 0, without importing torch.
 
-    A program for ExecuTorch has no machine code, so there is nothing to trust.
-
     Args:
         path: The folder.
         check_versions: See `Bundle.open`.
         known: See `Bundle.open`.
+        trust: See `Bundle.open`. A program for ExecuTorch has no machine code.
         key: See `Bundle.open`.
         text: True if the tokenizer is needed.
         progress: Called with the bytes read.
@@ -85,7 +93,12 @@ def open_native(
             `EXPORTABLE_CACHE_RUNTIME` is `native` and the runner does not run the bundle.
     """
     with runtime_chosen(path):
-        return _open(path, check_versions, known, key, text, progress)
+        bundle = CheckedBundle.read(path, key)
+        check_native(bundle, text)
+        if bundle.target == "tensorrt" and not trust:
+            raise untrusted(bundle.path, MACHINE_CODE)
+        bundle.check(check_versions, known, progress)
+        return _opened(bundle, text)
 
 
 @contextmanager
@@ -112,17 +125,16 @@ def runtime_chosen(path: str | os.PathLike) -> Iterator[None]:
         raise
 
 
-def _open(
-    path: str | os.PathLike,
-    check_versions: bool,
-    known: bool,
-    key: str | os.PathLike | None,
-    text: bool,
-    progress: Progress,
-) -> NativeSession:
-    bundle = CheckedBundle.read(path, key)
-    check_native(bundle, text)
-    bundle.check(check_versions, known, progress)
+def _opened(bundle: CheckedBundle, text: bool) -> NativeSession:
+    session = open_engines(bundle) if bundle.target == "tensorrt" else _open_runner(bundle)
+    try:
+        return NativeSession.of(bundle, session, text)
+    except BaseException:
+        session.close()
+        raise
+
+
+def _open_runner(bundle: CheckedBundle) -> RunnerSession:
     from exportable_cache_runner import Failure
     from exportable_cache_runner import Session as RunnerSession
 
@@ -130,14 +142,42 @@ def _open(
     os.environ.setdefault("MKL_NUM_THREADS", "1")
     try:
         with native_lines_hidden():
-            session = RunnerSession(bundle.path)
+            return RunnerSession(bundle.path)
     except Failure as error:
         raise NotNative(str(error)) from None
+
+
+def open_engines(bundle: CheckedBundle) -> EngineSession:
+    """Open the plans of a checked bundle on a GPU.
+
+    Raises:
+        BundleError, DeviceMemoryError: See `open_cuda_engines`.
+    """
+    from ..backends.tensorrt.cuda_engines import open_cuda_engines
+    from .engine_session import CacheLimits, EngineSession
+
+    fields = bundle.fields
+    records = _engine_records(bundle)
+    methods = _mapping(_mapping(fields, "program"), "methods")
     try:
-        return NativeSession.of(bundle, session, text)
-    except BaseException:
-        session.close()
-        raise
+        lengths = {name: (int(methods[name]["min_length"]), int(methods[name]["max_length"])) for name in records}
+        limits = CacheLimits.of(fields["layers"])
+        vocab_size = int(fields["vocab_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise NotNative(f"the manifest has a part that only torch's runtime knows: {error}") from None
+    settings = CheckpointSettings.read(_Config(**_mapping(fields, "generation_config")), vocab_size)  # type: ignore[arg-type]
+    if settings.rules:
+        raise NotNative(f"the generation config has rules that transformers follows: {', '.join(settings.rules)}")
+    return EngineSession(open_cuda_engines(bundle.path, records), lengths, vocab_size, limits, settings)
+
+
+def _engine_records(bundle: CheckedBundle) -> dict[str, tuple[str, EngineRecord]]:
+    from ..backends.tensorrt.engine_io import records_of
+
+    records = records_of({name: file.details for name, file in bundle.files.items()})
+    if not records:
+        raise BundleError(f"{bundle.path / MANIFEST_FILE} must list an engine, got none; export the model again")
+    return records
 
 
 def check_native(bundle: CheckedBundle, text: bool) -> None:
@@ -146,9 +186,10 @@ def check_native(bundle: CheckedBundle, text: bool) -> None:
     Raises:
         NotNative: If it does not.
     """
-    if bundle.target != "executorch":
+    reasons = {"executorch": _why_not, "tensorrt": _why_no_engines}
+    if bundle.target not in reasons:
         raise NotNative
-    reason = _why_not(bundle, text)
+    reason = reasons[bundle.target](bundle, text)
     if reason:
         raise NotNative(reason)
 
@@ -178,9 +219,22 @@ def _why_not(bundle: CheckedBundle, text: bool) -> str:
     return "" if found_library() else f"the native runner is not installed; build it: {BUILD}"
 
 
+def _why_no_engines(bundle: CheckedBundle, text: bool) -> str:
+    """Return why a bundle for TensorRT does not run here without torch, or ""."""
+    from ..backends.tensorrt.cuda_engines import missing_package
+
+    program = _mapping(bundle.fields, "program")
+    if program.get("batch_size") != 1:
+        return f"one row runs without torch, and the program has {program.get('batch_size')}"
+    if text and bundle.fields.get("tokenizer") is not None and not bundle.reads_alike:
+        return "the tokenizer needs transformers"
+    missing = missing_package(next(iter(_engine_records(bundle).values()))[1].builder)
+    return f"{missing} is not installed; pip install {missing}" if missing else ""
+
+
 @dataclass
 class NativeSession:
-    """A program in the native runner, with the tokenizer and the generation settings of its bundle.
+    """A program that runs without torch, with the tokenizer and the generation settings of its bundle.
 
     It has one sequence, and is used by one thread at a time, except for `cancel`.
 
@@ -194,14 +248,14 @@ class NativeSession:
     """
 
     path: Path
-    runner: RunnerSession
+    runner: RunnerSession | EngineSession
     vocab_size: int
     settings: CheckpointSettings
     tokenizer: TextTokenizer | None
     fields: Mapping[str, Any]
 
     @classmethod
-    def of(cls, bundle: CheckedBundle, runner: RunnerSession, text: bool) -> NativeSession:
+    def of(cls, bundle: CheckedBundle, runner: RunnerSession | EngineSession, text: bool) -> NativeSession:
         """Return the session of an opened bundle.
 
         Raises:

@@ -44,6 +44,9 @@ class NativeProcess:
 
     def __init__(self, bundle: Bundle) -> None:
         self.methods: Mapping[str, ProgramMethod] = bundle.manifest.description().methods
+        if bundle.manifest.target != "executorch":
+            # Engines are verified in torch's runtime, which knows how they multiply.
+            raise NotNative
         check_native(CheckedBundle.read(bundle.path), text=False)
         # Attention of ExecuTorch's wheel calls MKL in each of the runtime's threads.
         variables = {"MKL_NUM_THREADS": "1", **os.environ}

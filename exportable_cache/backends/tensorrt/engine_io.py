@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ...common.compat.torch import reset_signature
 from ...errors import BundleError, UnsupportedModelError
 from .options import describe_capabilities
 
@@ -92,6 +91,9 @@ class EngineIO:
         Raises:
             UnsupportedModelError: If the graph reads a length or an empty tensor.
         """
+        # Imported here, because runners without torch read records, too.
+        from ...common.compat.torch import reset_signature
+
         output = next(node for node in graph.graph.nodes if node.op == "output")
         given = dict(zip((LOGITS, *self.state), output.args[0], strict=True))
         position = given[next(name for name in self.state if name.endswith(_LENGTH))]

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import BundleError
 from .engine_io import LOGITS, STATE_IN, STATE_OUT, records_of
-from .options import CAPABILITIES, HOPPER, loads_on
+from .options import loads_on, remedy_for
 
 if TYPE_CHECKING:
     from ...program.methods import ProgramMethod
@@ -203,19 +203,13 @@ def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
             major, minor = torch.cuda.get_device_capability()
             raise BundleError(
                 f"TensorRT cannot load {file}, built for {built_for}, on this GPU of SM {major}{minor}: "
-                f"{'; '.join(errors) or 'no reason given'}; {_remedy(10 * major + minor)}"
+                f"{'; '.join(errors) or 'no reason given'}; {remedy_for(10 * major + minor)}"
             )
         contexts[method] = context
     device = torch.device("cuda", torch.cuda.current_device())
     return EngineRunner(
         description.methods, {method: record for method, (_, record) in records.items()}, contexts, device
     )
-
-
-def _remedy(here: int) -> str:
-    if here in CAPABILITIES:
-        return f"export again with sm={here}"
-    return "export again without sm" if here == HOPPER else "TensorRT-RTX builds no plan for it; use another GPU"
 
 
 def runs_here(records: Iterable[EngineRecord]) -> bool:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 #: Compute capabilities that TensorRT-RTX 1.5 builds for, on any machine. It has no name for 90.
 CAPABILITIES = (75, 80, 86, 89, 120, 121)
 
+#: What plans are, for people who are asked to trust a bundle.
+MACHINE_CODE = "plans of TensorRT, which are code for a GPU"
+
 #: What a verification says of float32 products on a GPU.
 TF32_REMARK = "TensorRT-RTX multiplies float32 in TF32, with 10 bits"
 
@@ -69,6 +72,13 @@ def loads_on(here: int, capabilities: Sequence[int]) -> bool:
     if here == HOPPER:
         return not capabilities or 80 in capabilities
     return here in capabilities or (not capabilities and here in PORTABLE) or here >= PORTABLE[-1]
+
+
+def remedy_for(here: int) -> str:
+    """Return what makes a plan for a GPU of capability `here`, such as 86."""
+    if here in CAPABILITIES:
+        return f"export again with sm={here}"
+    return "export again without sm" if here == HOPPER else "TensorRT-RTX builds no plan for it; use another GPU"
 
 
 @dataclass(frozen=True)

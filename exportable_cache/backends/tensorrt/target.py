@@ -17,7 +17,7 @@ from ..base import LoweredFile, StandIn
 from .attention import TENSORRT_ATTENTION, trips_the_builder
 from .engine_io import STATE_IN, EngineRecord, Input, Output, details_of, records_of
 from .kv_cache import engine_layers, keeps_tokens_alone
-from .options import LEAST_BFLOAT16, TF32_REMARK, TensorRTOptions
+from .options import LEAST_BFLOAT16, MACHINE_CODE, TF32_REMARK, TensorRTOptions
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -40,7 +40,7 @@ class TensorRTBackend:
     max_batch_size = None
     linear_schemes = ("8w", "4w")
     embedding_schemes = ("8w",)
-    machine_code = "plans of TensorRT, which are code for a GPU"
+    machine_code = MACHINE_CODE
     options = TensorRTOptions
 
     @property

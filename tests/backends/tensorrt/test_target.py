@@ -13,14 +13,22 @@ from exportable_cache.backends import backend_for
 from exportable_cache.backends.tensorrt.engine_io import records_of
 from exportable_cache.backends.tensorrt.options import CAPABILITIES, TF32_REMARK, parse_capabilities
 from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.bundle.checked import CheckedBundle
 from exportable_cache.cli.app import app
 from exportable_cache.errors import BundleError, InputError, VerificationError
+from exportable_cache.session.native import NotNative, check_native, open_engines, open_native
 from exportable_cache.verification.report import VerifyReport
 from exportable_cache.verification.verify import verify
 
 from .models import engine_model
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
+
+from exportable_cache.backends.tensorrt import cuda_engines
+
+from .cpu_cuda import CpuCuda, CpuTensorRT
+from .programs import engine_program, network_session
+
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 REMARK = f"built for SM 80, 89; network verified on CPU; not executed; {TF32_REMARK}"
@@ -110,6 +118,59 @@ def test_verify_refuses_another_model_of_the_same_shape(bundle: Bundle) -> None:
 def test_running_without_a_gpu_is_refused_in_a_sentence(bundle: Bundle) -> None:
     with pytest.raises(BundleError, match=r"needs an NVIDIA GPU \(built for SM 80, 89\), and torch finds none"):
         load(bundle.path, trust=True)
+
+
+def test_a_bundle_runs_without_torch_if_it_is_trusted(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run the commands' session over CUDA on the CPU; the plan is replaced by the network that it was built from."""
+    _, program, networks = engine_program("gemma3_text")
+    runtime = CpuCuda()
+    fake = CpuTensorRT([networks["decode"], networks["prefill"]], runtime)
+    modules = {"cuda.bindings.runtime": runtime}
+    monkeypatch.setattr(cuda_engines, "import_module", lambda name: modules.get(name, fake))
+    monkeypatch.setattr(cuda_engines.util, "find_spec", lambda name: True)
+    monkeypatch.setenv("EXPORTABLE_CACHE_RUNTIME", "native")
+    with pytest.raises(BundleError, match="holds plans of TensorRT, .* load it with trust=True"):
+        open_native(bundle.path, text=False)
+    session = open_native(bundle.path, trust=True, text=False)
+    tokens: list[int] = []
+    session.generate([1, 2, 3], tokens.append, max_new_tokens=6)
+    other = network_session(engine_model("gemma3_text"), program, networks)
+    assert tokens == list(other.generate(torch.tensor([[1, 2, 3]]), 6))
+    assert session.longest_chunk == 16 and session.layers[0][1] == 8
+    session.close()
+    from typer.testing import CliRunner
+
+    result = CliRunner().invoke(app, ["bench", str(bundle.path), "--trust", "--prompt-length", "20", "--json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["runtime"] == "native", result.output
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"batch_size": 2}, "one row runs without torch, and the program has 2"),
+        ({}, "cuda-bindings is not installed; pip install cuda-bindings"),
+    ],
+)
+def test_what_needs_torch_is_said(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, fields: dict[str, int], said: str
+) -> None:
+    monkeypatch.setattr(cuda_engines.util, "find_spec", lambda name: None)
+    read = CheckedBundle.read(bundle.path)
+    changed = {**read.fields, "program": {**read.fields["program"], **fields}}
+    with pytest.raises(NotNative, match=said):
+        check_native(CheckedBundle(read.path, changed, read.files), text=True)
+
+
+def test_rules_of_the_checkpoint_and_unknown_layers_need_torch(bundle: Bundle) -> None:
+    read = CheckedBundle.read(bundle.path)
+    for changed, said in (
+        ({"generation_config": {"no_repeat_ngram_size": 2}}, "rules that transformers follows: no_repeat_ngram_size"),
+        ({"layers": [{"policy": {"kind": "later"}}]}, "only torch's runtime knows: 'later'"),
+    ):
+        with pytest.raises(NotNative, match=said):
+            open_engines(CheckedBundle(read.path, {**read.fields, **changed}, read.files))
 
 
 def test_a_record_that_describes_no_engine_is_refused(bundle: Bundle) -> None:

@@ -1,0 +1,368 @@
+"""Run plans on a GPU without torch: TensorRT's Python module, cuda-bindings, and numpy for host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module, metadata, util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...common.sizes import bytes_text
+from ...errors import BundleError, DeviceMemoryError
+from .engine_io import LOGITS, STATE_IN, STATE_OUT, EngineRecord
+from .options import remedy_for
+
+#: TensorRT's module by the package that built a plan, see `EngineRecord.builder`.
+MODULES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
+_CUDA = "cuda.bindings.runtime"
+#: Status of a call without a driver, or with one that is older than the bindings.
+_OLD_DRIVER = 35
+_OUT_OF_MEMORY = 2
+
+#: numpy's dtypes; bfloat16 has none and is moved as integers.
+_DTYPES = {
+    "float32": "f4",
+    "float16": "f2",
+    "bfloat16": "u2",
+    "int64": "i8",
+    "int32": "i4",
+    "int8": "i1",
+    "uint8": "u1",
+}
+
+
+def missing_package(builder: str) -> str | None:
+    """Return the name of the package that is missing to run a plan without torch, or None.
+
+    Args:
+        builder: See `EngineRecord.builder`.
+    """
+    package = builder.partition(" ")[0]
+    for name, module in (("cuda-bindings", _CUDA), (package, MODULES.get(package, package))):
+        try:
+            found = util.find_spec(module)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            return name
+    return None
+
+
+class CudaError(BundleError):
+    """A call of CUDA's runtime that failed."""
+
+
+class Cuda:
+    """CUDA's runtime with exceptions, and the memory that was allocated through it.
+
+    Args:
+        runtime: Module `cuda.bindings.runtime`.
+
+    Raises:
+        CudaError: If there is no GPU, or the driver is older than the bindings.
+    """
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+        self._freed: list[tuple[str, Any]] = []
+        status, count = runtime.cudaGetDeviceCount()
+        if int(status) == _OLD_DRIVER:
+            installed, needed = (_version(self.call(f"cuda{kind}GetVersion")) for kind in ("Driver", "Runtime"))
+            if installed == "0.0":
+                raise CudaError(f"the CUDA driver must support CUDA {needed}, got none; install NVIDIA's driver")
+            raise CudaError(
+                f"the CUDA driver must support CUDA {needed} of the installed cuda-bindings, got {installed}; update "
+                f"the driver, or pip install 'cuda-bindings<={installed}'"
+            )
+        if int(status) or not count:
+            raise CudaError(f"a TensorRT program needs an NVIDIA GPU, and CUDA finds none ({self._text(status)})")
+        major, minor = (
+            self.call(
+                "cudaDeviceGetAttribute", getattr(runtime.cudaDeviceAttr, f"cudaDevAttrComputeCapability{part}"), 0
+            )
+            for part in ("Major", "Minor")
+        )
+        #: Compute capability, 89 for SM 8.9.
+        self.capability = 10 * int(major) + int(minor)
+        self.stream = self.kept("cudaStreamDestroy", self.call("cudaStreamCreate"))
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Return the results of a function of the runtime: None, one value, or a tuple.
+
+        Raises:
+            DeviceMemoryError: If there is too little memory.
+            CudaError: If it fails for another reason.
+        """
+        status, *found = getattr(self._runtime, name)(*arguments)
+        if int(status) == _OUT_OF_MEMORY:
+            raise DeviceMemoryError(
+                f"{name} found too little memory on the GPU; end other programs there, or export with a smaller "
+                "max_cache_len or with quantize"
+            )
+        if int(status):
+            raise CudaError(f"{name} failed: {self._text(status)}")
+        return found[0] if len(found) == 1 else tuple(found) or None
+
+    def constant(self, enum: str, name: str) -> Any:
+        """Return a member of one of the runtime's enums."""
+        return getattr(getattr(self._runtime, enum), name)
+
+    def allocate(self, size: int) -> int:
+        """Return the address of zeroed memory on the device."""
+        address = int(self.kept("cudaFree", self.call("cudaMalloc", max(size, 1))))
+        self.call("cudaMemsetAsync", address, 0, max(size, 1), self.stream)
+        return address
+
+    def host_array(self, shape: Sequence[int], dtype: str) -> np.ndarray:
+        """Return an array in host memory that the GPU copies from and to without the processor."""
+        kind = np.dtype(_DTYPES[dtype])
+        size = max(math.prod(shape) * kind.itemsize, 1)
+        address = int(self.kept("cudaFreeHost", self.call("cudaMallocHost", size)))
+        memory = (ctypes.c_char * size).from_address(address)
+        return np.frombuffer(memoryview(memory), kind, math.prod(shape)).reshape(shape)
+
+    def copy(self, target: int, source: int, size: int, kind: str) -> None:
+        """Enqueue a copy; `kind` is such as `HostToDevice`."""
+        self.call(
+            "cudaMemcpyAsync", target, source, size, self.constant("cudaMemcpyKind", f"cudaMemcpy{kind}"), self.stream
+        )
+
+    def wait(self) -> None:
+        """Wait for all that was enqueued."""
+        self.call("cudaStreamSynchronize", self.stream)
+
+    def kept(self, destroy: str, thing: Any) -> Any:
+        """Return a resource that `close` releases."""
+        self._freed.append((destroy, thing))
+        return thing
+
+    def close(self) -> None:
+        """Release everything; a second call does nothing."""
+        while self._freed:
+            destroy, thing = self._freed.pop()
+            # A driver that has ended, or an earlier error of the device, must not hide what ended the session.
+            with suppress(BundleError, DeviceMemoryError):
+                self.call(destroy, thing)
+
+    def _text(self, status: Any) -> str:
+        _, text = self._runtime.cudaGetErrorString(status)
+        return text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+
+
+class CudaEngines:
+    """Engines of all methods over one cache on the device; see `EngineRunner`, which does the same with torch.
+
+    A step of fixed length is captured as a CUDA graph on its second run, with the copies of its inputs and logits.
+
+    Args:
+        folder: Folder of the plans.
+        records: File name and record of each method's engine.
+        cuda: CUDA's runtime.
+        tensorrt: TensorRT's module.
+
+    Raises:
+        BundleError: If a plan cannot be loaded here.
+        DeviceMemoryError: If the GPU has too little memory.
+    """
+
+    def __init__(
+        self, folder: Path, records: Mapping[str, tuple[str, EngineRecord]], cuda: Cuda, tensorrt: Any
+    ) -> None:
+        self._cuda = cuda
+        self._steps: dict[str, _Step] = {}
+        first = next(iter(records.values()))[1]
+        cache = {tensor.name: _bytes(tensor.max_shape, tensor.dtype) for tensor in first.state}
+        plans = {file: (folder / file).stat().st_size for file, _ in records.values()}
+        self._check_memory(sum(plans.values()), sum(cache.values()))
+        self._log = _log_of(tensorrt)
+        runtime = tensorrt.Runtime(self._log)
+        engines: dict[str, Any] = {}
+        contexts = {
+            method: self._load(folder, file, record, runtime, engines) for method, (file, record) in records.items()
+        }
+        self._state = {name: cuda.allocate(size) for name, size in cache.items()}
+        for method, (_, record) in records.items():
+            self._steps[method] = _Step(cuda, record, contexts[method], self._state)
+        cuda.wait()
+
+    def run(self, method: str, tokens: Sequence[int], position: int) -> np.ndarray:
+        """Run one step of one row and return its logits, float32 [vocab], a copy.
+
+        Args:
+            method: Name of a method.
+            tokens: Token ids, as many as the method takes.
+            position: Position of the first one.
+        """
+        return self._steps[method].run(tokens, position)
+
+    def close(self) -> None:
+        """Release the GPU's memory; a second call does nothing."""
+        # Before the memory that they are bound to.
+        self._steps.clear()
+        self._cuda.close()
+
+    def _check_memory(self, plans: int, cache: int) -> None:
+        free, total = self._cuda.call("cudaMemGetInfo")
+        if plans + cache > free:
+            raise DeviceMemoryError(
+                f"the GPU must have {bytes_text(plans + cache)} free ({bytes_text(plans)} of plans, "
+                f"{bytes_text(cache)} of cache), got {bytes_text(free)} of {bytes_text(total)}; end other programs "
+                "there, or export with a smaller max_cache_len or with quantize"
+            )
+
+    def _load(self, folder: Path, file: str, record: EngineRecord, runtime: Any, engines: dict[str, Any]) -> Any:
+        """Return an execution context of a plan, whose weights are loaded once."""
+        self._log.errors.clear()
+        if file not in engines:
+            engines[file] = runtime.deserialize_cuda_engine((folder / file).read_bytes())
+        context = engines[file] and engines[file].create_execution_context()
+        if context and record.profile is not None:
+            if not context.set_optimization_profile_async(record.profile, int(self._cuda.stream)):
+                context = None
+            self._cuda.wait()
+        if not context:
+            package = record.builder.partition(" ")[0]
+            raise BundleError(
+                f"{package} {_installed(package)} cannot load {file}, which {record.builder} built for "
+                f"{record.built_for}, on this GPU of SM {self._cuda.capability}: "
+                f"{'; '.join(self._log.errors) or 'no reason given'}; {remedy_for(self._cuda.capability)}, or install "
+                f"{record.builder.replace(' ', '==')}"
+            )
+        return context
+
+
+class _Step:
+    """One method's engine with every tensor bound by name, see `EngineStep`."""
+
+    def __init__(self, cuda: Cuda, record: EngineRecord, context: Any, state: Mapping[str, int]) -> None:
+        self._cuda, self._context, self._method = cuda, context, record.method
+        self._graph: Any = None
+        self._runs = 0
+        inputs = [tensor for tensor in record.inputs if tensor.name not in state]
+        #: Host and device memory of the largest shape; shorter inputs fill the front.
+        self._host = {tensor.name: cuda.host_array(tensor.max_shape, tensor.dtype) for tensor in inputs}
+        self._device = {name: cuda.allocate(array.nbytes) for name, array in self._host.items()}
+        self._dynamic = [tensor.name for tensor in inputs if tensor.min_shape != tensor.max_shape]
+        bound = {**state, **self._device}
+        #: Copies after a step: (target, source, bytes).
+        self._copies = []
+        for output in record.outputs:
+            if -1 in output.shape:
+                raise BundleError(
+                    f"output {output.name!r} must have static sizes, got {output.shape}; export the model again"
+                )
+            source = record.aliases.get(output.name)
+            size = _bytes(output.shape, output.dtype)
+            bound[output.name] = state[source] if source is not None else cuda.allocate(size)
+            if output.name.startswith(STATE_OUT) and source is None:
+                target = state[STATE_IN + output.name.removeprefix(STATE_OUT)]
+                self._copies.append((target, bound[output.name], size))
+            if output.name == LOGITS:
+                self._logits, self._is_bfloat16 = (
+                    cuda.host_array(output.shape, output.dtype),
+                    output.dtype == "bfloat16",
+                )
+        self._logits_address = bound[LOGITS]
+        if record.profile is not None:
+            # The network's shapes are open, also those of a method whose inputs have one shape.
+            for given in inputs:
+                context.set_input_shape(given.name, tuple(given.max_shape))
+        for name, address in bound.items():
+            if not context.set_tensor_address(name, address):
+                raise BundleError(f"the engine of {record.method!r} has no tensor {name!r}; export the model again")
+
+    def run(self, tokens: Sequence[int], position: int) -> np.ndarray:
+        """See `CudaEngines.run`."""
+        ids = self._host["input_ids"]
+        ids.reshape(-1)[: len(tokens)] = tokens
+        self._host["input_pos"][0] = position
+        if "input_ids" in self._dynamic:
+            self._context.set_input_shape("input_ids", (1, len(tokens)))
+        self._runs += 1
+        if self._graph is None and not self._dynamic and self._runs > 1:
+            self._graph = self._captured()
+        if self._graph is not None:
+            self._cuda.call("cudaGraphLaunch", self._graph, self._cuda.stream)
+        else:
+            # The first run is not captured, because it initializes the engine.
+            self._enqueue(len(tokens))
+        self._cuda.wait()
+        logits = self._logits[0]
+        if self._is_bfloat16:
+            return (logits.astype(np.uint32) << 16).view(np.float32)
+        return logits.astype(np.float32)
+
+    def _captured(self) -> Any:
+        cuda = self._cuda
+        mode = cuda.constant("cudaStreamCaptureMode", "cudaStreamCaptureModeThreadLocal")
+        cuda.call("cudaStreamBeginCapture", cuda.stream, mode)
+        try:
+            self._enqueue(1)
+        finally:
+            graph = cuda.call("cudaStreamEndCapture", cuda.stream)
+        cuda.kept("cudaGraphDestroy", graph)
+        return cuda.kept("cudaGraphExecDestroy", cuda.call("cudaGraphInstantiate", graph, 0))
+
+    def _enqueue(self, length: int) -> None:
+        cuda = self._cuda
+        for name, array in self._host.items():
+            size = length * array.itemsize if name in self._dynamic else array.nbytes
+            cuda.copy(self._device[name], array.ctypes.data, size, "HostToDevice")
+        if not self._context.execute_async_v3(int(cuda.stream)):
+            raise BundleError(f"TensorRT could not run method {self._method!r}; see its log")
+        for target, source, size in self._copies:
+            cuda.copy(target, source, size, "DeviceToDevice")
+        cuda.copy(self._logits.ctypes.data, self._logits_address, self._logits.nbytes, "DeviceToHost")
+
+
+def open_cuda_engines(folder: Path, records: Mapping[str, tuple[str, EngineRecord]]) -> CudaEngines:
+    """Load the plans of a bundle onto the first GPU, without torch.
+
+    Raises:
+        BundleError, DeviceMemoryError: See `Cuda` and `CudaEngines`.
+    """
+    package = next(iter(records.values()))[1].builder.partition(" ")[0]
+    cuda = Cuda(import_module(_CUDA))
+    try:
+        return CudaEngines(folder, records, cuda, import_module(MODULES[package]))
+    except BaseException:
+        cuda.close()
+        raise
+
+
+def _log_of(tensorrt: Any) -> Any:
+    """Return a logger of TensorRT that keeps errors and prints nothing."""
+
+    class Log(tensorrt.ILogger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= tensorrt.ILogger.Severity.ERROR:
+                self.errors.append(message)
+
+    return Log()
+
+
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(unknown version)"
+
+
+def _bytes(shape: Sequence[int], dtype: str) -> int:
+    if dtype not in _DTYPES:
+        raise BundleError(f"the engine has a tensor of dtype {dtype}, and this release knows {', '.join(_DTYPES)}")
+    return math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
+
+
+def _version(number: int) -> str:
+    """Return CUDA's 13000 as text: 13.0."""
+    return f"{number // 1000}.{number % 1000 // 10}"

@@ -1,0 +1,354 @@
+"""One sequence over the engines of a TensorRT bundle without torch: the calls of `exportable_cache_runner.Session`.
+
+Tokens are chosen on the host. The rules are those of the C++ runner (`runners/cpp/src/session.cpp`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from exportable_cache_runner import Options, Statistics, Stop
+
+from ..errors import InputError, NonFiniteLogitsError
+from ..generation.host_sampling import distribution, draw, log_probabilities, most_probable, penalised
+from .checks import check_room
+
+if TYPE_CHECKING:
+    from ..generation.checkpoint_settings import CheckpointSettings
+
+
+class Engines(Protocol):
+    """Steps of one row, see `CudaEngines`."""
+
+    def run(self, method: str, tokens: Sequence[int], position: int) -> np.ndarray:
+        """Run a step and return its logits, float32 [vocab]."""
+
+    def close(self) -> None:
+        """Release the memory."""
+
+
+@dataclass(frozen=True)
+class CacheLimits:
+    """Capacity of a cache and its limits of rollback, see `SlotPolicy.max_rollback`.
+
+    Attributes:
+        max_length: The limit of cached tokens; None if no layer keeps them all.
+        rings: First tokens, slots after them and window of each layer with a window.
+        keeps_states: True if a layer keeps a state that sums up all tokens.
+    """
+
+    max_length: int | None = None
+    rings: tuple[tuple[int, int, int], ...] = ()
+    keeps_states: bool = False
+
+    @classmethod
+    def of(cls, layers: Sequence[Mapping[str, Any]]) -> CacheLimits:
+        """Return the limits of a manifest's layers.
+
+        Raises:
+            KeyError, TypeError: If a layer is of an unknown policy, or lacks a size.
+        """
+        capacities, rings, keeps_states = [], [], False
+        for layer in layers:
+            policy = layer["policy"]
+            keeps_states |= layer.get("states") is not None
+            if policy["kind"] == "full":
+                capacities.append(int(policy["capacity"]))
+            elif policy["kind"] in ("ring", "sinks"):
+                slots = int(policy["window"]) + int(policy.get("rollback_slots", 0))
+                rings.append((int(policy.get("sinks", 0)), slots, int(policy["window"])))
+            elif policy["kind"] not in ("recurrent", "none"):
+                raise KeyError(policy["kind"])
+        return cls(min(capacities, default=None), tuple(rings), keeps_states)
+
+    def max_rollback(self, length: int, max_len_ever: int) -> int:
+        """Return how many of the newest tokens can be taken back.
+
+        Args:
+            length: Number of cached tokens.
+            max_len_ever: Largest number since the cache was empty.
+        """
+        if self.keeps_states:
+            return 0
+        # Slots of positions up to max_len_ever - 1 - slots hold later tokens.
+        oldest = [
+            max_len_ever - 1 - slots + window for first, slots, window in self.rings if max_len_ever > first + slots
+        ]
+        return max(0, min([length, *(length - position for position in oldest)]))
+
+
+@dataclass
+class EngineSession:
+    """One sequence over engines. It is used by one thread at a time, except for `cancel`.
+
+    Attributes:
+        engines: The engines.
+        methods: Fewest and most tokens of each step, by name.
+        vocab_size: Token ids run from 0 to vocab_size - 1.
+        limits: Limits of the cache.
+        settings: Settings of the checkpoint; it has no rules besides a repetition penalty.
+        length: Number of cached tokens.
+    """
+
+    engines: Engines
+    methods: Mapping[str, tuple[int, int]]
+    vocab_size: int
+    limits: CacheLimits
+    settings: CheckpointSettings
+    length: int = 0
+    _max_len_ever: int = 0
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+    _busy: threading.Lock = field(default_factory=threading.Lock)
+    _closed: bool = False
+
+    @property
+    def max_length(self) -> int | None:
+        """The limit of cached tokens; None for no limit."""
+        return self.limits.max_length
+
+    def prefill(self, tokens: Sequence[int]) -> array[float]:
+        """Feed tokens after the cached ones, and return the logits of the last one, [vocabulary], float32."""
+        self._check_tokens(tokens)
+        check_room(self.length, self.max_length, len(tokens))
+        with self._alone():
+            return array("f", self._feed(tokens).tobytes())
+
+    def rewind(self, tokens: int) -> None:
+        """Roll back the newest tokens.
+
+        Raises:
+            InputError: If a layer cannot take them back.
+        """
+        with self._alone():
+            self._rewind(tokens)
+
+    def reset(self) -> None:
+        """Start again at position 0."""
+        with self._alone():
+            self.length = self._max_len_ever = 0
+
+    def cancel(self) -> None:
+        """End the running generation, from any thread."""
+        self._cancelled.set()
+
+    def encode_input(self, values: Any) -> None:
+        """Refuse an encoder's input, because engines are of text decoders."""
+        raise InputError("the model must have an encoder, got a text decoder; pass the tokens to prefill")
+
+    def close(self) -> None:
+        """Release the memory; a second call does nothing."""
+        with self._busy:
+            self._closed = True
+            self.engines.close()
+
+    def generate(
+        self, prompt: Sequence[int], options: Options, on_token: Callable[[int], object] | None = None
+    ) -> tuple[list[int], Statistics]:
+        """Generate tokens after the cached ones and a prompt; see `exportable_cache_runner.Session.generate`.
+
+        Raises:
+            InputError: If the prompt or an option is out of range.
+            CacheFullError: If the prompt, or the prompt with `max_new_tokens`, does not fit.
+            NonFiniteLogitsError: If no token can be chosen.
+        """
+        with self._alone():
+            return self._generate(list(prompt), options, on_token)
+
+    def _generate(
+        self, prompt: list[int], options: Options, on_token: Callable[[int], object] | None
+    ) -> tuple[list[int], Statistics]:
+        self._check_tokens(prompt)
+        limit = self._limit(prompt, options)
+        chooser = _Chooser(options, self.settings, self.vocab_size)
+        start = first = time.perf_counter()
+        self._cancelled.clear()
+        # Asked before the step, because a failure must leave the session as any stop does.
+        stop = None if chooser.ask([]) else Stop.WHOLE
+        if options.cached_tokens:
+            self._rewind(self.length - options.cached_tokens)
+        tokens: list[int] = []
+        logits = self._feed(prompt[options.cached_tokens :], may_stop=True)
+        if self._cancelled.is_set():
+            stop = Stop.CANCELLED
+        while stop is None:
+            token = chooser.choose(logits, prompt + tokens, self.length)
+            if not tokens:
+                first = time.perf_counter()
+            tokens.append(token)
+            stop = self._stop_after(tokens, options, on_token, limit)
+            if stop is None and not chooser.ask(tokens):
+                stop = Stop.WHOLE
+            if stop is None and self.length == self.max_length:
+                stop = Stop.CACHE_FULL
+            if stop is None and self._cancelled.is_set():
+                stop = Stop.CANCELLED
+            if stop is None:
+                logits = self._feed([token])
+        decoding = time.perf_counter() - first
+        fed = len(prompt) - options.cached_tokens
+        return tokens, Statistics(fed, len(tokens), first - start, decoding, 0, 0, stop)
+
+    def _stop_after(
+        self, tokens: list[int], options: Options, on_token: Callable[[int], object] | None, limit: int | None
+    ) -> Stop | None:
+        """Give out the newest token, and return why the generation ends with it, or None."""
+        if on_token is not None and on_token(tokens[-1]) is False:
+            return Stop.CALLBACK
+        if tokens[-1] in options.stop_tokens or tokens[-1] in self.settings.ends:
+            return Stop.END_TOKEN
+        return Stop.MAX_NEW_TOKENS if len(tokens) == limit else None
+
+    def _limit(self, prompt: list[int], options: Options) -> int | None:
+        """Return the limit of new tokens, after checking the options that depend on the session."""
+        cached = options.cached_tokens
+        if cached and (cached > self.length or cached >= len(prompt)):
+            raise InputError(
+                f"cached_tokens must be from 0 to {max(0, min(self.length, len(prompt) - 1))}, because the cache holds "
+                f"{self.length} tokens and the last one of the prompt is always fed, got {cached}; pass 0"
+            )
+        if options.prompt_lookup:
+            raise InputError(
+                f"prompt_lookup must be 0 (without --prompt-lookup), got {options.prompt_lookup}, because engines give "
+                "the logits of the last token alone; leave it out"
+            )
+        held = 0 if cached else self.length
+        check_room(held, self.max_length, len(prompt), options.max_new_tokens)
+        return options.max_new_tokens or self.settings.limit(held + len(prompt))
+
+    def _feed(self, tokens: Sequence[int], may_stop: bool = False) -> np.ndarray:
+        """Feed tokens in as few steps as the methods allow, and return the logits of the last one, float32 [vocab]."""
+        done, logits = 0, np.empty(0, np.float32)
+        most = max(longest for _, longest in self.methods.values())
+        while done < len(tokens) and not (may_stop and self._cancelled.is_set()):
+            size = min(len(tokens) - done, most)
+            method = self._method_for(size)
+            if method is None:
+                size, method = 1, self._method_for(1)
+            if method is None:
+                raise InputError(f"no method of the program takes {size} tokens; export the model again")
+            # Set before the run, because a run that fails halfway may have written slots.
+            self._max_len_ever = max(self._max_len_ever, self.length + size)
+            logits = self.engines.run(method, tokens[done : done + size], self.length)
+            self.length += size
+            done += size
+        return logits
+
+    def _method_for(self, size: int) -> str | None:
+        """Return the method of the shortest range that takes `size` tokens."""
+        found = [(most - least, name) for name, (least, most) in self.methods.items() if least <= size <= most]
+        return min(found)[1] if found else None
+
+    def _rewind(self, tokens: int) -> None:
+        if not 0 <= tokens <= self.length:
+            raise InputError(f"rewind must be from 0 to the {self.length} tokens that the cache holds, got {tokens}")
+        # A row without tokens restarts, so its layers need not keep anything.
+        most = self.length if tokens == self.length else self.limits.max_rollback(self.length, self._max_len_ever)
+        if tokens > most:
+            reason = "a layer's state sums up all tokens" if self.limits.keeps_states else "the window has moved on"
+            raise InputError(
+                f"rewind must be at most {most} tokens at a length of {self.length}, because {reason}, got {tokens}; "
+                "reset() and prefill the tokens to keep"
+            )
+        self.length -= tokens
+        if not self.length:
+            self._max_len_ever = 0
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if not tokens:
+            raise InputError("tokens must be at least one, got none: the prompt is empty")
+        for index, token in enumerate(tokens):
+            if not 0 <= token < self.vocab_size:
+                raise InputError(
+                    f"tokens[{index}] must be a token id from 0 to {self.vocab_size - 1}, got {token}; tokenize with "
+                    "the model's own tokenizer"
+                )
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a call while another one runs, or after `close`."""
+        if not self._busy.acquire(blocking=False):
+            raise InputError("the session is in use by another thread or by the call of this callback; wait for it")
+        try:
+            if self._closed:
+                raise InputError("the session is closed; open another")
+            yield
+        finally:
+            self._busy.release()
+
+
+class _Chooser:
+    """Choice of the tokens of one generation.
+
+    Args:
+        options: Options of the generation.
+        settings: Settings of the checkpoint.
+        vocab_size: Token ids run from 0 to vocab_size - 1.
+    """
+
+    def __init__(self, options: Options, settings: CheckpointSettings, vocab_size: int) -> None:
+        self._options, self._vocab_size = options, vocab_size
+        self._penalty = options.repetition_penalty or settings.repetition_penalty or 1.0
+        self._random = random.Random(options.seed)
+        self._allowed: np.ndarray | None = None
+        self._words = array("I", bytes(4 * math.ceil(vocab_size / 32)))
+
+    def ask(self, tokens: list[int]) -> bool:
+        """Ask which tokens are allowed after those generated so far; return False if the response is complete.
+
+        Raises:
+            InputError: If none is.
+        """
+        if self._options.allowed_tokens is None:
+            return True
+        self._words = array("I", bytes(4 * len(self._words)))
+        if not self._options.allowed_tokens(list(tokens), self._words):
+            return False
+        bits = np.unpackbits(np.frombuffer(self._words, np.uint8), bitorder="little")[: self._vocab_size]
+        self._allowed = bits.astype(bool)
+        if not self._allowed.any():
+            raise InputError(
+                f"allowed_tokens must allow one of {self._vocab_size} tokens after {len(tokens)} new ones, got none; "
+                "allow an end token, or return False to end the response"
+            )
+        return True
+
+    def choose(self, logits: np.ndarray, context: list[int], length: int) -> int:
+        """Return the next token.
+
+        Args:
+            logits: [vocab], float32.
+            context: Tokens of the prompt and of the generation so far.
+            length: Number of cached tokens, for messages.
+        """
+        options, scores = self._options, logits
+        if self._penalty != 1:
+            scores = penalised(logits, np.unique(context), self._penalty)
+        if self._allowed is not None:
+            scores = scores.copy()
+            scores[: self._vocab_size][~self._allowed] = -np.inf
+            scores[self._vocab_size :] = -np.inf
+        # Of not-a-number, argmax returns the first.
+        token = int(scores.argmax())
+        if not np.isfinite(scores[token]):
+            raise NonFiniteLogitsError(
+                f"the logits are not finite at position {length - 1}, so no token can be chosen: the model overflows "
+                "there, or its weights or its cache hold infinities or not-a-number; export it in float32"
+            )
+        if options.temperature:
+            limits = options.top_k, options.top_p, options.min_p
+            token = draw(*distribution(scores, options.temperature, *limits), self._random.random())
+        if options.on_logprobs is not None:
+            known = log_probabilities(logits)
+            best = most_probable(logits, options.alternatives)
+            options.on_logprobs(float(known[token]), [(one, float(known[one])) for one in best])
+        return token
