@@ -336,11 +336,6 @@ def test_a_loaded_batch_works_under_any_attention(implementation: str, tmp_path)
         ("falcon", {"alibi": True}, "'falcon' with alibi=True"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "with use_bidirectional_attention=True"),
         ("xlm", {}, "'xlm' with causal=False cannot use a static cache: its tokens see later ones"),
-        (
-            "doge",
-            {"keep_window_size": 4},
-            "max_cache_len must be at most 4, keep_window_size of this 'doge' model, got 8",
-        ),
     ],
 )
 def test_models_that_no_static_cache_fits(model_type: str, options: dict, message: str) -> None:

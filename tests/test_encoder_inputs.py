@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import (
+    GPT2Config,
+    PreTrainedModel,
+    SpeechEncoderDecoderConfig,
+    SpeechEncoderDecoderModel,
+    Wav2Vec2Config,
+)
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.errors import InputError
@@ -21,6 +27,7 @@ from .support.sessions import lowered_session
 from .zoo.architectures import architectures
 from .zoo.build import tiny_model, tokens
 from .zoo.check import graphs_without_code
+from .zoo.shrink import VOCAB
 
 TOLERANCE = 1e-4
 MAX_CACHE_LEN = 32
@@ -33,6 +40,7 @@ LENGTHS: dict[str, tuple[int | None, tuple[int, ...]]] = {
     "speech-seamless_m4t_v2": (90, (90, 33, 17)),
     "speech-speech_to_text": (90, (90, 33, 17)),
     "speech-speecht5": (4000, (4000, 1500)),
+    "speech-encoder-decoder": (4000, (4000, 1500)),
     "speech-moonshine_streaming": (4000, (4000, 2080)),
     "image-pix2struct": (12, (12, 5, 1)),
     "image-pp_formulanet": (None, (128,)),
@@ -47,7 +55,34 @@ SHAPES = {
 
 
 def model_of(name: str) -> PreTrainedModel:
+    if name == "speech-encoder-decoder":
+        return glued_model()
     return tiny_model(next(row for row in architectures() if row.name == name))
+
+
+def glued_model() -> PreTrainedModel:
+    """A `SpeechEncoderDecoderModel` of Wav2Vec2 and GPT-2, with hidden sizes that differ."""
+    torch.manual_seed(0)
+    encoder = Wav2Vec2Config(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=32,
+        conv_dim=(16, 16),
+        conv_stride=(5, 2),
+        conv_kernel=(10, 3),
+        feat_extract_norm="layer",
+        do_stable_layer_norm=True,
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=2,
+    )
+    decoder = GPT2Config(vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4, is_decoder=True, add_cross_attention=True)
+    config = SpeechEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    model = SpeechEncoderDecoderModel(config=config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
 
 
 def inputs_of(model: PreTrainedModel, name: str, length: int, batch_size: int = 1) -> dict[str, torch.Tensor]:
@@ -87,6 +122,7 @@ def test_eager_sessions_equal_the_model_at_every_length(name: str) -> None:
     "name",
     [
         pytest.param("speech-canary", marks=pytest.mark.full),
+        pytest.param("speech-encoder-decoder", marks=pytest.mark.full),
         "speech-moonshine_streaming",
         pytest.param("image-pix2struct", marks=pytest.mark.full),
     ],
@@ -112,7 +148,15 @@ def test_compiled_sessions_equal_the_model_at_every_length(keeps_graphs: bool, t
 
 
 @pytest.mark.parametrize(
-    "name", ["speech-canary", "speech-seamless_m4t", "speech-speech_to_text", "speech-speecht5", "image-pix2struct"]
+    "name",
+    [
+        "speech-canary",
+        "speech-seamless_m4t",
+        "speech-speech_to_text",
+        "speech-speecht5",
+        "speech-encoder-decoder",
+        "image-pix2struct",
+    ],
 )
 def test_padded_rows_equal_the_models_own(name: str) -> None:
     model = model_of(name)

@@ -95,8 +95,9 @@ class LayerSpec:
         Raises:
             InputError: If it cannot be kept in the spec's `kv_dtype`.
         """
-        # Images are never quantized, because models read them directly and they are few.
-        batch_size, kv_dtype = spec.batch_size, spec.kv_dtype if self.item_slots is None else None
+        # Images are never quantized, because models read them directly and they are few; nor are an indexer's keys.
+        is_exact = self.item_slots is not None or self.keeps_indexer_only
+        batch_size, kv_dtype = spec.batch_size, None if is_exact else spec.kv_dtype
         states = None
         if any((*self.conv_states, *self.recurrent_states)):
             states = LinearStates.of(self.conv_states, self.recurrent_states, dtype)
@@ -122,6 +123,11 @@ class LayerSpec:
             return PromptLayer(policy, storage, sizes, device=device)
         made = {CrossPolicy: CrossLayer, ItemsPolicy: ItemsLayer}.get(type(policy), CacheLayer)
         return made(policy, storage, sizes, device=device)
+
+    @property
+    def keeps_indexer_only(self) -> bool:
+        """True if the keys are an indexer's, see `CacheLayer.update_indexer`."""
+        return self.layer_type in INDEXED_TYPES and self.value_head_dim == 0 and self.index_head_dim is None
 
     def _policy(self, spec: CacheSpec) -> SlotPolicy:
         max_cache_len, sinks = spec.max_cache_len, spec.sinks

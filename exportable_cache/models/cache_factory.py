@@ -27,7 +27,6 @@ from ..pytree import register_node
 from .layers.encoder import encoder_decoder_layers, encoder_of
 from .layers.specs import (
     check_cross_layers,
-    check_longest,
     check_model_type,
     check_sinks,
     item_slots_of,
@@ -143,7 +142,6 @@ class ExportableCache(LayeredCache):
         layer_specs = layer_specs_from_config(config)
         # Because sizes may come from the config, without a model that was patched.
         patch_types(config_types(config))
-        check_longest(config, spec.max_cache_len)
         if spec.sinks is not None:
             check_sinks(config, layer_specs)
         text_config = config.get_text_config(decoder=True)
@@ -247,7 +245,6 @@ class ExportableCache(LayeredCache):
         else:
             with _model_errors_as_unsupported(model):
                 layer_specs, dtype, device = _layer_specs(model)
-        check_longest(model.config, spec.max_cache_len)
         check_cross_layers(model.config, ranks, spec.offload)
         if spec.sinks is not None:
             check_sinks(model.config, layer_specs)

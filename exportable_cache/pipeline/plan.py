@@ -14,7 +14,7 @@ from ..cache.policies import SinkPolicy
 from ..cache.spec import CacheSpec
 from ..common.tensors import dtype_name
 from ..errors import InputError, UnsupportedModelError
-from ..models.layers.specs import check_longest, check_model_type, check_sinks, item_slots_of, layer_specs_from_config
+from ..models.layers.specs import check_model_type, check_sinks, item_slots_of, layer_specs_from_config
 from ..models.loading.loading import live_model, load_config, stored_dtype
 from ..models.loading.support import check_sizes
 from ..models.loading.without_weights import ask_without_weights, model_without_weights
@@ -213,7 +213,6 @@ def plan_cache(
     }
     try:
         check_model_type(config)
-        check_longest(config, spec.max_cache_len)
         if live is not None:
             patch_model(live)
         layer_specs = _layer_specs(config, model, spec)

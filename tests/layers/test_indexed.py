@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.cache.attention.functions import selected_mask
@@ -11,6 +13,8 @@ from exportable_cache.errors import InputError
 
 from ..support.layers import indexed_layer
 from ..zoo.build import STEPS, cached_logits, made, tiny_model, tokens
+from ..zoo.conditioning import TOLERANCE
+from ..zoo.shrink import FIRST_TOKEN, VOCAB
 from ..zoo.test_zoo import row_of
 
 CAPACITY, DIM = 8, 3
@@ -87,16 +91,51 @@ def test_selected_blocks_are_those_of_the_model() -> None:
     assert selected_mask(attention, causal, {}, keys, torch.float32) is causal
 
 
+@torch.no_grad()
+def difference(model: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor, prompt: int) -> float:
+    session = Session.from_model(model, ExportableCache.from_model(model, 64, attn_implementation=None))
+    rows = [session.prefill(ids[:, :prompt])[0].clone()]
+    rows += [session.decode(ids[:, prompt + step])[0].clone() for step in range(STEPS)]
+    return (torch.stack(rows) - expected).abs().max().item()
+
+
 def test_a_model_with_blocks_of_keys_is_the_model_itself() -> None:
     """MiniMax M3 past the tokens that its blocks hold, where the selection decides."""
     model = tiny_model(row_of("minimax_m3_vl_text"))
     ids, prompt = tokens(model), 11
     expected = cached_logits(model, ids, prompt)
-    session = Session.from_model(model, ExportableCache.from_model(model, 64, attn_implementation=None))
-    rows = [session.prefill(ids[:, :prompt])[0].clone()]
-    rows += [session.decode(ids[:, prompt + step])[0].clone() for step in range(STEPS)]
-    torch.testing.assert_close(torch.stack(rows), expected, atol=1e-4, rtol=1e-4)
+    assert difference(model, ids, expected, prompt) <= TOLERANCE
     model.config.index_topk_blocks = 16
     whole = made(row_of("minimax_m3_vl_text"), model.config).eval()
     whole.load_state_dict(model.state_dict())
     assert (cached_logits(whole, ids, prompt) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.skipif(not hasattr(transformers, "MistralLarge4Config"), reason="this transformers has no Mistral Large 4")
+@pytest.mark.parametrize("kv_dtype", [None, "float16"])
+def test_a_layer_may_keep_indexer_keys_alone(kv_dtype: str | None) -> None:
+    """Layers of Mistral Large 4 read another layer's keys, with an indexer of their own or without."""
+    model = tiny_model(row_of("mistral_large4"))
+    cache = ExportableCache.from_model(model, 64, kv_dtype=kv_dtype, attn_implementation=None)
+    kinds = [(type(layer).__name__, getattr(layer.storage, "kind", None)) for layer in cache.layers]
+    rows = kv_dtype or "float"
+    assert kinds == [("IndexedLayer", rows), ("CacheLayer", "float"), ("CacheLayer", None), ("IndexedLayer", rows)]
+    ids, prompt = tokens(model), 11
+    assert kv_dtype or difference(model, ids, cached_logits(model, ids, prompt), prompt) <= TOLERANCE
+
+
+def test_keys_selected_by_their_values_are_the_models() -> None:
+    """Doge past its keep_window_size, without repeated tokens, which tie in its first layer."""
+    model = tiny_model(row_of("doge"))
+    ids, prompt = FIRST_TOKEN + torch.randperm(VOCAB - FIRST_TOKEN, generator=generator())[None, : 11 + STEPS], 11
+    whole = cached_logits(model, ids, prompt)
+    for layer in model.model.layers:
+        layer.self_attn.keep_window_size = 12
+        torch.nn.init.normal_(layer.self_attn.A, std=2, generator=generator())
+    expected = cached_logits(model, ids, prompt)
+    assert difference(model, ids, expected, prompt) <= TOLERANCE
+    assert (whole - expected)[2:].abs().max() > 1e-2
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

@@ -92,7 +92,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "electra": {"embedding_size": 32},
     # Kinds of layers that come too seldom for two layers: without positions, with experts, within a block.
-    **dict.fromkeys("llama4_text mistral_large4_text smollm3".split(), {"no_rope_layers": [1, 0]}),
+    **dict.fromkeys("llama4_text smollm3".split(), {"no_rope_layers": [1, 0]}),
+    # Layers that read another layer's keys, one with an indexer and one without.
+    "mistral_large4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["indexed_attention"] * 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "no_rope_layers": [1, 1, 1, 0],
+        "kv_source_layers": [0, 0, 0, 3],
+        "indexer_types": ["full", "full", "shared", "full"],
+    },
     "flint": {"mlp_only_layers": [0]},
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},

@@ -389,6 +389,20 @@ class CacheLayer(CacheLayerMixin):
         self.check_update(key_states, value_states)
         return self.layout.update(self, key_states, value_states)
 
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Append an indexer's keys, in a layer that keeps nothing else because it reads another layer's keys.
+
+        They are the keys of one head, with values of size 0 (Mistral Large 4).
+
+        Args:
+            indexer_key_states: [batch_size, query_length, index_head_dim].
+
+        Returns:
+            All slots that are read, [batch_size, slots, index_head_dim].
+        """
+        keys = indexer_key_states[:, None]
+        return self.update(keys, keys[..., :0])[0][:, 0]
+
     def check_update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Check new keys and values, except in traced paths."""
         if self.storage is None:

@@ -215,8 +215,10 @@ def _input_of(model: PreTrainedModel, batch_size: int) -> _Input:
     Raises:
         UnsupportedModelError: If it is another kind, or its sizes are not in the config.
     """
-    config, name, dtype = model.config, model.main_input_name, str(model.dtype).removeprefix("torch.")
-    takes_mask = "attention_mask" in inspect.signature(model.get_encoder().forward).parameters
+    config, encoder, dtype = model.config, model.get_encoder(), str(model.dtype).removeprefix("torch.")
+    # `SpeechEncoderDecoderModel` takes what its encoder takes, under another name.
+    name = encoder.main_input_name if model.main_input_name == "inputs" else model.main_input_name
+    takes_mask = "attention_mask" in inspect.signature(encoder.forward).parameters
     # Because rows of audio differ in length, and a single row has no padding.
     audio_mask = takes_mask and batch_size > 1
     if name == "input_ids":

@@ -27,7 +27,6 @@ from ...parallel.split import whole_shape
 from ..loading.support import (
     BIASED_BY_SLOT,
     COMPRESSED_TYPES,
-    LONGEST,
     NEEDED_OPTIONS,
     REFUSED_OPTIONS,
     STATES_OF_LAYERS,
@@ -107,21 +106,6 @@ def _check_windows(config: PreTrainedConfig, kinds: Sequence[tuple[str, int | No
                 f"layer {index} of this {config.model_type!r} model is of type {layer_type!r}, whose sliding_window "
                 f"(or attention_chunk_size) must be a positive int, got {window!r}; set it in the config, or make the "
                 "layer full_attention"
-            )
-
-
-def check_longest(config: PreTrainedConfig, max_cache_len: int) -> None:
-    """Check that max_cache_len is within a model's limit of `support.LONGEST`.
-
-    Raises:
-        UnsupportedModelError: If it is greater.
-    """
-    for field, (types, reason) in LONGEST.items():
-        limit: Any = getattr(config, field, None)
-        if config.model_type in types and isinstance(max_cache_len, int) and max_cache_len > limit:
-            raise UnsupportedModelError(
-                f"max_cache_len must be at most {limit}, {field} of this {config.model_type!r} model, got "
-                f"{max_cache_len}: {reason}; use at most {limit}"
             )
 
 
@@ -269,6 +253,11 @@ def _layer_spec_of(index: int, model: PreTrainedModel, layer: Any, layer_type: s
     # Unlimited OCR keeps its prompt in separate attributes.
     keys, values = (getattr(layer, f"prefill_{name}", getattr(layer, name, None)) for name in ("keys", "values"))
     conv, recurrent = _state_shapes(layer, "conv_states", model.dtype), _state_shapes(layer, "recurrent_states", None)
+    # MiniMax M3 names them otherwise, with a dimension of heads; only the last dimension counts.
+    indexer_keys = getattr(layer, "indexer_keys", getattr(layer, "idx_keys", None))
+    if indexer_keys is not None and keys is None:
+        # The layer reads another layer's keys (Mistral Large 4).
+        return LayerSpec(layer_type, num_heads=1, head_dim=indexer_keys.shape[-1], value_head_dim=0)
     if layer_type in (*KEY_TYPES, *HYBRID_TYPES, CROSS_ATTENTION) and not isinstance(keys, torch.Tensor):
         raise UnsupportedModelError(
             f"{type(model).__name__} wrote no keys and values to layer {index} of the cache, which is of type "
@@ -279,8 +268,6 @@ def _layer_spec_of(index: int, model: PreTrainedModel, layer: Any, layer_type: s
             f"{type(model).__name__} wrote no state to layer {index} of the cache, which is of type {layer_type!r}; "
             "layers that keep it elsewhere are not supported"
         )
-    # MiniMax M3 names them otherwise, with a dimension of heads; only the last dimension counts.
-    indexer_keys = getattr(layer, "indexer_keys", getattr(layer, "idx_keys", None))
     sizes: dict[str, Any] = {}
     if isinstance(keys, torch.Tensor):
         assert isinstance(values, torch.Tensor)

@@ -95,14 +95,6 @@ NEEDED_OPTIONS = {
     ),
 }
 
-#: Config fields that limit max_cache_len: field -> (model types, reason).
-LONGEST = {
-    "keep_window_size": (
-        ("doge",),
-        "beyond it its attention selects keys by their values, which is not supported",
-    )
-}
-
 #: Models whose position bias counts slots, so each slot must be its position. They cannot have attention sinks.
 BIASED_BY_SLOT = ("bloom", "mpt")
 
