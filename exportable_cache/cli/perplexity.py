@@ -8,13 +8,10 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
-from ..session.opening import Use
+from ..session.opening import SCORING
 from .options import BundleOrModelArgument, JsonOption, at_least
 from .output.terminal import Terminal
 from .runtime import Opening, open_session, opens
-
-#: Tokens that a session over a model scores in one step, more than the tokens that it would propose by one.
-_PROPOSED = 63
 
 
 @opens
@@ -62,7 +59,7 @@ def perplexity(
     """
     terminal: Terminal = ctx.obj
     content = _read(text)
-    session = open_session(terminal, folder, opening, Use(lookup=_PROPOSED, waits=True)).session
+    session = open_session(terminal, folder, opening, SCORING).session
     with terminal.progress("loading libraries") as progress:
         from ..pipeline.perplexity import perplexity as measure
 

@@ -110,14 +110,23 @@ def perplexity(
     return _report(torch.cat(losses), len(ids), window, stride, seconds)
 
 
-def _sizes(session: Session | NativeSession, window: int | None, stride: int | None) -> tuple[int, int]:
-    """Return the checked length of a window and the stride."""
+def check_scorable(session: Session | NativeSession, call: str) -> None:
+    """Check that `scored_logits` takes a session.
+
+    Raises:
+        InputError: If it is not a text decoder at batch size 1.
+    """
     if session.has_encoder:
-        raise InputError("perplexity needs a text decoder, got an encoder-decoder")
+        raise InputError(f"{call} needs a text decoder, got an encoder-decoder")
     # The native runner has one row.
     rows = 1 if isinstance(session, NativeSession) else session.batch_size
     if rows != 1:
-        raise InputError(f"batch_size must be 1 for perplexity, got {rows}; export with batch_size=1")
+        raise InputError(f"batch_size must be 1 for {call}, got {rows}; export with batch_size=1")
+
+
+def _sizes(session: Session | NativeSession, window: int | None, stride: int | None) -> tuple[int, int]:
+    """Return the checked length of a window and the stride."""
+    check_scorable(session, "perplexity")
     most = session.max_length
     if window is None:
         window = WINDOW if most is None else min(WINDOW, most)
@@ -133,13 +142,25 @@ def _sizes(session: Session | NativeSession, window: int | None, stride: int | N
 
 def _losses(session: Session | NativeSession, ids: torch.Tensor, first: int) -> Iterator[torch.Tensor]:
     """Yield the losses of a window's tokens from index `first`, float64 [tokens] a step."""
+    for logits in scored_logits(session, ids, first):
+        targets = ids[first : first + len(logits), None]
+        yield -logits.float().log_softmax(dim=-1).gather(-1, targets)[:, 0].double().cpu()
+        first += len(logits)
+
+
+def scored_logits(session: Session | NativeSession, ids: torch.Tensor, first: int) -> Iterator[torch.Tensor]:
+    """Feed a sequence, and yield the logits of its tokens from index `first`, [tokens, vocab] a step.
+
+    Args:
+        session: An empty session, see `check_scorable`.
+        ids: Token ids, int64 [length]. The last one is not fed.
+        first: Index of the first token to score, at least 1.
+    """
     size = 1 if isinstance(session, NativeSession) else max(session.score_length, 1)
     begin, end = 0, first
     # The last token is only a target.
     while end < len(ids):
-        logits = _logits(session, ids[begin:end], begin > 0)
-        targets = ids[end - len(logits) + 1 : end + 1, None]
-        yield -logits.float().log_softmax(dim=-1).gather(-1, targets)[:, 0].double().cpu()
+        yield _logits(session, ids[begin:end], begin > 0)
         begin, end = end, min(end + size, max(end + 1, len(ids) - 1))
 
 

@@ -82,6 +82,10 @@ class Use:
     waits: bool = False
 
 
+#: To score texts, many tokens a step; they are one more than the tokens that are proposed.
+SCORING = Use(lookup=63, waits=True)
+
+
 def open_model(
     name: str, options: ModelOptions, use: Use | None = None, progress: Progress = silent
 ) -> tuple[Session, LoadedModel]:

@@ -33,7 +33,7 @@ struct GenerationSettings {
   /// Names of settings that are set, change transformers' results, and are not supported.
   std::vector<std::string> unheeded{};
 
-  /// The sampling of a call: its own, completed by that of the checkpoint if it asks for that. A top_k of 0 is no limit.
+  /// The sampling of a call: its own, completed by that of the checkpoint if it asks for that. A top_k of 0 sets no limit.
   Sampling sampling_for(Sampling asked) const {
     if (asked.from_checkpoint) {
       if (asked.temperature == 0) asked.temperature = sampling.temperature;
