@@ -39,6 +39,7 @@ import torch
 from exportable_cache.common.process.tuning import RARELY
 
 from .support.compiling import set_default_backend
+from .support.hub import TOKEN, Hub, running_hub, use_hub
 from .support.readme import run_example
 from .support.store import drop_other_generations
 
@@ -150,6 +151,15 @@ def fake_backend() -> Iterator[None]:
 
     with mock.patch.dict(TARGETS, fake=fake_target.ENTRY):
         yield
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A local server with the API of the Hugging Face hub that this process asks, with its owner's token."""
+    monkeypatch.chdir(tmp_path)
+    with running_hub() as hub:
+        use_hub(monkeypatch, hub, tmp_path, TOKEN)
+        yield hub
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ PUBLIC = (
     "session/session.py:Session.from_model",
     "session/session.py:Session.generate",
     "session/session.py:Session.stream_text",
+    "session/session.py:load",
     "generation/loop.py:generate_tokens",
     "verification/verify.py:verify",
     "generation/speculative.py:generate_speculative",

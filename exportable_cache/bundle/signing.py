@@ -139,6 +139,15 @@ def fingerprint(key: Ed25519PublicKey) -> str:
     return "SHA256:" + base64.b64encode(hashlib.sha256(raw).digest()).decode().rstrip("=")
 
 
+def signer(folder: Path) -> str | None:
+    """Return the fingerprint that a bundle's signature names, None without one; the signature is not checked."""
+    try:
+        named = json.loads((folder / SIGNATURE_FILE).read_bytes()[:_MOST_BYTES])["key"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return named if isinstance(named, str) else None
+
+
 def _read(path: str | os.PathLike) -> bytes:
     try:
         with Path(path).expanduser().open("rb") as file:

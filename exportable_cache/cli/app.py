@@ -17,14 +17,16 @@ _HELP = (
 )
 #: Tasks and their commands, as `--help` lists them.
 _TASKS = {
-    "Export a model": ("export", "plan"),
+    "Export a model": ("export", "plan", "upload"),
     "Generate text": ("generate", "chat"),
     "Serve it": ("serve",),
     "Check a bundle": ("verify", "perplexity", "inspect"),
     "Measure, and prepare devices": ("bench", "doctor", "native", "operators", "package"),
 }
 #: Commands, and the module of each.
-COMMANDS = {name: name for names in _TASKS.values() for name in names} | {"operators": "device", "package": "device"}
+COMMANDS = {name: name for names in _TASKS.values() for name in names} | dict.fromkeys(
+    ("operators", "package", "upload"), "device"
+)
 #: Commands that run without arguments; others show their help then.
 _WITHOUT_ARGUMENTS = ("doctor",)
 _OVERVIEW = """\

@@ -1,4 +1,4 @@
-"""`exportable-cache package` and `exportable-cache operators`: bundles for a device."""
+"""The commands that take bundles elsewhere: `package` and `operators` to a device, `upload` to the hub."""
 
 from __future__ import annotations
 
@@ -90,3 +90,33 @@ def operators(
     terminal.print("\n".join(found.operators))
     if output is not None:
         terminal.print(f"\nbuild the C++ program from {output}: -DEC_OPERATORS={output.resolve()}")
+
+
+def upload(
+    ctx: typer.Context,
+    folder: BundleArgument,
+    repository: Annotated[
+        str,
+        typer.Argument(metavar="USER/NAME", help="Repository of the hub; created if missing.", show_default=False),
+    ],
+    private: Annotated[
+        bool | None,
+        typer.Option(
+            "--private/--public", help="Visibility of a new repository.", show_default="the account's setting"
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option("--revision", metavar="BRANCH", help="Branch to commit to.", show_default="main")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Upload a bundle to the Hugging Face hub, with a model card."""
+    terminal: Terminal = ctx.obj
+    with terminal.progress("loading libraries") as progress:
+        from ..pipeline.upload import upload as send
+
+        url = send(folder, repository, private=private, revision=revision, progress=progress)
+    if json:
+        terminal.json({"repository": repository, "url": url})
+        return
+    terminal.print(f"uploaded {folder} to {repository} ({url}); run it: exportable-cache generate {repository} -p ...")

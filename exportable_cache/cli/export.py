@@ -27,7 +27,6 @@ from .output.terminal import Terminal
 
 if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
-    from ..bundle.manifest import Manifest
     from ..pipeline.export import DryRun
     from ..pipeline.plan import RecipeSize
 
@@ -269,24 +268,14 @@ def print_recipe(terminal: Terminal, bundle: Bundle) -> None:
     changed = ", ".join(f"{name} {value}" for name, value in manifest.recipe.changed.items())
     text = f"recipe {manifest.recipe.name}{f' with {changed}' if changed else ''}: "
     text += f"{bytes_text(sum(file.bytes for file in manifest.files.values()))} on disk"
+    from ..verification.report import distance_from_model
+
     distance = distance_from_model(manifest)
     text += "" if distance is None else f", max |logit difference| from the model {distance:.1e}"
     terminal.print(shown(text))
     remark = remark_of(manifest.recipe.name, manifest.target, manifest.options, manifest.dtype)
     if remark:
         terminal.print(remark)
-
-
-def distance_from_model(manifest: Manifest) -> float | None:
-    """Return the largest recorded |logit difference| from the model with exact weights and cache; None if not measured.
-
-    The distance of quantized weights is measured over the cache of the program, so it includes that of the cache.
-    """
-    for rounded in (manifest.quantization, manifest.kv_cache):
-        if rounded is not None:
-            return rounded.max_difference
-    recorded = manifest.verification or {}
-    return (recorded.get("stored") or recorded).get("max_difference")
 
 
 def print_kv_cache(terminal: Terminal, bundle: Bundle) -> None:

@@ -182,7 +182,8 @@ BundleOrModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="DIR|MODEL",
-        help="Folder of a bundle, as `export` wrote it; or a model: a hub id, a folder, a .gguf file, or `demo`.",
+        help="Folder of a bundle, as `export` wrote it, or its id on the hub; or a model: a hub id, a folder, a .gguf "
+        "file, or `demo`.",
         autocompletion=_complete_bundles_and_models,
         show_default=False,
     ),

@@ -50,6 +50,20 @@ class BundleChecks:
     check: bool = setting(
         False, "Check every file, also unchanged ones that were checked before.", flags=("--check",), kind=bool
     )
+    revision: str | None = setting(
+        None,
+        "Branch, tag or commit of a bundle on the hub.",
+        flags=("--revision",),
+        metavar="NAME",
+        shown_default="main",
+    )
+    from_target: str | None = setting(
+        None,
+        "Target of the bundle, where a hub repository has several.",
+        flags=("--from-target",),
+        metavar="TARGET",
+        shown_default=False,
+    )
 
 
 @dataclass(frozen=True)
@@ -92,11 +106,21 @@ def opens(command: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         checks = {one.name: given.pop(one.name) for one in fields(BundleChecks)}
         model = {one.name: given.pop(one.name) for one in fields(ModelOptions)}
-        command(opening=Opening(BundleChecks(**checks), ModelOptions(**model)), **given)
+        opening = Opening(BundleChecks(**checks), ModelOptions(**model))
+        given["folder"] = _fetched(given["ctx"].obj, given["folder"], opening.checks)
+        command(opening=opening, **given)
 
     run.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     return run
+
+
+def _fetched(terminal: Terminal, name: str, checks: BundleChecks) -> str:
+    """Return the folder of a bundle on the hub, which is downloaded; other names unchanged."""
+    from ..bundle.hub import HubChoice, bundle_of
+
+    with terminal.progress(f"looking for {name}") as progress:
+        return bundle_of(name, HubChoice(checks.from_target, checks.revision), progress)
 
 
 def names_model(name: str) -> bool:

@@ -73,6 +73,7 @@ def export(
     tolerance: float | None = None,
     overwrite: bool = False,
     sign: str | os.PathLike | None = None,
+    push_to_hub: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     lora: str | os.PathLike | Sequence[str | os.PathLike] = (),
     dry_run: bool = False,
@@ -123,6 +124,7 @@ def export(
             the model's logits, see `VerifySpec`.
         overwrite: Replace an existing bundle.
         sign: File of the private Ed25519 key to sign the bundle with, for `load(..., key=)`; needs the extra `sign`.
+        push_to_hub: Repository of the hub to upload the bundle to, such as `user/name`, see `upload.upload`.
         tokenizer: Tokenizer to save in the bundle; by default the model's, if it has one.
         lora: Folder of a LoRA adapter (PEFT) to merge into the weights.
         dry_run: Read no weights, write nothing, and return a `DryRun` that describes the export.
@@ -190,13 +192,19 @@ def export(
         tolerance=tolerance,
         overwrite=overwrite,
         sign=sign,
+        push_to_hub=push_to_hub,
         tokenizer=tokenizer,
         lora=lora,
         dry_run=dry_run,
     )
     if dry_run:
         return preview(spec)
-    return run(spec, progress or silent)
+    bundle = run(spec, progress or silent)
+    if spec.push_to_hub is not None:
+        from .upload import upload
+
+        upload(bundle.path, spec.push_to_hub, progress=progress or silent)
+    return bundle
 
 
 @dataclass(frozen=True)

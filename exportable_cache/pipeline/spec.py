@@ -54,6 +54,7 @@ class ExportSpec:
         overwrite: Replace an existing bundle.
         tensor_parallel: Number of ranks to split the program over, or None.
         sign: File of the private key to sign the bundle with, see `bundle.signing`, or None.
+        push_to_hub: Repository of the hub to upload the bundle to, such as `user/name`, or None.
         tokenizer: Tokenizer to save in the bundle; None for the model's.
         lora: Folder of an adapter to merge into the weights, at most one.
         dry_run: Describe the export, and write nothing.
@@ -129,6 +130,13 @@ class ExportSpec:
         kind=Path,
         shown_default=False,
     )
+    push_to_hub: str | None = setting(
+        None,
+        "Then upload the bundle to this repository of the hub.",
+        flags=("--push-to-hub",),
+        metavar="USER/NAME",
+        shown_default=False,
+    )
     tokenizer: PreTrainedTokenizerBase | None = None
     lora: str | os.PathLike | Sequence[str | os.PathLike] = setting(
         (),
@@ -187,6 +195,10 @@ class ExportSpec:
             from ..bundle.signing import private_key
 
             private_key(self.sign)
+        if self.push_to_hub is not None:
+            from ..bundle.hub import check_repository
+
+            check_repository(self.push_to_hub)
         check_kinds(self.modalities)
         if not isinstance(self.modalities, Mapping):
             object.__setattr__(self, "modalities", tuple(self.modalities))

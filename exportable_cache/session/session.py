@@ -845,6 +845,9 @@ class Session:
 def load(
     path: str | Path,
     *,
+    target: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
     check_versions: bool = True,
     trust: bool = False,
     key: str | Path | None = None,
@@ -854,7 +857,11 @@ def load(
     """Open a bundle that `export` wrote.
 
     Args:
-        path: Folder of the bundle.
+        path: Folder of the bundle; or a repository of the hub, such as `user/name`, unless there is a folder `user`.
+            Its files are downloaded once, and checked like those of a folder.
+        target: Target of the bundle; required if the repository has several.
+        revision: Branch, tag or commit of the repository.
+        token: Token of the hub; by default that of `hf auth login`.
         check_versions: Refuse a bundle made with other versions of the packages that its target depends on.
         trust: Run machine code in the bundle (targets `aoti` and `tensorrt`), with all rights of the current user.
         key: File of the public key that must have signed it (`export(..., sign=)`); None for no signature check.
@@ -865,12 +872,14 @@ def load(
     Raises:
         BundleError: If it is missing or damaged, has another schema version or other package versions, is not signed
             with the key, or contains machine code that is not trusted.
-        InputError: If the key cannot be read.
+        InputError: If the key cannot be read, or the hub has no such repository or cannot be reached.
         MissingDependencyError: If its target, or the signature check, needs a package that is not installed.
     """
     from ..bundle.bundle import Bundle
+    from ..bundle.hub import HubChoice, local_folder
 
+    folder = local_folder(path, HubChoice(target, revision, token), progress)
     bundle = Bundle.open(
-        path, check_versions=check_versions, trust=trust, key=key, known=not check, to_run=True, progress=progress
+        folder, check_versions=check_versions, trust=trust, key=key, known=not check, to_run=True, progress=progress
     )
     return Session.from_bundle(bundle)

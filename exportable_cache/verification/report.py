@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from ..errors import BundleError
 
 if TYPE_CHECKING:
+    from ..bundle.manifest import Manifest
     from ..cache.spec import Sinks
 
 
@@ -157,6 +158,18 @@ class VerifyReport:
             + (", beginnings of one sequence" if self.at_once else "")
             + (f"; {self.remark}" if self.remark and self.passed else "")
         )
+
+
+def distance_from_model(manifest: Manifest) -> float | None:
+    """Return the largest recorded |logit difference| from the model with exact weights and cache; None if not measured.
+
+    The distance of quantized weights is measured over the cache of the program, so it includes that of the cache.
+    """
+    for rounded in (manifest.quantization, manifest.kv_cache):
+        if rounded is not None:
+            return rounded.max_difference
+    recorded = manifest.verification or {}
+    return (recorded.get("stored") or recorded).get("max_difference")
 
 
 def _jsonable(value: Any) -> Any:

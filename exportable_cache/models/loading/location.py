@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...common.compat.transformers import file_or_none
 from ...demo import demo_path
-from ...errors import InputError, first_line
+from ...errors import ExportableCacheError, InputError, first_line
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_TIMEOUT = 10.0
@@ -77,7 +77,7 @@ def locate(model_or_path: str | os.PathLike) -> Location:
         raise InputError(
             f"model must be an existing folder or a hub id (like 'org/name'), got {name!r}; check the path"
         )
-    reachable, problem = _hub_answers()
+    reachable, problem = hub_answers()
     if not reachable:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             raise InputError(
@@ -88,7 +88,8 @@ def locate(model_or_path: str | os.PathLike) -> Location:
     return Location(name, name, False)
 
 
-def _hub_answers() -> tuple[bool, str]:
+def hub_answers() -> tuple[bool, str]:
+    """Return True if the hub can be reached, and otherwise why it cannot."""
     # Checked once in advance, because the hub's client retries every file for half a minute.
     if constants.HF_HUB_OFFLINE:
         return False, "HF_HUB_OFFLINE is set"
@@ -99,6 +100,40 @@ def _hub_answers() -> tuple[bool, str]:
     return True, ""
 
 
+@contextmanager
+def hub_errors(repository: str, revision: str | None = None) -> Iterator[None]:
+    """Replace errors of the hub's client, and of transformers over it, by one sentence within the block.
+
+    Raises:
+        InputError: If the hub, or the connection to it, failed.
+    """
+    try:
+        yield
+    except ExportableCacheError:
+        raise
+    except Exception as error:  # the hub's client uses different HTTP libraries in different releases
+        raise InputError(_hub_failure(error, repository, revision)) from error
+
+
+def _hub_failure(error: BaseException, repository: str, revision: str | None) -> str:
+    """Return why the hub refused a request, with the remedy."""
+    login = "log in with `hf auth login`, or pass a token (HF_TOKEN)"
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    kinds = {kind.__name__ for one in causes for kind in type(one).__mro__}
+    statuses = {getattr(getattr(one, "response", None), "status_code", None) for one in causes}
+    if "GatedRepoError" in kinds:
+        return f"{repository!r} is gated: accept its terms at {constants.ENDPOINT}/{repository}, and {login}"
+    if "RevisionNotFoundError" in kinds:
+        return f"{repository!r} has no revision {revision!r}; pass one of its branches, tags or commits"
+    if "RepositoryNotFoundError" in kinds:
+        return f"the hub has no repository {repository!r}, or it is private; check the id, or {login}"
+    if statuses & {401, 403}:
+        return f"the hub denies access to {repository!r}; {login}"
+    return f"the transfer of {repository!r} failed ({first_line(error)}); run it again, and it continues"
+
+
 def file_in(location: Location, name: str) -> Path | None:
     """Return the path of a file of the model, or None; a GGUF file has no others."""
     if location.gguf is not None:
@@ -106,7 +141,8 @@ def file_in(location: Location, name: str) -> Path | None:
     if Path(location.path).is_dir():
         path = Path(location.path) / name
         return path if path.is_file() else None
-    found = file_or_none(location.path, name, local_files_only=location.local)
+    with hub_errors(location.source):
+        found = file_or_none(location.path, name, local_files_only=location.local)
     return None if found is None else Path(found)
 
 
