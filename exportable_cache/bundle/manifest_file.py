@@ -19,6 +19,10 @@ from ..errors import BundleError
 # Version 2 describes layers by their parts instead of a class name.
 SCHEMA_VERSION = 2
 MANIFEST_FILE = "manifest.json"
+#: File that transformers' exporters write next to their programs.
+_EXPORTERS_FILE = "export.json"
+#: Format of those that hold a bundle, see `pipeline.exporter`.
+EXPORTERS_FORMAT = "exportable_cache"
 #: Packages that every program depends on.
 _PACKAGES = ("exportable-cache", "torch", "transformers")
 
@@ -42,6 +46,37 @@ def check_file_name(name: str) -> None:
         raise ValueError(f"file {name[:64]!r}... must have a name of printable characters, at most 255 bytes")
 
 
+def other_export(folder: Path) -> str | None:
+    """Return why the export of another package in a folder cannot be opened; None if there is none.
+
+    Args:
+        folder: A folder without a manifest.json.
+    """
+    record = folder / _EXPORTERS_FILE
+    if record.is_file():
+        try:
+            form = json.loads(record.read_bytes())["export_format"]
+        except (OSError, ValueError, RecursionError, MemoryError, KeyError, TypeError):
+            form = None
+        if form == EXPORTERS_FORMAT:
+            return (
+                f"{folder} is an export of transformers around a bundle; open it with ExportedModel.from_pretrained, "
+                "after importing exportable_cache.pipeline.exporter"
+            )
+        return (
+            f"{folder} is an export of transformers in the format {str(form)[:40]!r}: its programs get their cache "
+            "from the caller, so there is no cache for a session; export the model with exportable_cache.export"
+        )
+    programs = sorted(folder.glob("*.pte"))
+    if programs:
+        return (
+            f"{folder} has the program {programs[0].name} of another exporter, and no {MANIFEST_FILE} that describes "
+            "its methods and the layers of its cache; export the model with exportable_cache.export, or run the "
+            "program with the runner that it was made for"
+        )
+    return None
+
+
 def read_fields(folder: Path, check: Callable[[bytes], None] | None = None) -> dict[str, Any]:
     """Read the fields of manifest.json, without its checksum, which is compared.
 
@@ -62,7 +97,10 @@ def read_fields(folder: Path, check: Callable[[bytes], None] | None = None) -> d
             )
         raise BundleError(f"there is no folder {folder}; export a model to it first")
     if not path.is_file():
-        raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_FILE}; pass a folder that export wrote")
+        other = other_export(folder)
+        raise BundleError(
+            other or f"{folder} is not a bundle: it has no {MANIFEST_FILE}; pass a folder that export wrote"
+        )
     # Killed between writing the manifest and the rename, an export leaves a folder that looks whole.
     if folder.name.startswith(".") and folder.name.endswith(PARTIAL):
         raise BundleError(f"{folder} is the remainder of an interrupted export; delete it, and export the model again")

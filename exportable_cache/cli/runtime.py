@@ -9,7 +9,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
-from ..bundle.manifest_file import MANIFEST_FILE
+from ..bundle.manifest_file import MANIFEST_FILE, other_export
 from ..common.fs.files import retired_folder
 from ..common.process.tuning import no_collections
 from ..common.settings import setting, setting_of
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Files of which a model's folder has one.
 _CONFIGS = ("config.json", "adapter_config.json")
+#: Files with weights, which may lie next to an export of another package.
+_WEIGHTS = ("*.safetensors", "*.bin")
 
 
 @dataclass(frozen=True)
@@ -133,10 +135,13 @@ def names_model(name: str) -> bool:
     if (folder / MANIFEST_FILE).is_file():
         return False
     if folder.is_dir():
-        if any((folder / config).is_file() for config in _CONFIGS):
+        other = other_export(folder)
+        has_config = any((folder / config).is_file() for config in _CONFIGS)
+        if has_config and (other is None or any(any(folder.glob(weights)) for weights in _WEIGHTS)):
             return True
         raise InputError(
-            f"{folder} is not a bundle, because it has no {MANIFEST_FILE}, and not a model, because it has no "
+            other
+            or f"{folder} is not a bundle, because it has no {MANIFEST_FILE}, and not a model, because it has no "
             f"{_CONFIGS[0]}; pass a folder that export wrote, or a model"
         )
     # Opening a missing bundle says so, and what a killed export left.

@@ -1,0 +1,219 @@
+"""A backend of transformers' exporters: importing this module registers the format `exportable_cache` with them."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..bundle.manifest_file import EXPORTERS_FORMAT as FORMAT
+from ..common.tensors import dtype_name
+from ..common.version import __version__
+from ..errors import BundleError, InputError, MissingDependencyError
+from ..session.session import Session, load
+from .export import export
+from .perplexity import check_scorable
+
+try:
+    from transformers.exporters import ExportConfigMixin, ExportedModel, ExportMetadata, HfExporter, register_backend
+    from transformers.exporters.runners import ModelRunner
+except ImportError as error:
+    raise MissingDependencyError(
+        "transformers' exporters take other backends from transformers 5.23 on, and "
+        f"{transformers.__version__} is installed; update it, or call exportable_cache.export"
+    ) from error
+
+
+@dataclass
+class ExportableCacheConfig(ExportConfigMixin):
+    """The options of an export by `ExportableCacheExporter`.
+
+    Attributes:
+        export_format: Name of the format.
+        target: Target of the program, see `export`.
+        max_cache_len: Tokens that a full-attention layer can hold.
+        tokenizer: Folder or hub id of the tokenizer to save in the bundle; None for none.
+        options: Further options of `export`: `{"recipe": "fast"}`.
+    """
+
+    export_format: str = FORMAT
+    target: str = "executorch"
+    max_cache_len: int = 1024
+    tokenizer: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class BundleProgram:
+    """A bundle in a temporary folder, which is removed with this object.
+
+    Attributes:
+        path: Folder of the bundle.
+    """
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory(prefix="exportable-cache-exporter-")
+        self.path = Path(self._folder.name) / "bundle"
+
+
+class ExportableCacheExporter(HfExporter):
+    """Exports a model with its cache to a verified bundle: one component for all stages of generation.
+
+    A saved program is the bundle's folder in a .zip file without compression.
+    """
+
+    export_format = FORMAT
+    config_class = ExportableCacheConfig
+    program_suffix = ".bundle.zip"
+
+    def export_program(
+        self, model: PreTrainedModel, sample_inputs: Any, config: ExportConfigMixin
+    ) -> tuple[BundleProgram, ExportMetadata]:
+        """Export a model with its cache, see `export`.
+
+        Args:
+            model: A model in eval mode.
+            sample_inputs: Inputs of the model's forward. The program has as many rows as `input_ids` has.
+            config: An `ExportableCacheConfig`.
+
+        Raises:
+            InputError: If the model takes other inputs than text, or an option is wrong.
+            VerificationError: If the program disagrees with the model.
+        """
+        assert isinstance(config, ExportableCacheConfig)  # `export` has checked it
+        others = sorted(
+            name for name, value in sample_inputs.items() if torch.is_floating_point(torch.as_tensor(value))
+        )
+        if others or "input_ids" not in sample_inputs:
+            raise InputError(
+                f"sample_inputs must be those of text, such as input_ids, got {', '.join(others or sample_inputs)}; "
+                "call exportable_cache.export, which takes images, audio and encoder-decoders"
+            )
+        program, ids = BundleProgram(), sample_inputs["input_ids"]
+        tokenizer = None if config.tokenizer is None else AutoTokenizer.from_pretrained(config.tokenizer)
+        given = {"batch_size": len(ids), "tokenizer": tokenizer, **config.options}
+        export(model, config.target, config.max_cache_len, program.path, **given)
+        return program, ExportMetadata(
+            architecture=type(model).__name__,
+            packages={"transformers": transformers.__version__, "torch": torch.__version__, FORMAT: __version__},
+            export_dtype=dtype_name(model.dtype),
+            export_device="cpu",
+            kwargs={"input_ids": {"rank": ids.dim(), "shape": list(ids.shape), "dtype": dtype_name(ids.dtype)}},
+        )
+
+    def export_for_generation(
+        self,
+        model: PreTrainedModel,
+        sample_inputs: Any,
+        config: ExportConfigMixin | dict[str, Any],
+        *,
+        generation_config: GenerationConfig | None = None,
+        multi_token_decode: bool = False,
+    ) -> ExportedModel:
+        """Export one component, because its program runs all stages, with prompts and steps of any length."""
+        exported = self.export(model, sample_inputs, config)
+        exported.generation_config = generation_config or model.generation_config
+        return exported
+
+    @classmethod
+    def save_program(cls, program: BundleProgram, path: str | Path) -> None:
+        """Write the bundle's files to one .zip file."""
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+            for file in sorted(program.path.rglob("*")):
+                archive.write(file, file.relative_to(program.path))
+
+    @classmethod
+    def load_program(cls, path: str | Path) -> BundleProgram:
+        """Unpack a saved bundle.
+
+        Raises:
+            BundleError: If it is not a .zip file without compression.
+        """
+        program = BundleProgram()
+        try:
+            with zipfile.ZipFile(path) as archive:
+                entries = archive.infolist()
+                # So that a small file cannot fill the disk.
+                if any(one.compress_type != zipfile.ZIP_STORED for one in entries) or (
+                    sum(one.file_size for one in entries) > Path(path).stat().st_size
+                ):
+                    raise BundleError(f"{path} must hold its files without compression; save the program again")
+                archive.extractall(program.path)
+        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError) as error:
+            raise BundleError(f"{path} cannot be unpacked: {error}; save the program again") from error
+        return program
+
+
+class ExportableCacheRunner(ModelRunner):
+    """Runs a bundle by a session.
+
+    Attributes:
+        session: The session: `session.generate(ids)`.
+    """
+
+    def __init__(self, program: BundleProgram, metadata: ExportMetadata, session: Session) -> None:
+        # Without the base class's, which reads the structure of outputs that are traced.
+        self.metadata = metadata
+        self.session = session
+        self._program = program
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the session."""
+        return self.session.device
+
+    @classmethod
+    def from_program(
+        cls,
+        program: BundleProgram,
+        metadata: ExportMetadata,
+        device: str | torch.device | None = None,
+        trust: bool = False,
+        key: str | None = None,
+    ) -> ExportableCacheRunner:
+        """Open a session over a bundle.
+
+        Args:
+            program: The bundle.
+            metadata: What the exporter recorded.
+            device: Must be the device that the program was exported for, or None.
+            trust: See `load`.
+            key: See `load`.
+
+        Raises:
+            InputError: If the device is another one.
+            BundleError: See `load`.
+        """
+        session = load(program.path, trust=trust, key=key)
+        if device is not None and torch.device(device).type != session.device.type:
+            raise InputError(
+                f"device must be {session.device.type!r} for this program, got {str(device)!r}; leave it out"
+            )
+        return cls(program, metadata, session)
+
+    def __call__(self, share_inputs: bool = True, share_outputs: bool = False, **kwargs: Any) -> CausalLMOutputWithPast:
+        """Return the logits of all tokens of a new sequence, as the source model does.
+
+        Args:
+            share_inputs: Ignored.
+            share_outputs: Ignored.
+            **kwargs: `input_ids`, int64 [1, length].
+
+        Raises:
+            InputError: If the program has several rows, or the tokens are not valid.
+        """
+        check_scorable(self.session, "calling an export")
+        ids = kwargs["input_ids"]
+        self.session.reset()
+        logits = [self.session.prefill(ids[:, index : index + 1]) for index in range(ids.shape[1])]
+        return CausalLMOutputWithPast(logits=torch.stack(logits, dim=1))
+
+
+register_backend(ExportableCacheExporter, ExportableCacheRunner)
