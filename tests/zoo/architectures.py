@@ -42,6 +42,9 @@ class Architecture:
     group: str
     class_name: str
 
+    #: Fields of a published config; None for the class's default.
+    fields = None
+
     @property
     def config_class(self) -> type[transformers.PreTrainedConfig]:
         return CONFIG_MAPPING[self.model_type]

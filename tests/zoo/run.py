@@ -30,6 +30,7 @@ from exportable_cache.common.process.tuning import collect_seldom
 
 from .architectures import Architecture, architectures
 from .check import COLUMNS, check, is_asked, lower_only, read_result, write_json
+from .published import checkpoints
 from .table import DOCUMENT, write_table
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +56,7 @@ def main() -> None:
         return
     rows = _selected(arguments)
     targets = arguments.targets.split(",")
-    if arguments.keep:
+    if arguments.keep or arguments.published:
         _take_up_document()
     queue = []
     for row in rows:
@@ -72,6 +73,7 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo.run", description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="model types, comma-separated")
+    parser.add_argument("--published", action="store_true", help="published checkpoints in place of default configs")
     parser.add_argument("--groups", help="causal, image, audio, seq2seq, speech")
     parser.add_argument("--targets", default=",".join(COLUMNS), help="columns of the table, comma-separated")
     parser.add_argument("--jobs", type=int, default=2)
@@ -91,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _selected(arguments: argparse.Namespace) -> list[Architecture]:
-    rows = architectures()
+    rows: list[Architecture] = list(checkpoints()) if arguments.published else architectures()
     if arguments.groups:
         rows = [row for row in rows if row.group in arguments.groups.split(",")]
     if arguments.only:

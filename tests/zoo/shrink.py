@@ -6,6 +6,7 @@ The rules go by field name, as transformers' names repeat; `overrides.py` holds 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from typing import Any
@@ -21,6 +22,12 @@ WINDOW = 8
 HIDDEN = 64
 HEADS = 4
 HEAD_DIM = 16
+#: Length where the RoPE of a shrunk published model changes: after every prompt, within the tokens that follow.
+BORDER = 16
+#: Tokens that the zoo feeds at most.
+LENGTHS_TRIED = 48
+#: Layers of a shrunk published model; where its kinds come later, only the first layer of each is kept.
+MOST_LAYERS = 8
 
 WINDOWS = (
     "sliding_window sliding_window_size attention_chunk_size local_attention attention_window_size window_size "
@@ -88,7 +95,7 @@ SIZES: dict[str, Any] = {
         "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts zero_expert_num".split(), 4
     ),
     **dict.fromkeys(
-        "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k topk_group n_group num_expert_group".split(),
+        "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts topk_group n_group num_expert_group".split(),
         2,
     ),
     "num_experts_per_tok": 2,
@@ -134,31 +141,45 @@ _OPEN = {
 _SPREAD = ("initializer_range", "init_std", "initializer_factor", "embed_init_std")
 
 
-def tiny_config(config_class: type[PreTrainedConfig], window: int = WINDOW) -> PreTrainedConfig:
+def tiny_config(
+    config_class: type[PreTrainedConfig], window: int = WINDOW, published: dict[str, Any] | None = None
+) -> PreTrainedConfig:
     """The config of one architecture, hidden size 64, every kind of layer present.
 
     Args:
         window: Of sliding and chunked layers.
+        published: Fields of a published config, whose kinds are kept; None for the default's.
     """
-    return _shrink(config_class, window, special=iter(range(3, FIRST_TOKEN)))
+    return _shrink(config_class, window, iter(range(3, FIRST_TOKEN)), published=published)
 
 
-def _shrink(config_class: type[PreTrainedConfig], window: int, special: Any, tower: bool = False) -> PreTrainedConfig:
+def _shrink(
+    config_class: type[PreTrainedConfig],
+    window: int,
+    special: Any,
+    tower: bool = False,
+    published: dict[str, Any] | None = None,
+) -> PreTrainedConfig:
     own = dict(OVERRIDES.get(config_class.model_type, {}))
-    base = own.pop("_base", {})
+    base = {**own.pop("_base", {}), **copy.deepcopy(published or {})}
     default = config_class(**base)
-    fields: dict[str, Any] = dict(base)
     sections = own.pop("_mrope", None)
     names = (
         {field.name for field in dataclasses.fields(config_class)} if dataclasses.is_dataclass(config_class) else set()
     )
+    fields: dict[str, Any] = dict(base)
+    if published is not None:
+        # As the class reads them: `config.json` may state them under other names, which would win.
+        fields = {name: copy.deepcopy(value) for name, value in vars(default).items() if name in names}
+        own = _unlike_published(own, default)
     for name, value in vars(default).items():
         if isinstance(value, PreTrainedConfig) and name not in own:
             is_tower = (
                 bool(re.search("vision|audio|image|encoder|qformer|tokenizer|vq|codec|acoustic|semantic", name))
                 or tower
             )
-            fields[name] = _shrink(type(value), window, special, is_tower)
+            inner = None if published is None else published.get(name)
+            fields[name] = _shrink(type(value), window, special, is_tower, inner)
         elif name in names and name not in own:
             small = _OPEN.get(name) if value is None else _small(name, value, special)
             if small is not None and small != value:
@@ -170,9 +191,12 @@ def _shrink(config_class: type[PreTrainedConfig], window: int, special: Any, tow
             "qk_rope_head_dim", values["qk_rope_head_dim"]
         )  # MLA models rotate that part alone
     if not tower:
-        fields.update(_layers(default, names))
+        fields.update(_layers(default, names) if published is None else _published_layers(default, names))
     if "rope_parameters" in names and getattr(default, "rope_parameters", None):
-        fields["rope_parameters"] = _rope(default.rope_parameters, fields, sections)
+        border = 64 if published is None else BORDER
+        fields["rope_parameters"] = _rope(default.rope_parameters, fields, sections, border)
+        if published is not None:
+            fields.update(_borders(default, names))
     fields.update(own)
     fields.update({name: window for name in WINDOWS if name in fields and fields[name] == WINDOW and not tower})
     return config_class(**fields)
@@ -241,17 +265,79 @@ def _layers(default: Any, names: set[str]) -> dict[str, Any]:
     return {"num_hidden_layers": count, **lists}
 
 
-def _rope(parameters: dict[str, Any], fields: dict[str, Any], sections: list[int] | None) -> dict[str, Any]:
+def _unlike_published(own: dict[str, Any], default: PreTrainedConfig) -> dict[str, Any]:
+    """The overrides that a published config leaves: those of sizes, not those that choose kinds of layers.
+
+    Layers that share keys are counted from the end, so their pattern stays that of the overrides.
+    """
+    if getattr(default, "num_kv_shared_layers", 0):
+        return own
+    depth = default.get_text_config(decoder=True).num_hidden_layers
+    kinds = {name for name, value in vars(default).items() if isinstance(value, (list, tuple)) and len(value) == depth}
+    return {
+        name: value
+        for name, value in own.items()
+        if name not in kinds | {"num_hidden_layers", "num_kv_shared_layers", "hidden_size_per_layer_input"}
+        and not (isinstance(value, int) and name.startswith(("attn_layer_", "expert_layer_")))
+    }
+
+
+def _published_layers(default: PreTrainedConfig, names: set[str]) -> dict[str, Any]:
+    """The first layers of a published model, until every combination of kinds was seen; of many, the first of each."""
+    depth = getattr(default, "num_hidden_layers", None)
+    if not isinstance(depth, int) or getattr(default, "num_kv_shared_layers", 0):
+        return {}
+    lists = {
+        name: list(value)
+        for name, value in vars(default).items()
+        if name in names and isinstance(value, (list, tuple)) and len(value) == depth > 1 and not _are_indices(value)
+    }
+    told = [*lists.values()]
+    for name in ("layer_types", "layers_block_type", "layers_num_experts"):
+        # Some configs compute them from periods.
+        value = getattr(default, name, None)
+        if name not in lists and isinstance(value, (list, tuple)) and len(value) == depth:
+            told.append(list(value))
+    if not told:
+        return {}
+    kinds = [str(one) for one in zip(*told, strict=True)]
+    first = sorted({kind: kinds.index(kind) for kind in kinds}.values())
+    chosen = list(range(first[-1] + 1)) if first[-1] < MOST_LAYERS or len(told) > len(lists) else first
+    if len(chosen) < 2:
+        chosen = [0, 1]
+    return {"num_hidden_layers": len(chosen), **{name: [value[at] for at in chosen] for name, value in lists.items()}}
+
+
+def _are_indices(values: Any) -> bool:
+    """True for indices of layers, as long a list as there are layers where every layer is named."""
+    return all(isinstance(value, int) for value in values) and len(set(values)) == len(values) > 2
+
+
+def _borders(default: PreTrainedConfig, names: set[str]) -> dict[str, Any]:
+    """The lengths where a published model's RoPE changes, within those that are tried."""
+    found: dict[str, Any] = {}
+    rope = default.rope_parameters
+    kinds = str([rope.get("rope_type"), *(one.get("rope_type") for one in rope.values() if isinstance(one, dict))])
+    if "original_max_position_embeddings" in names:
+        found["original_max_position_embeddings"] = BORDER
+    if "dynamic" in kinds:
+        found["max_position_embeddings"] = BORDER
+    return found
+
+
+def _rope(
+    parameters: dict[str, Any], fields: dict[str, Any], sections: list[int] | None, border: int
+) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in parameters.values()):
         return {
-            name: _rope(value, fields, sections) if isinstance(value, dict) else value
+            name: _rope(value, fields, sections, border) if isinstance(value, dict) else value
             for name, value in parameters.items()
         }
     rope = dict(parameters)
     head_dim = fields.get("head_dim") or HEAD_DIM
     half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
     if "original_max_position_embeddings" in rope:
-        rope["original_max_position_embeddings"] = 64
+        rope["original_max_position_embeddings"] = border
     if "max_position_embeddings" in rope:
         rope["max_position_embeddings"] = 256
     section = rope.get("mrope_section") or sections
@@ -259,7 +345,7 @@ def _rope(parameters: dict[str, Any], fields: dict[str, Any], sections: list[int
         small = [max(1, round(part * half / sum(section))) for part in section]
         small[0] += half - sum(small)
         rope["mrope_section"] = small
-    for name in ("long_factor", "short_factor"):
+    for name, least in (("long_factor", 1.0 if border > LENGTHS_TRIED else 2.0), ("short_factor", 1.0)):
         if name in rope:
-            rope[name] = [1.0 + 0.1 * index for index in range(half)]
+            rope[name] = [least + 0.1 * index for index in range(half)]
     return rope

@@ -11,10 +11,12 @@ from typing import Any
 
 from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
 from .build import PROMPTS, STEPS
-from .check import COLUMNS, PEERS, TARGETS, is_asked, read_result
+from .check import COLUMNS, PEERS, TARGETS, is_asked, read_result, write_json
 from .conditioning import MOST_MOVED, MOST_MOVED_SMOOTHLY, TOLERANCE
 from .extended import LENGTHS, PROMPT, TAKEN_BACK
 from .overrides import OVERRIDES
+from .published import Checkpoint, checkpoints
+from .published.table import lines_of
 from .shrink import HIDDEN, VOCAB, WINDOW
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
@@ -46,9 +48,14 @@ EXTENDED_MEANS = (
 def write_table(folder: Path, document: Path = DOCUMENT) -> None:
     """Write the document from the results in `folder`, and these beside it; what was not run yet is left blank."""
     results = {row: read_result(folder, row) for row in architectures()}
+    for row in checkpoints():
+        if "memory" not in (facts := read_result(folder, row)):
+            write_json(folder / f"{row.name}.json", facts | {"memory": row.memory()})
+    published = {row: read_result(folder, row) for row in checkpoints()}
     document.parent.mkdir(exist_ok=True)
-    document.write_text("\n".join(_lines(results)) + "\n")
-    lines = ",\n".join(f"{json.dumps(row.name)}: {json.dumps(_kept(facts))}" for row, facts in results.items())
+    document.write_text("\n".join(_lines(results, published)) + "\n")
+    every: dict[Architecture, dict[str, Any]] = {**results, **published}
+    lines = ",\n".join(f"{json.dumps(row.name)}: {json.dumps(_kept(facts))}" for row, facts in every.items())
     document.with_suffix(".json").write_text(f"{{\n{lines}\n}}\n")
 
 
@@ -57,7 +64,7 @@ def _kept(facts: dict[str, Any]) -> dict[str, Any]:
     return {**facts, "targets": {name: {**outcome, "where": []} for name, outcome in facts["targets"].items()}}
 
 
-def _lines(results: dict[Architecture, dict[str, Any]]) -> list[str]:
+def _lines(results: dict[Architecture, dict[str, Any]], published: dict[Checkpoint, dict[str, Any]]) -> list[str]:
     prompts = ", ".join(" + ".join(map(str, pieces)) for pieces in PROMPTS)
     return [
         "# Every generative architecture of transformers",
@@ -96,6 +103,9 @@ def _lines(results: dict[Architecture, dict[str, Any]]) -> list[str]:
         f"`{DOCUMENT.with_suffix('.json').name}` beside this file has the same for programs, with the time each took "
         "and the commit it",
         "was found with.",
+        "",
+        *lines_of(published),
+        "## Every architecture",
         "",
         *_counts(results),
         "",

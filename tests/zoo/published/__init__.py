@@ -1,0 +1,94 @@
+"""Published checkpoints: what the `config.json` of each sets that its class's default does not.
+
+One JSON file per family lists checkpoints. `config` has only fields without which the config would be another one, in
+the names of `config.json`; `source` says where the facts come from. A number in place of LongRoPE's `short_factor` or
+`long_factor` is the number of factors, whose values are not listed, because sizes and kinds do not depend on them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from exportable_cache.pipeline.plan import plan
+
+from ..architectures import Architecture, architectures
+
+FOLDER = Path(__file__).parent
+#: Tokens of the caches whose sizes are told.
+LENGTHS = (4096, 32768)
+
+
+@dataclass(frozen=True)
+class Checkpoint(Architecture):
+    """A published checkpoint, as a row of the zoo.
+
+    Attributes:
+        checkpoint: Its name: `meta-llama/Llama-3.1-8B`.
+        source: Where the facts come from.
+        fields: Fields of its config, for `config_class`.
+    """
+
+    checkpoint: str = ""
+    source: str = ""
+    fields: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def name(self) -> str:
+        """See `Architecture.name`."""
+        return f"published-{self.checkpoint.replace('/', '--')}"
+
+    def config(self) -> PreTrainedConfig:
+        """Return the config at its true size."""
+        return self.config_class(**copy.deepcopy(self.fields))
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of weights and of caches in bfloat16, from `plan`; empty if a config does not say them."""
+        found: dict[str, int] = {}
+        if self.config().is_encoder_decoder:
+            # Their caches depend on the longest input of the encoder.
+            return found
+        for tokens in LENGTHS:
+            made = plan(self.config(), tokens, dtype="bfloat16")
+            if made.refusal is None:
+                found |= {"weights": made.weights_bytes or 0, str(tokens): made.cache_bytes}
+        return found
+
+
+@functools.cache
+def checkpoints() -> tuple[Checkpoint, ...]:
+    """Return all checkpoints whose model type the installed transformers has, by family."""
+    # Of types with several classes the encoder-decoder, which comes last.
+    rows = {row.model_type: row for row in architectures()}
+    found = []
+    for path in sorted(FOLDER.glob("*.json")):
+        for listed in json.loads(path.read_text()):
+            model_type = listed["model_type"]
+            if model_type not in CONFIG_MAPPING:
+                continue
+            row = rows[model_type]
+            facts = listed["checkpoint"], listed["source"], _with_factors(listed["config"])
+            found.append(Checkpoint(model_type, row.group, row.class_name, *facts))
+    return tuple(found)
+
+
+def checkpoint(name: str) -> Checkpoint:
+    """Return the checkpoint of a name."""
+    return next(one for one in checkpoints() if one.checkpoint == name)
+
+
+def _with_factors(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: [1.0] * inner
+        if name in ("short_factor", "long_factor") and isinstance(inner, int)
+        else _with_factors(inner)
+        for name, inner in value.items()
+    }

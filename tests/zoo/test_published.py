@@ -1,0 +1,92 @@
+"""Published checkpoints: shrunk without losing a kind of layer, right past every border, and planned to the byte."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedConfig
+
+from exportable_cache.pipeline.plan import plan
+
+from .build import LENGTH, encoder_inputs, encoder_options, tiny_model
+from .check import check
+from .published import Checkpoint, checkpoint, checkpoints
+from .shrink import BORDER, tiny_config
+from .test_shrink import kinds_of, without_weights
+from .test_sizes import sizes_of_model, sizes_of_plan
+
+#: By what their config sets: blocks of keys, LongRoPE, Llama 3's RoPE, a window, soft-capping, sinks, states, shared keys.
+ALWAYS = (
+    "MiniMaxAI/MiniMax-M3",
+    "microsoft/Phi-3-mini-128k-instruct",
+    "meta-llama/Llama-3.2-1B",
+    "mistralai/Mistral-7B-v0.1",
+    "google/gemma-2-2b",
+    "openai/gpt-oss-20b",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "google/gemma-4-E2B",
+)
+ROWS = [
+    pytest.param(row, id=row.checkpoint, marks=[pytest.mark.full] * (row.checkpoint not in ALWAYS))
+    for row in checkpoints()
+]
+
+
+def shrunk(row: Checkpoint) -> PreTrainedConfig:
+    return tiny_config(row.model_class.config_class, published=row.fields)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_shrunk_checkpoint_has_every_kind_of_layer(row: Checkpoint) -> None:
+    lost = kinds_of(without_weights(row, row.config())) - kinds_of(without_weights(row, shrunk(row)))
+    assert not lost
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_session_gives_the_models_logits(row: Checkpoint) -> None:
+    facts: dict = {}
+    check(row, ["eager"], facts.update)
+    assert facts["targets"]["eager"]["status"] == "pass", facts["targets"]["eager"]
+    assert facts["unfit"] is None
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_plan_is_what_is_allocated(row: Checkpoint) -> None:
+    model = tiny_model(row)
+    options = encoder_options(model, encoder_inputs(model))
+    assert sizes_of_plan(plan(model.config, LENGTH, **options)) == sizes_of_model(model, **options)
+
+
+#: Bytes of a cache of 4,096 tokens in bfloat16: layers, keys and values, heads, size of a head, tokens, bytes.
+TRUE_SIZES = {
+    "meta-llama/Meta-Llama-3.1-8B": 32 * 2 * 8 * 128 * 4096 * 2,
+    "google/gemma-2-2b": 26 * 2 * 4 * 256 * 4096 * 2,
+    "openai/gpt-oss-20b": 12 * 2 * 8 * 64 * (4096 + 128) * 2,
+    # One latent of 512 and one rotated key of 64 a token.
+    "deepseek-ai/DeepSeek-V3": 61 * (512 + 64) * 4096 * 2,
+    # Without the indexer's keys in the first three layers.
+    "MiniMaxAI/MiniMax-M3": (60 * 2 * 4 * 128 + 57 * 128) * 4096 * 2,
+}
+
+
+@pytest.mark.parametrize("name", TRUE_SIZES)
+def test_a_plan_at_true_size(name: str) -> None:
+    made = plan(checkpoint(name).config(), 4096, dtype="bfloat16")
+    # Of lengths there are 8 bytes a layer.
+    assert made.refusal is None and made.cache_bytes == TRUE_SIZES[name] + 8 * len(made.layers)
+
+
+def test_borders_are_within_what_is_fed() -> None:
+    """LongRoPE and dynamic NTK change their factors after the prompts of the zoo, and before its last token."""
+    config = shrunk(checkpoint("microsoft/Phi-3-mini-128k-instruct"))
+    assert 11 < config.rope_parameters["original_max_position_embeddings"] == BORDER < LENGTH
+    assert config.rope_parameters["short_factor"] != config.rope_parameters["long_factor"]
+    assert config.original_max_position_embeddings == BORDER
+
+
+def test_every_fact_has_a_source_and_changes_the_config() -> None:
+    rows = checkpoints()
+    assert len({row.checkpoint for row in rows}) == len(rows) >= 60
+    assert all(row.source and "/" in row.checkpoint for row in rows)
+    for row in rows:
+        default = row.config_class()
+        assert not row.fields or row.config().to_dict() != default.to_dict(), row.checkpoint
