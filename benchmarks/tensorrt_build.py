@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--max-cache-len", type=int, default=2048)
     parser.add_argument("--sm", default=None, help="compute capabilities, such as 80,89")
-    parser.add_argument("--quantize", default=None, help="8w or 4w; float16 by default")
+    parser.add_argument("--quantize", default=None, help="8w, 4w or fp8; float16 by default")
     arguments = parser.parse_args()
 
     torch.manual_seed(0)

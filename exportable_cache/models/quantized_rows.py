@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .experts import EXPERT_LINEAR, experts_output
+from .float8 import Float8Linear
 from .rounding import rounded_activations
 
 if TYPE_CHECKING:
@@ -112,9 +113,11 @@ def rows_of(weight: QuantizedWeight, index: torch.Tensor | slice) -> QuantizedWe
 
 
 def has_quantized_weights(model: nn.Module) -> bool:
-    """Return True if torchao has quantised a linear layer or an embedding table of a model."""
+    """Return True if a linear layer or an embedding table of a model is quantised."""
     return any(
-        is_quantized(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))
+        isinstance(module, Float8Linear) or is_quantized(module.weight)
+        for module in model.modules()
+        if isinstance(module, (nn.Linear, nn.Embedding))
     )
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...common.compat.torch import RESHAPE_COPY
+from ...models import float8  # noqa: F401  registers the operators
 from . import kv_cache  # noqa: F401  registers the operator
 from .kv_cache import scatter_update
-from .plain_layers import TRT_DTYPES, add_constant, shared_cast
+from .plain_layers import TORCH_DTYPES, TRT_DTYPES, add_constant, shared_cast
 from .quantized import dequantize_affine, kept_scale, packed
 from .upstream import (
     ConverterPriority,
@@ -116,6 +117,36 @@ def _dequantized_weight(
     layer = ctx.net.add_dequantize(weights, scales, TRT_DTYPES[scale.dtype])
     if by_row:
         layer.axis = 0
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+@dynamo_tensorrt_converter(torch.ops.exportable_cache.float8_weight.default, priority=ConverterPriority.HIGH)
+def _float8_weight(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert to a DEQUANTIZE layer of constants, with a scale by row."""
+    bits, scale = args
+    values = add_constant(ctx, bits, f"{name}_values", dtype=trt.DataType.FP8)
+    layer = ctx.net.add_dequantize(values, add_constant(ctx, scale, f"{name}_scale"), TRT_DTYPES[scale.dtype])
+    layer.axis = 0
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+@dynamo_tensorrt_converter(
+    torch.ops.exportable_cache.float8_rounded.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
+)
+def _float8_rounded(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert to a QUANTIZE and a DEQUANTIZE layer with one scale."""
+    source, value = args
+    source = get_trt_tensor(ctx, source, f"{name}_source")
+    scale = add_constant(ctx, torch.tensor(value, dtype=TORCH_DTYPES[source.dtype]), f"{name}_scale")
+    rounded = ctx.net.add_quantize(source, scale, trt.DataType.FP8)
+    rounded.name = f"{name}_rounded"
+    layer = ctx.net.add_dequantize(rounded.get_output(0), scale, source.dtype)
     set_layer_name(layer, target, name)
     return layer.get_output(0)
 

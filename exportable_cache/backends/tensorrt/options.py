@@ -27,6 +27,8 @@ ENGINES = ("shared", "separate")
 
 #: Capabilities from which TensorRT builds 4-bit weights, and bfloat16.
 LEAST_INT4 = LEAST_BFLOAT16 = 80
+#: Capability from which TensorRT builds float8.
+LEAST_FLOAT8 = 89
 
 #: Portable plans load on these and later ones, according to its documentation.
 PORTABLE = (80, 86, 89, 120)
@@ -117,6 +119,13 @@ class TensorRTOptions(TargetOptions):
 
     def check_quantization(self, quantization: Quantization) -> None:
         """See `TargetOptions.check_quantization`."""
+        older = [capability for capability in self.capabilities or PORTABLE if capability < LEAST_FLOAT8]
+        if older and quantization.linear == "fp8":
+            given = ", ".join(map(str, self.capabilities)) or f"none, which is a plan for SM {PORTABLE[0]} and later"
+            raise InputError(
+                f"sm must be {LEAST_FLOAT8} and later with quantize='fp8', because older GPUs have no float8, got "
+                f"{given}; pass sm='{LEAST_FLOAT8},{PORTABLE[-1]}' (--sm), or use '8w'"
+            )
         lacking = [capability for capability in self.capabilities if capability < LEAST_INT4]
         if lacking and quantization.linear == "4w":
             raise InputError(

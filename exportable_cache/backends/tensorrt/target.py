@@ -38,7 +38,7 @@ class TensorRTBackend:
 
     name = "tensorrt"
     max_batch_size = None
-    linear_schemes = ("8w", "4w")
+    linear_schemes = ("8w", "4w", "fp8")
     embedding_schemes = ("8w",)
     machine_code = MACHINE_CODE
     options = TensorRTOptions

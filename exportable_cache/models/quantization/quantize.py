@@ -23,11 +23,12 @@ from ..experts import (
     set_quantized,
     use_expert_linears,
 )
+from ..float8 import Float8Linear
 from ..layers.specs import vocab_size_of
 from ..patches.registry import prepare_model
 from ..quantized_rows import QuantizedRows, is_quantized, rounds_activations
 from .group_scales import round_groups
-from .spec import DEFAULT_GROUP_SIZE, EMBEDDING_SCHEMES, GROUP_MULTIPLE, LINEAR_SCHEMES
+from .spec import DEFAULT_GROUP_SIZE, EMBEDDING_SCHEMES, FLOAT8_SCHEME, GROUP_MULTIPLE, LINEAR_SCHEMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,6 +43,8 @@ _ELEMENTS_AT_ONCE = 1 << 17
 #: Number of sequences of `rounding_noise`.
 DRAWS = 3
 _SENSITIVITY_TOKENS = 24
+#: Sequences and tokens that the inputs of layers in float8 are measured on: random ones, and the same each time.
+_CALIBRATION = 4, 64
 
 
 def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> None:
@@ -148,6 +151,10 @@ def quantize(
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     groups = {4: PerGroup(quantization.group_size or DEFAULT_GROUP_SIZE), 8: PerAxis(0)}
     dtypes = {4: _INT4, 8: torch.int8}
+    if quantization.linear == FLOAT8_SCHEME:
+        # First, because inputs are measured before other weights are rounded.
+        linears = [one for one in model.modules() if isinstance(one, nn.Linear) and not (tied and one is head)]
+        _use_float8(model, linears, dtype)
     if quantization.embeddings is not None:
         # Because encoder-decoders share one table between several modules.
         readers = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.weight is table.weight]
@@ -160,8 +167,8 @@ def quantize(
             _quantize_weight(table, config, dtype, scratch)
         for one in readers:
             one.weight = _weight(table)
-    if quantization.linear is not None:
-        bits, dynamic = LINEAR_SCHEMES[quantization.linear]
+    if quantization.linear not in (None, FLOAT8_SCHEME):
+        bits, dynamic = LINEAR_SCHEMES[quantization.linear or ""]
         if dynamic:
             config = Int8DynamicActivationIntxWeightConfig(
                 weight_dtype=dtypes[bits],
@@ -195,6 +202,37 @@ def quantize(
     # Before unwrapping, because unwrapped 4-bit weights take a byte each.
     stored = _stored_bytes(model)
     return QuantizedModel(unwrap_tensor_subclass(model), stored)
+
+
+def _largest_inputs(model: PreTrainedModel, linears: list[nn.Linear]) -> dict[nn.Linear, float]:
+    """Measure the largest magnitude of the inputs of linear layers, on random tokens.
+
+    Layers that no token of text passes through are left out.
+    """
+    found: dict[nn.Linear, float] = {}
+
+    def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        assert isinstance(module, nn.Linear)
+        found[module] = max(found.get(module, 0.0), inputs[0].abs().max().item())
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size_of(model), _CALIBRATION, generator=generator)
+    hooks = [module.register_forward_pre_hook(note) for module in linears]
+    try:
+        model(input_ids=ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _use_float8(model: PreTrainedModel, linears: list[nn.Linear], dtype: torch.dtype) -> None:
+    """Replace linear layers of a model by those in float8, except those that no token of text passes through."""
+    largest = _largest_inputs(model, linears)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and child in largest:
+                setattr(parent, name, Float8Linear(child, largest[child], dtype))
 
 
 def _copy_with_new_parameters(model: PreTrainedModel) -> PreTrainedModel:
@@ -376,10 +414,15 @@ def rounding_noise(
         return values.scatter_add(-1, where, step)
 
     def round_otherwise(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if isinstance(module, Float8Linear):
+            where = torch.randint(inputs[0].shape[-1], (*inputs[0].shape[:-1], 1), generator=generator)
+            return (inputs[0].scatter_add(-1, where, module.step(inputs[0]).gather(-1, where)), *inputs[1:])
         return (rounded_otherwise(inputs[0]), *inputs[1:])
 
     quantized = [
-        module for module in model.modules() if isinstance(module, nn.Linear) and rounds_activations(module.weight)
+        module
+        for module in model.modules()
+        if isinstance(module, Float8Linear) or (isinstance(module, nn.Linear) and rounds_activations(module.weight))
     ]
     if not quantized:
         return RoundingNoise(0.0, 0.0)

@@ -13,8 +13,16 @@ from typing import Any
 from ...common.settings import check_settings, setting
 from ...errors import InputError, MissingDependencyError
 
+#: Scheme of weights and activations in float8.
+FLOAT8_SCHEME = "fp8"
 #: Schemes of linear layers -> (bits of a weight, True if activations are quantised to 8 bits per token).
-LINEAR_SCHEMES = {"8da4w": (4, True), "8da8w": (8, True), "8w": (8, False), "4w": (4, False)}
+LINEAR_SCHEMES = {
+    "8da4w": (4, True),
+    "8da8w": (8, True),
+    "8w": (8, False),
+    "4w": (4, False),
+    FLOAT8_SCHEME: (8, False),
+}
 #: Schemes of embedding tables -> bits.
 EMBEDDING_SCHEMES = {"8w": 8, "4w": 4}
 #: Scheme of the table if linear layers are quantised, and the value that leaves it unquantised.
@@ -53,7 +61,7 @@ class Quantization:
     linear: str | None = setting(
         None,
         "Weights of linear layers: 8da4w is 4 bits with 8-bit activations, 8da8w 8 bits with them, 8w 8 and "
-        "4w 4 bits alone.",
+        "4w 4 bits alone, fp8 float8 with float8 activations.",
         keyword="quantize",
         flags=("--quantize", "--qlinear"),
         choices=tuple(LINEAR_SCHEMES),

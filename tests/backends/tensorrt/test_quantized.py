@@ -9,7 +9,8 @@ import torch
 
 from exportable_cache import export
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.models.float8 import Float8Linear, float8_rounded
+from exportable_cache.models.quantization.quantize import quantize, rounding_noise
 from exportable_cache.models.quantization.sizes import coverage_of, quantized_bytes
 from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.verification.verify import verify_session
@@ -28,7 +29,11 @@ from .programs import network_session, program_of
 
 #: Rows of 64 and 128 weights, which groups of 32 divide.
 SIZES = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128}
-SCHEMES = {"4w": Quantization("4w", 32, "8w"), "8w": Quantization("8w", embeddings="8w")}
+SCHEMES = {
+    "4w": Quantization("4w", 32, "8w"),
+    "8w": Quantization("8w", embeddings="8w"),
+    "fp8": Quantization("fp8", embeddings="8w"),
+}
 
 
 @pytest.mark.parametrize(
@@ -62,10 +67,65 @@ def test_a_quantised_model_computes_in_the_dtype(scheme: str, dtype: torch.dtype
     assert logits.dtype == dtype == quantised.model.dtype
     expected = model(torch.tensor([[1, 2, 3]])).logits
     spread = expected.std().item()
-    assert (logits.float() - expected).abs().max() < (1.0 if scheme == "4w" else 0.2) * spread
+    limit = {"4w": 1.0, "8w": 0.2, "fp8": 0.4}[scheme]
+    assert (logits.float() - expected).abs().max() < limit * spread
     assert quantised.weights_bytes == quantized_bytes(model, quantization, dtype)
     found = coverage_of(model, quantization, dtype)
     assert found.quantized_bytes + found.other_bytes == quantised.weights_bytes
+
+
+def test_networks_equal_the_model_in_float8() -> None:
+    """Compare in float32, where both round the same values, so that a wrong scale or rounding shows."""
+    model = engine_model("llama", **SIZES)
+    quantised = quantize(model, SCHEMES["fp8"]).model
+    program = program_of(quantised)
+    networks = engine_networks(program, TensorRTOptions())
+    report = verify_session(network_session(quantised, program, networks), quantised, tolerance=1e-4, prompts=[3, 20])
+    assert report.passed, str(report)
+    # Projections of queries, keys and values read one tensor, and so do two of the MLP; the head is the fifth.
+    assert networks["decode"].layer_counts["QUANTIZE"] == 5
+    projection = quantised.model.layers[0].mlp.down_proj
+    assert isinstance(projection, Float8Linear) and projection.weight.dtype == torch.uint8
+    projection.input_scale *= 2**8
+    other = verify_session(network_session(quantised, program, networks), quantised, tolerance=1e-4, prompts=[3])
+    assert not other.passed
+
+
+def test_values_are_rounded_to_float8() -> None:
+    values = torch.tensor([1.0, 1.06, 1.07, -900.0, 2.0**-10, 0.0])
+    assert float8_rounded(values, 1.0).tolist() == [1.0, 1.0, 1.125, -448.0, 0.0, 0.0]
+    assert float8_rounded(values, 4.0).tolist() == [1.0, 1.0, 1.125, -896.0, 0.0, 0.0]
+    layer = Float8Linear(torch.nn.Linear(64, 8), largest=3.0, dtype=torch.float16)
+    # Four times the largest fits.
+    assert layer.input_scale == 2**-5 and 4 * 3.0 <= 448 * layer.input_scale
+    stepped = float8_rounded(values[:2], layer.input_scale) + layer.step(values[:2])
+    assert torch.equal(float8_rounded(stepped, layer.input_scale), stepped)
+    assert Float8Linear(torch.nn.Linear(64, 8), 0.0, torch.float16).input_scale == 2**-14
+
+
+def test_the_tolerance_knows_of_values_that_round_otherwise() -> None:
+    quantised = quantize(engine_model("llama", **SIZES), SCHEMES["fp8"], dtype=torch.float16).model
+    noise = rounding_noise(quantised)
+    assert 0 < noise.rms < noise.largest < 1
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_float8_is_quantised_and_dequantised(swapped: bool) -> None:
+    values, scale = 100 * random(4, 4), torch.tensor(0.25)
+    net = Net()
+    scales = net.constant(scale)
+    made = net.add_quantize(net.constant(values), scales, trt.DataType.FP8)
+    back = net.add_dequantize(made.get_output(0), scales, trt.float32)
+    result = net.evaluator(back.get_output(0)).run({})["out0"]
+    expected = float8_rounded(values, 0.5 if swapped else 0.25)
+    (assert_caught if swapped else assert_same)(result, expected)
+
+
+def test_float8_is_refused_for_a_capability_without_it(tmp_path: Path) -> None:
+    for sm, given in ((None, "none, which is a plan for SM 80 and later"), ("80,89", "80, 89")):
+        options = {} if sm is None else {"sm": sm}
+        with pytest.raises(InputError, match=f"sm must be 89 and later with quantize='fp8', .* got {given}; pass"):
+            export(engine_model("llama", **SIZES), "tensorrt", 64, tmp_path / "out", quantize="fp8", **options)
 
 
 def test_pairs_of_integers_come_back() -> None:

@@ -157,6 +157,8 @@ def _callers_constant(layer: NetworkLayer, weights: Any) -> torch.Tensor:
         )
     if weights.dtype.name == "INT4":
         tensor = unpacked(tensor)
+    if weights.dtype.name == "FP8" and tensor.dtype == torch.uint8:
+        tensor = tensor.view(torch.float8_e4m3fn)
     if weights.size != tensor.numel():
         raise layer.wrong(f"has {weights.size} values, `constants` has {tensor.numel()} for it")
     return tensor.detach().clone()
@@ -235,17 +237,19 @@ def dequantize(layer: NetworkLayer) -> Compute:
 
 @layer_kind("QUANTIZE", "IQuantizeLayer", honours=("axis", "to_type", "block_shape"), inputs=(2, 3), same_dtype=(0, 1))
 def quantize(layer: NetworkLayer) -> Compute:
-    """Evaluate QUANTIZE: values divided by their scale, rounded half to even, and clamped to the integers' range."""
-    if layer["to_type"] != "INT8":
+    """Evaluate QUANTIZE: values divided by their scale, clamped to the result's range, and rounded half to even."""
+    if layer["to_type"] not in ("INT8", "FP8"):
         raise layer.unsupported(f"has to_type {layer['to_type']}")
-    limits = torch.iinfo(torch.int8)
+    dtype = torch_dtype(layer["to_type"])
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     spread = _spread(layer)
 
     def compute(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None) -> torch.Tensor:
         if zero_point is not None and bool(zero_point.any()):
             raise layer.wrong("has zero points other than zero, which TensorRT does not support")
         scaled = x.float() / spread(scale, x).float()
-        return scaled.round().clamp(limits.min, limits.max).to(torch.int8)
+        rounded = scaled if dtype.is_floating_point else scaled.round()
+        return rounded.clamp(limits.min, limits.max).to(dtype)
 
     return compute
 

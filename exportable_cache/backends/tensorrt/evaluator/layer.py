@@ -25,6 +25,7 @@ _TORCH = {
     # Unpacked, because torch has no arithmetic of 4-bit integers.
     "INT4": torch.int8,
     "UINT8": torch.uint8,
+    "FP8": torch.float8_e4m3fn,
     "BOOL": torch.bool,
 }
 
