@@ -33,5 +33,7 @@ def test_every_room_has_its_place_in_the_contract() -> None:
 
 
 def test_there_are_few_entries_at_the_top() -> None:
-    entries = sorted(path.name for path in PACKAGE.iterdir() if not path.name.startswith(("__pycache__", ".")))
+    entries = sorted(
+        path.name for path in PACKAGE.iterdir() if not path.name.startswith(("__pycache__", ".", "py.typed"))
+    )
     assert len(entries) <= MOST_ENTRIES, entries
