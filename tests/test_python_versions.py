@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.project
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("exportable_cache", "runners", "benchmarks", "export_scripts", "tests")
+FOLDERS = ("exportable_cache", "plugins", "runners", "benchmarks", "export_scripts", "tests")
 OLDEST = int(re.search(r'requires-python = ">=3\.(\d+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[1])
 #: Names by the version of Python that brought them (What's New of each release). "*" is a whole module.
 SINCE = {

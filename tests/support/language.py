@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 # Everything that people outside read. Tests follow the rules too, but are not checked.
-CHECKED = ("exportable_cache", "runners", "kernels", "export_scripts", "benchmarks", "docs", "README.md",
+CHECKED = ("exportable_cache", "plugins", "runners", "kernels", "export_scripts", "benchmarks", "docs", "README.md",
            "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")  # fmt: skip
 # Generated tables, and reports in the words of the projects they go to.
 LEFT_OUT = ("docs/architectures.md", "docs/media.md", "docs/upstream", "benchmarks/results", "build")
