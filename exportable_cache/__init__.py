@@ -13,6 +13,10 @@ from .common.version import __version__
 
 _EXPORTS = {
     "ExportableCache": "exportable_cache.models.cache_factory",
+    "ExportableModelForCausalLM": "exportable_cache.pipeline.pretrained",
+    "ExportableModelForImageTextToText": "exportable_cache.pipeline.pretrained",
+    "ExportableModelForSeq2SeqLM": "exportable_cache.pipeline.pretrained",
+    "ExportableModelForSpeechSeq2Seq": "exportable_cache.pipeline.pretrained",
     "Session": "exportable_cache.session.session",
     "export": "exportable_cache.pipeline.export",
     "load": "exportable_cache.session.session",
@@ -28,6 +32,10 @@ if "torch" not in sys.modules:
 if TYPE_CHECKING:
     from .models.cache_factory import ExportableCache as ExportableCache
     from .pipeline.export import export as export
+    from .pipeline.pretrained import ExportableModelForCausalLM as ExportableModelForCausalLM
+    from .pipeline.pretrained import ExportableModelForImageTextToText as ExportableModelForImageTextToText
+    from .pipeline.pretrained import ExportableModelForSeq2SeqLM as ExportableModelForSeq2SeqLM
+    from .pipeline.pretrained import ExportableModelForSpeechSeq2Seq as ExportableModelForSpeechSeq2Seq
     from .session.session import Session as Session
     from .session.session import load as load
 

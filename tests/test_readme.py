@@ -21,6 +21,7 @@ from unittest import mock
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from exportable_cache import export, load
 from exportable_cache.backends import TARGETS, backend_for
@@ -28,6 +29,7 @@ from exportable_cache.cli.app import app
 from exportable_cache.demo import demo_path
 from exportable_cache.errors import InputError, MissingDependencyError
 
+from .support.hub import Hub
 from .support.models import tiny_model
 from .support.readme import bare
 
@@ -92,6 +94,32 @@ def test_its_example_runs(tmp_path: Path) -> None:
         assert old in code
         code = code.replace(old, new)
     assert len(bare("-c", code, cwd=tmp_path).stdout.splitlines()) == 2
+
+
+# -- from a fine-tune to a phone ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_a_fine_tune_becomes_a_bundle_on_the_hub(hub: Hub, tmp_path: Path) -> None:
+    """The page's training and commands, in its order; `package` needs a program that was built for the device."""
+    for package in ("peft", "executorch", "torchao"):
+        pytest.importorskip(package)
+    page = ROOT / "docs" / "guides" / "fine-tune.md"
+    (code,), (printed,) = blocks(page, "python"), blocks(page, "text")
+    exec(compile(code, page.name, "exec"), {})
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    ran, stdout = [], {}
+    for words in shell_commands(page):
+        if words[0] == "exportable-cache" and words[1] != "package":
+            result = CliRunner().invoke(app, words[1:])
+            assert result.exit_code == 0, (words, result.stderr)
+            ran.append(words[1])
+            stdout[words[1]] = result.stdout
+    assert ran == ["export", "inspect", "generate", "verify", "upload"]
+    assert stdout["generate"] == printed
+    asked = ["generate", "demo", "--no-compile", "--greedy", "--max-new-tokens", "6", "--prompt", "the hungry"]
+    assert CliRunner().invoke(app, asked).stdout != printed
+    assert "executorch/manifest.json" in hub.repositories["user/tuned"].files
 
 
 # -- every document --------------------------------------------------------------------------------------------------
@@ -164,7 +192,9 @@ def test_python_blocks_of_live_models_run(tmp_path: Path) -> None:
         f"{path.stem} {index}": code
         for path in pages
         for index, code in enumerate(blocks(path, "python"))
-        if not re.search(r"\bexport\(|artifacts/|compile=True\)|compile=True, |NotImplementedError", code)
+        if not re.search(
+            r"\bexport\(|artifacts/|compile=True\)|compile=True, |NotImplementedError|peft|pipeline\(", code
+        )
     }
     assert {"add-a-layer 0", "batch 2", "parallel 0", "prefixes 0", "pytree 0", "speculate 0"} <= set(found)
     script = tmp_path / "run.py"

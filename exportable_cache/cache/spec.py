@@ -62,6 +62,10 @@ class Sinks:
         return cls(tokens, window)
 
 
+#: Default of `max_cache_len` for models that run in this process, where they have at least as many positions.
+CACHE_LEN = 4096
+
+
 @dataclass(frozen=True)
 class CacheSpec:
     """Options of a cache: `CacheSpec(1024, batch_size=2)` holds 1024 tokens in each of two rows.

@@ -56,7 +56,9 @@ def inspect(
         return
     with terminal.progress(f"reading {folder}") as progress:
         from ..bundle.bundle import MANIFEST_FILE, Bundle
+        from ..bundle.hub import HubChoice, bundle_of
 
+        folder = bundle_of(folder, HubChoice(), progress)
         # Without the check of versions, because inspect shows which versions a bundle needs.
         bundle = Bundle.open(folder, check_versions=False, key=key, progress=progress)
     if max_cache_len is not None:

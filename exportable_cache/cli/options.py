@@ -192,7 +192,7 @@ BundleOrDemoArgument = Annotated[
     str,
     typer.Argument(
         metavar="DIR|demo",
-        help="Folder of a bundle, or `demo`.",
+        help="Folder of a bundle, its id on the hub, or `demo`.",
         autocompletion=_complete_bundles_and_demo,
     ),
 ]

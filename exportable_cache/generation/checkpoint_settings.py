@@ -58,6 +58,7 @@ class CheckpointSettings:
             ask for it by `generation_config`. The repetition penalty is not part of it.
         unheeded: Values of the settings that change which tokens transformers gives, and that are not followed here.
         unknown: Names of the settings that are not in transformers' `GenerationConfig`.
+        processors: Further logits processors of a call, which run after the rules.
     """
 
     ends: tuple[int, ...] = ()
@@ -70,6 +71,7 @@ class CheckpointSettings:
     sampling: SamplingOptions = SamplingOptions()
     unheeded: Mapping[str, Any] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
+    processors: tuple[Callable[..., torch.Tensor], ...] = ()
 
     @classmethod
     def read(
@@ -111,7 +113,8 @@ class CheckpointSettings:
         }
         return cls(
             ends,
-            **limits,
+            limits["max_new_tokens"],
+            limits["max_length"],
             repetition_penalty=rules.pop("repetition_penalty", None),
             rules=rules,
             renormalizes=getattr(config, "renormalize_logits", None) is True,
@@ -158,7 +161,7 @@ class CheckpointSettings:
         Raises:
             InputError: If transformers refuses a value.
         """
-        if not self.rules:
+        if not self.rules and not self.processors:
             return None
         rules = dict(self.rules)
         if repetition_penalty not in (None, 1):
@@ -179,6 +182,7 @@ class CheckpointSettings:
                     ) from error
                 if made is not None:
                     processors.append(made)
+        processors.extend(self.processors)
         if self.renormalizes:
             processors.append(LogitNormalization())
         return processors

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from ..cache.spec import CACHE_LEN
 from ..errors import InputError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -196,6 +197,11 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     config = config.get_text_config(decoder=True)
     found = (getattr(config, name, None) for name in _LIMITS)
     return next((limit for limit in found if isinstance(limit, int) and limit > 0), None)
+
+
+def default_cache_len(config: PreTrainedConfig, most: int = CACHE_LEN) -> int:
+    """Return the length of a cache where none is given: `most`, or the model's positions if it has fewer."""
+    return min(most, position_limit(config) or most)
 
 
 def check_positions(model: PreTrainedModel, max_length: int | None) -> None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..backends.live.compile import CompileOptions
 from ..backends.live.runner import ModuleRunner
 from ..errors import InputError
-from ..models.cache_factory import ExportableCache
+from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ..models.joined_linears import end_outdated_groups
 from ..models.layers.specs import check_layers, vocab_size_of
-from ..models.positions import check_positions, rope_rule
+from ..models.positions import check_positions, default_cache_len, rope_rule
 from ..models.weights import fingerprint
 from ..parallel.split import is_split
 from ..program.decoders import length_buckets
@@ -93,6 +93,31 @@ def live_session(
         placeholders={modality.method.name: modality.token_id for modality in modalities},
         steps_per_launch=options.steps_per_launch,
     )
+
+
+#: Tokens that a draft proposes by default.
+_PROPOSED = 8
+
+
+def new_cache(model: PreTrainedModel, max_cache_len: int | None) -> ExportableCache:
+    """Allocate the cache of a session for one row, whose rings can take back the tokens of a draft.
+
+    Args:
+        model: The model.
+        max_cache_len: Tokens that full-attention layers hold; None for `default_cache_len`.
+    """
+    length = default_cache_len(model.config) if max_cache_len is None else max_cache_len
+    return ExportableCache.from_model(model, length, rollback_slots=_PROPOSED - 1)
+
+
+def scored_by_drafts(cache: ExportableCache) -> int:
+    """Return the tokens that a step with a draft scores; 0 if no draft is possible over the cache."""
+    if cache.batch_size != 1 or isinstance(cache, ExportableEncoderDecoderCache) or cache.ranks is not None:
+        return 0
+    far = 2**40
+    taken_back = min((layer.max_rollback(far, far) for layer in cache.layers), default=0)
+    length = min(_PROPOSED + 1, taken_back + 1, cache.max_length or far)
+    return length if length > 1 else 0
 
 
 def changing_rope(model: PreTrainedModel, cache: ExportableCache) -> RopeRule | None:

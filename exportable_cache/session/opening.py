@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..cache.spec import CacheSpec
+from ..cache.spec import CACHE_LEN, CacheSpec
 from ..common.progress import silent
 from ..common.settings import check_settings, same_setting, setting
 from ..errors import InputError
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from ..common.progress import Progress
     from ..models.loading.loading import LoadedModel
     from .session import Session
-
-#: Default of `ModelOptions.max_cache_len`, for models with at least as many positions.
-CACHE_LEN = 4096
 
 
 @dataclass(frozen=True)
@@ -105,6 +102,7 @@ def open_model(
     from ..common.devices import check_fits, chosen_device, memory_errors
     from ..models.cache_factory import ExportableCache
     from ..models.loading.loading import load_model
+    from ..models.positions import default_cache_len
     from .session import Session
 
     # Checked before the weights are read, which takes long.
@@ -113,7 +111,7 @@ def open_model(
     loaded = load_model(name, options.dtype, progress=progress)
     model = loaded.model
     spec = CacheSpec(
-        options.max_cache_len or _default_length(model), kv_dtype=options.kv_dtype, rollback_slots=use.lookup
+        options.max_cache_len or default_cache_len(model.config), kv_dtype=options.kv_dtype, rollback_slots=use.lookup
     )
     progress(f"allocating the cache on {device}", 0, None)
     if device.type != "cpu":
@@ -172,13 +170,6 @@ def _needed(model: PreTrainedModel, spec: CacheSpec) -> dict[str, int]:
     except (InputError, UnsupportedModelError):  # an encoder-decoder, or sizes that only the model's code knows
         pass
     return needed
-
-
-def _default_length(model: PreTrainedModel) -> int:
-    """Return `CACHE_LEN`, or the number of the model's positions if it has fewer."""
-    from ..models.positions import position_limit
-
-    return min(CACHE_LEN, position_limit(model.config) or CACHE_LEN)
 
 
 def _graph_folder() -> Path | None:

@@ -37,7 +37,7 @@ from .state import SequenceState
 from .stepper import ProgramStepper
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from ..backends.base import Runner
     from ..bundle.bundle import Bundle
@@ -86,6 +86,8 @@ class Session:
     """
 
     _cache: ExportableCache | None = None
+    _scores_by_default = False
+    _processor: Callable[[], ProcessorMixin] | None = None
 
     def __init__(
         self,
@@ -131,6 +133,15 @@ class Session:
     @tokenizer.setter
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.text_tokenizer = tokenizer
+
+    @property
+    def processor(self) -> ProcessorMixin | None:
+        """Processor of images or audio; that of a bundle is made on first use. None if the model came without one."""
+        return None if self._processor is None else self._processor()
+
+    @processor.setter
+    def processor(self, processor: ProcessorMixin | None) -> None:
+        self._processor = None if processor is None else lambda: processor
 
     @property
     def runner(self) -> Runner:
@@ -441,13 +452,14 @@ class Session:
     def from_model(
         cls,
         model: PreTrainedModel,
-        cache: ExportableCache,
+        cache: ExportableCache | None = None,
         *,
+        max_cache_len: int | None = None,
         compile: bool | Literal["background", "wait"] = False,
         mode: str | None = None,
         prefill_chunk: int | None = None,
         buckets: bool | Sequence[int] = True,
-        score_length: int = 0,
+        score_length: int | None = None,
         steps_per_launch: int = 1,
         modalities: Sequence[str] | Mapping[str, Any] = (),
         image_size: int | Sequence[int] | None = None,
@@ -463,7 +475,9 @@ class Session:
 
         Args:
             model: A causal LM of transformers in eval mode.
-            cache: A cache allocated for it.
+            cache: A cache allocated for it; None to allocate one for a single row.
+            max_cache_len: Tokens that this cache holds, 4096 or the model's positions by default. Its rings can take
+                back the tokens of a draft.
             compile: Run through torch.compile, one graph per method. With True, a subprocess compiles while steps run
                 uncompiled over the same cache; if that is not possible (on MPS, with a `mode`, on a GPU with little
                 memory left, or for a model that cannot be sent to a process), each method is compiled on first use.
@@ -473,7 +487,8 @@ class Session:
             prefill_chunk: Longest chunk of a prompt, see `methods.methods_for`.
             buckets: Read lengths that have methods of their own, so that a step reads the filled part of the cache
                 instead of all of it. True for powers of two, see `methods.length_buckets`; False for none.
-            score_length: Most tokens that `score` takes, as speculative decoding needs it; 0 for no such method.
+            score_length: Most tokens that `score` takes, as speculative decoding needs it; 0 for no such method, which
+                is the default with a cache. Without one, drafts work by default, if the cache can take tokens back.
             steps_per_launch: Number of decode steps that `generate` runs at once. Each chooses the tokens of the next
                 inside the graph: the same tokens, with less overhead per step. Tokens after a stop are taken back.
                 Each decode method gets a second graph, that many times as large. Drafts do not need it.
@@ -493,19 +508,24 @@ class Session:
         """
         from ..backends.live.compile import CompileOptions
         from ..program.lengths import needs_equal_rows
-        from .live import LiveOptions, changing_rope, live_session
+        from .live import LiveOptions, changing_rope, live_session, new_cache, scored_by_drafts
 
+        plans_drafts = cache is None and score_length is None
+        if cache is None:
+            cache = new_cache(model, max_cache_len)
+        elif max_cache_len is not None:
+            raise InputError(f"max_cache_len must be left out with a cache, got {max_cache_len}; pass one of them")
         options = LiveOptions(
             CompileOptions(compile, mode, graph_cache, graph_cache_mb, progress),
             prefill_chunk=prefill_chunk,
             buckets=buckets,
-            score_length=score_length,
+            score_length=scored_by_drafts(cache) if plans_drafts else score_length or 0,
             steps_per_launch=steps_per_launch,
             modalities=modalities,
             image_size=image_size,
         )
         session = live_session(cls, model, cache, options, tokenizer)
-        session._cache = cache
+        session._cache, session._scores_by_default = cache, plans_drafts
         session.use_ranks(cache.ranks, cache.parts_of_heads)
         session.stepper.rope = changing_rope(model, cache)
         # A copy, because the session owns its lengths and the cache writes its own.
@@ -546,12 +566,15 @@ class Session:
             session.stepper.rope = manifest.program.rope.described()
             session.stepper.move_to(session.stepper.state)
         session.stepper.logits_size = manifest.logits_size or manifest.vocab_size
+        if bundle.has_processor:
+            session._processor = functools.cache(bundle.processor)
         return session
 
     def warm_up(self, progress: Progress = silent) -> None:
         """Run every method, so that no later step waits for a compilation, and reset.
 
-        The graph that applies the repetition penalty is still compiled on first use.
+        The graph that applies the repetition penalty is still compiled on first use, and so are those that score drafts
+        if `score_length` was not given.
 
         Args:
             progress: Receives each method.
@@ -563,7 +586,7 @@ class Session:
             raise InputError(
                 f"warm_up overwrites the cache, which holds {self.length.tolist()} tokens; call it first, or reset()"
             )
-        methods = list(self.runner.methods.values())
+        methods = [one for one in self.runner.methods.values() if not (self._scores_by_default and one.only_scores)]
         with self.runner.waiting() if isinstance(self.runner, WaitsForGraphs) else nullcontext():
             self._run_all(methods, progress)
         self.reset()

@@ -21,6 +21,8 @@ def test_a_bundle_is_uploaded_and_run_by_its_id(hub: Hub, run: Any, server_bundl
     here, there = (run("generate", name, "-p", PROMPT, "--max-new-tokens", 4) for name in (server_bundle, "user/tiny"))
     assert there.exit_code == 0, there.stderr
     assert there.stdout == here.stdout
+    shown = run("inspect", "user/tiny")
+    assert shown.exit_code == 0 and "all checksums match" in shown.stdout, shown.stderr
     refused = run("generate", server_bundle, "-p", PROMPT, "--revision", "main")
     assert refused.exit_code == 2 and "revision must be left out for the path" in refused.stderr
 

@@ -12,12 +12,13 @@ import torch
 from typer.testing import CliRunner
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.cache.spec import CACHE_LEN
 from exportable_cache.cli.app import COMMANDS, app
 from exportable_cache.cli.runtime import names_model
 from exportable_cache.common import devices
 from exportable_cache.errors import DeviceMemoryError, InputError
 from exportable_cache.models.loading.loading import load_model
-from exportable_cache.session.opening import CACHE_LEN, ModelOptions, Use, _can_compile, open_model
+from exportable_cache.session.opening import ModelOptions, Use, _can_compile, open_model
 
 from ..support.models import tiny_model
 from ..support.seq2seq import tiny_seq2seq

@@ -55,6 +55,21 @@ def plain(model: Any, prompt: torch.Tensor, count: int | None) -> list[int]:
     return list(session_of(model).generate(prompt, count))
 
 
+def test_a_session_with_a_cache_of_its_own_takes_drafts() -> None:
+    """Rings, too: nothing is planned for them."""
+    model = tiny_model("gemma3_text")
+    ids = tokens(30)
+    session = Session.from_model(model, max_cache_len=64)
+    assert session.max_length == 64 and session.score_length == 9
+    drafted = list(session.generate(ids, 20, draft=PromptLookup(max_tokens=8)))
+    session.reset()
+    assert drafted == list(session.generate(ids, 20))
+    with pytest.raises(InputError, match="max_cache_len must be left out with a cache, got 8"):
+        Session.from_model(model, session.cache, max_cache_len=8)
+    assert Session.from_model(model, max_cache_len=8).score_length == 8
+    assert Session.from_model(tiny_model("mamba"), max_cache_len=8).score_length == 0
+
+
 @pytest.mark.parametrize("wrong", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("length", [3, 8, 20])
 def test_greedy_tokens_are_those_of_plain_decoding(model: Any, length: int, wrong: int) -> None:
