@@ -20,16 +20,20 @@ from transformers import (
 )
 
 from exportable_cache import (
+    ExportableCache,
     ExportableModelForCausalLM,
     ExportableModelForImageTextToText,
     ExportableModelForSeq2SeqLM,
+    ExportableModelForSpeechSeq2Seq,
+    Session,
     load,
 )
 from exportable_cache.demo import demo_path
 from exportable_cache.errors import CacheFullError, InputError, UnsupportedModelError
 
 from .support.hub import Hub
-from .support.seq2seq import tiny_seq2seq
+from .support.multimodal import FAMILIES, prompt, tiny_multimodal
+from .support.seq2seq import encoder_inputs, tiny_seq2seq
 
 PROMPTS = ["the code of amber is 4821. amber?", "it took about 12 days."]
 LENGTH = 96
@@ -221,6 +225,28 @@ def test_encoder_decoders(tmp_path: Path) -> None:
     assert torch.equal(ours.generate(**inputs), theirs.generate(**inputs, use_cache=False))
     with pytest.raises(UnsupportedModelError, match="is for models that take text, .* use ExportableModelForSeq2SeqLM"):
         ExportableModelForCausalLM(ours.session, ours.config)
+
+
+def test_audio_for_an_encoder() -> None:
+    theirs = tiny_seq2seq("moonshine")
+    inputs = encoder_inputs(theirs, 2000, batch_size=2)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = theirs.generate(**inputs, **options, use_cache=False)
+    session = Session.from_model(theirs, ExportableCache.from_model(theirs, 32, max_encoder_len=2000))
+    assert torch.equal(ExportableModelForSpeechSeq2Seq(session, theirs.config).generate(**inputs, **options), expected)
+
+
+def test_images_and_text() -> None:
+    theirs = tiny_multimodal("llava")
+    inputs = prompt(theirs, 1, 14, FAMILIES["llava"][1], seed=1, start=2)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    expected = theirs.generate(**inputs, **options)
+    session = Session.from_model(theirs, max_cache_len=64, modalities=["image"])
+    ours = ExportableModelForImageTextToText(session, theirs.config)
+    assert torch.equal(ours.generate(**inputs, **options), expected)
+    both = {name: torch.cat([value, value]) for name, value in inputs.items()}
+    with pytest.raises(InputError, match="pixel_values needs one prompt per row of the session, 1, got 2"):
+        ours.generate(**both, **options)
 
 
 REFUSED = {

@@ -606,7 +606,7 @@ def _takes(session: Session) -> tuple[str, ...]:
     """Return the classes' words for what a session takes."""
     encoder = session.stages.encoder
     if encoder is None:
-        return ("text", "images and text") if session.placeholders else ("text",)
+        return ("text", "images and text") if "encode_image" in session.runner.methods else ("text",)
     name = encoder.method.inputs[0].name
     if name == "pixel_values":
         return ("images and text",)

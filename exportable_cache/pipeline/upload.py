@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..backends import TARGETS, backend_for
 from ..bundle.bundle import MANIFEST_FILE, Bundle, Manifest
 from ..bundle.hub import api_of, check_repository
 from ..bundle.signing import SIGNATURE_FILE, signer
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _CARD = "README.md"
 #: Lines around the part of a card that an upload replaces; text outside stays.
 _BEGIN, _END = "<!-- begin: made by exportable_cache -->", "<!-- end: made by exportable_cache -->"
+_SPEECH, _IMAGES = "automatic-speech-recognition", "image-text-to-text"
+_RUNTIMES = {"native": "the native runner", "torch": "torch's runtime"}
 _PACKAGES = ("exportable-cache", "torch", "transformers", "executorch", "torch-tensorrt")
 
 
@@ -158,26 +161,32 @@ def _front_matter(bundles: Mapping[str, Uploaded]) -> str:
     source = manifests[0].source
     data = ModelCardData(
         library_name="exportable_cache",
-        pipeline_tag="text-generation",
+        pipeline_tag=_task(manifests[0]),
         tags=["exportable_cache", *bundles, *sorted({one.model_type for one in manifests})],
         base_model=source if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else None,
+        base_model_relation="quantized" if manifests[0].quantization else None,
     )
     return data.to_yaml() + "\n"
 
 
 def _description(repository: str, bundles: Mapping[str, Uploaded]) -> str:
     manifests = {target: one.manifest for target, one in bundles.items()}
-    first, one_of = next(iter(manifests.values())), f", target={next(iter(bundles))!r}" if len(bundles) > 1 else ""
-    flag = f" --from-target {next(iter(bundles))}" if one_of else ""
+    target, first = next(iter(manifests.items()))
+    trusted = bool(backend_for(target).machine_code) if target in TARGETS else False
+    given = f"{f', target={target!r}' if len(bundles) > 1 else ''}{', trust=True' if trusted else ''}"
+    flags = f"{f' --from-target {target}' if len(bundles) > 1 else ''}{' --trust' if trusted else ''}"
+    flags += {_SPEECH: " --audio speech.wav", _IMAGES: " --image photo.png"}.get(_task(first), "")
     lines = [
         f"{_code(first.architecture)} from {_code(first.source)} with its static KV cache, by exportable_cache.",
         "",
         "```python",
-        f"from exportable_cache import load; print(load({repository!r}{one_of}).generate_text('Once upon a time'))",
+        f"from exportable_cache import load; print(load({repository!r}{given}).generate_text('Once upon a time'))"
+        if _task(first) != _SPEECH
+        else f"from exportable_cache import load; session = load({repository!r}{given})",
         "```",
         "",
         "```sh",
-        f"exportable-cache generate {repository}{flag} --prompt 'Once upon a time'",
+        f"exportable-cache generate {repository}{flags} --prompt 'Once upon a time'",
         "```",
         "",
         "| target | recipe | weights | files | cache | tokens | batch |",
@@ -198,6 +207,18 @@ def _description(repository: str, bundles: Mapping[str, Uploaded]) -> str:
         *(f"- {target}: {_text(remark)}" for target, one in manifests.items() for remark in one.remarks),
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _task(manifest: Manifest) -> str:
+    """Return the hub's name for what the model does."""
+    methods = manifest.program.methods
+    if "encode" in methods:
+        return (
+            _SPEECH
+            if methods["encode"].inputs[0].name in ("input_features", "input_values")
+            else "text2text-generation"
+        )
+    return _IMAGES if "encode_image" in methods else "text-generation"
 
 
 def _sizes(manifest: Manifest) -> list[str]:
@@ -228,9 +249,7 @@ def _verified(manifest: Manifest) -> list[str]:
         f"{report.max_difference:.1e}",
         f"{report.tolerance:.1e}",
         "" if distance is None else f"{distance:.1e}",
-        _text(
-            report.remark or {"native": "the native runner", "torch": "torch's runtime"}.get(report.runtime, "export")
-        ),
+        _text(report.remark or _RUNTIMES.get(report.runtime, "its runtime, at export")),
     ]
 
 

@@ -115,11 +115,21 @@ def test_the_card_lists_the_other_targets(hub: Hub, original: Path) -> None:
     assert f"load('{NAME}', target='fake')" in content
 
 
+def test_the_card_says_what_to_run(original: Path) -> None:
+    """Machine code needs the reader's trust."""
+    manifest = Manifest.read(original).model_copy(update={"source": "org/model", "target": "aoti"})
+    card = ModelCard(updated_card("", NAME, {"aoti": Uploaded(manifest, "SHA256:key")}))
+    assert card.data.base_model == "org/model"
+    assert f"load('{NAME}', trust=True)" in card.content and f"generate {NAME} --trust --prompt" in card.content
+    assert "`SHA256:key`" in card.content
+
+
 def test_names_in_a_manifest_do_not_break_the_card(hub: Hub, original: Path) -> None:
     manifest = Manifest.read(original)
     odd = manifest.model_copy(update={"source": "a`|\n---\nb: c", "remarks": ["<script> | [x](y)"]})
     card = ModelCard(updated_card("", NAME, {"fake": Uploaded(odd)}))
     assert "b" not in card.data.to_dict()
+    assert card.data.pipeline_tag == "text-generation" and card.data.base_model is None
     assert "<script>" not in card.content.replace("\\<script\\>", "")
 
 

@@ -56,7 +56,7 @@ def prompt_inputs(
     """
     images, audio = files.get(IMAGE, ()), files.get(AUDIO, ())
     options = {"sampling_rate": processor.feature_extractor.sampling_rate} if audio else {}
-    items = {
+    items: dict[str, Sequence[Any]] = {
         IMAGE: [read_image(path, _size(processor, methods)) for path in images],
         AUDIO: [read_audio(path, **options) for path in audio],
     }
