@@ -1,11 +1,16 @@
-"""Choice of the next token with numpy, for runners without torch.
+"""Choice of the next token with numpy, and its proposals, for runners without torch.
 
 The rules are those of `sampling.choose`; the random numbers differ.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+
+#: Length of the n-gram that prompt lookup searches for; shorter ones are tried next.
+NGRAM = 3
 
 
 def penalised(logits: np.ndarray, seen: np.ndarray, penalty: float) -> np.ndarray:
@@ -81,3 +86,14 @@ def _most_probable(scores: np.ndarray, count: int | None) -> np.ndarray:
     least = np.partition(scores, len(scores) - count)[len(scores) - count]
     above, equal = np.flatnonzero(scores > least), np.flatnonzero(scores == least)
     return np.sort(np.concatenate([above, equal[: count - len(above)]]))
+
+
+def look_up(context: Sequence[int], count: int, ngram: int = NGRAM) -> list[int]:
+    """Return at most `count` tokens that followed the text's end where it last occurred before; see `PromptLookup`."""
+    context = list(context)
+    for size in range(min(ngram, len(context) - 1), 0, -1):
+        end = context[-size:]
+        for start in range(len(context) - size - 1, -1, -1):
+            if context[start : start + size] == end:
+                return context[start + size : start + size + count]
+    return []

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ..errors import InputError
+from .host_sampling import NGRAM, look_up
 from .loop import Chosen, Ending
 from .sampling import Sampler
 
@@ -67,7 +68,7 @@ class PromptLookup:
     """
 
     max_tokens: int = 8
-    ngram: int = 3
+    ngram: int = NGRAM
 
     def __post_init__(self) -> None:
         for name, value in (("max_tokens", self.max_tokens), ("ngram", self.ngram)):
@@ -76,14 +77,7 @@ class PromptLookup:
 
     def propose(self, context: Sequence[int], count: int, sampling: Sampling) -> Proposal:
         """Propose tokens, see `Draft.propose`."""
-        context = list(context)
-        for size in range(min(self.ngram, len(context) - 1), 0, -1):
-            end = context[-size:]
-            # The latest occurrence that is followed by a token.
-            for start in range(len(context) - size - 1, -1, -1):
-                if context[start : start + size] == end:
-                    return Proposal(context[start + size : start + size + count])
-        return Proposal([])
+        return Proposal(look_up(context, count, self.ngram))
 
 
 class DraftModel:

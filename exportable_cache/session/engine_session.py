@@ -13,25 +13,29 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from exportable_cache_runner import Options, Statistics, Stop
 
 from ..errors import InputError, NonFiniteLogitsError
-from ..generation.host_sampling import distribution, draw, log_probabilities, most_probable, penalised
+from ..generation.host_sampling import distribution, draw, log_probabilities, look_up, most_probable, penalised
 from .checks import check_room
 
 if TYPE_CHECKING:
     from ..generation.checkpoint_settings import CheckpointSettings
 
 
+#: A length that no session reaches, for the limits that hold everywhere.
+_FAR = 1 << 40
+
+
 class Engines(Protocol):
     """Steps of one row, see `CudaEngines`."""
 
     def run(self, method: str, tokens: Sequence[int], position: int) -> np.ndarray:
-        """Run a step and return its logits, float32 [vocab]."""
+        """Run a step and return its logits, float32 [rows, vocab]: of the last token, or of several."""
 
     def close(self) -> None:
         """Release the memory."""
@@ -87,13 +91,21 @@ class CacheLimits:
         return max(0, min([length, *(length - position for position in oldest)]))
 
 
+class Step(NamedTuple):
+    """A method of the program: fewest and most tokens, and the most of them that get logits, 0 for the last one."""
+
+    least: int
+    most: int
+    scored: int = 0
+
+
 @dataclass
 class EngineSession:
     """One sequence over engines. It is used by one thread at a time, except for `cancel`.
 
     Attributes:
         engines: The engines.
-        methods: Fewest and most tokens of each step, by name.
+        methods: The methods by name.
         vocab_size: Token ids run from 0 to vocab_size - 1.
         limits: Limits of the cache.
         settings: Settings of the checkpoint; it has no rules besides a repetition penalty.
@@ -101,7 +113,7 @@ class EngineSession:
     """
 
     engines: Engines
-    methods: Mapping[str, tuple[int, int]]
+    methods: Mapping[str, Step]
     vocab_size: int
     limits: CacheLimits
     settings: CheckpointSettings
@@ -121,7 +133,7 @@ class EngineSession:
         self._check_tokens(tokens)
         check_room(self.length, self.max_length, len(tokens))
         with self._alone():
-            return array("f", self._feed(tokens).tobytes())
+            return array("f", self._feed(tokens)[-1].tobytes())
 
     def rewind(self, tokens: int) -> None:
         """Roll back the newest tokens.
@@ -177,26 +189,56 @@ class EngineSession:
         if options.cached_tokens:
             self._rewind(self.length - options.cached_tokens)
         tokens: list[int] = []
-        logits = self._feed(prompt[options.cached_tokens :], may_stop=True)
+        logits = self._feed(prompt[options.cached_tokens :], may_stop=True)[-1:]
+        proposal: list[int] = []
+        proposed = accepted = 0
         if self._cancelled.is_set():
             stop = Stop.CANCELLED
         while stop is None:
-            token = chooser.choose(logits, prompt + tokens, self.length)
-            if not tokens:
-                first = time.perf_counter()
-            tokens.append(token)
-            stop = self._stop_after(tokens, options, on_token, limit)
-            if stop is None and not chooser.ask(tokens):
-                stop = Stop.WHOLE
+            used, end = 0, self.length
+            try:
+                # The logits are those of the newest token and of each proposed one after it.
+                while stop is None and used <= len(proposal):
+                    token = chooser.choose(logits[used], prompt + tokens, end - len(proposal) + used)
+                    used += 1
+                    if not tokens:
+                        first = time.perf_counter()
+                    tokens.append(token)
+                    stop = self._stop_after(tokens, options, on_token, limit)
+                    if stop is None and not chooser.ask(tokens):
+                        stop = Stop.WHOLE
+                    # A token that differs from the proposed one invalidates the proposals after it.
+                    if used <= len(proposal) and token != proposal[used - 1]:
+                        break
+            finally:
+                # The newest token is not fed, and rejected proposals are rolled back.
+                self.length = end - len(proposal) + max(used - 1, 0)
+            accepted += used - 1
             if stop is None and self.length == self.max_length:
                 stop = Stop.CACHE_FULL
             if stop is None and self._cancelled.is_set():
                 stop = Stop.CANCELLED
             if stop is None:
-                logits = self._feed([token])
+                proposal = self._propose(prompt + tokens, options, None if limit is None else limit - len(tokens))
+                proposed += len(proposal)
+                logits = self._feed([tokens[-1], *proposal], scores=True)
         decoding = time.perf_counter() - first
         fed = len(prompt) - options.cached_tokens
-        return tokens, Statistics(fed, len(tokens), first - start, decoding, 0, 0, stop)
+        return tokens, Statistics(fed, len(tokens), first - start, decoding, proposed, accepted, stop)
+
+    def _propose(self, context: list[int], options: Options, room: int | None) -> list[int]:
+        """Return the tokens that followed the text's end before, fewer than the `room` tokens that are still wanted."""
+        count = min(options.prompt_lookup, self._most_scored - 1)
+        if room is not None:
+            # The last one is not fed.
+            count = min(count, room - 1)
+        if self.max_length is not None:
+            count = min(count, self.max_length - self.length - 1)
+        return look_up(context, count) if count > 0 else []
+
+    @property
+    def _most_scored(self) -> int:
+        return max(step.scored for step in self.methods.values())
 
     def _stop_after(
         self, tokens: list[int], options: Options, on_token: Callable[[int], object] | None, limit: int | None
@@ -216,23 +258,44 @@ class EngineSession:
                 f"cached_tokens must be from 0 to {max(0, min(self.length, len(prompt) - 1))}, because the cache holds "
                 f"{self.length} tokens and the last one of the prompt is always fed, got {cached}; pass 0"
             )
-        if options.prompt_lookup:
-            raise InputError(
-                f"prompt_lookup must be 0 (without --prompt-lookup), got {options.prompt_lookup}, because engines give "
-                "the logits of the last token alone; leave it out"
-            )
+        self._check_lookup(options.prompt_lookup)
         held = 0 if cached else self.length
         check_room(held, self.max_length, len(prompt), options.max_new_tokens)
         return options.max_new_tokens or self.settings.limit(held + len(prompt))
 
-    def _feed(self, tokens: Sequence[int], may_stop: bool = False) -> np.ndarray:
-        """Feed tokens in as few steps as the methods allow, and return the logits of the last one, float32 [vocab]."""
+    def _check_lookup(self, most: int) -> None:
+        """Check that the program can score that many proposed tokens and take them back."""
+        if not most:
+            return
+        if self._most_scored < 2:
+            raise InputError(
+                f"prompt_lookup must be 0 (without --prompt-lookup), got {most}, because the program gives the logits "
+                f"of the last token alone; export with -O score_length={most + 1}, or leave it out"
+            )
+        back = min(most, self._most_scored - 1)
+        if self.limits.max_rollback(_FAR, _FAR) < back:
+            raise InputError(
+                f"prompt_lookup must be 0 (without --prompt-lookup), got {most}, because {back} tokens cannot be taken "
+                f"back; export with rollback_slots of at least {back - 1} if layers have a window, or leave it out"
+            )
+
+    def _feed(self, tokens: Sequence[int], may_stop: bool = False, scores: bool = False) -> np.ndarray:
+        """Feed tokens in as few steps as the methods allow.
+
+        Args:
+            tokens: Tokens after the cached ones.
+            may_stop: True if a cancellation ends it between two steps.
+            scores: True to feed them in one step that returns the logits of all of them.
+
+        Returns:
+            Logits of the last step, float32 [rows, vocab].
+        """
         done, logits = 0, np.empty(0, np.float32)
-        most = max(longest for _, longest in self.methods.values())
+        most = len(tokens) if scores else max(step.most for step in self.methods.values())
         while done < len(tokens) and not (may_stop and self._cancelled.is_set()):
             size = min(len(tokens) - done, most)
-            method = self._method_for(size)
-            if method is None:
+            method = self._method_for(size, scores)
+            if method is None and not scores:
                 size, method = 1, self._method_for(1)
             if method is None:
                 raise InputError(f"no method of the program takes {size} tokens; export the model again")
@@ -243,10 +306,14 @@ class EngineSession:
             done += size
         return logits
 
-    def _method_for(self, size: int) -> str | None:
-        """Return the method of the shortest range that takes `size` tokens."""
-        found = [(most - least, name) for name, (least, most) in self.methods.items() if least <= size <= most]
-        return min(found)[1] if found else None
+    def _method_for(self, size: int, scores: bool = False) -> str | None:
+        """Return the method of the fewest logits and the shortest range that takes `size` tokens."""
+        found = [
+            (step.scored, step.most - step.least, name)
+            for name, step in self.methods.items()
+            if step.least <= size <= step.most and (size == 1 or not scores or step.scored >= size)
+        ]
+        return min(found)[2] if found else None
 
     def _rewind(self, tokens: int) -> None:
         if not 0 <= tokens <= self.length:

@@ -154,13 +154,16 @@ def open_engines(bundle: CheckedBundle) -> EngineSession:
         BundleError, DeviceMemoryError: See `open_cuda_engines`.
     """
     from ..backends.tensorrt.cuda_engines import open_cuda_engines
-    from .engine_session import CacheLimits, EngineSession
+    from .engine_session import CacheLimits, EngineSession, Step
 
     fields = bundle.fields
     records = _engine_records(bundle)
     methods = _mapping(_mapping(fields, "program"), "methods")
     try:
-        lengths = {name: (int(methods[name]["min_length"]), int(methods[name]["max_length"])) for name in records}
+        steps = {
+            name: Step(*(int(methods[name][field]) for field in ("min_length", "max_length", "scored_tokens")))
+            for name in records
+        }
         limits = CacheLimits.of(fields["layers"])
         vocab_size = int(fields["vocab_size"])
     except (KeyError, TypeError, ValueError) as error:
@@ -168,7 +171,7 @@ def open_engines(bundle: CheckedBundle) -> EngineSession:
     settings = CheckpointSettings.read(_Config(**_mapping(fields, "generation_config")), vocab_size)  # type: ignore[arg-type]
     if settings.rules:
         raise NotNative(f"the generation config has rules that transformers follows: {', '.join(settings.rules)}")
-    return EngineSession(open_cuda_engines(bundle.path, records), lengths, vocab_size, limits, settings)
+    return EngineSession(open_cuda_engines(bundle.path, records), steps, vocab_size, limits, settings)
 
 
 def _engine_records(bundle: CheckedBundle) -> dict[str, tuple[str, EngineRecord]]:

@@ -191,7 +191,7 @@ class CudaEngines:
         cuda.wait()
 
     def run(self, method: str, tokens: Sequence[int], position: int) -> np.ndarray:
-        """Run one step of one row and return its logits, float32 [vocab], a copy.
+        """Run one step of one row and return its logits, float32 [rows, vocab], a copy: of the last token or tokens.
 
         Args:
             method: Name of a method.
@@ -292,7 +292,8 @@ class _Step:
             # The first run is not captured, because it initializes the engine.
             self._enqueue(len(tokens))
         self._cuda.wait()
-        logits = self._logits[0]
+        # Fewer tokens than have logits fill the front.
+        logits = self._logits.reshape(-1, self._logits.shape[-1])[: len(tokens)]
         if self._is_bfloat16:
             return (logits.astype(np.uint32) << 16).view(np.float32)
         return logits.astype(np.float32)

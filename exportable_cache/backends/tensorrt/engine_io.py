@@ -58,6 +58,7 @@ class EngineIO:
         inputs: Inputs of the method, in order: `input_ids`, `input_pos`.
         state: Names of all state tensors in the order of the cache's pytree, lengths included.
         lengths: Fewest, expected and most new tokens.
+        scored_tokens: See `ProgramMethod.scored_tokens`.
         empty: Names of empty state tensors, such as rotated keys of a model without rotation.
     """
 
@@ -65,6 +66,7 @@ class EngineIO:
     state: tuple[str, ...]
     lengths: tuple[int, int, int]
     empty: frozenset[str] = frozenset()
+    scored_tokens: int = 0
 
     @property
     def kept_state(self) -> tuple[str, ...]:
@@ -134,7 +136,7 @@ def engine_io_of(program: Program, method: str, opt_length: int | None = None) -
     lengths = (described.min_length, opt_length or described.max_length, described.max_length)
     state = dict(program.cache.named_state())
     empty = frozenset(name for name, tensor in state.items() if tensor.numel() == 0)
-    return EngineIO(described.input_names, tuple(state), lengths, empty)
+    return EngineIO(described.input_names, tuple(state), lengths, empty, described.scored_tokens)
 
 
 #: Field of a file's details that lists its engines.
@@ -156,7 +158,10 @@ class Input(_Entry):
 
 
 class Output(_Entry):
-    """A network output; -1 is a size that is known at run time only."""
+    """A network output; -1 is a size that is known at run time only.
+
+    Logits have three dimensions if they are of several tokens, and the second one is the most.
+    """
 
     name: str
     dtype: str

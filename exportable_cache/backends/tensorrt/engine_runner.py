@@ -70,6 +70,8 @@ class EngineRunner:
             name: EngineStep(record, contexts[name], self.state, device, captured=_is_fixed(record))
             for name, record in self.records.items()
         }
+        for name, step in self.steps.items():
+            step.scores = methods[name].scored_tokens > 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @torch.no_grad()
@@ -104,6 +106,8 @@ class EngineStep:
         device: torch.device,
         captured: bool,
     ) -> None:
+        #: True if logits of several tokens are returned, [batch, tokens, vocab].
+        self.scores = False
         self._context = context
         self._captures = captured
         self._runs = 0
@@ -143,7 +147,7 @@ class EngineStep:
             stream: The current CUDA stream; None on a CPU.
 
         Returns:
-            Logits [batch, vocab], a copy.
+            Logits [batch, vocab], or of several tokens if it `scores`; a copy.
         """
         for (name, buffer), given in zip(self.inputs.items(), inputs, strict=True):
             buffer.view(-1)[: given.numel()].copy_(given.reshape(-1), non_blocking=True)
@@ -159,7 +163,14 @@ class EngineStep:
                 with torch.cuda.graph(self._graph, stream=stream):
                     self._execute(stream.cuda_stream)
             self._graph.replay()
-        return self.outputs[LOGITS].clone()
+        logits = self.outputs[LOGITS]
+        if logits.dim() == 2:
+            return logits.clone()
+        # Fewer tokens fill the front.
+        rows, most, vocab = logits.shape
+        count = min(most, inputs[0].shape[1])
+        logits = logits.view(-1)[: rows * count * vocab].view(rows, count, vocab)
+        return logits.clone() if self.scores else logits[:, -1].clone()
 
     def _execute(self, stream: int) -> None:
         if not self._context.execute_async_v3(stream):

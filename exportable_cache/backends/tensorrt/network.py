@@ -46,6 +46,7 @@ class Network:
         inputs: Inputs of the network, in order.
         outputs: Names of the outputs, in order.
         aliases: Names of inputs by the output that is written over them.
+        scored_tokens: Most tokens that have logits, if the second dimension of the logits is that of tokens; else 0.
         digest: sha256 of what the network was made from: lowered operators, their order and connections, and all
             constants.
         interpreter: Interpreter that built the network; it owns builder and weights.
@@ -57,6 +58,7 @@ class Network:
     aliases: dict[str, str]
     digest: str
     interpreter: NetworkInterpreter
+    scored_tokens: int = 0
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
@@ -193,7 +195,8 @@ def build_network(program: ExportedProgram, signature: EngineIO, *, in_place: bo
     _check_outputs(graph, network, signature.outputs)
     _rename(network, inputs, signature.outputs)
     aliases = _aliases(network)
-    return Network(network, inputs, signature.outputs, aliases, _digest(graph, interpreter), interpreter)
+    digest = _digest(graph, interpreter)
+    return Network(network, inputs, signature.outputs, aliases, digest, interpreter, signature.scored_tokens)
 
 
 def _settings() -> CompilationSettings:

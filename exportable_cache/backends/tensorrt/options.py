@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...common.settings import setting
 from ...errors import InputError
+from ...program.spec import ProgramSpec
 from ..options import TargetOptions
 
 if TYPE_CHECKING:
@@ -91,12 +92,15 @@ class TensorRTOptions(TargetOptions):
         opt_length: New tokens per prefill that TensorRT optimizes for; the longest chunk by default.
         engines: "shared" for one engine with a range of lengths for each method, if the model has no recurrent layers;
             "separate" for an engine per method, which stores the weights twice and writes rings in place.
+        score_length: If not 0, add a method `forward` that returns logits after each of up to this many tokens, for
+            speculative decoding. It shares the engine, so a prompt computes logits of that many tokens, too.
         sm: Compute capabilities to build for, as "80,86,89,120"; by default a portable plan.
     """
 
     target: ClassVar[str] = "tensorrt"
 
     opt_length: int | None = None
+    score_length: int = 0
     engines: str = setting(
         "shared",
         "With TensorRT: separate builds a plan for each method, each with its own copy of the weights.",
@@ -113,6 +117,7 @@ class TensorRTOptions(TargetOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_capabilities(self.sm)
+        ProgramSpec(score_length=self.score_length)
         length = self.opt_length
         if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 2):
             raise InputError(f"opt_length must be an int of at least 2, within the length of a prefill, got {length!r}")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ...program.program import Program
     from ...program.spec import ProgramSpec
     from ..base import ProgramDescription, Runner
-    from .engine_io import EngineIO, InputSpec
+    from .engine_io import InputSpec
     from .network import Network
 
 
@@ -50,7 +50,8 @@ class TensorRTBackend:
 
     def program_spec(self, asked: ProgramSpec, options: TensorRTOptions) -> ProgramSpec:
         """See `Backend.program_spec`."""
-        return engine_program_spec(asked)
+        # `forward` also returns the logits of several tokens, so that all methods can share its graph.
+        return replace(engine_program_spec(asked), score_length=options.score_length, forward=options.score_length > 0)
 
     def lower(self, program: Program, folder: Path, options: TensorRTOptions) -> list[LoweredFile]:
         """Write one plan per method."""
@@ -139,6 +140,8 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
                 "and decode over the whole cache only; export for another target"
             )
         expected = opt_length if method.min_length != method.max_length else None
+        if method.scored_tokens:
+            expected = method.scored_tokens
         if expected is not None and not method.min_length <= expected <= method.max_length:
             raise InputError(
                 f"opt_length must be {method.min_length} to {method.max_length} for method {name!r}, got {expected}; "
@@ -147,10 +150,11 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
         usual[name] = expected
     exported = {}
     if in_place and options.engines == "shared" and _can_share(program):
-        exported[_PREFILL] = program.export(_PREFILL)
+        whole = _FORWARD if _FORWARD in program.methods else _PREFILL
+        exported[whole] = program.export(whole)
         # Raised by `export` if the model's code needs longer prompts, so that one token cannot go through it.
-        if program.methods[_PREFILL].min_length == _FEWEST:
-            return _shared_network(program, exported[_PREFILL], engine_io_of(program, _PREFILL, usual[_PREFILL]))
+        if program.methods[whole].min_length <= _FEWEST:
+            return _shared_network(program, exported[whole], usual)
     networks = {}
     for name, expected in usual.items():
         traced = exported.pop(name, None) or program.export(name)
@@ -158,7 +162,7 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
     return networks
 
 
-_DECODE, _PREFILL = "decode", "prefill"
+_DECODE, _PREFILL, _FORWARD = "decode", "prefill", "forward"
 #: Fewest new tokens of a prefill whose graph also computes a single token.
 _FEWEST = 2
 
@@ -169,20 +173,27 @@ def _can_share(program: Program) -> bool:
     Convolutions and recurrent states have a scan over the prompt, which for one token takes longer than a step.
     """
     names = {name: method.input_names for name, method in program.methods.items()}
-    alike = names.keys() == {_PREFILL, _DECODE} and names[_PREFILL] == names[_DECODE]
+    alike = names.keys() - {_FORWARD} == {_PREFILL, _DECODE} and len(set(names.values())) == 1
     return alike and all(keeps_tokens_alone(layer) for layer in program.cache.layers)
 
 
-def _shared_network(program: Program, exported: ExportedProgram, signature: EngineIO) -> dict[str, Network]:
-    """Return one network under the names of both methods, with the inputs of each."""
+def _shared_network(program: Program, exported: ExportedProgram, usual: Mapping[str, int | None]) -> dict[str, Network]:
+    """Return one network under the names of all methods, with the inputs of each.
+
+    Args:
+        program: The program.
+        exported: The method whose graph serves all of them.
+        usual: New tokens that TensorRT should expect of each method; None for the most.
+    """
+    from .engine_io import engine_io_of
     from .network import build_network
 
-    _, usual, most = signature.lengths
-    whole = build_network(exported, replace(signature, lengths=(1, usual, most)))
-    lengths = {_DECODE: (1, 1, 1), _PREFILL: signature.lengths}
+    signatures = {name: engine_io_of(program, name, expected) for name, expected in usual.items()}
+    most = max(signatures.values(), key=lambda one: (one.scored_tokens, one.lengths[2]))
+    whole = build_network(exported, replace(most, lengths=(1, *most.lengths[1:])))
     return {
-        method: replace(whole, inputs=tuple(spec.for_lengths(lengths[method]) for spec in whole.inputs))
-        for method in program.methods
+        method: replace(whole, inputs=tuple(spec.for_lengths(one.lengths) for spec in whole.inputs))
+        for method, one in signatures.items()
     }
 
 
@@ -268,7 +279,10 @@ def record_of(method: str, network: Network, capabilities: tuple[int, ...], prof
             Output(
                 name=tensor.name,
                 dtype=str(TORCH_DTYPES[tensor.dtype]).removeprefix("torch."),
-                shape=list(tensor.shape),
+                # Of the logits of several tokens, the most.
+                shape=[
+                    network.scored_tokens if size == -1 and network.scored_tokens else size for size in tensor.shape
+                ],
             )
             for tensor in outputs
         ],

@@ -11,7 +11,7 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.tensorrt.evaluator.evaluator import NetworkRunner
 from exportable_cache.backends.tensorrt.network import Network
 from exportable_cache.backends.tensorrt.options import TensorRTOptions
-from exportable_cache.backends.tensorrt.target import engine_networks, engine_program_spec
+from exportable_cache.backends.tensorrt.target import backend, engine_networks
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
@@ -28,18 +28,25 @@ def engine_program(
     batch_size: int = 1,
     in_place: bool = True,
     engines: str = "shared",
+    score_length: int = 0,
 ) -> tuple[PreTrainedModel, Program, dict[str, Network]]:
     """A tiny model, its program, and the network of each method."""
     model = engine_model(family, dtype)
-    program = program_of(model, batch_size)
-    return model, program, engine_networks(program, TensorRTOptions(engines=engines), in_place=in_place)
+    options = TensorRTOptions(engines=engines, score_length=score_length)
+    program = program_of(model, batch_size, options=options)
+    return model, program, engine_networks(program, options, in_place=in_place)
 
 
-def program_of(model: PreTrainedModel, batch_size: int = 1, cache: ExportableCache | None = None) -> Program:
+def program_of(
+    model: PreTrainedModel,
+    batch_size: int = 1,
+    cache: ExportableCache | None = None,
+    options: TensorRTOptions | None = None,
+) -> Program:
     """The program of a model as the target makes it, over `cache` or one of `CAPACITY` slots."""
     if cache is None:
         cache = ExportableCache.from_model(model, CAPACITY, batch_size, attn_implementation=None)
-    return Program(model, cache, engine_program_spec(ProgramSpec(PREFILL)))
+    return Program(model, cache, backend.program_spec(ProgramSpec(PREFILL), options or TensorRTOptions()))
 
 
 def network_session(model: PreTrainedModel, program: Program, networks: dict[str, Network]) -> Session:

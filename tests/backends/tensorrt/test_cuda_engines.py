@@ -18,7 +18,8 @@ from exportable_cache.errors import BundleError, CacheFullError, DeviceMemoryErr
 from exportable_cache.generation.checkpoint_settings import CheckpointSettings
 from exportable_cache.generation.host_sampling import distribution, draw, most_probable
 from exportable_cache.generation.sampling import Sampling, sorted_distribution
-from exportable_cache.session.engine_session import CacheLimits, EngineSession
+from exportable_cache.generation.speculative import PromptLookup
+from exportable_cache.session.engine_session import CacheLimits, EngineSession, Step
 from exportable_cache_runner import Options, Stop
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
@@ -34,10 +35,14 @@ PROMPT = [5, 9, 2, 7, 1, 3, 8, 4, 6, 5, 2, 9, 1, 1, 4, 7, 3, 2, 8]
 
 
 def opened(
-    folder: Path, family: str = "gemma3_text", dtype: torch.dtype = torch.float32, **given: Any
+    folder: Path,
+    family: str = "gemma3_text",
+    dtype: torch.dtype = torch.float32,
+    score_length: int = 0,
+    **given: Any,
 ) -> tuple[CudaEngines, CpuCuda]:
     """Return engines of a tiny model over the CPU, and the runtime that they use."""
-    _, _, networks = engine_program(family, dtype)
+    _, _, networks = engine_program(family, dtype, score_length=score_length)
     records = {name: ("engine.plan", record) for name, record in records_by_method(networks).items()}
     (folder / "engine.plan").write_bytes(b"plan")
     refused = given.pop("refused", None)
@@ -46,16 +51,16 @@ def opened(
     return CudaEngines(folder, records, Cuda(runtime), tensorrt), runtime
 
 
-def session_over(engines: Any, family: str = "gemma3_text", **settings: Any) -> EngineSession:
-    model, program, _ = engine_program(family)
+def session_over(engines: Any, family: str = "gemma3_text", score_length: int = 0, **settings: Any) -> EngineSession:
+    model, program, _ = engine_program(family, score_length=score_length)
     layers = [{"policy": one.policy.to_config(), "states": None} for one in program.cache.layers]
-    methods = {name: (method.min_length, method.max_length) for name, method in program.methods.items()}
+    methods = {name: Step(one.min_length, one.max_length, one.scored_tokens) for name, one in program.methods.items()}
     limits = CacheLimits.of(layers)
     return EngineSession(engines, methods, model.config.vocab_size, limits, CheckpointSettings(**settings))
 
 
-def torch_session(family: str = "gemma3_text") -> Session:
-    return network_session(*engine_program(family))
+def torch_session(family: str = "gemma3_text", score_length: int = 0) -> Session:
+    return network_session(*engine_program(family, score_length=score_length))
 
 
 @pytest.fixture
@@ -83,9 +88,55 @@ def test_logits_in_bfloat16_become_float32(tmp_path: Path) -> None:
     engines, _ = opened(tmp_path, dtype=torch.bfloat16)
     model, program, networks = engine_program("gemma3_text", torch.bfloat16)
     expected = network_session(model, program, networks).prefill(torch.tensor([PROMPT[:PREFILL]]))[0]
-    found = engines.run("prefill", PROMPT[:PREFILL], 0)
+    found = engines.run("prefill", PROMPT[:PREFILL], 0)[0]
     assert found.dtype == np.float32
     assert torch.equal(torch.from_numpy(found), expected.float())
+
+
+def test_proposed_tokens_are_scored_in_one_step(tmp_path: Path) -> None:
+    """Compare with the same text token by token; three methods share the engine."""
+    prompt = [1, 2, 3, 1, 2, 3, 1, 2]
+    engines, runtime = opened(tmp_path, "llama", score_length=4)
+    session = session_over(engines, "llama", 4)
+    plain = session.generate(prompt, Options(max_new_tokens=20))[0]
+    launches = runtime.launches
+    session.reset()
+    tokens, statistics = session.generate(prompt, Options(max_new_tokens=20, prompt_lookup=3))
+    other = torch_session("llama", 4)
+    assert tokens == plain == list(other.generate(torch.tensor([prompt]), 20, draft=PromptLookup(3)))
+    assert 0 < statistics.accepted_tokens <= statistics.proposed_tokens
+    # Steps without a proposal are decode's.
+    assert runtime.launches - launches < launches
+    assert session.length == len(prompt) + 19
+
+
+def test_rejected_proposals_are_rolled_back(tmp_path: Path) -> None:
+    session = session_over(opened(tmp_path, "llama", score_length=4)[0], "llama", 4)
+    other = torch_session("llama", 4)
+    # Proposals that a mask forbids are all rejected.
+    asked: list[int] = []
+
+    def allow(tokens: list[int], mask: Any) -> bool:
+        asked.append(len(tokens))
+        mask[(50 + len(tokens)) // 32] |= 1 << (50 + len(tokens)) % 32
+        return True
+
+    tokens, statistics = session.generate(
+        [1, 2, 50, 7, 7, 7, 51, 9, 9, 9], Options(max_new_tokens=6, prompt_lookup=3, allowed_tokens=allow)
+    )
+    assert tokens == list(range(50, 56)) and asked == list(range(6))
+    assert statistics.proposed_tokens > 0 and statistics.accepted_tokens == 0
+    text = [1, 2, 50, 7, 7, 7, 51, 9, 9, 9, *tokens[:-1]]
+    assert session.length == len(text)
+    found = session.prefill([3])
+    expected = other.prefill(torch.tensor([[*text, 3]]))[0]
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=1e-5)
+
+
+def test_a_window_that_loses_proposals_is_refused(tmp_path: Path) -> None:
+    session = session_over(opened(tmp_path, score_length=4)[0], score_length=4)
+    with pytest.raises(InputError, match="prompt_lookup must be 0 .* 3 tokens cannot be taken back; .* at least 2"):
+        session.generate([1], Options(prompt_lookup=3))
 
 
 def test_rolled_back_tokens_are_replaced(session: EngineSession) -> None:
@@ -127,7 +178,10 @@ def test_what_a_window_has_lost_cannot_be_taken_back(session: EngineSession, mov
         (lambda one: one.prefill([1, 128]), r"tokens\[1\] must be a token id from 0 to 127, got 128"),
         (lambda one: one.prefill([-1]), "got -1"),
         (lambda one: one.rewind(1), "the 0 tokens that the cache holds, got 1"),
-        (lambda one: one.generate([1], Options(prompt_lookup=2)), "prompt_lookup must be 0 .* got 2"),
+        (
+            lambda one: one.generate([1], Options(prompt_lookup=2)),
+            "must be 0 .* got 2, .* -O score_length=3",
+        ),
         (lambda one: one.generate([1, 2], Options(cached_tokens=1)), "cached_tokens must be from 0 to 0, .* got 1"),
         (lambda one: one.encode_input([1]), "must have an encoder"),
         (
@@ -243,7 +297,7 @@ def test_draws_follow_the_weights_and_the_seed(session: EngineSession) -> None:
 
 
 def test_logits_that_are_not_finite_end_with_their_position() -> None:
-    engines = SimpleNamespace(run=lambda *step: np.full(128, np.nan, np.float32), close=lambda: None)
+    engines = SimpleNamespace(run=lambda *step: np.full((1, 128), np.nan, np.float32), close=lambda: None)
     with pytest.raises(NonFiniteLogitsError, match="not finite at position 1"):
         session_over(engines).generate([1, 2], Options())
 

@@ -75,6 +75,21 @@ def test_aliased_outputs_are_bound_to_their_inputs_and_the_others_are_copied(
         assert len(runner.steps[method].copies) == 4 - 2 * len(in_place)
 
 
+def test_logits_of_several_tokens_come_from_the_shared_engine() -> None:
+    model, program, networks = engine_program("llama", score_length=4)
+    assert len({id(network.definition) for network in networks.values()}) == 1
+    records = records_by_method(networks)
+    assert {name: record.outputs[0].shape for name, record in records.items()} == dict.fromkeys(records, [1, 4, 128])
+    assert {name: record.profile for name, record in records.items()} == {"decode": 0, "prefill": 1, "forward": 2}
+    sessions = [session_over(model, program, runner_over(program, networks)), network_session(model, program, networks)]
+    ids = torch.tensor([[5, 9, 2, 7, 1, 3, 8]])
+    expected = model(ids).logits
+    for session in sessions:
+        torch.testing.assert_close(session.prefill(ids[:, :3]), expected[:, 2], rtol=0, atol=1e-5)
+        torch.testing.assert_close(session.score(ids[:, 3:6]), expected[:, 3:6], rtol=0, atol=1e-5)
+        torch.testing.assert_close(session.decode(ids[:, 6]), expected[:, 6], rtol=0, atol=1e-5)
+
+
 def test_the_session_refuses_a_write_past_the_cache_before_it_runs() -> None:
     model, program, networks = engine_program("gemma3_text")
     runner = runner_over(program, networks)

@@ -226,7 +226,7 @@ def test_other_capabilities_are_refused(given) -> None:
     [
         ({"opt_length": 17}, "opt_length must be 2 to 16 for method 'prefill', got 17"),
         ({"opt_length": 1}, "opt_length must be an int of at least 2"),
-        ({"precision": "int8"}, "has no option 'precision'; it knows opt_length, engines, sm"),
+        ({"precision": "int8"}, "has no option 'precision'; it knows opt_length, score_length, engines, sm"),
     ],
 )
 def test_wrong_options_are_refused(options: dict, message: str, tmp_path: Path) -> None:

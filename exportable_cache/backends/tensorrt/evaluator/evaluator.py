@@ -154,4 +154,6 @@ class NetworkRunner:
         given = dict(zip((name for name in self._inputs[method] if not name.startswith(STATE_IN)), inputs, strict=True))
         outputs = self._evaluators[method].run({**given, **self._state})
         self._state = {name: outputs[STATE_OUT + name.removeprefix(STATE_IN)] for name in self._state}
-        return outputs[LOGITS]
+        logits = outputs[LOGITS]
+        # A network that methods share returns logits of several tokens.
+        return logits[:, -1] if logits.dim() == 3 and not self.methods[method].scored_tokens else logits
