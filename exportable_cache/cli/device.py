@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,28 +13,47 @@ from .options import BundleArgument, JsonOption, KeyOption
 from .output.tables import simple_table
 from .output.terminal import Terminal
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 
 def package(
     ctx: typer.Context,
     folder: BundleArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False)],
     platform: Annotated[
-        str, typer.Option("--for", metavar="PLATFORM", help="linux-x86_64 or linux-aarch64.", show_default=False)
-    ],
+        str | None, typer.Option("--for", metavar="PLATFORM", help="linux-x86_64 or linux-aarch64.", show_default=False)
+    ] = None,
     program: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "--program",
             metavar="FILE",
             help="exportable_cache_generate, built for the platform.",
             show_default=False,
         ),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False)],
+    ] = None,
+    layout: Annotated[
+        Literal["bundle", "executorch"],
+        typer.Option(
+            "--layout",
+            help="bundle is a bundle with the program; executorch is model.pte and the tokenizer's files, for the "
+            "runners of ExecuTorch and react-native-executorch.",
+        ),
+    ] = "bundle",
     key: KeyOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Put a bundle and its C++ program into a folder for a device."""
+    """Put a bundle into a folder for a device, with its C++ program or for other runners."""
     terminal: Terminal = ctx.obj
+    for flag, given in (("--for", platform), ("--program", program)):
+        if (given is None) != (layout == "executorch"):
+            needs = "needs" if given is None else "does not take"
+            raise typer.BadParameter(f"--layout {layout} {needs} {flag}", param_hint="'--layout'")
+    if layout == "executorch":
+        _write_files(terminal, folder, output, key, json)
+        return
+    assert platform is not None and program is not None  # checked above
     with terminal.progress("loading libraries") as progress:
         from ..bundle.bundle import Bundle
         from ..pipeline.package import CHECK, RUN
@@ -52,14 +72,31 @@ def package(
             }
         )
         return
-    table = simple_table("file", "bytes", right=("bytes",))
-    for name, size in made.files.items():
-        table.add_row(name, bytes_text(size))
-    terminal.print(table)
+    terminal.print(_table_of(made.files))
     loads = ", ".join(made.libraries) or "nothing"
     checked = "the check passed here" if made.ran else "the check was not run here"
     terminal.print(f"\nthe program loads {loads}; {checked}")
     terminal.print(f"copy {made.path} to the device, then: ./{CHECK}, and ./{RUN} --prompt ...")
+
+
+def _write_files(terminal: Terminal, folder: Path, output: Path, key: Path | None, json: bool) -> None:
+    """Write the files for other runners, and print them."""
+    with terminal.progress("loading libraries") as progress:
+        from ..bundle.bundle import Bundle
+        from ..pipeline.package import package_files
+
+        files = package_files(Bundle.open(folder, key=key, progress=progress), output, progress)
+    if json:
+        terminal.json({"path": str(output), "files": files})
+        return
+    terminal.print(_table_of(files))
+
+
+def _table_of(files: Mapping[str, int]) -> Table:
+    table = simple_table("file", "bytes", right=("bytes",))
+    for name, size in files.items():
+        table.add_row(name, bytes_text(size))
+    return table
 
 
 def operators(

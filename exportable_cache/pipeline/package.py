@@ -1,8 +1,9 @@
-"""Packages for a device: a bundle with its C++ program and a check, and the operators to build the program with."""
+"""Packages for a device: a bundle with its C++ program and a check, files for other runners, and lists of operators."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import platform as host
 import re
@@ -20,6 +21,7 @@ from ..backends.executorch.pte.instructions import called_operators
 from ..backends.executorch.pte.kernels import WHOLE_LIBRARIES, KernelSignature, is_in_runtime, signatures_of
 from ..backends.executorch.target import FILE as PROGRAM_FILE
 from ..bundle.builder import cannot_write
+from ..bundle.files import TOKENIZER_FILE, TOKENIZER_FOLDER
 from ..bundle.manifest_file import MANIFEST_FILE
 from ..bundle.signing import SIGNATURE_FILE
 from ..common.fs.files import atomic_folder, atomic_path
@@ -37,6 +39,9 @@ PROGRAM, BUNDLE, RUN, CHECK, CHECK_INPUT = "generate", "bundle", "run.sh", "chec
 #: Libraries that only a program built over the Python wheel loads.
 _WHEEL_LIBRARIES = ("libpython", "libtorch", "libc10", "_portable_lib")
 _SECONDS = 600
+#: Namespace of this package's operators, and inputs that ExecuTorch's text runner passes.
+_OURS, _RUNNER_INPUTS = "exportable_cache::", ("input_ids", "input_pos")
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 #: First token id (lower ones are often special), numbers of tokens before and after images or audio, length of an
 #: encoder's input, and number of new tokens.
 _FIRST, _BEFORE, _AFTER, _ENCODED, _NEW = 3, 4, 4, 11, 16
@@ -109,11 +114,10 @@ def package(
         VerificationError: If the platform is this machine's, and the program fails or generates other tokens; the
             folder is removed.
     """
-    folder, program = Path(output), Path(program)
+    program = Path(program)
     libraries = _check_program(program, platform)
     _check_bundle(bundle)
-    if folder.exists() or folder.is_symlink():
-        raise BundleError(f"{folder} exists; choose another folder, or remove it")
+    folder = _new_folder(output)
     progress("generating the expected tokens", 0, None)
     reference = reference_prompt(bundle)
     progress("copying", 0, None)
@@ -128,6 +132,86 @@ def package(
     except OSError as error:
         raise cannot_write(folder, error) from error
     return Package(folder, platform, files, libraries, reference.tokens, ran)
+
+
+def package_files(bundle: Bundle, output: str | os.PathLike, progress: Progress = silent) -> dict[str, int]:
+    """Write `model.pte`, `tokenizer.json` and `tokenizer_config.json` into one folder, for ExecuTorch's runners.
+
+    The chat template is in the tokenizer's config, where react-native-executorch looks for it.
+
+    Args:
+        bundle: Bundle for ExecuTorch, whose program calls ExecuTorch's operators only.
+        output: Folder to write, which must not exist.
+        progress: Called at each stage.
+
+    Returns:
+        Bytes by file name.
+
+    Raises:
+        BundleError: If the runners cannot run the program, there is no tokenizer, or the folder exists or cannot be
+            written.
+    """
+    folder = _new_folder(output)
+    _check_bundle(bundle)
+    _check_for_runners(bundle)
+    progress("copying", 0, None)
+    config = _tokenizer_config(bundle.path / TOKENIZER_FOLDER)
+    try:
+        with atomic_folder(folder) as made:
+            shutil.copyfile(bundle.path / PROGRAM_FILE, made / "model.pte")
+            shutil.copyfile(bundle.path / TOKENIZER_FILE, made / Path(TOKENIZER_FILE).name)
+            (made / _TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            return {path.name: path.stat().st_size for path in _files(made)}
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Return the tokenizer's config with the chat template, which transformers saves in a file of its own."""
+    path, template = folder / _TOKENIZER_CONFIG, folder / "chat_template.jinja"
+    try:
+        config = dict(json.loads(path.read_bytes()))
+        if template.is_file():
+            config["chat_template"] = template.read_text(encoding="utf-8")
+    except (OSError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise BundleError(f"cannot read {path}: {error}; export the model again with its tokenizer") from error
+    return config
+
+
+def _new_folder(output: str | os.PathLike) -> Path:
+    folder = Path(output)
+    if folder.exists() or folder.is_symlink():
+        raise BundleError(f"{folder} exists; choose another folder, or remove it")
+    return folder
+
+
+def _check_for_runners(bundle: Bundle) -> None:
+    """Check that ExecuTorch's text runner can run a bundle's program with its tokenizer.
+
+    Raises:
+        BundleError: If it cannot.
+    """
+    described = bundle.manifest.description()
+    forward = described.methods.get("forward")
+    native = sorted(name for name in called_operators(bundle.path / PROGRAM_FILE) if name.startswith(_OURS))
+    missing = next(
+        (
+            what
+            for what, is_missing in (
+                ("a method forward(input_ids, input_pos)", forward is None or forward.input_names != _RUNNER_INPUTS),
+                ("one row", described.batch_size != 1),
+                (f"only ExecuTorch's operators, and it calls {native[0] if native else ''}", bool(native)),
+                (f"the file {TOKENIZER_FILE}", TOKENIZER_FILE not in bundle.manifest.files),
+            )
+            if is_missing
+        ),
+        None,
+    )
+    if missing is not None:
+        raise BundleError(
+            f"{bundle.path} must have {missing}, for ExecuTorch's runners; export a text decoder with "
+            "-O llm_runner=true"
+        )
 
 
 def _check_program(path: Path, platform: str) -> tuple[str, ...]:

@@ -1,15 +1,22 @@
 """ExecuTorch's own `TextLLMRunner` generates from our file with our tokenizer, as our session does."""
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from exportable_cache import ExportableCache, load
 from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.cli.app import app
 from exportable_cache.demo.task import make_questions
-from exportable_cache.errors import InputError
+from exportable_cache.errors import BundleError, InputError
+from exportable_cache.pipeline.package import package_files
 from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
@@ -27,7 +34,7 @@ import sys
 import executorch.extension.llm.custom_ops.custom_ops
 from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
 
-runner = TextLLMRunner(sys.argv[1] + "/program.pte", sys.argv[1] + "/tokenizer/tokenizer.json")
+runner = TextLLMRunner(sys.argv[1] + "/model.pte", sys.argv[1] + "/tokenizer.json")
 for prompt in sys.argv[2:]:
     pieces = []
     runner.generate(prompt, GenerationConfig(echo=False, max_new_tokens=12, temperature=0.0), pieces.append)
@@ -36,14 +43,24 @@ for prompt in sys.argv[2:]:
 """
 
 
-def test_the_official_runner_answers_as_the_session_does(demo_bundle) -> None:
+@pytest.fixture(scope="module")
+def files(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder that `package --layout executorch` writes."""
+    folder = tmp_path_factory.mktemp("files") / "device"
+    made = CliRunner().invoke(app, ["package", str(demo_bundle), "--layout", "executorch", "-o", str(folder), "--json"])
+    assert made.exit_code == 0, made.stderr
+    assert json.loads(made.stdout)["files"] == {path.name: path.stat().st_size for path in folder.iterdir()}
+    return folder
+
+
+def test_the_official_runner_answers_as_the_session_does(demo_bundle: Path, files: Path) -> None:
     # The runner takes each prompt in two chunks.
     bundle = Bundle.open(demo_bundle)
     assert set(bundle.manifest.program.methods) == {"forward"}
     session = load(bundle.path)
     questions = make_questions(3, seed=77, min_distance=16, tokens=(260, 400))
     ran = subprocess.run(
-        [sys.executable, "-c", RUNNER, str(bundle.path), *(question.prompt for question in questions)],
+        [sys.executable, "-c", RUNNER, str(files), *(question.prompt for question in questions)],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     answers = [line.removeprefix("ANSWER") for line in ran.stderr.splitlines() if line.startswith("ANSWER")]
@@ -54,6 +71,44 @@ def test_the_official_runner_answers_as_the_session_does(demo_bundle) -> None:
         assert ours == question.answer
         # The runner gives out the end token as well.
         assert answer.strip().removesuffix("<eos>") == ours.strip()
+
+
+def test_files_for_other_runners_are_side_by_side(demo_bundle: Path, files: Path) -> None:
+    """react-native-executorch renders the chat template of the tokenizer's config."""
+    assert sorted(path.name for path in files.iterdir()) == ["model.pte", "tokenizer.json", "tokenizer_config.json"]
+    config = json.loads((files / "tokenizer_config.json").read_text())
+    tokenizer = load(demo_bundle).tokenizer
+    assert config["chat_template"] == tokenizer.chat_template and config["eos_token"] == tokenizer.eos_token
+
+
+def test_bundles_that_other_runners_cannot_run_are_not_packaged(demo_bundle: Path, tmp_path: Path) -> None:
+    bundle = Bundle.open(demo_bundle)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(BundleError, match="exists; choose another folder"):
+        package_files(bundle, tmp_path / "there")
+    batch = bundle.manifest.program.model_copy(update={"batch_size": 2})
+    split = bundle.manifest.program.model_copy(update={"methods": {}})
+    for changes, message in (
+        ({"target": "pt2"}, "must be for executorch"),
+        ({"program": batch}, "must have one row"),
+        ({"program": split}, r"must have a method forward\(input_ids, input_pos\)"),
+        ({"files": {}}, "must have the file tokenizer/tokenizer.json"),
+    ):
+        changed = replace(bundle, manifest=bundle.manifest.model_copy(update=changes))
+        with pytest.raises(BundleError, match=message):
+            package_files(changed, tmp_path / "new")
+    native = mock.patch(
+        "exportable_cache.pipeline.package.called_operators", return_value={"exportable_cache::write.out"}
+    )
+    with native, pytest.raises(BundleError, match="only ExecuTorch's operators, and it calls exportable_cache::write"):
+        package_files(bundle, tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    for arguments, message in (
+        (["--layout", "executorch", "--for", "linux-x86_64"], "--layout executorch does not take --for"),
+        (["--for", "linux-x86_64"], "--layout bundle needs --program"),
+    ):
+        refused = CliRunner().invoke(app, ["package", str(demo_bundle), "-o", str(tmp_path / "new"), *arguments])
+        assert refused.exit_code == 2 and message in refused.stderr
 
 
 def test_forward_takes_any_length_from_one_on() -> None:
