@@ -11,6 +11,7 @@ It needs one of the extras `tensorrt` and `tensorrt-rtx`, and torch with CUDA. I
   multiplies float32 in TF32, the limit is that of 10 bits, and the line says so;
 - aliases: the engine names the same pairs of inputs and outputs as the manifest, bound to one address;
 - in place: a decode step changes the expected slot of each cache, and no other byte;
+- without torch: a process that imports no torch generates the same tokens over cuda-bindings, where that is installed;
 
 and then, whether these failed or not, tokens per second, compared with eager, `torch.compile` and CUDA graphs. It exits
 with 1 if anything failed, and with 2 without a GPU. Shapes are those of `benchmarks/loop.py`.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -139,6 +141,59 @@ def check_in_place(session: Session, checks: Checks) -> None:
     detail = "; ".join(wrong) or f"slot {length} of {len(state)} tensors changed, nothing else"
     checks.add("in place", not wrong, detail)
     session.reset()
+
+
+#: Tokens that `check_without_torch` generates, and the most seconds that its process may take.
+_GENERATED, _MOST_SECONDS = 32, 120
+_WITHOUT_TORCH = """
+import json, sys
+from exportable_cache.session.native import NotNative, open_native
+try:
+    session = open_native(sys.argv[1], trust=True, text=False)
+except NotNative as left:
+    print(json.dumps({"left": left.reason}))
+    sys.exit()
+tokens = []
+for _ in range(2):
+    session.reset()
+    tokens.clear()
+    statistics = session.generate(json.loads(sys.argv[2]), tokens.append, max_new_tokens=int(sys.argv[3]))
+steps = max(1, statistics.generated_tokens - 1)
+session.close()
+print(json.dumps({
+    "tokens": tokens,
+    "milliseconds": 1e3 * statistics.decode_seconds / steps,
+    "first": 1e3 * statistics.time_to_first_token,
+    "torch": "torch" in sys.modules,
+}))
+"""
+
+
+def check_without_torch(path: Path, session: Session, checks: Checks) -> None:
+    """Generate the same tokens in a process without torch, and note the time of a token with its choice on the host."""
+    prompt = [1 + index % (session.vocab_size - 1) for index in range(min(9, (session.max_length or 64) // 2))]
+    session.reset()
+    expected = [int(token) for token in session.generate(torch.tensor([prompt], device=session.device), _GENERATED)]
+    session.reset()
+    command = [sys.executable, "-c", _WITHOUT_TORCH, str(path), json.dumps(prompt), str(_GENERATED)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        checks.add("without torch", False, f"no tokens within {_MOST_SECONDS} s")
+        return
+    if done.returncode:
+        checks.add("without torch", False, (done.stderr.strip().splitlines() or ["no message"])[-1])
+        return
+    found = json.loads(done.stdout)
+    if "left" in found:
+        checks.add("without torch", True, f"not run: {found['left']}")
+        return
+    detail = (
+        f"{len(found['tokens'])} tokens, {found['milliseconds']:.3f} ms each, the first after {found['first']:.1f} ms"
+    )
+    if found["tokens"] != expected:
+        detail = f"tokens {found['tokens']}, and {expected} with torch"
+    checks.add("without torch", found["tokens"] == expected and not found["torch"], detail)
 
 
 def dynamic_step(model: PreTrainedModel) -> Step:
@@ -331,6 +386,7 @@ def main(
             checks.add("logits", report.passed, str(report))
             check_aliases(session.runner, checks)
             check_in_place(session, checks)
+            check_without_torch(bundle.path, session, checks)
         except MissingDependencyError:
             raise
         except ExportableCacheError as error:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -11,6 +14,7 @@ import torch
 from rich.console import Console
 
 from exportable_cache import Session
+from exportable_cache_runner import Statistics, Stop
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
@@ -84,6 +88,46 @@ def test_script_sees_a_second_slot_that_changes(script: ModuleType) -> None:
     (result,) = checked(script, "check_in_place", session).values()
     assert not result["passed"]
     assert result["detail"] == "cache.layers.1.values changed in slots [5, 9]"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fails", "said"),
+    [
+        (None, False, "32 tokens, 0.500 ms each, the first after 2.0 ms"),
+        ([3], True, "tokens [3], and ["),
+        ("left", False, "not run: cuda-bindings is not installed"),
+    ],
+)
+def test_script_compares_tokens_without_torch(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tokens: object, fails: bool, said: str
+) -> None:
+    session, _ = engine_session()
+    expected = [int(token) for token in session.generate(torch.tensor([list(range(1, 10))]), 32)]
+    found = {"tokens": tokens or expected, "milliseconds": 0.5, "first": 2.0, "torch": False}
+    if tokens == "left":
+        found = {"left": "cuda-bindings is not installed"}
+    done = SimpleNamespace(returncode=0, stdout=json.dumps(found), stderr="")
+    monkeypatch.setattr(script.subprocess, "run", lambda command, **options: done)
+    checks = script.Checks(Console(quiet=True))
+    script.check_without_torch(Path("bundle"), session, checks)
+    result = checks.results["without torch"]
+    assert result["passed"] is not fails and result["detail"].startswith(said)
+
+
+def test_script_runs_the_session_without_torch(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def generate(prompt: list[int], take: Callable[[int], object], max_new_tokens: int) -> Statistics:
+        for token in prompt[:max_new_tokens]:
+            take(token)
+        return Statistics(3, 2, 0.25, 0.5, 0, 0, Stop.MAX_NEW_TOKENS)
+
+    session = SimpleNamespace(reset=lambda: None, generate=generate, close=lambda: None)
+    monkeypatch.setattr("exportable_cache.session.native.open_native", lambda path, trust, text: session)
+    monkeypatch.setattr(sys, "argv", ["-c", "bundle", "[4, 5, 6]", "2"])
+    exec(script._WITHOUT_TORCH, {})
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"tokens": [4, 5], "milliseconds": 500.0, "first": 250.0, "torch": True}
 
 
 def test_script_times_interleaved_rounds(script: ModuleType) -> None:
