@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
     from ..decoding.completion import AnyCompleter
-    from ..models.loading.loading import LoadedModel
     from ..session.native import NativeSession
     from .output.terminal import Terminal
 
@@ -294,18 +293,7 @@ def _open_live(terminal: Terminal, name: str, options: ModelOptions, use: Use, t
     if missing is not None:
         compiled += f" (no {missing[0]} compiler was found; install {missing[1]})"
     terminal.note(f"{loaded.source} on {session.device}, {dtype_name(loaded.model.dtype)}, {compiled}{holds}")
-    return Opened(session, lambda: _processor_of(loaded), loaded.model)
-
-
-def _processor_of(loaded: LoadedModel) -> ProcessorMixin:
-    from ..models.loading.loading import load_processor
-
-    if not loaded.processor_files:
-        raise InputError(
-            f"{loaded.source} has no processor of images or audio; pass a folder with its preprocessor_config.json"
-        )
-    folder = loaded.processor_files[0].parent
-    return load_processor(folder, folder)
+    return Opened(session, loaded.processor, loaded.model)
 
 
 def _no_processor() -> ProcessorMixin:

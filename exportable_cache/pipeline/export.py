@@ -15,7 +15,7 @@ from ..cache.spec import CacheSpec
 from ..common.process.quiet import quietly
 from ..common.progress import silent
 from ..common.tensors import dtype_name
-from ..errors import UnsupportedModelError
+from ..errors import InputError, UnsupportedModelError
 from ..models.loading.loading import live_model, load_config
 from ..models.loading.prequantized import stored_quantization
 from ..models.loading.tokenizer import has_tokenizer
@@ -199,11 +199,19 @@ def export(
     )
     if dry_run:
         return preview(spec)
-    bundle = run(spec, progress or silent)
-    if spec.push_to_hub is not None:
-        from .upload import upload
+    if spec.push_to_hub is None:
+        return run(spec, progress or silent)
+    from .upload import check_upload, upload
 
+    # Checked before the export, which takes long.
+    check_upload(spec.push_to_hub)
+    bundle = run(spec, progress or silent)
+    try:
         upload(bundle.path, spec.push_to_hub, progress=progress or silent)
+    except InputError as error:
+        raise InputError(
+            f"{error}; the bundle is in {bundle.path}: exportable-cache upload {bundle.path} {spec.push_to_hub}"
+        ) from error
     return bundle
 
 

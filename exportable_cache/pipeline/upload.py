@@ -73,13 +73,8 @@ def upload(
         BundleError: If the folder is not a bundle, or a file is damaged.
         InputError: If the hub refuses the upload, or cannot be reached.
     """
-    check_repository(repository)
+    check_upload(repository, token)
     bundle = Bundle.open(folder, check_versions=False, known=True, progress=progress)
-    reachable, problem = hub_answers()
-    if not reachable:
-        raise InputError(
-            f"the hub must be reachable to upload {bundle.path}, got: {problem}; connect, and run it again"
-        )
     progress(f"uploading {bundle.path} to {repository}", 0, None)
     api, branch = api_of(token), revision or "main"
     with hub_errors(repository, branch):
@@ -96,6 +91,22 @@ def upload(
             parent_commit=info.sha,
         )
     return str(made.commit_url)
+
+
+def check_upload(repository: str, token: str | bool | None = None) -> None:
+    """Check that an upload can begin, as far as that is known without one.
+
+    Raises:
+        InputError: If the name is not that of a repository, the hub cannot be reached, or there is no token.
+    """
+    from huggingface_hub import get_token
+
+    check_repository(repository)
+    reachable, problem = hub_answers()
+    if not reachable:
+        raise InputError(f"the hub must be reachable to upload to {repository!r}, got: {problem}; connect, and retry")
+    if not token and get_token() is None:
+        raise InputError(f"an upload to {repository!r} needs a token; log in with `hf auth login`, or set HF_TOKEN")
 
 
 def _changes(bundle: Bundle, names: Sequence[str]) -> list[Any]:

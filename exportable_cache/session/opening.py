@@ -5,6 +5,7 @@ Importing this module imports no torch: the command line makes its options from 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -134,6 +135,8 @@ def open_model(
         graph_cache=_graph_folder() if compiles and device.type != "mps" else None,
         tokenizer=loaded.tokenizer,
     )
+    if loaded.processor_files:
+        session.load_processor = functools.cache(loaded.processor)
     return session, loaded
 
 

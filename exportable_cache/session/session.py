@@ -75,6 +75,7 @@ class Session:
         stepper: Runs the steps. Decoding loops use it directly; it does not check token ids.
         stages: Turn what a user gives into inputs of steps.
         parts_of_heads: Number of parts that each layer's heads are split into over ranks; empty for one process.
+        load_processor: Returns the processor of images or audio; None if the model came without one.
         encoded_ids: Output of the encoder and the tokens of each row that it encoded; None if it took no tokens.
 
     Raises:
@@ -87,7 +88,7 @@ class Session:
 
     _cache: ExportableCache | None = None
     _scores_by_default = False
-    _processor: Callable[[], ProcessorMixin] | None = None
+    load_processor: Callable[[], ProcessorMixin] | None = None
 
     def __init__(
         self,
@@ -136,12 +137,12 @@ class Session:
 
     @property
     def processor(self) -> ProcessorMixin | None:
-        """Processor of images or audio; that of a bundle is made on first use. None if the model came without one."""
-        return None if self._processor is None else self._processor()
+        """Processor of images or audio, made on first use; None if the model came without one."""
+        return None if self.load_processor is None else self.load_processor()
 
     @processor.setter
     def processor(self, processor: ProcessorMixin | None) -> None:
-        self._processor = None if processor is None else lambda: processor
+        self.load_processor = None if processor is None else lambda: processor
 
     @property
     def runner(self) -> Runner:
@@ -567,7 +568,7 @@ class Session:
             session.stepper.move_to(session.stepper.state)
         session.stepper.logits_size = manifest.logits_size or manifest.vocab_size
         if bundle.has_processor:
-            session._processor = functools.cache(bundle.processor)
+            session.load_processor = functools.cache(bundle.processor)
         return session
 
     def warm_up(self, progress: Progress = silent) -> None:

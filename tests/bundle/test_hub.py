@@ -157,18 +157,27 @@ def test_a_gated_repository(hub: Hub, original: Path, monkeypatch: pytest.Monkey
     assert load(NAME, token=TOKEN).generate_text(PROMPT, 2)
 
 
-def test_an_upload_without_a_token(hub: Hub, original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_without_a_token(
+    hub: Hub, original: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export is not begun without one, and its bundle stays if the upload is refused later."""
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(InputError, match="the hub denies access to 'user/tiny'; log in") as raised:
-        upload(original, NAME)
-    one_sentence(raised.value)
+    out = tmp_path / "out"
+    for call in (lambda: upload(original, NAME), lambda: export(model, "fake", CAPACITY, out, push_to_hub=NAME)):
+        with pytest.raises(InputError, match="an upload to 'user/tiny' needs a token; log in with `hf auth login`"):
+            call()
+    assert not out.exists()
+    monkeypatch.setenv("HF_TOKEN", "hf_guest")
+    with pytest.raises(InputError, match=f"the hub denies access to 'user/tiny'; log in .*; the bundle is in {out}: "):
+        export(model, "fake", CAPACITY, out, prefill_chunk=13, verify=False, push_to_hub=NAME)
+    assert (out / "manifest.json").is_file() and NAME not in hub.repositories
 
 
 def test_without_a_network(hub: Hub, original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(BundleError, match="not downloaded before at revision 'main', and the hub cannot be reached"):
         load(NAME)
-    with pytest.raises(InputError, match="the hub must be reachable to upload"):
+    with pytest.raises(InputError, match="the hub must be reachable to upload to 'user/tiny'"):
         upload(original, NAME)
 
 

@@ -245,9 +245,7 @@ def test_a_processor_whose_package_is_missing_says_so(image_bundle, monkeypatch)
 
 def test_drafts_take_no_images(image_bundle, pixels):
     session = load(image_bundle)
-    inputs = prompt_inputs(
-        Bundle.open(image_bundle).processor(), session.runner.methods, "ab", files={"image": [Path("x.png")]}
-    )
+    inputs = prompt_inputs(session.processor, session.runner.methods, "ab", files={"image": [Path("x.png")]})
     assert isinstance(session, Session) and inputs["input_ids"].shape == (1, 4 + 3)
     with pytest.raises(InputError, match="a draft takes token ids, got pixel_values"):
         session.stream_text(inputs, draft=object())

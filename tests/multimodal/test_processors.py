@@ -12,7 +12,6 @@ import torch
 from transformers import GlmAsrProcessor, PreTrainedModel, ProcessorMixin, Qwen2AudioProcessor, WhisperFeatureExtractor
 
 from exportable_cache import ExportableCache, Session, export, load
-from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import InputError
 
 from ..support.letters import letter_tokenizer
@@ -69,4 +68,5 @@ def test_a_processor_travels_in_the_bundle(name: str, tmp_path: Path) -> None:
     processor.save_pretrained(tmp_path / "model")
     example = heard(processor, f"ab{token}", seed=1)
     bundle = export(tmp_path / "model", "pt2", 96, tmp_path / "bundle", prefill_chunk=16, modalities={"audio": example})
-    check(load(bundle.path), model, heard(Bundle.open(bundle.path).processor(), f"xyz{token}w", seed=2))
+    session = load(bundle.path)
+    check(session, model, heard(session.processor, f"xyz{token}w", seed=2))

@@ -103,6 +103,20 @@ class LoadedModel:
     processor_files: tuple[Path, ...] = ()
     remarks: tuple[str, ...] = ()
 
+    def processor(self) -> ProcessorMixin:
+        """Return the processor of images or audio.
+
+        Raises:
+            InputError: If the model came without one.
+            MissingDependencyError, BundleError: See `load_processor`.
+        """
+        if not self.processor_files:
+            raise InputError(
+                f"{self.source} has no processor of images or audio; pass a folder with its preprocessor_config.json"
+            )
+        folder = self.processor_files[0].parent
+        return load_processor(folder, folder)
+
 
 def load_model(
     model_or_path: PreTrainedModel | str | os.PathLike,
