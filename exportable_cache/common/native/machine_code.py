@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import select
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 
 from ...errors import ExportableCacheError, first_line
+from ..devices import cpp_compiler
 from ..fs.files import PARTIAL, atomic_path, clear_partials
 from ..fs.user_files import HAS_OWNERS, home_folder, is_user_file, user_folder
 
@@ -65,7 +65,7 @@ class MachineCode:
     def can_be_loaded(self) -> bool:
         """Return True if the library is cached or can be compiled. Systems without file owners load nothing."""
         try:
-            return not self.reason and HAS_OWNERS and (self.path.is_file() or _compiler() is not None)
+            return not self.reason and HAS_OWNERS and (self.path.is_file() or bool(cpp_compiler()))
         except (OSError, RuntimeError):  # there is no home
             return False
 
@@ -137,8 +137,8 @@ class MachineCode:
                 raise OSError(f"{command[0]} ends with {done.returncode}: {errors[0] if errors else done.stderr[:200]}")
 
     def _command(self, target: str) -> list[str]:
-        compiler = _compiler()
-        if compiler is None:
+        compiler = cpp_compiler()
+        if not compiler:
             raise OSError("there is no C++ compiler")
         return [compiler, *_OPTIONS, str(self.source), "-o", target, *_torch_options()]
 
@@ -147,11 +147,6 @@ class MachineCode:
 _IN_PLACE = 'path=$1; shift; "$@" && mv -f "$0" "$path" || rm -f "$0"'
 _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 _OPTIONS = ("-std=c++17", "-O2", _NATIVE, "-ffp-contract=fast", "-fPIC", "-shared", "-w")
-
-
-def _compiler() -> str | None:
-    """Return the compiler that Inductor would choose."""
-    return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def _torch_options() -> list[str]:
