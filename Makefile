@@ -116,7 +116,8 @@ check: $(VENV)/.installed-test
 	@$(PYTEST) -q $(PROJECT_TESTS)
 
 # A file stays on one worker, whose fixtures its tests share; long files first, in the order of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Compiled sources are kept also where the user's settings forbid it: each worker and each subprocess would compile them again.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed-test native
 	@$(PYTEST) $(PYTEST_ARGS)

@@ -35,6 +35,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.fx.config
 
 from exportable_cache.common.process.tuning import RARELY
 
@@ -103,36 +104,53 @@ def pytest_configure(config: pytest.Config) -> None:
     # Until everything is imported there is nothing to be collected.
     gc.disable()
     set_default_backend(config.getoption("--full"))
-    if hasattr(config, "workerinput"):
-        names_paths = config.workerinput["names_paths"]
-    else:
+    # To find where each operator of a graph was called, under pytest's own frames, takes a tenth of the time of a trace
+    # or a lowering. Not every release has the setting.
+    if hasattr(torch.fx.config, "do_not_emit_stack_traces"):
+        torch.fx.config.do_not_emit_stack_traces = not config.getoption("--full")
+    if not hasattr(config, "workerinput"):
         drop_other_generations()
-        names_paths = config.args_source is pytest.Config.ArgsSource.ARGS
-    if names_paths:
+    if _names_paths(config):
         for lane in _LANES:
             setattr(config.option, lane, True)
 
 
+def _names_paths(config: pytest.Config) -> bool:
+    """Return True if the command line names paths. A worker's always does, so the process that started it tells."""
+    if hasattr(config, "workerinput"):
+        return config.workerinput["names_paths"]
+    return config.args_source is pytest.Config.ArgsSource.ARGS
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker if the command line names paths, because its own always do, and it parses the options again."""
-    node.workerinput["names_paths"] = node.config.args_source is pytest.Config.ArgsSource.ARGS
+    """Tell a worker what `_names_paths` cannot know there, because it parses options of its own."""
+    node.workerinput["names_paths"] = _names_paths(node.config)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort long files first. Skip, with the reason, tests of lanes that were not asked for."""
+    """Sort long files first. Leave out tests of lanes that were not asked for.
+
+    If the command line names paths, they are skipped with the reason. In a whole run there are thousands of them, and
+    to report each takes seconds.
+    """
     order = {name: index for index, name in enumerate(_LONG_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     for item in items:
         if _COMPILING.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("cpp")
+    left_out = {}
     for marker, reason in _ON_REQUEST.items():
         wanted = marker in (config.option.markexpr or "") or (config.getoption("--full") and marker in _IN_FULL)
         if not wanted and not config.getoption(marker, False):
-            for item in items:
-                if item.get_closest_marker(marker):
-                    item.add_marker(pytest.mark.skip(reason=reason))
+            left_out |= {item: reason for item in items if item.get_closest_marker(marker)}
+    if _names_paths(config):
+        for item, reason in left_out.items():
+            item.add_marker(pytest.mark.skip(reason=reason))
+    elif left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
 
 
 def pytest_collection_finish() -> None:

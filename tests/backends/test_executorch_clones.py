@@ -106,7 +106,8 @@ def check_same_program(cloned: object, quantized: bool, path: Path, monkeypatch:
 
 def test_a_cloned_program_is_the_model(cloned, tmp_path: Path) -> None:
     edge, sizes = cloned
-    assert len(sizes) == 2 and sizes[0] < sizes[1]
+    # A layer that is lowered separately would add its operators, nearly as many as the segment has.
+    assert len(sizes) == 2 and sizes[0] < sizes[1] < 2 * sizes[0]
     # Where an activation lies between two integers, the two may round it to one and the other: not after these.
     ids = torch.randint(3, 100, (1, 7), generator=torch.Generator().manual_seed(0))
     found = outputs_of(lower.to_program(edge), tmp_path, (ids, torch.zeros(1, dtype=torch.int64)))
@@ -145,7 +146,8 @@ def sizes_of(layers: int, native: bool) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("native", [False, True])
 def test_what_is_lowered_does_not_grow_with_the_layers(cloned, native: bool) -> None:
     fewer, sizes = sizes_of(LAYERS, native) if native else cloned[1], sizes_of(LAYERS + 1, native)
     assert len(fewer) == len(sizes) == 2 and sizes[0] == fewer[0]

@@ -59,7 +59,7 @@ def test_a_name_of_several_lines_is_one_of_progress(streams, monkeypatch, screen
     terminal, _, err = streams(screen=screen)
     with terminal.progress("reading a\nb\x1b[2Jc \u00fc"):
         if screen:
-            wait_until(err.getvalue)
+            wait_until(err.getvalue, 60)
     assert "reading a\\nb\\x1b[2Jc \u00fc" in err.getvalue() and "\x1b[2J" not in err.getvalue()
 
 
@@ -74,7 +74,7 @@ def test_progress_speaks_up_although_the_first_stage_never_reports(streams, monk
     monkeypatch.setattr(module, "_SECONDS_OF_SILENCE", 0.05)
     terminal, _, err = streams()
     with terminal.progress("loading"):
-        wait_until(err.getvalue)
+        wait_until(err.getvalue, 60)
     assert err.getvalue() == "loading ...\n"
 
 
@@ -82,7 +82,7 @@ def test_progress_on_a_terminal_shows_the_count_and_leaves_no_bar(streams):
     terminal, out, err = streams(screen=True)
     with terminal.progress("loading") as progress:
         progress("tracing", 3, 8)
-        wait_until(lambda: "3/8" in err.getvalue())
+        wait_until(lambda: "3/8" in err.getvalue(), 60)
     drawn = err.getvalue()
     assert "tracing" in drawn and "3/8" in drawn
     # The cursor is shown again, and the line erased.
