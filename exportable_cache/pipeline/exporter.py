@@ -20,7 +20,7 @@ from ..common.version import __version__
 from ..errors import BundleError, InputError, MissingDependencyError
 from ..session.session import Session, load
 from .export import export
-from .perplexity import check_scorable
+from .perplexity import check_scorable, scored_logits
 
 try:
     from transformers.exporters import ExportConfigMixin, ExportedModel, ExportMetadata, HfExporter, register_backend
@@ -212,8 +212,9 @@ class ExportableCacheRunner(ModelRunner):
         check_scorable(self.session, "calling an export")
         ids = kwargs["input_ids"]
         self.session.reset()
-        logits = [self.session.prefill(ids[:, index : index + 1]) for index in range(ids.shape[1])]
-        return CausalLMOutputWithPast(logits=torch.stack(logits, dim=1))
+        # The last of the tokens is only a target, which is not fed.
+        logits = scored_logits(self.session, torch.nn.functional.pad(ids[0], (0, 1)), 1)
+        return CausalLMOutputWithPast(logits=torch.cat(list(logits))[None])
 
 
 register_backend(ExportableCacheExporter, ExportableCacheRunner)

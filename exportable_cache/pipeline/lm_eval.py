@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from ..bundle.hub import HubChoice, bundle_of
 from ..bundle.manifest_file import MANIFEST_FILE
 from ..errors import ExportableCacheError, InputError, MissingDependencyError
 from ..generation.templates import render_chat
@@ -35,6 +36,7 @@ except ImportError as error:
 NAME = "exportable_cache"
 #: Longest sequence for caches without a limit, as in lm_eval's own classes.
 _LENGTH = 2048
+_OF_HUB = ("target", "revision", "token")
 _OF_BUNDLES = ("check", "check_versions", "key", "trust")
 _OF_MODELS = tuple(one.name for one in fields(ModelOptions))
 #: Settings that greedy decoding ignores.
@@ -46,13 +48,15 @@ class ExportableCacheLM(TemplateLM):
     """Scores and continues texts by a session, with the tokens and windows of lm_eval's class `hf`.
 
     Args:
-        pretrained: Folder of a bundle, name of a model, or an open session; a text decoder at batch size 1.
+        pretrained: Bundle (a folder, or a repository of the hub), name of a model, or an open session; a text decoder
+            at batch size 1.
         max_length: Longest sequence; by default what the cache holds.
         add_bos_token: Whether texts begin with the tokenizer's first token; None for the tokenizer's default.
         max_gen_toks: Most new tokens of a generation, if a task does not say.
         batch_size: Must be 1 or "auto", because sequences run one after another.
-        **options: `trust`, `key`, `check_versions` and `check` of `load` for a bundle; for a model, the fields of
-            `ModelOptions`, such as `device`. `max_batch_size` is ignored.
+        **options: `trust`, `key`, `check_versions` and `check` of `load` for a bundle, and `target`, `revision` and
+            `token` for the hub; for a model, the fields of `ModelOptions`, such as `device`. `max_batch_size` is
+            ignored.
 
     Raises:
         InputError: If an option does not apply, or the model is not a text decoder with a tokenizer.
@@ -201,6 +205,8 @@ def _opened(pretrained: str | Session, options: dict[str, Any]) -> Session:
         InputError: If an option does not apply to it.
     """
     known: tuple[str, ...] = ()
+    if not isinstance(pretrained, Session):
+        pretrained = bundle_of(pretrained, HubChoice(**{name: options.pop(name, None) for name in _OF_HUB}))
     if isinstance(pretrained, Session):
         kind = "an open session"
     elif (Path(pretrained) / MANIFEST_FILE).is_file():

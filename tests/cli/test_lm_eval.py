@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from exportable_cache import load
+from exportable_cache.bundle.hub import HubChoice
 from exportable_cache.demo import demo_path
 from exportable_cache.errors import InputError
 
@@ -105,12 +107,20 @@ def test_the_command_of_lm_eval_finds_it(tmp_path: Path) -> None:
     assert refused.stderr.splitlines()[-1].startswith("error: max_length must be from 2 to ")
 
 
+def test_a_bundle_of_the_hub_is_downloaded(demo_bundle: Path) -> None:
+    with mock.patch("exportable_cache.pipeline.lm_eval.bundle_of", return_value=str(demo_bundle)) as fetched:
+        model = ExportableCacheLM("user/name", revision="v1", check=True)
+    assert fetched.call_args.args == ("user/name", HubChoice(revision="v1"))
+    assert model.session.target == "executorch"
+
+
 def test_what_it_cannot_do_is_refused(demo_bundle: Path) -> None:
     session = load(demo_bundle)
     for pretrained, given, message in (
         (session, {"batch_size": 8}, "batch_size must be 1 or 'auto', got 8"),
         (session, {"trust": True}, "trust is not an option of an open session; leave it out"),
         (str(demo_bundle), {"dtype": "float16"}, "dtype is not an option of a bundle; it takes check, "),
+        ("demo", {"revision": "main"}, "revision must be left out for the path 'demo'"),
         ("demo", {"key": "k"}, "key is not an option of a model; it takes device, dtype"),
         (live_session(tiny_model("llama"), False, 32, batch_size=2), {}, "batch_size must be 1 for lm_eval, got 2"),
         (live_session(tiny_model("llama"), False, 32), {}, "a tokenizer"),
