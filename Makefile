@@ -227,6 +227,8 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed | $(VENV)/bin/python
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[executorch,lora,gguf,quantized,test]'
 	@$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[tensorrt-rtx]' || \
 		echo "make: TensorRT-RTX does not install on this machine; its tests are skipped"
+	@$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[coreai]' || \
+		echo "make: Core AI does not install on this machine; its tests are skipped"
 	@touch $@
 
 $(VENV)/.installed-versions: pyproject.toml $(VENV)/.installed | $(VENV)/bin/python

@@ -292,6 +292,8 @@ _XNNPACK = TargetDtypes(
         )
     },
 )
+# Core AI's runtime off Macs rounds more than half precision does, and verification refuses it.
+_COREAI = TargetDtypes(torch.float32)
 _NATIVE_LINEARS = replace(_XNNPACK, keeps_exact=True)
 _ROUNDED_LINEARS = replace(_NATIVE_LINEARS, rounded=torch.bfloat16)
 
@@ -308,4 +310,4 @@ def target_dtypes(target: str, options: Mapping[str, Any]) -> TargetDtypes:
         if (options.get("linears") or options.get("kernels")) != "native":
             return _XNNPACK
         return _ROUNDED_LINEARS if options.get("compute") == "bfloat16" else _NATIVE_LINEARS
-    return _TENSORRT if target == "tensorrt" else _AS_STORED
+    return {"tensorrt": _TENSORRT, "coreai": _COREAI}.get(target, _AS_STORED)

@@ -18,6 +18,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "aoti": ("exportable_cache.backends.aoti.target", (), None),
     "executorch": ("exportable_cache.backends.executorch.target", ("executorch",), "executorch"),
     "tensorrt": ("exportable_cache.backends.tensorrt.target", ("torch_tensorrt",), "tensorrt-rtx"),
+    "coreai": ("exportable_cache.backends.coreai.target", ("coreai_torch", "coreai"), "coreai"),
 }
 
 

@@ -58,6 +58,7 @@ _OPTIONS = tuple(
 #: Pages of the documentation, by target.
 _GUIDES = {
     "aoti": "docs/guides/aoti.md",
+    "coreai": "docs/guides/coreai.md",
     "executorch": "docs/guides/phone.md",
     "pt2": "docs/bundles.md",
     "tensorrt": "docs/guides/tensorrt.md",

@@ -45,7 +45,7 @@ from .build import (
 from .conditioning import TOLERANCE
 from .extended import Extended
 
-TARGETS = ("eager", "compiled", "pt2", "executorch", "tensorrt")
+TARGETS = ("eager", "compiled", "pt2", "executorch", "tensorrt", "coreai")
 #: What transformers itself has for the same, see `peers.py`.
 PEERS = ("static_cache", "exporter", "dynamo")
 #: Of the table: the targets; what else a session in eager mode is asked, see `extended.py`; and the peers.
@@ -321,7 +321,7 @@ def write_json(path: Path, facts: dict[str, Any]) -> None:
 
 def is_asked(architecture: Architecture, target: str) -> bool:
     """Whether the zoo runs this architecture in this column."""
-    return target not in ("tensorrt", "exporter", "dynamo") or architecture.group in DECODER_GROUPS
+    return target not in ("tensorrt", "coreai", "exporter", "dynamo") or architecture.group in DECODER_GROUPS
 
 
 def read_result(folder: Path, row: Architecture) -> dict[str, Any]:

@@ -46,6 +46,7 @@ LIMITS = {
     "pt2": 900,
     "executorch": 1200,
     "tensorrt": 900,
+    "coreai": 600,
 }
 
 
@@ -128,10 +129,11 @@ def _preload(targets: list[str]) -> None:
     warnings.simplefilter("ignore")
     collect_seldom()
     first = next(row for row in architectures() if row.name == "causal-llama")
-    # ExecuTorch's runtime starts threads at its first step, and threads do not come along into a fork.
-    check(first, [target for target in targets if target != "executorch"], lambda facts: None)
-    if "executorch" in targets:
-        lower_only(first, "executorch")
+    # The runtimes of ExecuTorch and Core AI start threads, and threads do not come along into a fork.
+    threaded = {"executorch", "coreai"}
+    check(first, [target for target in targets if target not in threaded], lambda facts: None)
+    for target in threaded.intersection(targets):
+        lower_only(first, target)
     gc.freeze()
 
 

@@ -1,0 +1,1 @@
+"""Apple's Core AI, which runs on Macs, iPhones and Linux."""

@@ -1,0 +1,136 @@
+"""Convert exported methods to one Core AI program."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.export.graph_signature import InputKind
+
+from ...errors import UnsupportedModelError, describe_trace_error
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from ...program.methods import ProgramMethod
+
+aten = torch.ops.aten
+
+#: Pointwise operators whose operands the converter broadcasts by reshapes, wrongly if a size is dynamic and their
+#: numbers of dimensions differ (coreai-torch 0.4.3).
+_BROADCAST = frozenset(
+    "add sub mul div pow remainder maximum minimum where eq ne lt le gt ge bitwise_and bitwise_or logical_and "
+    "logical_or".split()
+)
+
+
+def convert(exported: Mapping[str, ExportedProgram], methods: Mapping[str, ProgramMethod]) -> Any:
+    """Return the methods as functions of one program, over the same weights and states.
+
+    Args:
+        exported: Traced methods, whose cache tensors are buffers.
+        methods: The methods by the same names.
+
+    Raises:
+        UnsupportedModelError: If the converter refuses an operator, or a method reads a cache tensor that it does not
+            write.
+    """
+    with warnings.catch_warnings():
+        # It warns of each release of torch that is newer than its own tests, among them the one that it names.
+        warnings.filterwarnings("ignore", message="coreai-torch has only been validated")
+        from coreai_torch import TorchConverter
+    converter = TorchConverter(mode=TorchConverter.Mode.RELEASE)
+    try:
+        for name, program in exported.items():
+            program = program.run_decompositions(_decompositions())
+            _align_ranks(program.graph_module)
+            method = methods[name]
+            converter.add_exported_program(
+                program,
+                input_names=list(method.input_names),
+                output_names=output_names(method),
+                state_names=_states(program, name),
+                entrypoint_name=name,
+            )
+        return converter.to_coreai()
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # the converter raises many classes
+        raise UnsupportedModelError(
+            f"Core AI's converter refuses method {name!r}: {describe_trace_error(error)}; export for another target"
+        ) from error
+
+
+def output_names(method: ProgramMethod) -> list[str]:
+    """Return the names of a method's outputs."""
+    return ["logits"] if method.is_step else [spec.name for spec in method.outputs]
+
+
+def _states(program: ExportedProgram, method: str) -> list[str]:
+    """Return the names of the buffers that are states, in the order of the graph's inputs."""
+    written = set(program.graph_signature.buffers_to_mutate.values())
+    names = [spec.target for spec in program.graph_signature.input_specs if spec.kind is InputKind.BUFFER]
+    for name in names:
+        if name is not None and name.startswith("layers_") and name not in written:
+            raise UnsupportedModelError(
+                f"method {method!r} reads the cache tensor {name} without writing it, which would be a constant in a "
+                "Core AI program; export for another target"
+            )
+    return [name for name in names if name in written]
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    from coreai_torch import get_decomp_table
+
+    table = get_decomp_table()
+    for overload in ("Scalar", "Tensor"):
+        table[getattr(aten.remainder, overload)] = _remainder
+    table[aten.scatter.value] = table[aten.scatter.src] = _scatter
+    return table
+
+
+def _remainder(value: torch.Tensor, divisor: Any) -> torch.Tensor:
+    """Compute `torch.remainder`, which the converter lacks."""
+    return value - divisor * torch.div(value, divisor, rounding_mode="floor")
+
+
+def _scatter(target: torch.Tensor, dim: int, index: torch.Tensor, source: Any) -> Any:
+    """Compute `torch.scatter` along the last dimension by comparisons.
+
+    The runtime crashes if a size is dynamic. Routers scatter along the experts, whose number is fixed.
+    """
+    rank, last = target.dim(), target.dim() - 1
+    if dim % max(rank, 1) != last or index.dim() != rank or index.shape[:-1] != target.shape[:-1]:
+        return NotImplemented
+    hits = index.unsqueeze(-1) == torch.arange(target.shape[-1], device=target.device)
+    if isinstance(source, torch.Tensor):
+        source = torch.where(hits, source.unsqueeze(-1), torch.zeros_like(source[..., :1, None])).sum(-2)
+    return torch.where(hits.any(-2), source, target)
+
+
+def _align_ranks(module: torch.fx.GraphModule) -> None:
+    """Give the operands of pointwise operators the result's number of dimensions."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        result = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(result, torch.Tensor):
+            continue
+        if getattr(node.target, "namespace", "") != "aten" or _name_of(node.target) not in _BROADCAST:
+            continue
+        for operand in [one for one in node.all_input_nodes if isinstance(one.meta.get("val"), torch.Tensor)]:
+            missing = result.dim() - operand.meta["val"].dim()
+            widened = operand
+            with graph.inserting_before(node):
+                for _ in range(missing):
+                    value = widened.meta["val"].unsqueeze(0)
+                    widened = graph.call_function(aten.unsqueeze.default, (widened, 0))
+                    widened.meta["val"] = value
+            if missing:
+                node.replace_input_with(operand, widened)
+    module.recompile()
+
+
+def _name_of(operator: Any) -> str:
+    return operator.name().removeprefix("aten::").partition(".")[0]

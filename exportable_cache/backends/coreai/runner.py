@@ -1,0 +1,112 @@
+"""Run a program in Core AI's runtime, which its package has for Macs and Linux."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import BundleError, first_line
+from .convert import output_names
+
+if TYPE_CHECKING:
+    from ..base import ProgramDescription
+
+
+class CoreAIRunner:
+    """Runs the functions of a program, all over the same states.
+
+    The runtime's calls are coroutines. They run in an event loop of this runner's own thread, because callers may have
+    an event loop themselves, as notebooks do.
+
+    Args:
+        path: The `.aimodel`.
+        description: What it contains.
+
+    Raises:
+        BundleError: If the runtime refuses the file, or it lacks a method.
+    """
+
+    def __init__(self, path: Path, description: ProgramDescription) -> None:
+        from coreai.authoring import AIModelAsset
+        from coreai.runtime import NDArray
+
+        # The runtime crashes without it.
+        if not (path / "main.mlirb").is_file():
+            raise BundleError(f"{path} must have a file main.mlirb, and has none; export the model again")
+        self.methods = description.methods
+        self._array = NDArray
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True, name="Core AI").start()
+        # Off Macs, the runtime's form of the program is in a temporary folder for as long as the model is open.
+        opened = AsyncExitStack()
+        weakref.finalize(self, _close, self._loop, opened)
+        try:
+            model = self._wait(opened.enter_async_context(AIModelAsset.load(path).executable()))
+            self._functions = {name: model.load_function(name) for name in self.methods}
+        except Exception as error:  # the runtime raises many classes
+            raise BundleError(
+                f"Core AI's runtime cannot load {path}: {first_line(error)}; export the model again"
+            ) from error
+        #: Name of a state -> its array, which steps write in place.
+        self._states: dict[str, Any] = {}
+        #: Cache tensors by name, which share memory with the states.
+        self.state: dict[str, torch.Tensor] = {}
+        for index, layer in enumerate(description.layers):
+            for name, tensor in layer["tensors"].items():
+                if name == "cumulative_length":
+                    continue
+                zeros = torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
+                array = NDArray(_numpy(zeros))
+                self._states[f"layers_{index}_{name}"] = array
+                self.state[f"layers.{index}.{name}"] = _tensor(array)
+
+    @torch.no_grad()
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run a method, see `Runner.run`."""
+        specs = self.methods[method].inputs
+        arrays = {spec.name: self._array(_numpy(tensor)) for spec, tensor in zip(specs, inputs, strict=True)}
+        try:
+            results = self._wait(self._functions[method](arrays, self._states))
+        except RuntimeError as error:
+            raise BundleError(
+                f"Core AI's runtime cannot run {method!r}: {first_line(error)}; export for another target"
+            ) from error
+        outputs = tuple(_tensor(results[name]).clone() for name in output_names(self.methods[method]))
+        return outputs[0] if self.methods[method].is_step else outputs
+
+    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _close(loop: asyncio.AbstractEventLoop, opened: AsyncExitStack) -> None:
+    """Release a model, and end the thread of its event loop."""
+    try:
+        asyncio.run_coroutine_threadsafe(opened.aclose(), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def _numpy(tensor: torch.Tensor) -> Any:
+    """Return an array over the same memory; int64 becomes int32, which is what the converter makes of such inputs."""
+    if tensor.dtype == torch.int64:
+        tensor = tensor.to(torch.int32)
+    tensor = tensor.contiguous()
+    if tensor.dtype != torch.bfloat16:
+        return tensor.numpy()
+    import ml_dtypes
+
+    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    """Return a tensor over the memory of a `coreai.runtime.NDArray`."""
+    if array.dtype == "bfloat16":
+        return torch.from_numpy(array.numpy().view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(array.numpy())

@@ -1,0 +1,62 @@
+"""The `coreai` target: programs of Apple's Core AI, `.aimodel`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...cache.attention import ATTENTION
+from ..base import LoweredFile
+from .convert import convert
+from .layers import gathered_layers
+from .options import CoreAIOptions
+from .runner import CoreAIRunner
+
+if TYPE_CHECKING:
+    from ...program.program import Program
+    from ...program.spec import ProgramSpec
+    from ..base import ProgramDescription, Runner
+
+FOLDER = "program.aimodel"
+
+
+class CoreAIBackend:
+    """One `.aimodel` with a function for each method, over one copy of the weights and one cache."""
+
+    name = "coreai"
+    packages = ("coreai-core",)
+    max_batch_size = None
+    linear_schemes = ()
+    embedding_schemes = ()
+    machine_code = "programs for Apple's Core AI runtime"
+    options = CoreAIOptions
+
+    def program_spec(self, asked: ProgramSpec, options: CoreAIOptions) -> ProgramSpec:
+        """Return the program for a requested one, see `Backend.program_spec`."""
+        return replace(
+            options.program_spec(asked),
+            attention=ATTENTION,
+            # Batched products, because Core AI has no grouped ones of tensors whose sizes are values.
+            experts="batched_mm",
+            takes_lengths=True,
+            adapt=gathered_layers,
+        )
+
+    def lower(self, program: Program, folder: Path, options: CoreAIOptions) -> list[LoweredFile]:
+        """Write the program's files to `folder`."""
+        exported = {name: program.export(name) for name in program.methods}
+        convert(exported, program.methods).save_asset(folder / FOLDER)
+        holds = f"methods {', '.join(exported)}, weights"
+        return [
+            LoweredFile(str(path.relative_to(folder)), holds if path.suffix == ".mlirb" else "checksum and description")
+            for path in sorted((folder / FOLDER).rglob("*"))
+            if path.is_file()
+        ]
+
+    def open(self, folder: Path, description: ProgramDescription) -> Runner:
+        """Open the files that `lower` wrote."""
+        return CoreAIRunner(folder / FOLDER, description)
+
+
+backend = CoreAIBackend()

@@ -1,0 +1,243 @@
+"""Core AI programs, in Apple's runtime where its packages are installed, and the graphs that its converter gets."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exportable_cache import ExportableCache, Session, export, load
+from exportable_cache.backends.coreai import convert as convert_file
+from exportable_cache.backends.coreai.layers import GatheredLayout, gathered_layers
+from exportable_cache.backends.coreai.runner import CoreAIRunner
+from exportable_cache.bundle.manifest import Manifest
+from exportable_cache.cache.layers import CacheLayer, RowSizes
+from exportable_cache.cache.policies import FullPolicy, NoPolicy
+from exportable_cache.cache.storage import FloatStorage
+from exportable_cache.errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError
+
+from ..support.models import tiny_model, tokens
+from ..support.seq2seq import tiny_seq2seq
+
+HAS_COREAI = importlib.util.find_spec("coreai_torch") is not None
+needs_coreai = pytest.mark.skipif(not HAS_COREAI, reason="the coreai extra is not installed")
+LENGTH, WINDOW = 64, 16
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a bundle of a tiny Gemma 3 with rings of 16 slots, verified in the runtime."""
+    folder = tmp_path_factory.mktemp("coreai") / "gemma"
+    export(tiny_model("gemma3_text"), target="coreai", max_cache_len=LENGTH, score_length=4, output_dir=folder)
+    return folder
+
+
+def live() -> Session:
+    """Return a session over the model of `bundle`."""
+    model = tiny_model("gemma3_text")
+    return Session.from_model(model, ExportableCache.from_model(model, LENGTH, rollback_slots=4))
+
+
+# -- the runtime -------------------------------------------------------------------------------------------------------
+
+
+@needs_coreai
+def test_a_hybrid_generates_past_its_window(bundle: Path) -> None:
+    """Export has compared its logits with the model's; here tokens are, over several chunks of a prompt."""
+    prompt = tokens(29)
+    with load(bundle, trust=True) as session:
+        assert list(session.generate(prompt, 30)) == list(live().generate(prompt, 30))
+        assert {method.name for method in session.runner.methods.values()} == {"prefill", "decode", "score"}
+
+
+@needs_coreai
+def test_weights_are_stored_once_for_all_methods(bundle: Path) -> None:
+    """Three functions have one copy of the weights, and their code."""
+    weights = sum(parameter.nbytes for parameter in tiny_model("gemma3_text").parameters())
+    size = (bundle / "program.aimodel" / "main.mlirb").stat().st_size
+    assert size < 3 * weights
+
+
+@needs_coreai
+def test_states_are_saved_forked_and_taken_back(bundle: Path, tmp_path: Path) -> None:
+    """The cache tensors share memory with the runtime's states."""
+    prompt, expected = tokens(20), list(live().generate(tokens(20), 12))
+    with load(bundle, trust=True) as session, load(bundle, trust=True) as other:
+        session.prefill(prompt)
+        session.save_state(tmp_path / "state")
+        other.load_state(tmp_path / "state")
+        first = torch.tensor([[expected[0]]])
+        assert list(other.generate(first, 11)) == expected[1:]
+        session.decode(torch.tensor([5]))
+        session.rewind(1)
+        assert list(session.generate(first, 11)) == expected[1:]
+
+
+@needs_coreai
+def test_rows_of_unequal_length(tmp_path: Path) -> None:
+    """A program of two rows gives each row the tokens that it has alone."""
+    model = tiny_model("llama")
+    export(model, target="coreai", max_cache_len=LENGTH, batch_size=2, output_dir=tmp_path / "b", verify=False)
+    prompts = [tokens(19)[0], tokens(7)[0]]
+    with load(tmp_path / "b", trust=True) as session:
+        rows = list(zip(*(step.tolist() for step in session.generate(prompts, 10)), strict=True))
+    alone = Session.from_model(model, ExportableCache.from_model(model, LENGTH))
+    for row, prompt in zip(rows, prompts, strict=True):
+        alone.reset()
+        assert list(row) == list(alone.generate(prompt[None], 10))
+
+
+@needs_coreai
+def test_a_caller_may_have_an_event_loop(bundle: Path) -> None:
+    """Notebooks and servers run one in the thread that calls."""
+
+    async def first_token() -> int:
+        with load(bundle, trust=True) as session:
+            return next(iter(session.generate(tokens(5), 1)))
+
+    assert asyncio.run(first_token()) == next(iter(live().generate(tokens(5), 1)))
+
+
+@needs_coreai
+def test_a_program_needs_trust_and_a_whole_file(bundle: Path, tmp_path: Path) -> None:
+    """Its file is read by the runtime, which crashes on damaged ones: the bundle's digests are compared before."""
+    with pytest.raises(BundleError, match="holds programs for Apple's Core AI runtime, .* load it with trust=True"):
+        load(bundle)
+    copy = tmp_path / "copy"
+    shutil.copytree(bundle, copy)
+    program = copy / "program.aimodel" / "main.mlirb"
+    program.write_bytes(program.read_bytes()[:-1])
+    with pytest.raises(BundleError, match=r"program\.aimodel/main\.mlirb"):
+        load(copy, trust=True)
+    with pytest.raises(
+        BundleError, match=r"missing must have a file main\.mlirb, and has none; export the model again"
+    ):
+        CoreAIRunner(tmp_path / "missing", Manifest.read(bundle).description())
+
+
+@needs_coreai
+def test_an_operator_without_a_form_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The converter's own sentence follows the method."""
+    monkeypatch.setattr(convert_file, "_decompositions", dict)
+    with pytest.raises(
+        UnsupportedModelError, match="Core AI's converter refuses method 'decode': .*; export for another"
+    ):
+        export(tiny_model("llama"), target="coreai", max_cache_len=32, output_dir=tmp_path / "b")
+
+
+@pytest.mark.skipif(HAS_COREAI, reason="the coreai extra is installed")
+def test_the_extra_is_named(tmp_path: Path) -> None:
+    """Without the packages the export ends before a model is loaded."""
+    with pytest.raises(MissingDependencyError, match=r"pip install 'exportable-cache\[coreai\]'"):
+        export(tiny_model("llama"), target="coreai", max_cache_len=32, output_dir=tmp_path / "b")
+
+
+# -- what the converter gets -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, 3, 8])
+def test_a_gather_writes_as_the_portable_layout_does(start: int) -> None:
+    """Several tokens of two rows, at the start, in the middle and up to the last slot."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    keys, values = (torch.randn(2, 3, 4, 8, generator=generator) for _ in range(2))
+    for layout in (None, GatheredLayout()):
+        layer = CacheLayer(FullPolicy(12), FloatStorage("float32"), RowSizes(2, 3, 8))
+        layer.cumulative_length.fill_(start)
+        if layout is not None:
+            layer = layer.with_layout(layout, dict(layer.named_state()))
+        seen = layer.update(keys, values)
+        found.append([*seen, layer.keys, layer.values])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_layers_without_keys_stay_as_they_are() -> None:
+    """Recurrent states have no slots; encoder-decoders are refused."""
+    model = tiny_model("llama")
+    cache = ExportableCache([CacheLayer(NoPolicy()), *ExportableCache.from_model(model, 32).layers])
+    adapted = gathered_layers(model, cache).layers
+    assert adapted[0] is cache.layers[0]
+    assert [type(layer.layout) for layer in adapted[1:]] == [GatheredLayout] * 2
+    model = tiny_seq2seq("t5")
+    with pytest.raises(UnsupportedModelError, match="keeps an encoder's output, which target coreai"):
+        gathered_layers(model, ExportableCache.from_model(model, 32, max_encoder_len=8))
+
+
+@pytest.mark.parametrize("source", [1.0, torch.arange(12.0).reshape(2, 3, 2)])
+def test_scatter_by_comparisons(source: Any) -> None:
+    """It equals torch's along the last dimension, and leaves other forms alone."""
+    target, index = torch.randn(2, 3, 5), torch.tensor([[[0, 4], [2, 1], [3, 0]]]).expand(2, 3, 2)
+    assert torch.equal(convert_file._scatter(target, -1, index, source), target.scatter(2, index, source))
+    assert convert_file._scatter(target, 1, index, source) is NotImplemented
+
+
+@pytest.mark.parametrize("divisor", [5, -5, torch.tensor([3, 7])])
+def test_remainder_has_the_sign_of_the_divisor(divisor: Any) -> None:
+    """As torch's has, and as positions in a ring need it."""
+    values = torch.arange(-8, 8).reshape(-1, 1)
+    assert torch.equal(convert_file._remainder(values, divisor), torch.remainder(values, divisor))
+
+
+def test_operands_get_the_dimensions_of_the_result() -> None:
+    """The converter reshapes operands with fewer dimensions wrongly if a size is dynamic."""
+
+    class Added(torch.nn.Module):
+        def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            """Add tensors of 1 and 2 dimensions, and choose by a scalar."""
+            return torch.where(second > 0, second + first, first.sum())
+
+    inputs = torch.arange(3.0), torch.tensor([[-1.0], [2.0]])
+    program = torch.export.export(Added(), inputs)
+    convert_file._align_ranks(program.graph_module)
+    names = [node.name for node in program.graph.nodes if node.target is torch.ops.aten.unsqueeze.default]
+    assert len(names) == 3
+    assert torch.equal(program.module()(*inputs), Added()(*inputs))
+
+
+def test_a_cache_tensor_that_is_only_read_is_refused() -> None:
+    """It would be a constant of the program."""
+
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("layers_0_keys", torch.zeros(2))
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            """Read the buffer."""
+            return given + self.layers_0_keys
+
+    program = torch.export.export(Reads(), (torch.zeros(2),))
+    with pytest.raises(UnsupportedModelError, match="method 'decode' reads the cache tensor layers_0_keys without"):
+        convert_file._states(program, "decode")
+
+
+def test_options_are_checked() -> None:
+    """As for the other targets."""
+    from exportable_cache.backends.coreai.options import CoreAIOptions
+
+    with pytest.raises(InputError, match="score_length must be"):
+        CoreAIOptions(score_length=1)
+
+
+# -- what its workarounds are for --------------------------------------------------------------------------------------
+
+
+@pytest.mark.canary
+@needs_coreai
+def test_the_converter_still_lacks_remainder() -> None:
+    """Fails once it has it: then `_remainder` can go."""
+    from coreai_torch import TorchConverter, get_decomp_table
+
+    class Modulo(torch.nn.Module):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            """Take the remainder of division by 5."""
+            return torch.remainder(given, 5)
+
+    program = torch.export.export(Modulo(), (torch.arange(3),)).run_decompositions(get_decomp_table())
+    with pytest.raises(ValueError, match="remainder"):
+        TorchConverter().add_exported_program(program).to_coreai()
