@@ -30,7 +30,7 @@ from exportable_cache.common.process.tuning import collect_seldom
 
 from .architectures import Architecture, architectures
 from .check import COLUMNS, check, is_asked, lower_only, read_result, write_json
-from .published import checkpoints
+from .published import Checkpoint, checkpoints
 from .table import DOCUMENT, write_table
 
 ROOT = Path(__file__).parents[2]
@@ -201,7 +201,10 @@ def _child(row: Architecture, targets: list[str], part: Path) -> None:
     os.dup2(log, 2)
     # Rather an error of one model than the machine's memory.
     resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
-    check(row, targets, lambda facts: write_json(part, facts))
+    known = {}
+    if isinstance(row, Checkpoint) and "memory" not in read_result(RESULTS, row):
+        known = {"memory": row.memory()}
+    check(row, targets, lambda facts: write_json(part, facts | known))
 
 
 @functools.cache

@@ -169,7 +169,7 @@ def _shrink(
     )
     fields: dict[str, Any] = dict(base)
     if published is not None:
-        # As the class reads them: `config.json` may state them under other names, which would win.
+        # Read back from the class, because `config.json` may state them under other names, which would win.
         fields = {name: copy.deepcopy(value) for name, value in vars(default).items() if name in names}
         own = _unlike_published(own, default)
     for name, value in vars(default).items():
@@ -266,7 +266,7 @@ def _layers(default: Any, names: set[str]) -> dict[str, Any]:
 
 
 def _unlike_published(own: dict[str, Any], default: PreTrainedConfig) -> dict[str, Any]:
-    """The overrides that a published config leaves: those of sizes, not those that choose kinds of layers.
+    """Return the overrides that a published config leaves: those of sizes, not those that choose kinds of layers.
 
     Layers that share keys are counted from the end, so their pattern stays that of the overrides.
     """
@@ -283,7 +283,10 @@ def _unlike_published(own: dict[str, Any], default: PreTrainedConfig) -> dict[st
 
 
 def _published_layers(default: PreTrainedConfig, names: set[str]) -> dict[str, Any]:
-    """The first layers of a published model, until every combination of kinds was seen; of many, the first of each."""
+    """Return the first layers of a published model, up to the one that shows the last combination of kinds.
+
+    If they are more than `MOST_LAYERS`, return only the first layer of each combination.
+    """
     depth = getattr(default, "num_hidden_layers", None)
     if not isinstance(depth, int) or getattr(default, "num_kv_shared_layers", 0):
         return {}
@@ -309,12 +312,12 @@ def _published_layers(default: PreTrainedConfig, names: set[str]) -> dict[str, A
 
 
 def _are_indices(values: Any) -> bool:
-    """True for indices of layers, as long a list as there are layers where every layer is named."""
+    """Return True for indices of layers: a list that names every layer is as long as a list with an entry per layer."""
     return all(isinstance(value, int) for value in values) and len(set(values)) == len(values) > 2
 
 
 def _borders(default: PreTrainedConfig, names: set[str]) -> dict[str, Any]:
-    """The lengths where a published model's RoPE changes, within those that are tried."""
+    """Return the lengths where a published model's RoPE changes, which are within those that are tried."""
     found: dict[str, Any] = {}
     rope = default.rope_parameters
     kinds = str([rope.get("rope_type"), *(one.get("rope_type") for one in rope.values() if isinstance(one, dict))])

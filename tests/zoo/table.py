@@ -11,7 +11,7 @@ from typing import Any
 
 from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
 from .build import PROMPTS, STEPS
-from .check import COLUMNS, PEERS, TARGETS, is_asked, read_result, write_json
+from .check import COLUMNS, PEERS, TARGETS, is_asked, read_result
 from .conditioning import MOST_MOVED, MOST_MOVED_SMOOTHLY, TOLERANCE
 from .extended import LENGTHS, PROMPT, TAKEN_BACK
 from .overrides import OVERRIDES
@@ -48,9 +48,6 @@ EXTENDED_MEANS = (
 def write_table(folder: Path, document: Path = DOCUMENT) -> None:
     """Write the document from the results in `folder`, and these beside it; what was not run yet is left blank."""
     results = {row: read_result(folder, row) for row in architectures()}
-    for row in checkpoints():
-        if "memory" not in (facts := read_result(folder, row)):
-            write_json(folder / f"{row.name}.json", facts | {"memory": row.memory()})
     published = {row: read_result(folder, row) for row in checkpoints()}
     document.parent.mkdir(exist_ok=True)
     document.write_text("\n".join(_lines(results, published)) + "\n")

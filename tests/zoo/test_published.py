@@ -73,6 +73,10 @@ def test_a_plan_at_true_size(name: str) -> None:
     made = plan(checkpoint(name).config(), 4096, dtype="bfloat16")
     # Of lengths there are 8 bytes a layer.
     assert made.refusal is None and made.cache_bytes == TRUE_SIZES[name] + 8 * len(made.layers)
+    found = checkpoint(name).memory()
+    assert (found["weights"], found["4096"]) == (made.weights_bytes, made.cache_bytes) and found["32768"] > found[
+        "4096"
+    ]
 
 
 def test_borders_are_within_what_is_fed() -> None:

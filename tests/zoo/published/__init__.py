@@ -14,9 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from exportable_cache.pipeline.plan import plan
+from exportable_cache.cache.spec import CacheSpec
+from exportable_cache.models.layers.specs import layer_specs_from_config
+from exportable_cache.models.loading.without_weights import model_without_weights
+from exportable_cache.models.quantization.sizes import float_bytes
 
 from ..architectures import Architecture, architectures
 
@@ -49,16 +53,20 @@ class Checkpoint(Architecture):
         return self.config_class(**copy.deepcopy(self.fields))
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of weights and of caches in bfloat16, from `plan`; empty if a config does not say them."""
-        found: dict[str, int] = {}
-        if self.config().is_encoder_decoder:
-            # Their caches depend on the longest input of the encoder.
-            return found
-        for tokens in LENGTHS:
-            made = plan(self.config(), tokens, dtype="bfloat16")
-            if made.refusal is None:
-                found |= {"weights": made.weights_bytes or 0, str(tokens): made.cache_bytes}
-        return found
+        """Return the bytes of weights and of caches in bfloat16, as `plan` does; empty for an encoder-decoder.
+
+        The cache of an encoder-decoder depends on the longest input of its encoder.
+        """
+        config, dtype = self.config(), torch.bfloat16
+        if config.is_encoder_decoder:
+            return {}
+        model = model_without_weights(config)
+        layers = layer_specs_from_config(config, model)
+        caches = {
+            str(tokens): sum(layer.build(CacheSpec(tokens), dtype, "meta").nbytes for layer in layers)
+            for tokens in LENGTHS
+        }
+        return {"weights": float_bytes(model, dtype, dtype), **caches}
 
 
 @functools.cache

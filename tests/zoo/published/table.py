@@ -17,7 +17,7 @@ def lines_of(results: dict[Checkpoint, dict[str, Any]]) -> list[str]:
     """Return the section of all checkpoints.
 
     Args:
-        results: What was found of each, as `read_result` gives it, with `memory`.
+        results: What was found of each, as `read_result` gives it.
     """
     reasons: list[str] = []
     rows = [_row(row, facts, reasons) for row, facts in results.items()]
@@ -54,7 +54,7 @@ def lines_of(results: dict[Checkpoint, dict[str, Any]]) -> list[str]:
 
 def _row(row: Checkpoint, facts: dict[str, Any], reasons: list[str]) -> str:
     cells = [_cell(facts["targets"].get(target), reasons) if is_asked(row, target) else "-" for target in TARGETS]
-    memory = facts["memory"]
+    memory = facts.get("memory", {})
     sizes = [_size(memory.get(name)) for name in ("weights", *map(str, LENGTHS))]
     return f"| {row.checkpoint} | {row.model_type} | {' | '.join([*cells, *sizes])} | {_recipe(memory)} |"
 
@@ -79,5 +79,5 @@ def _size(size: int | None) -> str:
 def _recipe(memory: dict[str, int]) -> str:
     weights = memory.get("weights")
     if not weights:
-        return "exact"
+        return ""
     return "exact" if weights <= _EXACT else "fast" if weights <= _FAST else "-"
