@@ -158,6 +158,9 @@ def open_engines(bundle: CheckedBundle) -> EngineSession:
 
     fields = bundle.fields
     records = _engine_records(bundle)
+    taken = {one.name for _, record in records.values() for one in record.inputs if one not in record.state}
+    if taken != {"input_ids", "input_pos"}:
+        raise NotNative(f"its methods take {', '.join(sorted(taken))}")
     methods = _mapping(_mapping(fields, "program"), "methods")
     try:
         steps = {
@@ -227,6 +230,8 @@ def _why_no_engines(bundle: CheckedBundle, text: bool) -> str:
     from ..backends.tensorrt.cuda_engines import missing_package
 
     program = _mapping(bundle.fields, "program")
+    if bundle.fields.get("ranks") is not None:
+        return "the program has a part for each of several processes, which need torch"
     if program.get("batch_size") != 1:
         return f"one row runs without torch, and the program has {program.get('batch_size')}"
     if text and bundle.fields.get("tokenizer") is not None and not bundle.reads_alike:

@@ -175,6 +175,8 @@ class CudaEngines:
     ) -> None:
         self._cuda = cuda
         self._steps: dict[str, _Step] = {}
+        for _, record in records.values():
+            _check_names(record)
         first = next(iter(records.values()))[1]
         cache = {tensor.name: _bytes(tensor.max_shape, tensor.dtype) for tensor in first.state}
         plans = {file: (folder / file).stat().st_size for file, _ in records.values()}
@@ -187,7 +189,7 @@ class CudaEngines:
         }
         self._state = {name: cuda.allocate(size) for name, size in cache.items()}
         for method, (_, record) in records.items():
-            self._steps[method] = _Step(cuda, record, contexts[method], self._state)
+            self._steps[method] = _Step(cuda, record, contexts[method], self._state, self._log.errors)
         cuda.wait()
 
     def run(self, method: str, tokens: Sequence[int], position: int) -> np.ndarray:
@@ -239,8 +241,10 @@ class CudaEngines:
 class _Step:
     """One method's engine with every tensor bound by name, see `EngineStep`."""
 
-    def __init__(self, cuda: Cuda, record: EngineRecord, context: Any, state: Mapping[str, int]) -> None:
-        self._cuda, self._context, self._method = cuda, context, record.method
+    def __init__(
+        self, cuda: Cuda, record: EngineRecord, context: Any, state: Mapping[str, int], errors: list[str]
+    ) -> None:
+        self._cuda, self._context, self._method, self._errors = cuda, context, record.method, errors
         self._graph: Any = None
         self._runs = 0
         inputs = [tensor for tensor in record.inputs if tensor.name not in state]
@@ -252,10 +256,6 @@ class _Step:
         #: Copies after a step: (target, source, bytes).
         self._copies = []
         for output in record.outputs:
-            if -1 in output.shape:
-                raise BundleError(
-                    f"output {output.name!r} must have static sizes, got {output.shape}; export the model again"
-                )
             source = record.aliases.get(output.name)
             size = _bytes(output.shape, output.dtype)
             bound[output.name] = state[source] if source is not None else cuda.allocate(size)
@@ -263,10 +263,8 @@ class _Step:
                 target = state[STATE_IN + output.name.removeprefix(STATE_OUT)]
                 self._copies.append((target, bound[output.name], size))
             if output.name == LOGITS:
-                self._logits, self._is_bfloat16 = (
-                    cuda.host_array(output.shape, output.dtype),
-                    output.dtype == "bfloat16",
-                )
+                self._logits = cuda.host_array(output.shape, output.dtype)
+                self._is_bfloat16 = output.dtype == "bfloat16"
         self._logits_address = bound[LOGITS]
         if record.profile is not None:
             # The network's shapes are open, also those of a method whose inputs have one shape.
@@ -314,8 +312,11 @@ class _Step:
         for name, array in self._host.items():
             size = length * array.itemsize if name in self._dynamic else array.nbytes
             cuda.copy(self._device[name], array.ctypes.data, size, "HostToDevice")
+        self._errors.clear()
         if not self._context.execute_async_v3(int(cuda.stream)):
-            raise BundleError(f"TensorRT could not run method {self._method!r}; see its log")
+            raise BundleError(
+                f"TensorRT could not run method {self._method!r}: {'; '.join(self._errors) or 'no reason given'}"
+            )
         for target, source, size in self._copies:
             cuda.copy(target, source, size, "DeviceToDevice")
         cuda.copy(self._logits.ctypes.data, self._logits_address, self._logits.nbytes, "DeviceToHost")
@@ -356,6 +357,28 @@ def _installed(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "(unknown version)"
+
+
+def _check_names(record: EngineRecord) -> None:
+    """Check that a record has the tensors of a text decoder, with sizes.
+
+    Raises:
+        BundleError: If it does not.
+    """
+    state = {tensor.name for tensor in record.state}
+    own = {tensor.name for tensor in record.inputs} - state
+    outputs = {tensor.name for tensor in record.outputs}
+    updated = {STATE_IN + name.removeprefix(STATE_OUT) for name in outputs if name.startswith(STATE_OUT)}
+    sizes = [size for tensor in record.inputs for size in tensor.max_shape]
+    sizes += [size for tensor in record.outputs for size in tensor.shape]
+    for is_valid, constraint in (
+        (own == {"input_ids", "input_pos"}, f"the inputs input_ids and input_pos, got {', '.join(sorted(own))}"),
+        (LOGITS in outputs, f"an output {LOGITS}, got {', '.join(sorted(outputs))}"),
+        (updated <= state and set(record.aliases.values()) <= state, "an input for each part of the cache"),
+        (min(sizes, default=0) > 0, f"static sizes above 0, got {min(sizes, default=0)}"),
+    ):
+        if not is_valid:
+            raise BundleError(f"the engine of {record.method!r} must have {constraint}; export the model again")
 
 
 def _bytes(shape: Sequence[int], dtype: str) -> int:

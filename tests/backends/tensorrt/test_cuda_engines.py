@@ -26,6 +26,7 @@ pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no te
 
 from exportable_cache.backends.tensorrt import cuda_engines
 from exportable_cache.backends.tensorrt.cuda_engines import Cuda, CudaEngines, missing_package, open_cuda_engines
+from exportable_cache.backends.tensorrt.engine_io import EngineRecord
 
 from .cpu_cuda import CpuCuda, CpuTensorRT
 from .cpu_engine import records_by_method
@@ -348,6 +349,34 @@ def test_memory_that_runs_out_releases_the_rest(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(DeviceMemoryError, match="cudaMallocHost found too little memory"):
         open_cuda_engines(tmp_path, records)
     assert not runtime.allocated
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"inputs": []}, "the inputs input_ids and input_pos, got "),
+        ({"outputs": []}, "an output logits, got "),
+        ({"aliases": {"next.layers.1.keys": "cache.other"}}, "an input for each part of the cache"),
+        ({"outputs": [{"name": "logits", "dtype": "float32", "shape": [1, -1, 8]}]}, "sizes above 0, got -1"),
+        ({"outputs": [{"name": "logits", "dtype": "float64", "shape": [1, 8]}]}, "dtype float64, and this release"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    _, _, networks = engine_program("gemma3_text")
+    record = records_by_method(networks)["decode"]
+    changed = EngineRecord.model_validate({**record.model_dump(), **change})
+    (tmp_path / "engine.plan").write_bytes(b"plan")
+    runtime = CpuCuda()
+    tensorrt = CpuTensorRT([networks["decode"]], runtime)
+    with pytest.raises(BundleError, match=said):
+        CudaEngines(tmp_path, {"decode": ("engine.plan", changed)}, Cuda(runtime), tensorrt)
+
+
+def test_an_engine_that_fails_is_named(tmp_path: Path) -> None:
+    engines, _ = opened(tmp_path)
+    engines._steps["decode"]._context.execute_async_v3 = lambda stream: engines._log.errors.append("why")
+    with pytest.raises(BundleError, match="could not run method 'decode': why"):
+        engines.run("decode", [1], 0)
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,7 @@ def test_a_bundle_runs_without_torch_if_it_is_trusted(
     ("fields", "said"),
     [
         ({"batch_size": 2}, "one row runs without torch, and the program has 2"),
+        ({"ranks": {"size": 2}}, "a part for each of several processes"),
         ({}, "cuda-bindings is not installed; pip install cuda-bindings"),
     ],
 )
@@ -158,7 +160,7 @@ def test_what_needs_torch_is_said(
 ) -> None:
     monkeypatch.setattr(cuda_engines.util, "find_spec", lambda name: None)
     read = CheckedBundle.read(bundle.path)
-    changed = {**read.fields, "program": {**read.fields["program"], **fields}}
+    changed = {**read.fields, "program": {**read.fields["program"], **fields}, **fields}
     with pytest.raises(NotNative, match=said):
         check_native(CheckedBundle(read.path, changed, read.files), text=True)
 
@@ -171,6 +173,17 @@ def test_rules_of_the_checkpoint_and_unknown_layers_need_torch(bundle: Bundle) -
     ):
         with pytest.raises(NotNative, match=said):
             open_engines(CheckedBundle(read.path, {**read.fields, **changed}, read.files))
+
+
+def test_inputs_that_are_not_tokens_need_torch(bundle: Bundle) -> None:
+    read = CheckedBundle.read(bundle.path)
+    file = read.files["engine.plan"]
+    decode, prefill = file.details["engines"]
+    more = {**decode["inputs"][0], "name": "position_ids"}
+    engines = [{**decode, "inputs": [*decode["inputs"], more]}, prefill]
+    changed = {**read.files, "engine.plan": replace(file, details={"engines": engines})}
+    with pytest.raises(NotNative, match="take input_ids, input_pos, position_ids"):
+        open_engines(CheckedBundle(read.path, read.fields, changed))
 
 
 def test_a_record_that_describes_no_engine_is_refused(bundle: Bundle) -> None:
