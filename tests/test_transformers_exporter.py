@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 from exportable_cache import load
 from exportable_cache.cli.runtime import names_model
@@ -79,9 +79,18 @@ def test_options_are_those_of_export(model: PreTrainedModel) -> None:
         exporter.export(model, {"input_ids": IDS}, {**OPTIONS, "options": {"spoil": 1.0}})
     with pytest.raises(InputError, match="image_sizes"):
         exporter.export(model, {"input_ids": IDS}, {**OPTIONS, "options": {"image_sizes": 3}})
-    with pytest.raises(InputError, match="sample_inputs must be those of text, such as input_ids, got pixel_values"):
-        exporter.export(model, {"input_ids": IDS, "pixel_values": torch.zeros(1, 3, 8, 8)}, OPTIONS)
-    rows = exporter.export(model, {"input_ids": IDS.expand(2, -1)}, OPTIONS)
+    with pytest.raises(InputError, match="options must not have dry_run, output_dir, got dry_run=True"):
+        exporter.export(model, {"input_ids": IDS}, {**OPTIONS, "options": {"output_dir": "x", "dry_run": True}})
+    for inputs, found in (
+        ({"input_ids": IDS, "pixel_values": torch.zeros(1, 3, 8, 8)}, "pixel_values"),
+        ({"input_ids": IDS[0]}, "input_ids"),
+        ({}, "none"),
+    ):
+        with pytest.raises(InputError, match=rf"with input_ids \[batch, length\], got {found};"):
+            exporter.export(model, inputs, OPTIONS)
+    # As transformers documents a step's inputs; the cache is replaced.
+    inputs = {"input_ids": IDS.expand(2, -1), "past_key_values": DynamicCache(), "use_cache": True}
+    rows = exporter.export(model, inputs, OPTIONS)
     assert rows.runners["model"].session.batch_size == 2
     with pytest.raises(InputError, match="batch_size must be 1 for calling an export, got 2"):
         rows(input_ids=IDS.expand(2, -1))

@@ -32,6 +32,10 @@ except ImportError as error:
     ) from error
 
 
+#: Keywords of `export` that the exporter sets.
+_FIELDS = {"model_or_path", "target", "max_cache_len", "output_dir", "tokenizer", "dry_run", "progress"}
+
+
 @dataclass
 class ExportableCacheConfig(ExportConfigMixin):
     """The options of an export by `ExportableCacheExporter`.
@@ -49,6 +53,22 @@ class ExportableCacheConfig(ExportConfigMixin):
     max_cache_len: int = 1024
     tokenizer: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _text_of(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Return the token ids among sample inputs, int64 [batch, length]. A cache among them is replaced by ours.
+
+    Raises:
+        InputError: If there are none, or inputs of images or audio.
+    """
+    others = sorted(name for name, one in inputs.items() if isinstance(one, torch.Tensor) and one.is_floating_point())
+    ids = inputs.get("input_ids")
+    if others or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        raise InputError(
+            "sample_inputs must be those of text, with input_ids [batch, length], got "
+            f"{', '.join(others or inputs) or 'none'}; call exportable_cache.export, which takes images and audio"
+        )
+    return ids
 
 
 class BundleProgram:
@@ -88,17 +108,16 @@ class ExportableCacheExporter(HfExporter):
             VerificationError: If the program disagrees with the model.
         """
         assert isinstance(config, ExportableCacheConfig)  # `export` has checked it
-        others = sorted(
-            name for name, value in sample_inputs.items() if torch.is_floating_point(torch.as_tensor(value))
-        )
-        if others or "input_ids" not in sample_inputs:
+        ids = _text_of(sample_inputs)
+        taken = sorted(_FIELDS & set(config.options))
+        if taken:
             raise InputError(
-                f"sample_inputs must be those of text, such as input_ids, got {', '.join(others or sample_inputs)}; "
-                "call exportable_cache.export, which takes images, audio and encoder-decoders"
+                f"options must not have {', '.join(taken)}, got {taken[0]}={config.options[taken[0]]!r}; set the field "
+                "of the config if there is one, and leave it out otherwise"
             )
-        program, ids = BundleProgram(), sample_inputs["input_ids"]
+        program = BundleProgram()
         tokenizer = None if config.tokenizer is None else AutoTokenizer.from_pretrained(config.tokenizer)
-        given = {"batch_size": len(ids), "tokenizer": tokenizer, **config.options}
+        given = {"batch_size": len(ids), **config.options, "tokenizer": tokenizer}
         export(model, config.target, config.max_cache_len, program.path, **given)
         return program, ExportMetadata(
             architecture=type(model).__name__,

@@ -80,6 +80,10 @@ class ExportableCacheLM(TemplateLM):
         require_tokenizer(self.session, "lm_eval")
         # lm_eval calls methods of transformers' class.
         self.tokenizer: Any = self.session.tokenizer
+        if self.eot_token_id is None:
+            raise InputError(
+                "the tokenizer must have an end token for lm_eval, got eos_token=None; add one, and export again"
+            )
         most = self.session.max_length or _LENGTH
         if max_length is not None and not 2 <= max_length <= most:
             raise InputError(f"max_length must be from 2 to {most}, which the cache holds, got {max_length}")

@@ -127,6 +127,10 @@ def test_what_it_cannot_do_is_refused(demo_bundle: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             ExportableCacheLM(pretrained, **given)
+    without = load(demo_bundle)
+    without.tokenizer.eos_token = None
+    with pytest.raises(InputError, match="the tokenizer must have an end token for lm_eval, got eos_token=None"):
+        ExportableCacheLM(without)
     model = ExportableCacheLM(session, max_length=16)
     with pytest.raises(InputError, match="at most 16 tokens, got 17; export with"):
         model.loglikelihood(requests("loglikelihood", [("the", FACT[:40])]), disable_tqdm=True)
