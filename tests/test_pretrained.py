@@ -201,6 +201,13 @@ def test_a_bundle_is_saved_and_opened(exported: Any, batch: Any, tmp_path: Path)
         ExportableModelForCausalLM.from_pretrained(tmp_path / "saved", target="pt2")
 
 
+def test_a_bundle_for_executorch(demo_bundle: Path, theirs: Any, batch: Any) -> None:
+    """Its prompts run one after another, because it has one row."""
+    ours = ExportableModelForCausalLM.from_pretrained(demo_bundle)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(ours.generate(**batch, **options), theirs.generate(**batch, **options))
+
+
 def test_a_bundle_goes_to_the_hub_and_back(exported: Any, batch: Any, hub: Hub) -> None:
     exported.push_to_hub("user/demo")
     again = ExportableModelForCausalLM.from_pretrained("user/demo", target="pt2")
