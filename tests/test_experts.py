@@ -11,6 +11,7 @@ from torch.nn import functional
 from exportable_cache import ExportableCache
 from exportable_cache.errors import InputError
 from exportable_cache.models.experts import EXPERT_LINEAR, NAME, experts_of, projections, register_experts
+from exportable_cache.models.patches.mechanisms.experts import mix_experts
 from exportable_cache.models.quantization.quantize import check_quantizable, quantize, rounding_noise
 from exportable_cache.models.quantization.sizes import coverage_of, exact_bytes, quantized_bytes
 from exportable_cache.models.quantization.spec import Quantization
@@ -163,3 +164,16 @@ def test_a_prompt_computes_the_last_layers_experts_for_the_last_token(family: st
     found = program.module()(ids, torch.zeros(1, dtype=torch.int64))
     expected = logits_of(model, ids, "batched_mm")[:, -1]
     torch.testing.assert_close(found.reshape_as(expected), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("meta", [0]), ("cpu", list(range(300)))])
+def test_one_expert_shows_the_shape_where_there_are_no_values(device: str, expected: list[int]) -> None:
+    """A plan of Step 3.7, which has 288 experts a layer, took minutes."""
+    called: list[int] = []
+
+    def expert(index: int, states: torch.Tensor) -> torch.Tensor:
+        called.append(index)
+        return states
+
+    mixed = mix_experts(torch.ones(3, 4, device=device), torch.ones(3, 300, device=device), 300, expert)
+    assert called == expected and mixed.shape == (3, 4)

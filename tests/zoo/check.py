@@ -26,6 +26,7 @@ from exportable_cache.models.layers.specs import vocab_size_of
 from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
+from exportable_cache.session.live import changing_rope
 
 from ..support.sessions import describe
 from . import peers
@@ -246,7 +247,9 @@ def _session(model: PreTrainedModel, cache: ExportableCache, target: str, folder
         return _network_session(model, cache)
     program = _lowered(model, cache, target, folder)
     runner = backend_for(target).open(folder, describe(program))
-    return Session(runner, cache.layers, vocab_size_of(model), batch_size=1, target=target)
+    session = Session(runner, cache.layers, vocab_size_of(model), batch_size=1, target=target)
+    session.stepper.rope = changing_rope(model, cache)
+    return session
 
 
 def _lowered(model: PreTrainedModel, cache: ExportableCache, target: str, folder: Path) -> Program:

@@ -198,6 +198,10 @@ def _shrink(
         if published is not None:
             fields.update(_borders(default, names))
     fields.update(own)
+    if published is not None:
+        # A window as long as the positions is never reached, as in Phi 3 with LongRoPE.
+        longest = vars(default).get("max_position_embeddings") or 0
+        fields.update({name: 256 for name in WINDOWS if fields.get(name) == WINDOW and vars(default)[name] >= longest})
     fields.update({name: window for name in WINDOWS if name in fields and fields[name] == WINDOW and not tower})
     return config_class(**fields)
 

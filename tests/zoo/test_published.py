@@ -85,6 +85,8 @@ def test_borders_are_within_what_is_fed() -> None:
     assert 11 < config.rope_parameters["original_max_position_embeddings"] == BORDER < LENGTH
     assert config.rope_parameters["short_factor"] != config.rope_parameters["long_factor"]
     assert config.original_max_position_embeddings == BORDER
+    # Its window is longer than its positions, and is never reached; that of the first Mistral is.
+    assert config.sliding_window > LENGTH > shrunk(checkpoint("mistralai/Mistral-7B-v0.1")).sliding_window
 
 
 def test_every_fact_has_a_source_and_changes_the_config() -> None:
