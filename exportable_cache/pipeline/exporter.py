@@ -158,11 +158,8 @@ class ExportableCacheExporter(HfExporter):
         program = BundleProgram()
         try:
             with zipfile.ZipFile(path) as archive:
-                entries = archive.infolist()
-                # So that a small file cannot fill the disk.
-                if any(one.compress_type != zipfile.ZIP_STORED for one in entries) or (
-                    sum(one.file_size for one in entries) > Path(path).stat().st_size
-                ):
+                # Without compression, so that a small file cannot fill the disk.
+                if sum(one.file_size for one in archive.infolist()) > Path(path).stat().st_size:
                     raise BundleError(f"{path} must hold its files without compression; save the program again")
                 archive.extractall(program.path)
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError) as error:
