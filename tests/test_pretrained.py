@@ -209,7 +209,8 @@ def test_a_bundle_for_executorch(demo_bundle: Path, theirs: Any, batch: Any) -> 
 
 
 def test_a_bundle_goes_to_the_hub_and_back(exported: Any, batch: Any, hub: Hub) -> None:
-    exported.push_to_hub("user/demo")
+    exported.push_to_hub("demo")
+    assert "pt2/manifest.json" in hub.repositories["user/demo"].files
     again = ExportableModelForCausalLM.from_pretrained("user/demo", target="pt2")
     options = {"max_new_tokens": 5, "do_sample": False}
     assert torch.equal(again.generate(**batch, **options), exported.generate(**batch, **options))

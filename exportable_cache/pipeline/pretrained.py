@@ -31,12 +31,13 @@ from transformers import (
 
 from ..bundle.builder import new_folder
 from ..bundle.bundle import MANIFEST_FILE, Bundle
-from ..bundle.hub import HubChoice, bundle_of, is_repository
+from ..bundle.hub import HubChoice, api_of, bundle_of, is_repository
 from ..bundle.signing import SIGNATURE_FILE
 from ..errors import BundleError, InputError, UnsupportedModelError, first_line
 from ..generation.checkpoint_settings import CheckpointSettings
 from ..generation.speculative import DraftModel, PromptLookup
 from ..models.loading.loading import load_config
+from ..models.loading.location import hub_errors
 from ..models.positions import default_cache_len
 from ..session.generate import checked_steps, config_for, make_request
 from ..session.inputs.encoder import start_tokens
@@ -286,10 +287,24 @@ class ExportableModel:
             self.push_to_hub(repo_id or Path(save_directory).name, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload the bundle with a model card, see `upload.upload`, and return the commit's URL."""
-        from .upload import upload
+        """Upload the bundle with a model card, and return the commit's URL.
 
-        return upload(self._bundle("upload").path, repo_id, **options)
+        Args:
+            repo_id: Id such as `user/name`; a name alone is that of a repository of the token's user.
+            **options: Further arguments of `upload.upload`, such as `private`.
+
+        Raises:
+            InputError: If the model runs without a bundle, or as `upload.upload` does.
+        """
+        from .upload import check_upload, upload
+
+        folder = self._bundle("upload").path
+        if "/" not in repo_id:
+            token = options.get("token")
+            check_upload(f"user/{repo_id}", token)
+            with hub_errors(repo_id):
+                repo_id = f"{api_of(token).whoami()['name']}/{repo_id}"
+        return upload(folder, repo_id, **options)
 
     def _bundle(self, use: str) -> Bundle:
         if self.bundle is None:

@@ -154,6 +154,10 @@ class _Handler(BaseHTTPRequestHandler):
         parts = path.split("/")
         if parts == [""]:
             self._send({})
+        elif path == "api/whoami-v2":
+            if not self._is_owner:
+                raise _Refused(401)
+            self._send({"name": "user"})
         elif parts[:2] == ["api", "models"] and len(parts) in (4, 6) and parts[4:5] in ([], ["revision"]):
             name, revision = "/".join(parts[2:4]), parts[5] if len(parts) == 6 else "main"
             commit, files = self._files(name, revision)
