@@ -228,12 +228,14 @@ class CudaEngines:
                 context = None
             self._cuda.wait()
         if not context:
-            package = record.builder.partition(" ")[0]
+            package, _, version = record.builder.partition(" ")
+            installed, remedy = _installed(package), remedy_for(self._cuda.capability)
+            if installed != version:
+                remedy = f"pip install {package}=={version}, or {remedy}"
             raise BundleError(
-                f"{package} {_installed(package)} cannot load {file}, which {record.builder} built for "
+                f"{package} {installed} cannot load {file}, which {record.builder} built for "
                 f"{record.built_for}, on this GPU of SM {self._cuda.capability}: "
-                f"{'; '.join(self._log.errors) or 'no reason given'}; {remedy_for(self._cuda.capability)}, or install "
-                f"{record.builder.replace(' ', '==')}"
+                f"{'; '.join(self._log.errors) or 'no reason given'}; {remedy}"
             )
         return context
 

@@ -337,6 +337,16 @@ def test_a_missing_gpu_or_an_old_driver_is_named(status: int, driver: int, said:
         Cuda(runtime)
 
 
+def test_another_release_of_tensorrt_is_named_with_the_builders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_engines, "_installed", lambda package: "1.6.0")
+    with pytest.raises(
+        BundleError, match=r"rtx 1.6.0 cannot load .* which tensorrt-rtx 1\.5.*; pip install tensorrt-rtx==1\.5"
+    ):
+        opened(tmp_path, refused="another version")
+
+
 def test_memory_that_runs_out_releases_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, networks = engine_program("gemma3_text")
     records = {name: ("engine.plan", record) for name, record in records_by_method(networks).items()}
