@@ -245,6 +245,18 @@ def test_host_waits_are_counted_over_the_steps_alone(check: Any, monkeypatch: py
     assert modes == ["warn", "default"]
 
 
+def test_a_host_wait_is_told_from_other_warnings(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch warns that the mode is a prototype, too."""
+    oracle, said = check.Oracle(check.tiny_llama, "cpu"), ["Synchronization debug mode is a prototype feature"]
+    monkeypatch.setattr(
+        torch.cuda, "set_sync_debug_mode", lambda mode: [warnings.warn(one, stacklevel=1) for one in said]
+    )
+    assert check._waits(oracle) == (True, "0 in 9 steps ")
+    said.append("called a synchronizing CUDA operation")
+    passed, result = check._waits(oracle)
+    assert not passed and result.startswith("2 in 9 steps test_gpu_check.py:")
+
+
 def test_shapes_have_their_parameters(loop: Any) -> None:
     """Models of 1B and 8B are those that people mean: 1.24 and 8.03 billion parameters."""
     for name, billions in (("llama-1b", 1.24), ("llama-8b", 8.03)):

@@ -183,6 +183,59 @@ def test_remainder_has_the_sign_of_the_divisor(divisor: Any) -> None:
     assert torch.equal(convert_file._remainder(values, divisor), torch.remainder(values, divisor))
 
 
+def test_rows_are_written_by_one_gather() -> None:
+    """A dynamic number of rows, as an indexer writes them; other forms are left alone."""
+
+    class Writes(torch.nn.Module):
+        def forward(self, target: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            """Write rows at distinct places."""
+            return torch.ops.aten.index_put(target, [None, index], rows)
+
+    inputs = torch.randn(2, 8, 3), torch.tensor([5, 0, 6]), torch.randn(2, 3, 3)
+    count = torch.export.Dim("count", max=8)
+    exported = torch.export.export(Writes(), inputs, dynamic_shapes=(None, {0: count}, {1: count}))
+    table = {torch.ops.aten.index_put.default: convert_file._index_put}
+    for program, is_left in ((exported, False), (torch.export.export(Writes(), inputs), True)):
+        decomposed = program.run_decompositions(table)
+        assert any("index_put" in str(node.target) for node in decomposed.graph.nodes) is is_left
+        assert torch.equal(decomposed.module()(*inputs), Writes()(*inputs))
+
+
+@pytest.mark.parametrize(("dim", "keepdim"), [(None, False), ([-1], True), ([0, 2], False)])
+@pytest.mark.parametrize("correction", [None, 0])
+def test_variance(dim: list[int] | None, keepdim: bool, correction: int | None) -> None:
+    """It equals torch's."""
+    given = torch.randn(2, 3, 4)
+    expected = torch.var(given, dim, correction=correction if correction is not None else 1, keepdim=keepdim)
+    found = convert_file._variance(given, dim, correction=correction, keepdim=keepdim)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.float32])
+def test_attention_with_small_values_is_spelled_out(mask: torch.dtype | None) -> None:
+    """The converter wants values of the queries' size."""
+    query, key, value = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 4)
+    hidden = None if mask is None else torch.ones(3, 5).tril().to(mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=hidden, scale=0.3)
+    torch.testing.assert_close(convert_file._attention(query, key, value, hidden, scale=0.3), expected)
+    assert convert_file._attention(query, key, key) is NotImplemented
+
+
+def test_numbers_are_folded() -> None:
+    """A quantile of a constant becomes its value; tensors of more elements stay."""
+
+    class Sparse(torch.nn.Module):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            """Scale by a quantile, and add two numbers."""
+            return given * torch.erfinv(2 * torch.tensor(0.95) - 1) + torch.tensor([1.0, 2.0])
+
+    given = torch.ones(2)
+    program = torch.export.export(Sparse(), (given,)).run_decompositions()
+    convert_file._fold_numbers(program)
+    assert not any("erfinv" in str(node.target) for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(given), Sparse()(given))
+
+
 def test_operands_get_the_dimensions_of_the_result() -> None:
     """The converter reshapes operands with fewer dimensions wrongly if a size is dynamic."""
 

@@ -84,7 +84,9 @@ def _lines(results: dict[Architecture, dict[str, Any]], published: dict[Checkpoi
         "is asked of decoders",
         "alone (no encoder-decoders): the networks that TensorRT makes its plans of, evaluated layer by layer on the "
         "CPU; no plan was",
-        "built for the table, and no GPU has run one. An empty cell was not run, `-` was not asked.",
+        "built for the table, and no GPU has run one. `coreai` is asked of decoders, too: programs run in Apple's "
+        "runtime on Linux.",
+        "An empty cell was not run, `-` was not asked.",
         "",
         f"`extended` is {EXTENDED_MEANS}",
         "",

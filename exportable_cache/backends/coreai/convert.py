@@ -45,6 +45,7 @@ def convert(exported: Mapping[str, ExportedProgram], methods: Mapping[str, Progr
     try:
         for name, program in exported.items():
             program = program.run_decompositions(_decompositions())
+            _fold_numbers(program)
             _align_ranks(program.graph_module)
             method = methods[name]
             converter.add_exported_program(
@@ -88,6 +89,9 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     for overload in ("Scalar", "Tensor"):
         table[getattr(aten.remainder, overload)] = _remainder
     table[aten.scatter.value] = table[aten.scatter.src] = _scatter
+    table[aten.index_put.default] = _index_put
+    table[aten.var.correction] = _variance
+    table[aten.scaled_dot_product_attention.default] = _attention
     return table
 
 
@@ -108,6 +112,85 @@ def _scatter(target: torch.Tensor, dim: int, index: torch.Tensor, source: Any) -
     if isinstance(source, torch.Tensor):
         source = torch.where(hits, source.unsqueeze(-1), torch.zeros_like(source[..., :1, None])).sum(-2)
     return torch.where(hits.any(-2), source, target)
+
+
+def _index_put(
+    target: torch.Tensor, indices: list[torch.Tensor | None], source: torch.Tensor, accumulate: bool = False
+) -> Any:
+    """Write a dynamic number of rows by one gather over the old and the new ones; their indices differ."""
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if accumulate or len(given) != 1 or given[0][1].dim() != 1 or isinstance(given[0][1].shape[0], int):
+        return NotImplemented
+    dim, index = given[0]
+    slot, order = torch.arange(target.shape[dim]), torch.arange(index.shape[0])
+    hits = index[None] == slot[:, None]
+    source_row = torch.where(hits.any(1), target.shape[dim] + (hits * order[None]).sum(1), slot)
+    return torch.cat([target, source], dim=dim).index_select(dim, source_row)
+
+
+def _variance(
+    given: torch.Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> torch.Tensor:
+    """Compute `torch.var`, which the converter lacks."""
+    dims = list(range(given.dim())) if dim is None else dim
+    count = 1
+    for one in dims:
+        count = count * given.shape[one]
+    squares = (given - given.mean(dims, keepdim=True)).square().sum(dims, keepdim=keepdim)
+    return squares / (count - (1 if correction is None else correction))
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Spell attention out if values are of another size than queries, which the converter does not take."""
+    if value.shape[-1] == query.shape[-1] or is_causal or enable_gqa:
+        return NotImplemented
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1) @ value
+
+
+def _fold_numbers(program: ExportedProgram) -> None:
+    """Replace what is computed from constants of one element, such as a quantile, by its value."""
+    constants = {
+        spec.arg.name: program.constants[spec.target]
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.CONSTANT_TENSOR and spec.target in program.constants
+    }
+    known = {
+        node: constants[node.name]
+        for node in program.graph.find_nodes(op="placeholder")
+        if node.name in constants and constants[node.name].numel() == 1
+    }
+    graph = program.graph
+    for node in list(graph.nodes):
+        if (
+            node.op != "call_function"
+            or not node.all_input_nodes
+            or any(one not in known for one in node.all_input_nodes)
+        ):
+            continue
+        value = node.target(*torch.fx.map_arg(node.args, known.get), **torch.fx.map_arg(node.kwargs, known.get))
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            continue
+        with graph.inserting_before(node):
+            options = {"dtype": value.dtype, "device": value.device}
+            folded = graph.call_function(aten.full.default, (list(value.shape), value.item()), options)
+        folded.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(folded)
+        graph.erase_node(node)
+        known[folded] = value
+    program.graph_module.recompile()
 
 
 def _align_ranks(module: torch.fx.GraphModule) -> None:
