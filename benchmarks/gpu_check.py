@@ -10,7 +10,6 @@ without generated code, and what cannot run there says "needs a GPU". It exits w
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import platform
@@ -649,26 +648,30 @@ def _decoders(compile: bool | str, end: float) -> tuple[bool, str]:
 # -- running -----------------------------------------------------------------------------------------------------------
 
 PARTS: dict[str, Part] = {
-    "sessions": Part(sessions, 120, 290, processes=8),
+    "sessions": Part(sessions, 150, 290, processes=8),
     "attention": Part(attention, 35, 40),
-    "speed": Part(speed, 90),
-    "answers": Part(answers, 110, 90),
+    "speed": Part(speed, 80),
+    "answers": Part(answers, 90, 90),
     "tensorrt": Part(tensorrt, 55, 20),
     "zoo": Part(zoo, 60, 20),
 }
 
 
-def run_part(name: str, setting: Setting, report: Callable[[Row], None], share: tuple[int, int] = (0, 1)) -> None:
-    """Run a share of a part's checks in this process, and report each. An exception is a result.
+def run_part(name: str, setting: Setting, report: Callable[[Row], None], taken: Path | None = None) -> None:
+    """Run a part's checks in this process, and report each. An exception is a result.
 
     Args:
         name: The part.
         setting: Device and sizes.
         report: Called with each result.
-        share: Index of this process and number of processes; checks are dealt in turn.
+        taken: Folder in which processes that share the part mark the checks that they take; None for all of them.
     """
-    first, processes = share
-    for label, check in itertools.islice(PARTS[name].run(setting), first, None, processes):
+    for index, (label, check) in enumerate(PARTS[name].run(setting)):
+        try:
+            if taken is not None:
+                (taken / f"{name}-{index}.taken").touch(exist_ok=False)
+        except FileExistsError:
+            continue
         start = time.perf_counter()
         try:
             passed, result = check()
@@ -716,7 +719,7 @@ def in_processes(name: str, setting: Setting, limit: float, folder: Path) -> lis
 
     def rows_of(index: int) -> list[Row]:
         path = folder / f"{name}-{index}"
-        return spawned([*command, "--json", str(path), "--share", str(index), str(count)], limit, path, name)
+        return spawned([*command, "--json", str(path), "--taken", str(folder)], limit, path, name)
 
     with ThreadPoolExecutor(count) as pool:
         return [row for rows in pool.map(rows_of, range(count)) for row in rows]
@@ -758,7 +761,7 @@ def main(
     json_path: Annotated[Path, typer.Option("--json", help="Results.")] = Path("build/gpu-check.json"),
     part: Annotated[str | None, typer.Option(hidden=True, help="The part that this process runs.")] = None,
     seconds: Annotated[float, typer.Option(hidden=True, help="Its limit.")] = TOTAL,
-    share: Annotated[tuple[int, int], typer.Option(hidden=True, help="Its index among how many processes.")] = (0, 1),
+    taken: Annotated[Path | None, typer.Option(hidden=True, help="Folder of the checks that were begun.")] = None,
 ) -> None:
     """Check this package on a GPU, or on a CPU what needs none."""
     import torch
@@ -773,7 +776,7 @@ def main(
     if part is not None:
         _prepare(device)
         with json_path.open("a") as file:
-            run_part(part, setting, lambda row: print(json.dumps(asdict(row)), file=file, flush=True), share)
+            run_part(part, setting, lambda row: print(json.dumps(asdict(row)), file=file, flush=True), taken)
         return
     chosen = list(only or PARTS)
     unknown = [name for name in chosen if name not in PARTS]

@@ -402,8 +402,8 @@ class ProgramStepper:
                 if method.takes_ids is by_ids and (ITEM_STATES in method.input_names) is (ITEM_STATES in extra)
             }
         method = methods[method_for(able, fed.shape[1], state.longest + tokens, scores)]
-        # A copy, because the state owns its lengths and a runner may keep or write its inputs. CUDA has read memory that
-        # is not pinned when the call returns, so it does not have to wait for earlier steps.
+        # A copy, because the state owns its lengths and a runner may keep or write its inputs. It need not wait for
+        # earlier steps: CUDA has read memory that is not pinned when the call returns.
         on_gpu = self.device.type == "cuda"
         inputs = [fed, state.length.to(self.device, copy=True, non_blocking=on_gpu)]
         names = method.input_names[2:]

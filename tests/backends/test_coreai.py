@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,23 @@ def test_a_caller_may_have_an_event_loop(bundle: Path) -> None:
             return next(iter(session.generate(tokens(5), 1)))
 
     assert asyncio.run(first_token()) == next(iter(live().generate(tokens(5), 1)))
+
+
+@needs_coreai
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list open files")
+def test_a_closed_session_leaves_nothing_open(bundle: Path) -> None:
+    """Neither files nor threads, however often a program is opened."""
+
+    def opened() -> tuple[int, int]:
+        with load(bundle, trust=True) as session:
+            session.prefill(tokens(5))
+        for thread in threading.enumerate():
+            if thread.name == "Core AI":
+                thread.join(10)
+        return len(os.listdir("/proc/self/fd")), sum(one.name == "Core AI" for one in threading.enumerate())
+
+    opened()
+    assert opened() == opened()
 
 
 @needs_coreai

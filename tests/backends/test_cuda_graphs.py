@@ -22,11 +22,15 @@ class Gpu:
     """Stand-in for the functions of `torch.cuda` that capture. A replay calls the captured function again."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.replays, self.captures, self.fails = 0, 0, False
+        self.replays, self.captures = 0, 0
+        self.error: RuntimeError | None = None
         self.work: Any = None
+        self.devices: list[torch.device] = []
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self.Graph(self))
         monkeypatch.setattr(torch.cuda, "graph", self.capture)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device))
+        monkeypatch.setattr(torch.cuda, "device", self.current)
 
     class Graph:
         """A captured call, with the tensors it was captured over."""
@@ -36,15 +40,24 @@ class Gpu:
             self.again: Any = None
 
         def replay(self) -> None:
-            """Call the captured function again over the same tensors."""
+            """Call the captured function again over the same tensors, on the current device."""
+            assert self.gpu.devices
             self.gpu.replays += 1
             self.again()
 
     @contextlib.contextmanager
-    def capture(self, graph: Gpu.Graph, pool: object, capture_error_mode: str) -> Any:
+    def current(self, device: torch.device) -> Any:
+        """Make a device the current one."""
+        self.devices.append(device)
+        yield
+        self.devices.pop()
+
+    @contextlib.contextmanager
+    def capture(self, graph: Gpu.Graph, pool: object, stream: object, capture_error_mode: str) -> Any:
         """Note that calls in this block are captured."""
-        if self.fails:
-            raise torch.AcceleratorError("operation not permitted when stream is capturing")
+        if self.error is not None:
+            raise self.error
+        assert self.work is None and stream == ("stream", self.devices[-1])
         self.captures += 1
         self.work = graph
         yield
@@ -60,7 +73,13 @@ class Gpu:
                 launched.append(function(*inputs))
                 return launched[-1]
             result = torch.zeros_like(launched[-1])
-            self.work.again = lambda: result.copy_(function(*inputs))
+
+            @torch.inference_mode()
+            def again() -> None:
+                # No operator of torch: a graph writes memory in any mode.
+                result.copy_(function(*inputs))
+
+            self.work.again = again
             return result
 
         return call
@@ -99,29 +118,56 @@ def test_inputs_of_another_form_are_not_replayed(gpu: Gpu) -> None:
     assert gpu.captures == 1
 
 
-@pytest.mark.parametrize("change", ["moved", "replaced", "deleted"])
+@pytest.mark.parametrize("change", ["moved", "replaced", "deleted", "another module"])
 def test_weights_elsewhere_end_a_graph(gpu: Gpu, change: str) -> None:
     """The graph would read the memory where they were."""
-    model = torch.nn.Linear(1, 1, bias=False)
-    graphs, step = CudaGraphs(model, CPU), gpu.step(lambda given: given + 1)
+    whole = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False))
+    model = whole[0]
+    graphs, step = CudaGraphs(whole, CPU), gpu.step(lambda given: given + 1)
     for _ in range(2):
         graphs.run("step", step, [torch.zeros(1)])
     if change == "moved":
         model.weight.data = torch.ones(1, 1)
     elif change == "replaced":
         model.weight = torch.nn.Parameter(torch.ones(1, 1))
+    elif change == "another module":
+        whole[0] = torch.nn.Linear(1, 1, bias=False)
     else:
         del model.weight
     assert graphs.replay("step", [torch.zeros(1)]) is None
     # It runs once before it is captured again, because it may be compiled again.
     assert graphs.run("step", step, [torch.zeros(1)]).item() == 1 and gpu.captures == 1
-    assert graphs.run("step", step, [torch.zeros(1)]).item() == 1 and gpu.captures == 2
+    assert graphs.run("step", step, [torch.zeros(1)]).item() == 1 and gpu.captures == (1 if change == "deleted" else 2)
 
 
-def test_a_step_that_cannot_be_captured_is_launched(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
-    """It is tried once, and said once."""
+def test_another_form_or_call_runs_before_it_is_captured(gpu: Gpu) -> None:
+    """The step may be compiled again for it, which cannot be captured."""
     graphs, step = CudaGraphs(torch.nn.Identity(), CPU), gpu.step(lambda given: given + 1)
-    gpu.fails = True
+    graphs.run("step", step, [torch.zeros(1)])
+    assert graphs.run("step", step, [torch.zeros(2)]).tolist() == [1, 1] and gpu.captures == 0
+    again = gpu.step(lambda given: given + 2)
+    assert graphs.run("step", again, [torch.zeros(2)]).tolist() == [2, 2] and gpu.captures == 0
+    assert graphs.run("step", again, [torch.zeros(2)]).tolist() == [2, 2] and gpu.captures == 1
+
+
+def test_inference_mode_may_begin_and_end_between_steps(gpu: Gpu) -> None:
+    """Tensors that were made in it can only be written in it."""
+    for first, later in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
+        graphs, step = CudaGraphs(torch.nn.Identity(), CPU), gpu.step(lambda given: given + 1)
+        with first():
+            for _ in range(2):
+                graphs.run("step", step, [torch.zeros(1)])
+        with later():
+            assert graphs.replay("step", [torch.ones(1)]).item() == 2
+
+
+@pytest.mark.parametrize("error", [torch.AcceleratorError, torch.OutOfMemoryError])
+def test_a_step_that_cannot_be_captured_is_launched(
+    gpu: Gpu, caplog: pytest.LogCaptureFixture, error: type[RuntimeError]
+) -> None:
+    """It is tried once, and said once. A lack of memory for the graph is none for the step."""
+    graphs, step = CudaGraphs(torch.nn.Identity(), CPU), gpu.step(lambda given: given + 1)
+    gpu.error = error("no capture")
     assert [graphs.run("step", step, [torch.zeros(1)]).item() for _ in range(3)] == [1, 1, 1]
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "steps cannot be captured as CUDA graphs, and are launched kernel by kernel"

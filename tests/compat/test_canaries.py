@@ -206,6 +206,7 @@ def test_a_module_has_its_tensors_in_dictionaries() -> None:
     parameters, buffers, others = private.module_tensors(module)
     assert parameters["weight"] is module.weight and buffers["running_mean"] is module.running_mean
     assert others["plain"] is module.plain
+    assert private.module_children(torch.nn.Sequential(module))["0"] is module
 
 
 def test_a_module_keeps_its_hooks_under_these_names() -> None:

@@ -43,10 +43,10 @@ class CoreAIRunner:
         self.methods = description.methods
         self._array = NDArray
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="Core AI").start()
+        threading.Thread(target=_serve, args=(self._loop,), daemon=True, name="Core AI").start()
         # Off Macs, the runtime's form of the program is in a temporary folder for as long as the model is open.
         opened = AsyncExitStack()
-        weakref.finalize(self, _close, self._loop, opened)
+        self._end = weakref.finalize(self, _close, self._loop, opened)
         try:
             model = self._wait(opened.enter_async_context(AIModelAsset.load(path).executable()))
             self._functions = {name: model.load_function(name) for name in self.methods}
@@ -81,8 +81,18 @@ class CoreAIRunner:
         outputs = tuple(_tensor(results[name]).clone() for name in output_names(self.methods[method]))
         return outputs[0] if self.methods[method].is_step else outputs
 
+    def close(self) -> None:
+        """Release the program, its temporary folder and the thread. Calling it again has no effect."""
+        self._end()
+
     def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop until it is stopped."""
+    loop.run_forever()
+    loop.close()
 
 
 def _close(loop: asyncio.AbstractEventLoop, opened: AsyncExitStack) -> None:

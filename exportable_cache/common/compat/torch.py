@@ -25,6 +25,7 @@
 | `torch._dynamo.config.enable_aot_compile` | torch 2.11 keeps no compiled graphs |
 | `torch._inductor.cudagraph_trees.local`, `torch._C._stash_obj_in_tls` | torch 2.11 captures in one thread only |
 | `torch.nn.Module._parameters`, `_buffers` | each step takes longer to find the tensors of its layers |
+| `torch.nn.Module._modules` | a step as a CUDA graph does not notice that a module was replaced |
 | `torch.nn.Module._forward_hooks`, `_forward_pre_hooks` | linear layers with hooks are joined, and lose their hooks |
 | `torch.nn.Module._backward_hooks`, `_backward_pre_hooks` | the same |
 | `torch.fx.Graph._codegen` | a graph keeps the signature of the module that it was traced from |
@@ -233,6 +234,11 @@ def unwritable_guards() -> frozenset[str]:
 def module_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     """Return a module's dicts of tensors by name, because `__getattr__` is slow for hundreds of tensors per step."""
     return module._parameters, module._buffers, vars(module)
+
+
+def module_children(module: torch.nn.Module) -> dict[str, Any]:
+    """Return a module's dict of modules by name."""
+    return module._modules
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
