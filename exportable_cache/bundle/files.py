@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..common.fs.files import atomic_path
 from ..common.fs.user_files import home_folder
 from ..errors import BundleError, InputError
-from .manifest_file import rank_folder
+from .manifest_file import rank_folder, remedy
 
 if TYPE_CHECKING:
     from ..common.progress import Progress
@@ -173,13 +173,10 @@ def check_files(
     for name, file in files.items():
         path = folder / name
         if not path.is_file():
-            raise BundleError(f"{path} is missing; copy the bundle again, or export the model again")
+            raise BundleError(f"{path} is missing; {remedy(folder)}")
         size = path.stat().st_size
         if size != file.bytes:
-            raise BundleError(
-                f"{path} has {size} bytes, the manifest says {file.bytes}; copy the bundle again, or export the model "
-                "again"
-            )
+            raise BundleError(f"{path} has {size} bytes, the manifest says {file.bytes}; {remedy(folder)}")
     paths = [folder / name for name in files]
     records = KnownDigests.read()
     found = {path: digest for path in paths if (digest := records.of(path) if known else None) is not None}
@@ -189,7 +186,7 @@ def check_files(
         if found[path] != file.sha256:
             raise BundleError(
                 f"{path} is damaged: its sha256 is {found[path][:12]}..., the manifest says {file.sha256[:12]}...; "
-                "copy the bundle again, or export the model again"
+                f"{remedy(folder)}"
             )
     if unread:
         records.write()

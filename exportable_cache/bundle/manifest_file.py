@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -14,7 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..common.fs.files import PARTIAL, retired_folder
-from ..errors import BundleError
+from ..common.fs.user_files import home_folder
+from ..errors import BundleError, InputError
 
 # Version 2 describes layers by their parts instead of a class name.
 SCHEMA_VERSION = 2
@@ -44,6 +46,17 @@ def check_file_name(name: str) -> None:
     # Other names raise errors in file systems, or are shortened to another file's name.
     if not name.isprintable() or any(len(part.encode()) > 255 for part in path.parts) or len(name) > 1024:
         raise ValueError(f"file {name[:64]!r}... must have a name of printable characters, at most 255 bytes")
+
+
+def remedy(folder: Path) -> str:
+    """Return what to do about damaged files of a bundle; those of the hub are downloaded again if they are missing."""
+    try:
+        downloaded = (home_folder() / "hub").resolve() in folder.resolve().parents
+    except (OSError, RuntimeError, InputError):  # there is no home
+        downloaded = False
+    if downloaded:
+        return f"remove the folder {folder}, and load it from the hub again"
+    return "copy the bundle again, or export the model again"
 
 
 def other_export(folder: Path) -> str | None:
@@ -88,7 +101,7 @@ def read_fields(folder: Path, check: Callable[[bytes], None] | None = None) -> d
         BundleError: If the file is missing, unreadable, damaged, or of another schema version.
     """
     path = folder / MANIFEST_FILE
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike pathlib's, False for a name that is too long
         retired = retired_folder(folder)
         if retired is not None:
             raise BundleError(
@@ -112,9 +125,9 @@ def read_fields(folder: Path, check: Callable[[bytes], None] | None = None) -> d
         # Refuse lone surrogates, which JSON can spell but UTF-8 cannot.
         json.dumps(fields, ensure_ascii=False).encode()
     except (OSError, ValueError, RecursionError, MemoryError) as error:
-        raise BundleError(f"cannot read {path}: {error}; export the model again") from error
+        raise BundleError(f"cannot read {path}: {error}; {remedy(folder)}") from error
     if not isinstance(fields, dict):
-        raise BundleError(f"{path} is damaged: it must hold a JSON object; export the model again")
+        raise BundleError(f"{path} is damaged: it must hold a JSON object; {remedy(folder)}")
     # Checked first, because other versions have other fields.
     version = fields.get("schema_version")
     if version != SCHEMA_VERSION:
@@ -126,8 +139,7 @@ def read_fields(folder: Path, check: Callable[[bytes], None] | None = None) -> d
     if recorded != found:
         says = f"it records {recorded[:12]}..." if isinstance(recorded, str) else "it records none"
         raise BundleError(
-            f"{path} is damaged: checksum: its content has sha256 {found[:12]}..., {says}; "
-            "copy the bundle again, or export the model again"
+            f"{path} is damaged: checksum: its content has sha256 {found[:12]}..., {says}; {remedy(folder)}"
         )
     return fields
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -131,9 +132,10 @@ def names_model(name: str) -> bool:
         InputError: If it is the folder of neither.
     """
     folder = Path(name)
-    if (folder / MANIFEST_FILE).is_file():
+    # Not by pathlib, which raises an error for a name that is too long.
+    if os.path.isfile(folder / MANIFEST_FILE):
         return False
-    if folder.is_dir():
+    if os.path.isdir(folder):
         other = other_export(folder)
         has_config = any((folder / config).is_file() for config in _CONFIGS)
         if has_config and (other is None or any(any(folder.glob(weights)) for weights in _WEIGHTS)):
@@ -144,7 +146,7 @@ def names_model(name: str) -> bool:
             f"{_CONFIGS[0]}; pass a folder that export wrote, or a model"
         )
     # Opening a missing bundle says so, and what a killed export left.
-    return _may_be_on_the_hub(name) or (folder.suffix == ".gguf" and folder.is_file())
+    return _may_be_on_the_hub(name) or (folder.suffix == ".gguf" and os.path.isfile(folder))
 
 
 def _may_be_on_the_hub(name: str) -> bool:

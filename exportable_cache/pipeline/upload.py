@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..backends import TARGETS, backend_for
 from ..bundle.bundle import MANIFEST_FILE, Bundle, Manifest
-from ..bundle.hub import api_of, check_repository
+from ..bundle.hub import api_of, check_repository, is_manifest
 from ..bundle.signing import SIGNATURE_FILE, signer
 from ..common.progress import silent
 from ..common.sizes import bytes_text
@@ -83,6 +83,12 @@ def upload(
             api.create_branch(repository, branch=revision, exist_ok=True)
         info = api.model_info(repository, revision=branch)
         names = [one.rfilename for one in info.siblings or ()]
+        root = MANIFEST_FILE in names and api.hf_hub_download(repository, MANIFEST_FILE, revision=info.sha)
+        if root and is_manifest(Path(root)):
+            raise InputError(
+                f"repository must have no bundle at its root, got {repository!r} with one, which load() would open in "
+                "place of the new one; delete its files there, or pass another repository"
+            )
         made = api.create_commit(
             repository,
             [*_changes(bundle, names), _new_card(api, repository, info.sha, names, bundle)],
@@ -132,7 +138,7 @@ def _new_card(api: Any, repository: str, commit: str, names: Sequence[str], bund
         return Path(api.hf_hub_download(repository, name, revision=commit))
 
     found = {bundle.manifest.target: Uploaded(bundle.manifest, signer(bundle.path))}
-    for target in sorted({name.partition("/")[0] for name in names if name.count("/") == 1}):
+    for target in sorted(TARGETS):
         if f"{target}/{MANIFEST_FILE}" in names and target not in found:
             folder = fetched(f"{target}/{MANIFEST_FILE}").parent
             if f"{target}/{SIGNATURE_FILE}" in names:
@@ -157,9 +163,11 @@ def updated_card(present: str, repository: str, bundles: Mapping[str, Uploaded])
         bundles: Its bundles, by target.
     """
     part = f"{_BEGIN}\n{_description(repository, bundles)}{_END}\n"
-    before, begin, rest = present.partition(_BEGIN)
-    if begin:
-        return before + part + rest.partition(_END)[2].lstrip("\n")
+    # The last one, because the end of another one may have been deleted.
+    before, begin, rest = present.rpartition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if begin and end:
+        return before + part + after.lstrip("\n")
     if present.strip():
         return f"{present.rstrip()}\n\n{part}"
     return f"---\n{_front_matter(bundles)}---\n\n# {repository.partition('/')[2]}\n\n{part}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from exportable_cache import export, load
 from exportable_cache.bundle.bundle import Manifest
-from exportable_cache.bundle.hub import HubChoice, download, is_repository
+from exportable_cache.bundle.hub import HubChoice, bundle_of, download, is_repository
 from exportable_cache.errors import BundleError, ExportableCacheError, InputError
 from exportable_cache.pipeline.upload import Uploaded, updated_card, upload
 
@@ -141,6 +142,38 @@ def test_export_pushes_to_the_hub(hub: Hub, model: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "out2").exists()
 
 
+def test_a_bundle_at_the_root_refuses_an_upload(hub: Hub, original: Path) -> None:
+    """`load` would still open the bundle at the root; the file of another program is none."""
+    hub.add(NAME, files_of(original, ""))
+    with pytest.raises(InputError, match=f"repository must have no bundle at its root, got {NAME!r}") as raised:
+        upload(original, NAME)
+    one_sentence(raised.value)
+    assert "fake/manifest.json" not in hub.repositories[NAME].files
+    hub.add(NAME, {"manifest.json": b'{"name": "web app"}', "web/manifest.json": b"{}"})
+    upload(original, NAME)
+    assert f"load('{NAME}')" in hub.repositories[NAME].files["README.md"].decode()
+    assert load(NAME).generate_text(PROMPT, 2)
+
+
+def test_manifests_of_other_programs_are_no_bundles(hub: Hub) -> None:
+    hub.add(NAME, {"manifest.json": b'{"name": "web app"}', "web/manifest.json": b'{"schema_version": 2}'})
+    with pytest.raises(BundleError, match="has no manifest.json of a bundle"):
+        load(NAME)
+    assert bundle_of(NAME, HubChoice()) == NAME
+    hub.add(NAME, {"manifest.json": b" " * 9_000_000})
+    assert bundle_of(NAME, HubChoice()) == NAME
+
+
+def test_a_card_whose_end_was_deleted_keeps_its_text(original: Path) -> None:
+    bundles = {"fake": Uploaded(Manifest.read(original))}
+    whole = updated_card("", NAME, bundles)
+    end = whole.rstrip().splitlines()[-1]
+    cut = whole.replace(end, "") + "mine\n"
+    first = updated_card(cut, NAME, bundles)
+    assert first.startswith(cut) and first.count(end) == 1
+    assert updated_card(first, NAME, bundles) == first
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
@@ -205,6 +238,59 @@ def test_a_file_that_was_cut_on_this_disk(hub: Hub, original: Path, monkeypatch:
     assert load(NAME).generate_text(PROMPT, 2)
 
 
+def test_a_file_that_was_damaged_on_this_disk(hub: Hub, original: Path) -> None:
+    """The damaged file has the size and the time of the right one, so it is not downloaded again."""
+    hub.add(NAME, files_of(original, "fake/"))
+    folder = download(NAME, HubChoice())
+    for name in ("config.json", "manifest.json"):
+        path = folder / name
+        content, status = path.read_bytes(), path.stat()
+        path.write_bytes(content[:-3] + b"?" + content[-2:])
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(
+            BundleError, match=f"remove the folder .*{folder}, and load it from the hub again"
+        ) as raised:
+            load(NAME, check=True)
+        one_sentence(raised.value)
+        shutil.rmtree(folder)
+        assert load(NAME).generate_text(PROMPT, 2)
+
+
+def test_a_manifest_that_was_cut_on_this_disk(hub: Hub, original: Path) -> None:
+    hub.add(NAME, files_of(original, ""))
+    (download(NAME, HubChoice()) / "manifest.json").write_bytes(b"")
+    assert load(NAME).generate_text(PROMPT, 2)
+
+
+def test_files_that_do_not_fit_their_manifest_are_not_downloaded(hub: Hub, original: Path) -> None:
+    files = files_of(original, "fake/")
+    name = "fake/config.json"
+    hub.add(NAME, {**files, name: files[name] + b" "})
+    with pytest.raises(BundleError, match=f"{name} of '{NAME}' must have {len(files[name])} bytes") as raised:
+        load(NAME)
+    one_sentence(raised.value)
+    hub.add(NAME, {other: content for other, content in files.items() if other != name})
+    with pytest.raises(BundleError, match="as its manifest says, the hub has none"):
+        load(NAME)
+    assert set(hub.downloads) == {"fake/manifest.json"}
+    hub.downloads.clear()
+    hub.add(NAME, {"fake/manifest.json": b" " * 9_000_000})
+    with pytest.raises(BundleError, match="must have at most 8388608 bytes, got 9000000"):
+        load(NAME)
+    assert hub.downloads == []
+
+
+def test_a_target_that_was_not_downloaded(hub: Hub, original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add(NAME, files_of(original, "fake/") | files_of(original, "pt2/"))
+    folder = download(NAME, HubChoice("fake"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(BundleError, match="for target 'pt2' was not downloaded before, and the hub cannot be reached"):
+        load(NAME, target="pt2")
+    (folder.parent.parent / "refs" / "main").write_bytes(b"\xff")
+    with pytest.raises(BundleError, match="not downloaded before at revision 'main'"):
+        load(NAME)
+
+
 def test_a_revision_that_changed_under_a_signature(hub: Hub, model: Any, tmp_path: Path) -> None:
     signing = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -230,10 +316,26 @@ def test_a_repository_that_lists_files_outside(hub: Hub, original: Path, tmp_pat
         load(NAME)
 
 
-@pytest.mark.parametrize("revision", ["../x", "/etc", "", "a..b", 3])
+@pytest.mark.parametrize("revision", ["../x", "/etc", "", "a..b", "x" * 300, "a\0b", 3])
 def test_a_revision_that_is_none(hub: Hub, revision: Any) -> None:
     with pytest.raises(InputError, match="revision must be a branch, tag or commit, got"):
         load(NAME, revision=revision)
+
+
+@pytest.mark.parametrize("name", ["user/" + "x" * 300, "x" * 300 + "/user", "user/a--b", "user/x."])
+def test_ids_that_the_hub_does_not_allow(hub: Hub, original: Path, name: str) -> None:
+    for call in (lambda: load(name), lambda: upload(original, name), lambda: bundle_of(name, HubChoice())):
+        with pytest.raises(InputError, match="repository must be an id that the hub allows") as raised:
+            call()
+        one_sentence(raised.value)
+
+
+def test_names_that_no_folder_has(hub: Hub) -> None:
+    with pytest.raises(BundleError, match="there is no folder xxx"):
+        load("x" * 300)
+    for name in (3, None, b"x"):
+        with pytest.raises(InputError, match="path must be a folder or a repository of the hub, got"):
+            load(name)
 
 
 def test_what_is_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

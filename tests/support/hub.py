@@ -161,7 +161,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif parts[:2] == ["api", "models"] and len(parts) in (4, 6) and parts[4:5] in ([], ["revision"]):
             name, revision = "/".join(parts[2:4]), parts[5] if len(parts) == 6 else "main"
             commit, files = self._files(name, revision)
-            self._send({"id": name, "sha": commit, "siblings": [{"rfilename": one} for one in files]})
+            siblings = [{"rfilename": one, "size": len(content)} for one, content in files.items()]
+            self._send({"id": name, "sha": commit, "siblings": siblings})
         elif parts[:2] == ["api", "models"] and parts[4:5] == ["tree"]:
             files = self._files("/".join(parts[2:4]), parts[5])[1]
             rows = [

@@ -65,11 +65,12 @@ def locate(model_or_path: str | os.PathLike) -> Location:
     if name == "demo":
         return Location(str(demo_path()), "demo", True)
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    # Not by pathlib, which raises an error for a name that is too long.
+    if os.path.isdir(folder):
         return Location(str(folder), folder.resolve().name, True)
-    if folder.is_file() and folder.suffix == ".gguf":
+    if os.path.isfile(folder) and folder.suffix == ".gguf":
         return Location(str(folder.parent), folder.name, True, gguf=folder.name)
-    if folder.exists():
+    if os.path.exists(folder):
         raise InputError(
             f"model must be a folder or a .gguf file, got {name!r}; pass the folder with config.json and the weights"
         )
@@ -131,6 +132,9 @@ def _hub_failure(error: BaseException, repository: str, revision: str | None) ->
         return f"the hub has no repository {repository!r}, or it is private; check the id, or {login}"
     if statuses & {401, 403}:
         return f"the hub denies access to {repository!r}; {login}"
+    # The client's error for a connection that broke is a ValueError, too.
+    if (404 in statuses or "ValueError" in kinds) and "LocalEntryNotFoundError" not in kinds:
+        return f"the hub cannot serve the request for {repository!r} ({first_line(error)}); check its files and names"
     return f"the transfer of {repository!r} failed ({first_line(error)}); run it again, and it continues"
 
 
