@@ -96,12 +96,59 @@ def test_options_are_those_of_export(model: PreTrainedModel) -> None:
         rows(input_ids=IDS.expand(2, -1))
 
 
-def compress(path: Path) -> None:
-    with zipfile.ZipFile(path) as archive:
-        files = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
+def test_a_call_takes_one_sequence_without_padding(saved: Path) -> None:
+    exported = ExportedModel.from_pretrained(saved)
+    positions = torch.arange(IDS.shape[1])[None]
+    expected = exported(input_ids=IDS).logits
+    given = {"attention_mask": torch.ones_like(IDS).bool(), "position_ids": positions}
+    torch.testing.assert_close(exported(input_ids=IDS, **given).logits, expected, atol=0, rtol=0)
+    mask = torch.ones_like(IDS)
+    mask[0, 0] = 0
+    for inputs, message in (
+        ({}, "a call must have input_ids and no other input than .*, got none; call it with input_ids=ids"),
+        ({"attention_mask": mask}, "a call must have input_ids .*, got attention_mask;"),
+        ({"input_ids": IDS.expand(2, -1)}, "input_ids must have 1 rows, got 2"),
+        ({"input_ids": IDS[0]}, r"input_ids must have shape \[batch, length\]"),
+        ({"input_ids": IDS[:, :0]}, "input_ids must have at least one token"),
+        ({"input_ids": IDS.tolist()}, "input_ids must be an int64 tensor .*, got a list"),
+        ({"input_ids": IDS, "attention_mask": mask}, "attention_mask must be all ones, .*, got other values"),
+        ({"input_ids": IDS, "attention_mask": mask[:, 1:]}, r"attention_mask must be all ones.*\[1, 11\]"),
+        ({"input_ids": IDS, "attention_mask": [[1]]}, "attention_mask must be all ones, .*, got list"),
+        ({"input_ids": IDS, "position_ids": positions + 1}, r"position_ids must be 0, 1, 2, .*, got other values"),
+    ):
+        with pytest.raises(InputError, match=message):
+            exported(**inputs)
+    with pytest.raises(InputError, match="got inputs_embeds; call it with input_ids=ids"):
+        exported.runners["model"](inputs_embeds=torch.zeros(1, 2, 8))
+
+
+def compressed(kind: int, size: int | None = None) -> Callable[[Path], None]:
+    """Return a function that compresses a .zip file, and claims that its first file has `size` bytes."""
+
+    def compress(path: Path) -> None:
+        with zipfile.ZipFile(path) as archive:
+            files = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
+        with zipfile.ZipFile(path, "w", kind) as archive:
+            for name, content in files.items():
+                # So that the sum of the claimed sizes is less than the size of the file.
+                archive.writestr(name, content if size is None else content[:20])
+        if size is not None:
+            data = bytearray(path.read_bytes())
+            for start in (22, data.index(b"PK\x01\x02") + 24):
+                data[start : start + 4] = size.to_bytes(4, "little")
+            path.write_bytes(data)
+
+    return compress
+
+
+def claim_a_whole_file(path: Path) -> None:
+    """Write one file that claims to be as long as the .zip file around it."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("manifest.json", "{}")
+    data = bytearray(path.read_bytes())
+    start = data.index(b"PK\x01\x02") + 20
+    data[start : start + 8] = len(data).to_bytes(4, "little") * 2
+    path.write_bytes(data)
 
 
 def add_outside(path: Path) -> None:
@@ -114,7 +161,12 @@ def add_outside(path: Path) -> None:
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-40]), "cannot be unpacked"),
         (lambda path: path.write_bytes(b"text"), "cannot be unpacked"),
-        (compress, "without compression"),
+        (compressed(zipfile.ZIP_DEFLATED), "without compression"),
+        # bz2 and LZMA expand a whole block, however small the file claims to be.
+        (compressed(zipfile.ZIP_BZIP2, 10), "without compression"),
+        (compressed(zipfile.ZIP_LZMA, 10), "without compression"),
+        (claim_a_whole_file, "cannot be unpacked"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"manifest", b"\0anifest")), "cannot be unpacked"),
         (add_outside, None),
     ],
 )

@@ -18,6 +18,7 @@ from ..bundle.manifest_file import EXPORTERS_FORMAT as FORMAT
 from ..common.tensors import dtype_name
 from ..common.version import __version__
 from ..errors import BundleError, InputError, MissingDependencyError
+from ..session.checks import check_ids
 from ..session.session import Session, load
 from .export import export
 from .perplexity import check_scorable, scored_logits
@@ -34,6 +35,8 @@ except ImportError as error:
 
 #: Keywords of `export` that the exporter sets.
 _FIELDS = {"model_or_path", "target", "max_cache_len", "output_dir", "tokenizer", "dry_run", "progress"}
+#: Inputs of a call. The program has a causal mask and positions from 0 on, so others are refused.
+_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 @dataclass
@@ -68,6 +71,37 @@ def _text_of(inputs: Mapping[str, Any]) -> torch.Tensor:
             "sample_inputs must be those of text, with input_ids [batch, length], got "
             f"{', '.join(others or inputs) or 'none'}; call exportable_cache.export, which takes images and audio"
         )
+    return ids
+
+
+def _checked_ids(inputs: Mapping[str, Any], session: Session) -> torch.Tensor:
+    """Return the token ids of a call, int64 [1, length].
+
+    Raises:
+        InputError: If they are missing or not valid, or another input would change the logits.
+    """
+    others = sorted(inputs.keys() - set(_INPUTS))
+    if others or "input_ids" not in inputs:
+        raise InputError(
+            f"a call must have input_ids and no other input than {', '.join(_INPUTS[1:])}, all by name, got "
+            f"{', '.join(others or inputs) or 'none'}; call it with input_ids=ids"
+        )
+    ids = inputs["input_ids"]
+    limits = session.stages.limits
+    check_ids("input_ids", ids, limits.dims("batch", "length"), limits)
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    defaults = {"attention_mask": ("all ones", torch.ones_like(ids)), "position_ids": ("0, 1, 2, ...", positions)}
+    for name, (description, default) in defaults.items():
+        given = inputs.get(name)
+        if given is None:
+            continue
+        tensor = given.to(ids.device) if isinstance(given, torch.Tensor) else None
+        if tensor is None or tensor.shape != ids.shape or not bool((tensor == default).all()):
+            what = type(given).__name__ if tensor is None else f"other values, of shape {list(tensor.shape)}"
+            raise InputError(
+                f"{name} must be {description}, of shape {list(ids.shape)}, got {what}; pass each sequence without "
+                "padding, and leave it out"
+            )
     return ids
 
 
@@ -124,7 +158,10 @@ class ExportableCacheExporter(HfExporter):
             packages={"transformers": transformers.__version__, "torch": torch.__version__, FORMAT: __version__},
             export_dtype=dtype_name(model.dtype),
             export_device="cpu",
-            kwargs={"input_ids": {"rank": ids.dim(), "shape": list(ids.shape), "dtype": dtype_name(ids.dtype)}},
+            # transformers drops what is not listed, so the runner could not refuse it.
+            kwargs={
+                name: {"rank": ids.dim(), "shape": list(ids.shape), "dtype": dtype_name(ids.dtype)} for name in _INPUTS
+            },
         )
 
     def export_for_generation(
@@ -158,11 +195,15 @@ class ExportableCacheExporter(HfExporter):
         program = BundleProgram()
         try:
             with zipfile.ZipFile(path) as archive:
-                # Without compression, so that a small file cannot fill the disk.
-                if sum(one.file_size for one in archive.infolist()) > Path(path).stat().st_size:
+                # Without compression, so that a small file cannot fill the memory or the disk. Claimed sizes do not limit
+                # the memory, because bz2 and LZMA expand a whole block of the file at once.
+                files = archive.infolist()
+                compressed = any(one.compress_type != zipfile.ZIP_STORED for one in files)
+                if compressed or sum(one.file_size for one in files) > Path(path).stat().st_size:
                     raise BundleError(f"{path} must hold its files without compression; save the program again")
                 archive.extractall(program.path)
-        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError) as error:
+        # The last ones are for damaged files: a file that is too short, and a name that is empty.
+        except (zipfile.BadZipFile, ValueError, OSError, RuntimeError, EOFError, LookupError) as error:
             raise BundleError(f"{path} cannot be unpacked: {error}; save the program again") from error
         return program
 
@@ -220,13 +261,15 @@ class ExportableCacheRunner(ModelRunner):
         Args:
             share_inputs: Ignored.
             share_outputs: Ignored.
-            **kwargs: `input_ids`, int64 [1, length].
+            **kwargs: `input_ids`, int64 [1, length]. An `attention_mask` and `position_ids` of the same shape are
+                ignored if they are the model's defaults, all ones and 0, 1, 2, ...
 
         Raises:
-            InputError: If the program has several rows, or the tokens are not valid.
+            InputError: If the program has several rows, or an input is not valid.
+            CacheFullError: If the tokens do not fit.
         """
         check_scorable(self.session, "calling an export")
-        ids = kwargs["input_ids"]
+        ids = _checked_ids(kwargs, self.session)
         self.session.reset()
         # The last of the tokens is only a target, which is not fed.
         logits = scored_logits(self.session, torch.nn.functional.pad(ids[0], (0, 1)), 1)
