@@ -195,8 +195,8 @@ class ExportableCacheExporter(HfExporter):
         program = BundleProgram()
         try:
             with zipfile.ZipFile(path) as archive:
-                # Without compression, so that a small file cannot fill the memory or the disk. Claimed sizes do not limit
-                # the memory, because bz2 and LZMA expand a whole block of the file at once.
+                # Without compression, so that a small file cannot fill the memory or the disk. Claimed sizes do not
+                # limit the memory, because bz2 and LZMA expand a whole block of the file at once.
                 files = archive.infolist()
                 compressed = any(one.compress_type != zipfile.ZIP_STORED for one in files)
                 if compressed or sum(one.file_size for one in files) > Path(path).stat().st_size:
