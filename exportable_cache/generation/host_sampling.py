@@ -14,10 +14,17 @@ NGRAM = 3
 
 
 def penalised(logits: np.ndarray, seen: np.ndarray, penalty: float) -> np.ndarray:
-    """Return logits [vocab] with the repetition penalty for the tokens `seen`, see `sampling.penalise`."""
+    """Return logits [vocab] with the repetition penalty for the tokens `seen`, see `sampling.penalise`.
+
+    Finite logits stay finite with any penalty above 0.
+    """
     changed = logits.copy()
-    known = logits[seen]
-    changed[seen] = np.where(known < 0, known * np.float32(penalty), known / np.float32(penalty))
+    # In double, because float32 has no value for a penalty of 1e-300 or 1e39.
+    known = logits[seen].astype(np.float64)
+    with np.errstate(over="ignore"):
+        known = np.where(known < 0, known * penalty, known / penalty)
+    most = np.finfo(np.float32).max
+    changed[seen] = np.where(np.isfinite(logits[seen]), known.clip(-most, most), logits[seen])
     return changed
 
 
@@ -90,10 +97,18 @@ def _most_probable(scores: np.ndarray, count: int | None) -> np.ndarray:
 
 def look_up(context: Sequence[int], count: int, ngram: int = NGRAM) -> list[int]:
     """Return at most `count` tokens that followed the text's end where it last occurred before; see `PromptLookup`."""
-    context = list(context)
-    for size in range(min(ngram, len(context) - 1), 0, -1):
-        end = context[-size:]
-        for start in range(len(context) - size - 1, -1, -1):
-            if context[start : start + size] == end:
-                return context[start + size : start + size + count]
-    return []
+    backwards = list(context)[::-1]
+    most = min(ngram, len(backwards) - 1)
+    at, longest, found = 0, 0, list[int]()
+    while longest < most:
+        try:
+            # A search for the last token alone, because a loop that compares slices at all tokens takes far longer.
+            at = backwards.index(backwards[0], at + 1)
+        except ValueError:
+            break
+        size = 1
+        while size < most and backwards[at + size : at + size + 1] == backwards[size : size + 1]:
+            size += 1
+        if size > longest:
+            longest, found = size, backwards[max(0, at - count) : at][::-1]
+    return found

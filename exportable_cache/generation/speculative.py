@@ -60,7 +60,8 @@ class Draft(Protocol):
 class PromptLookup:
     """A draft that proposes the tokens that followed the same n-gram earlier in the text (Saxena 2023).
 
-    It costs nothing, and helps if the output repeats parts of the prompt: summaries, edits, extraction, code.
+    It needs no second model; each step searches the text once. It helps if the output repeats parts of the prompt:
+    summaries, edits, extraction, code.
 
     Args:
         max_tokens: Most tokens proposed at once.

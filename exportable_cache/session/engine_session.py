@@ -1,4 +1,4 @@
-"""One sequence over the engines of a TensorRT bundle without torch: the calls of `exportable_cache_runner.Session`.
+"""One sequence over the engines of a TensorRT bundle without torch: calls of `exportable_cache_runner.Session`.
 
 Tokens are chosen on the host. The rules are those of the C++ runner (`runners/cpp/src/session.cpp`).
 """
@@ -6,6 +6,7 @@ Tokens are chosen on the host. The rules are those of the C++ runner (`runners/c
 from __future__ import annotations
 
 import math
+import operator
 import random
 import threading
 import time
@@ -103,6 +104,9 @@ class Step(NamedTuple):
 class EngineSession:
     """One sequence over engines. It is used by one thread at a time, except for `cancel`.
 
+    It has the calls of `exportable_cache_runner.Session` except those that take text or images (`tokenize`,
+    `generate_text`, `chat`, `add_input`) and those of saved states (`save_state`, `load_state`).
+
     Attributes:
         engines: The engines.
         methods: The methods by name.
@@ -123,6 +127,12 @@ class EngineSession:
     _busy: threading.Lock = field(default_factory=threading.Lock)
     _closed: bool = False
 
+    def __enter__(self) -> EngineSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def max_length(self) -> int | None:
         """The limit of cached tokens; None for no limit."""
@@ -130,10 +140,10 @@ class EngineSession:
 
     def prefill(self, tokens: Sequence[int]) -> array[float]:
         """Feed tokens after the cached ones, and return the logits of the last one, [vocabulary], float32."""
-        self._check_tokens(tokens)
-        check_room(self.length, self.max_length, len(tokens))
+        fed = self._checked(tokens)
+        check_room(self.length, self.max_length, len(fed))
         with self._alone():
-            return array("f", self._feed(tokens)[-1].tobytes())
+            return array("f", self._feed(fed)[-1].tobytes())
 
     def rewind(self, tokens: int) -> None:
         """Roll back the newest tokens.
@@ -158,8 +168,12 @@ class EngineSession:
         raise InputError("the model must have an encoder, got a text decoder; pass the tokens to prefill")
 
     def close(self) -> None:
-        """Release the memory; a second call does nothing."""
-        with self._busy:
+        """Release the memory; a second call does nothing.
+
+        Raises:
+            InputError: If another call runs, also if a callback of that call closes the session.
+        """
+        with self._alone(closes=True):
             self._closed = True
             self.engines.close()
 
@@ -174,12 +188,11 @@ class EngineSession:
             NonFiniteLogitsError: If no token can be chosen.
         """
         with self._alone():
-            return self._generate(list(prompt), options, on_token)
+            return self._generate(self._checked(prompt), options, on_token)
 
     def _generate(
         self, prompt: list[int], options: Options, on_token: Callable[[int], object] | None
     ) -> tuple[list[int], Statistics]:
-        self._check_tokens(prompt)
         limit = self._limit(prompt, options)
         chooser = _Chooser(options, self.settings, self.vocab_size)
         start = first = time.perf_counter()
@@ -330,23 +343,39 @@ class EngineSession:
         if not self.length:
             self._max_len_ever = 0
 
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        if not tokens:
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
+        """Return tokens as Python's integers, also those of an array.
+
+        Raises:
+            InputError: If there is none, or one is not a token id of the vocabulary.
+        """
+        try:
+            given = list(tokens)
+        except TypeError:
+            kind = type(tokens).__name__
+            raise InputError(f"tokens must be a sequence of token ids, got a {kind}; pass a list") from None
+        if not given:
             raise InputError("tokens must be at least one, got none: the prompt is empty")
-        for index, token in enumerate(tokens):
-            if not 0 <= token < self.vocab_size:
+        found = []
+        for index, token in enumerate(given):
+            try:
+                found.append(operator.index(token))
+            except TypeError:
+                found.append(-1)
+            if not 0 <= found[-1] < self.vocab_size:
                 raise InputError(
-                    f"tokens[{index}] must be a token id from 0 to {self.vocab_size - 1}, got {token}; tokenize with "
-                    "the model's own tokenizer"
+                    f"tokens[{index}] must be a token id from 0 to {self.vocab_size - 1}, got {token!r:.80}; tokenize "
+                    "with the model's own tokenizer"
                 )
+        return found
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Refuse a call while another one runs, or after `close`."""
+    def _alone(self, closes: bool = False) -> Iterator[None]:
+        """Refuse a call while another one runs, or after `close`, except for a second `close`."""
         if not self._busy.acquire(blocking=False):
             raise InputError("the session is in use by another thread or by the call of this callback; wait for it")
         try:
-            if self._closed:
+            if self._closed and not closes:
                 raise InputError("the session is closed; open another")
             yield
         finally:

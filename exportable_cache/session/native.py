@@ -154,6 +154,7 @@ def open_engines(bundle: CheckedBundle) -> EngineSession:
         BundleError, DeviceMemoryError: See `open_cuda_engines`.
     """
     from ..backends.tensorrt.cuda_engines import open_cuda_engines
+    from ..backends.tensorrt.engine_io import LOGITS
     from .engine_session import CacheLimits, EngineSession, Step
 
     fields = bundle.fields
@@ -172,6 +173,10 @@ def open_engines(bundle: CheckedBundle) -> EngineSession:
     except (KeyError, TypeError, ValueError) as error:
         raise NotNative(f"the manifest has a part that only torch's runtime knows: {error}") from None
     settings = CheckpointSettings.read(_Config(**_mapping(fields, "generation_config")), vocab_size)  # type: ignore[arg-type]
+    for _, record in records.values():
+        sizes = [one.shape[-1] for one in record.outputs if one.name == LOGITS and one.shape]
+        if sizes != [vocab_size]:
+            raise NotNative(f"its methods must give logits of {vocab_size} tokens, got {sizes} of {record.method}")
     if settings.rules:
         raise NotNative(f"the generation config has rules that transformers follows: {', '.join(settings.rules)}")
     return EngineSession(open_cuda_engines(bundle.path, records), steps, vocab_size, limits, settings)

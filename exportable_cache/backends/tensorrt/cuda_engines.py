@@ -34,6 +34,16 @@ _DTYPES = {
     "int8": "i1",
     "uint8": "u1",
 }
+#: dtypes by their name in TensorRT.
+_ENGINE_DTYPES = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "INT64": "int64",
+    "INT32": "int32",
+    "INT8": "int8",
+    "UINT8": "uint8",
+}
 
 
 def missing_package(builder: str) -> str | None:
@@ -175,9 +185,10 @@ class CudaEngines:
     ) -> None:
         self._cuda = cuda
         self._steps: dict[str, _Step] = {}
+        first = next(iter(records.values()))[1]
         for _, record in records.values():
             _check_names(record)
-        first = next(iter(records.values()))[1]
+            _check_sizes(record, first)
         cache = {tensor.name: _bytes(tensor.max_shape, tensor.dtype) for tensor in first.state}
         plans = {file: (folder / file).stat().st_size for file, _ in records.values()}
         self._check_memory(sum(plans.values()), sum(cache.values()))
@@ -275,10 +286,16 @@ class _Step:
         for name, address in bound.items():
             if not context.set_tensor_address(name, address):
                 raise BundleError(f"the engine of {record.method!r} has no tensor {name!r}; export the model again")
+        _check_engine(record, context)
 
     def run(self, tokens: Sequence[int], position: int) -> np.ndarray:
         """See `CudaEngines.run`."""
         ids = self._host["input_ids"]
+        if len(tokens) > ids.size:
+            raise BundleError(
+                f"the engine of {self._method!r} must take {len(tokens)} tokens, as the manifest says, got at most "
+                f"{ids.size}; export the model again"
+            )
         ids.reshape(-1)[: len(tokens)] = tokens
         self._host["input_pos"][0] = position
         if "input_ids" in self._dynamic:
@@ -368,6 +385,7 @@ def _check_names(record: EngineRecord) -> None:
         BundleError: If it does not.
     """
     state = {tensor.name for tensor in record.state}
+    given = [*(tensor.name for tensor in record.inputs), *(tensor.name for tensor in record.outputs)]
     own = {tensor.name for tensor in record.inputs} - state
     outputs = {tensor.name for tensor in record.outputs}
     updated = {STATE_IN + name.removeprefix(STATE_OUT) for name in outputs if name.startswith(STATE_OUT)}
@@ -377,10 +395,80 @@ def _check_names(record: EngineRecord) -> None:
         (own == {"input_ids", "input_pos"}, f"the inputs input_ids and input_pos, got {', '.join(sorted(own))}"),
         (LOGITS in outputs, f"an output {LOGITS}, got {', '.join(sorted(outputs))}"),
         (updated <= state and set(record.aliases.values()) <= state, "an input for each part of the cache"),
+        (len(given) == len(set(given)), f"one tensor of each name, got {', '.join(given)}"),
         (min(sizes, default=0) > 0, f"static sizes above 0, got {min(sizes, default=0)}"),
     ):
         if not is_valid:
             raise BundleError(f"the engine of {record.method!r} must have {constraint}; export the model again")
+
+
+def _check_sizes(record: EngineRecord, first: EngineRecord) -> None:
+    """Check that the sizes of a record fit each other, and those of the first record, whose cache all engines share.
+
+    Raises:
+        BundleError: If they do not.
+    """
+    inputs = {tensor.name: tensor for tensor in record.inputs}
+    ids, position = inputs["input_ids"], inputs["input_pos"]
+    cache, shared = (
+        {one.name: (one.dtype, one.min_shape, one.max_shape) for one in each.state} for each in (record, first)
+    )
+    logits, others = (next(one.shape for one in each.outputs if one.name == LOGITS) for each in (record, first))
+    wrong = [
+        output.name
+        for output in record.outputs
+        if (source := _source(record, output.name)) is not None
+        and _bytes(output.shape, output.dtype) != _bytes(inputs[source].max_shape, inputs[source].dtype)
+    ]
+    for is_valid, constraint in (
+        (cache == shared, f"the cache of {first.method!r}, got other names, dtypes or shapes"),
+        (not wrong, f"outputs as large as the parts of the cache that they update, got {', '.join(wrong)}"),
+        (
+            len(ids.max_shape) == len(ids.min_shape) == 2 and ids.max_shape[0] == 1 and "int" in ids.dtype,
+            f"input_ids of integers [1, tokens], got {ids.dtype} {ids.max_shape}",
+        ),
+        (
+            position.min_shape == position.max_shape == [1] and "int" in position.dtype,
+            f"input_pos of integers [1], got {position.dtype} {position.max_shape}",
+        ),
+        (
+            len(logits) in (2, 3) and logits[0] == 1 and logits[-1:] == others[-1:],
+            f"logits [1, {', '.join(map(str, others[-1:]))}] or [1, tokens, ...], as {first.method!r}, got {logits}",
+        ),
+    ):
+        if not is_valid:
+            raise BundleError(f"the engine of {record.method!r} must have {constraint}; export the model again")
+
+
+def _source(record: EngineRecord, output: str) -> str | None:
+    """Return the name of the input that an output updates; None if it updates none."""
+    own = STATE_IN + output.removeprefix(STATE_OUT) if output.startswith(STATE_OUT) else None
+    return record.aliases.get(output, own)
+
+
+def _check_engine(record: EngineRecord, context: Any) -> None:
+    """Check that an engine has the shapes and dtypes of its record, because TensorRT writes past smaller memory.
+
+    Raises:
+        BundleError: If it has others.
+    """
+    engine: Any = getattr(context, "engine", None)
+    if not hasattr(engine, "get_tensor_shape") or not hasattr(engine, "get_tensor_dtype"):
+        return
+    tensors: list[tuple[str, str, list[int]]] = [
+        *((one.name, one.dtype, one.max_shape) for one in record.inputs),
+        *((one.name, one.dtype, one.shape) for one in record.outputs),
+    ]
+    for name, kind, recorded in tensors:
+        shape = [int(size) for size in engine.get_tensor_shape(name)]
+        dtype = _ENGINE_DTYPES.get(engine.get_tensor_dtype(name).name, "an unknown dtype")
+        # A size of -1 depends on the number of tokens.
+        same = len(shape) == len(recorded) and all(a in (-1, b) for a, b in zip(shape, recorded, strict=True))
+        if not same or dtype != kind:
+            raise BundleError(
+                f"{name} of the engine of {record.method!r} must be {kind} {recorded}, as the manifest "
+                f"says, got {dtype} {shape}; export the model again"
+            )
 
 
 def _bytes(shape: Sequence[int], dtype: str) -> int:

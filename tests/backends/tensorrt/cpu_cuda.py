@@ -165,6 +165,13 @@ class _Context:
     def __init__(self, networks: list[Network], cuda: CpuCuda) -> None:
         self._networks, self._cuda = networks, cuda
         self._context = CpuContext(networks[0])
+        definition = networks[0].definition
+        tensors = [definition.get_input(index) for index in range(definition.num_inputs)]
+        tensors += [definition.get_output(index) for index in range(definition.num_outputs)]
+        self.engine = SimpleNamespace(
+            get_tensor_shape={tensor.name: tuple(tensor.shape) for tensor in tensors}.__getitem__,
+            get_tensor_dtype={tensor.name: tensor.dtype for tensor in tensors}.__getitem__,
+        )
         self.set_tensor_address = self._context.set_tensor_address
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:

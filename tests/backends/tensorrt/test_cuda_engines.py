@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import torch
 from exportable_cache import Session
 from exportable_cache.errors import BundleError, CacheFullError, DeviceMemoryError, InputError, NonFiniteLogitsError
 from exportable_cache.generation.checkpoint_settings import CheckpointSettings
-from exportable_cache.generation.host_sampling import distribution, draw, most_probable
+from exportable_cache.generation.host_sampling import distribution, draw, look_up, most_probable, penalised
 from exportable_cache.generation.sampling import Sampling, sorted_distribution
 from exportable_cache.generation.speculative import PromptLookup
 from exportable_cache.session.engine_session import CacheLimits, EngineSession, Step
@@ -178,6 +179,9 @@ def test_what_a_window_has_lost_cannot_be_taken_back(session: EngineSession, mov
         (lambda one: one.prefill([]), "tokens must be at least one, got none"),
         (lambda one: one.prefill([1, 128]), r"tokens\[1\] must be a token id from 0 to 127, got 128"),
         (lambda one: one.prefill([-1]), "got -1"),
+        (lambda one: one.prefill([1.5]), r"tokens\[0\] must be a token id from 0 to 127, got 1.5"),
+        (lambda one: one.generate("abc", Options()), r"tokens\[0\] must be a token id .* got 'a'"),
+        (lambda one: one.generate(5, Options()), "must be a sequence of token ids, got a int; pass a list"),
         (lambda one: one.rewind(1), "the 0 tokens that the cache holds, got 1"),
         (
             lambda one: one.generate([1], Options(prompt_lookup=2)),
@@ -197,6 +201,13 @@ def test_wrong_arguments_are_refused_in_a_sentence(
     with pytest.raises(InputError, match=said):
         call(session)
     assert session.length == 0
+
+
+def test_tokens_may_be_arrays(session: EngineSession) -> None:
+    expected = session.prefill([1, 2])
+    for tokens in (np.array([1, 2]), torch.tensor([1, 2])):
+        session.reset()
+        assert session.prefill(tokens) == expected
 
 
 def test_a_full_cache_ends_a_generation_or_refuses_a_prompt(session: EngineSession) -> None:
@@ -230,9 +241,29 @@ def test_a_generation_ends_for_each_reason(session: EngineSession) -> None:
     assert len(session.generate([1, 2], Options())[0]) == 3
 
 
+def errors_of(call: Callable[[], object]) -> list[BaseException]:
+    """Run a call in a thread that the test run does not wait for at its end, and return its error."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "the call does not return"
+    return errors
+
+
 def test_a_callback_cannot_use_the_session_and_its_error_passes(session: EngineSession) -> None:
-    with pytest.raises(InputError, match="in use"):
-        session.generate([1], Options(), lambda token: session.reset())
+    for call in (session.reset, session.close):
+        errors = errors_of(lambda call=call: session.generate([1], Options(), lambda token: call()))
+        assert [type(error) for error in errors] == [InputError] and "in use" in str(errors[0])
+    with session:
+        assert session.length > 0
     session.close()
     with pytest.raises(InputError, match="closed"):
         session.prefill([1])
@@ -268,6 +299,31 @@ def test_the_penalty_of_the_checkpoint_or_of_the_call_is_applied(tmp_path: Path)
     plain = session.generate([1, 2], Options(max_new_tokens=12, repetition_penalty=1.0))[0]
     session.reset()
     assert session.generate([1, 2], Options(max_new_tokens=12))[0] == other != plain
+
+
+@pytest.mark.parametrize(("penalty", "expected"), [(1e-300, [1.0, -2.0]), (1e300, [1.0, -2.0]), (2.0, [1.0, -2.0])])
+def test_finite_logits_stay_finite_with_any_penalty(penalty: float, expected: list[float]) -> None:
+    logits = np.array([*expected, 3.0, -4.0, np.inf, -np.inf, np.nan], np.float32)
+    found = penalised(logits, np.arange(2, 7), penalty)
+    assert found[:2].tolist() == expected and np.isfinite(found[:4]).all()
+    np.testing.assert_array_equal(found[4:], logits[4:])
+    if penalty == 2:
+        assert found[2:4].tolist() == [1.5, -8.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], [9, 2]),
+        ([4, 3, 7, 6, 3, 8, 2, 3], [8, 2]),
+        ([7, 7, 7], [7]),
+        ([1, 2], []),
+        ([1], []),
+        ([], []),
+    ],
+)
+def test_the_longest_and_then_the_latest_match_is_proposed(text: list[int], expected: list[int]) -> None:
+    assert look_up(text, 2) == expected
 
 
 @pytest.mark.parametrize(
@@ -380,6 +436,53 @@ def test_a_record_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str,
     tensorrt = CpuTensorRT([networks["decode"]], runtime)
     with pytest.raises(BundleError, match=said):
         CudaEngines(tmp_path, {"decode": ("engine.plan", changed)}, Cuda(runtime), tensorrt)
+
+
+@pytest.mark.parametrize(
+    ("method", "part", "name", "sizes", "said"),
+    [
+        (
+            "prefill",
+            "inputs",
+            "cache.",
+            {"max_shape": [1, 1, 640, 16]},
+            "'prefill' must have the cache of 'decode', got",
+        ),
+        ("prefill", "inputs", "cache.", {"name": "cache.layers.9.keys"}, "an input for each part of the cache"),
+        ("decode", "outputs", "next.", {"shape": [100, 1, 64, 16]}, "as large as the parts of the cache .* got next."),
+        ("decode", "outputs", "logits", {"shape": [1, 3]}, r"must have logits \[1, .*, got \[1, "),
+        ("decode", "outputs", "logits", {"shape": []}, r"logits .*, got \["),
+        ("decode", "outputs", "logits", {"dtype": "float16"}, r"logits .* must be float16 .* got float32 \[1, 128\]"),
+        (
+            "decode",
+            "inputs",
+            "input_ids",
+            {"max_shape": [2, 1]},
+            r"input_ids of integers \[1, tokens\], got int64 \[2, 1\]",
+        ),
+        ("decode", "inputs", "input_pos", {"max_shape": []}, r"input_pos of integers \[1\], got int64 \[\]"),
+        ("decode", "outputs", "next.", {"name": "logits"}, "one tensor of each name"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(
+    tmp_path: Path, method: str, part: str, name: str, sizes: dict[str, Any], said: str
+) -> None:
+    _, _, networks = engine_program("gemma3_text")
+    fields = {one: record.model_dump() for one, record in records_by_method(networks).items()}
+    next(one for one in fields[method][part] if one["name"].startswith(name)).update(sizes)
+    records = {one: ("engine.plan", EngineRecord.model_validate(found)) for one, found in sorted(fields.items())}
+    (tmp_path / "engine.plan").write_bytes(b"plan")
+    runtime = CpuCuda()
+    tensorrt = CpuTensorRT([networks[one] for one in fields], runtime)
+    with pytest.raises(BundleError, match=said):
+        CudaEngines(tmp_path, records, Cuda(runtime), tensorrt)
+
+
+def test_more_tokens_than_a_method_takes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        BundleError, match=f"must take {PREFILL + 1} tokens, as the manifest says, got at most {PREFILL}"
+    ):
+        opened(tmp_path)[0].run("prefill", [1] * (PREFILL + 1), 0)
 
 
 def test_an_engine_that_fails_is_named(tmp_path: Path) -> None:
