@@ -197,7 +197,7 @@ BundleOrDemoArgument = Annotated[
     ),
 ]
 #: Changes of the command line to fields of the specs.
-TARGET = Changes(about={"help": f"Runtime: {', '.join(targets())}.", "autocompletion": _complete_targets})
+TARGET = Changes(about={"help": f"{', '.join(targets())}.", "autocompletion": _complete_targets})
 REQUIRED_OPTION = Changes(default=REQUIRED)
 
 PlanTargetOption = Annotated[
@@ -206,7 +206,7 @@ PlanTargetOption = Annotated[
         "--target",
         "-t",
         metavar="TARGET",
-        help=f"Plan for the dtype of a target: {', '.join(targets())}.",
+        help=f"Plan for its dtype: {', '.join(targets())}.",
         autocompletion=_complete_targets,
         show_default=False,
     ),

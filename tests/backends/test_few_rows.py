@@ -318,7 +318,7 @@ def a_library(folder: Path, monkeypatch, source: str = "int one = 1;") -> Machin
 def test_what_is_compiled_is_kept(tmp_path, monkeypatch) -> None:
     assert not a_library(tmp_path, monkeypatch).load(compiles=False)
     assert a_library(tmp_path, monkeypatch).load()
-    monkeypatch.setattr(machine_code, "_compiler", lambda: None)
+    monkeypatch.setattr(machine_code, "cpp_compiler", lambda: "")
     code = a_library(tmp_path, monkeypatch)
     assert code.can_be_loaded() and code.load() and code.load()
     assert not a_library(tmp_path, monkeypatch, "int two = 2;").can_be_loaded()

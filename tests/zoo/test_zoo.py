@@ -92,12 +92,14 @@ def test_networks_of_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["status"] == "error" and "LOOP" in found["reason"], found
 
 
-def test_tensorrt_is_asked_of_decoders_alone() -> None:
+def test_some_targets_are_asked_of_decoders_alone() -> None:
     rows = {row.name: row for row in architectures()}
-    asked = {name for name, row in rows.items() if is_asked(row, "tensorrt")}
-    assert {"causal-llama", "image-llava"} <= asked
-    assert asked.isdisjoint({"seq2seq-t5", "speech-whisper"})
-    assert all(is_asked(row, target) for row in rows.values() for target in TARGETS if target != "tensorrt")
+    for target in TARGETS:
+        asked = {name for name, row in rows.items() if is_asked(row, target)}
+        assert {"causal-llama", "image-llava"} <= asked
+        of_decoders = target in ("tensorrt", "coreai")
+        assert asked.isdisjoint({"seq2seq-t5", "speech-whisper"}) is of_decoders
+        assert of_decoders or asked == set(rows)
 
 
 @pytest.mark.full
