@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,20 @@ def test_drafts_need_no_plan(live: Any, theirs: Any, tokenizer: Any) -> None:
     assert torch.equal(live.generate(ids, assistant_model=theirs, max_new_tokens=16), expected)
 
 
+def test_an_assistant_gets_its_attention_back(tokenizer: Any) -> None:
+    """It is ours while it drafts: until another one does, or the model is gone."""
+    ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    ours = ExportableModelForCausalLM.from_pretrained("demo", export=False, max_cache_len=LENGTH, compile=False)
+    first, second = (AutoModelForCausalLM.from_pretrained(demo_path()).eval() for _ in range(2))
+    own = first.config._attn_implementation
+    ours.generate(ids, assistant_model=first, max_new_tokens=4)
+    ours.generate(ids, assistant_model=second, max_new_tokens=4)
+    assert first.config._attn_implementation == own != second.config._attn_implementation
+    del ours
+    gc.collect()
+    assert second.config._attn_implementation == own
+
+
 def test_draws_follow_a_seed(ours: Any, tokenizer: Any) -> None:
     ids = tokenizer(PROMPTS[1], return_tensors="pt").input_ids
     draws = []
@@ -197,8 +212,12 @@ def test_a_bundle_is_saved_and_opened(exported: Any, batch: Any, tmp_path: Path)
     assert again.dtype == torch.float32 and again.config.model_type == "qwen3" and again.tokenizer is not None
     with pytest.raises(InputError, match="recipe must be left out for the bundle"):
         ExportableModelForCausalLM.from_pretrained(tmp_path / "saved", recipe="fast")
-    with pytest.raises(InputError, match="target must be left out for '.*saved', a bundle"):
-        ExportableModelForCausalLM.from_pretrained(tmp_path / "saved", target="pt2")
+    for option in ("target", "token"):
+        with pytest.raises(InputError, match=f"{option} must be left out for '.*saved', a bundle"):
+            ExportableModelForCausalLM.from_pretrained(tmp_path / "saved", **{option: "pt2"})
+    with pytest.raises(InputError, match="safe_serialization must be left out"):
+        exported.save_pretrained(tmp_path / "again", safe_serialization=True)
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_bundle_for_executorch(demo_bundle: Path, theirs: Any, batch: Any) -> None:
@@ -209,6 +228,10 @@ def test_a_bundle_for_executorch(demo_bundle: Path, theirs: Any, batch: Any) -> 
 
 
 def test_a_bundle_goes_to_the_hub_and_back(exported: Any, batch: Any, hub: Hub) -> None:
+    with pytest.raises(InputError, match="commit_message must be left out, because bundles are"):
+        exported.push_to_hub("demo", commit_message="first")
+    with pytest.raises(InputError, match="repository must be an id like 'user/name', got None"):
+        exported.push_to_hub(None)
     exported.push_to_hub("demo")
     assert "pt2/manifest.json" in hub.repositories["user/demo"].files
     again = ExportableModelForCausalLM.from_pretrained("user/demo", target="pt2")
@@ -270,6 +293,13 @@ REFUSED = {
     "long": ({"max_length": 2}, "max_length must be above the .* tokens of the prompt, got 2"),
     "both": ({"prompt_lookup_num_tokens": 3, "assistant_model": 4}, "prompt_lookup_num_tokens must be None"),
     "assistant": ({"assistant_model": 4}, "assistant_model must be a model or a session, got a int"),
+    "count": ({"num_return_sequences": -1}, "num_return_sequences must be an int of at least 1, got -1"),
+    "stop": ({"stop_strings": 3}, "stop_strings must be a string or a list of them, got 3"),
+    "tokenizer": ({"stop_strings": "a", "tokenizer": 3}, "stop_strings need a tokenizer of transformers, got 3"),
+    "time": ({"max_time": "x"}, "max_time must be a number of seconds, got 'x'"),
+    "criteria": ({"stopping_criteria": 3}, "stopping_criteria must be a list of functions, got 3"),
+    "processor": ({"logits_processor": [3]}, r"logits_processor must be a list of functions, got \[3\]"),
+    "streamer": ({"streamer": 3}, "streamer must have put and end, got 3"),
 }
 
 
@@ -282,6 +312,13 @@ def test_refused_settings(live: Any, tokenizer: Any, case: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_the_wrong_class_is_refused_before_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exportable_cache.pipeline.pretrained.export_bundle", lambda *args, **kwargs: pytest.fail())
+    for kind in (ExportableModelForSeq2SeqLM, ExportableModelForSpeechSeq2Seq):
+        with pytest.raises(UnsupportedModelError, match=f"{kind.__name__} is for models .*; use .*ForCausalLM"):
+            kind.from_pretrained("demo", target="pt2")
+
+
 def test_other_refusals(live: Any, tokenizer: Any, batch: Any) -> None:
     ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
     refusals = {
@@ -290,6 +327,18 @@ def test_other_refusals(live: Any, tokenizer: Any, batch: Any) -> None:
         "the model must be a bundle to save it": lambda: live.save_pretrained("x"),
         "device must be cpu, where this model runs, got meta": lambda: live.to("meta"),
         "dtype must be torch.float32": lambda: live.to(dtype=torch.float16),
+        "dtype must be torch.float32, which the model has": lambda: live.to(torch.float16),
+        "device must be cpu, got 'nonsense'": lambda: live.to("nonsense"),
+        "prompt must have a tensor input_ids, .* got a NoneType": lambda: live.session.generate_text({}),
+        "stop must be token ids .* got 3.5": lambda: live.session.generate_text("a", stop=3.5),
+        "draft must be PromptLookup": lambda: live.session.generate_text("a", draft=3),
+        "model must be a transformers model, got NoneType": lambda: Session.from_model(None),
+        "model must be a folder or an id on the hub, got None": functools.partial(
+            ExportableModelForCausalLM.from_pretrained, None
+        ),
+        "token must be left out for the checkpoint 'demo', .* or HF_TOKEN": functools.partial(
+            ExportableModelForCausalLM.from_pretrained, "demo", token="hf_x"
+        ),
         "options with export=False must be among device": functools.partial(
             ExportableModelForCausalLM.from_pretrained, "demo", export=False, recipe="fast"
         ),

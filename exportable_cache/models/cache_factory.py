@@ -49,6 +49,18 @@ if TYPE_CHECKING:
 register_attention()
 
 
+def check_is_model(model: object) -> None:
+    """Check that an object is a model of transformers.
+
+    Raises:
+        InputError: If it has no config.
+    """
+    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise InputError(
+            f"model must be a transformers model, got {type(model).__name__}; load one, or use from_config for a cache"
+        )
+
+
 class ExportableCache(LayeredCache):
     """A fixed-size KV cache whose lengths are tensors.
 
@@ -217,10 +229,7 @@ class ExportableCache(LayeredCache):
         cls, model: PreTrainedModel, spec: CacheSpec, attn_implementation: str | None = ATTENTION
     ) -> ExportableCache:
         """Allocate a cache from a model and a spec. See `from_model`."""
-        if not isinstance(getattr(model, "config", None), PreTrainedConfig):
-            raise InputError(
-                f"model must be a transformers model, got {type(model).__name__}; load one, or use from_config"
-            )
+        check_is_model(model)
         check_model_type(model.config)
         patch_model(model)
         if pipeline_stage(model) is not None:

@@ -24,6 +24,7 @@ from transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
+    AutoModelForSpeechSeq2Seq,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -36,7 +37,7 @@ from ..bundle.signing import SIGNATURE_FILE
 from ..errors import BundleError, InputError, UnsupportedModelError, first_line
 from ..generation.checkpoint_settings import CheckpointSettings
 from ..generation.speculative import DraftModel, PromptLookup
-from ..models.loading.loading import load_config
+from ..models.loading.loading import auto_class, load_config
 from ..models.loading.location import hub_errors
 from ..models.positions import default_cache_len
 from ..session.generate import checked_steps, config_for, make_request
@@ -99,11 +100,15 @@ class ExportableModel:
         self.session, self.config, self.bundle = session, config, bundle
         self.name_or_path = "" if bundle is None else str(bundle.path)
         self._assistant: tuple[PreTrainedModel, Session] | None = None
-        found = _takes(session)
-        if self.takes not in found:
+        self._check_takes(_takes(session))
+
+    @classmethod
+    def _check_takes(cls, found: Sequence[str]) -> None:
+        """Check that the class is for one of the inputs that a model takes."""
+        if cls.takes not in found:
             right = next(kind.__name__ for kind in _KINDS if kind.takes == found[0])
             raise UnsupportedModelError(
-                f"{type(self).__name__} is for models that take {self.takes}, this one takes {found[0]}; use {right}"
+                f"{cls.__name__} is for models that take {cls.takes}, this one takes {found[0]}; use {right}"
             )
 
     # -- opening -----------------------------------------------------------------------------------------------------
@@ -126,7 +131,8 @@ class ExportableModel:
             model: Folder of a bundle or of a checkpoint, or an id on the hub of either.
             export: For a checkpoint: True to export it and open the bundle, False to run it over a static cache.
             revision: Branch, tag or commit of a bundle on the hub.
-            token: Token of the hub; by default that of `hf auth login`.
+            token: Token of the hub for a bundle; by default that of `hf auth login`. Checkpoints are read with the
+                default, or HF_TOKEN.
             target: Target to export for, `executorch` by default; or that of a repository with several bundles.
             output_dir: Folder of the exported bundle; by default a temporary one, which is removed with the model.
             **options: For an export, those of `export`, such as `recipe` and `max_cache_len`. To run a checkpoint,
@@ -142,15 +148,23 @@ class ExportableModel:
             >>> model = ExportableModelForCausalLM.from_pretrained("demo", max_cache_len=512)
             >>> model.generate(tokenizer("amber?", return_tensors="pt").input_ids, max_new_tokens=8)
         """
+        if not isinstance(model, (str, os.PathLike)):
+            raise InputError(f"model must be a folder or an id on the hub, got {model!r:.100}; pass its name")
         name = os.fspath(model)
         found = bundle_of(name, HubChoice(target, revision, token)) if is_repository(name) else name
         if (Path(found) / MANIFEST_FILE).is_file():
-            for option, value in (("target", target), ("revision", revision), ("output_dir", output_dir)):
-                if value is not None and (found == name or option == "output_dir"):
+            of_hub = (("target", target), ("revision", revision), ("token", token)) if found == name else ()
+            for option, value in (*of_hub, ("output_dir", output_dir)):
+                if value is not None:
                     raise InputError(f"{option} must be left out for {name!r}, a bundle that runs as it was exported")
             made = cls._opened(Path(found), options)
         elif revision is not None:
             raise InputError(f"revision must be left out for the checkpoint {name!r}; pass a folder with that revision")
+        elif token is not None:
+            raise InputError(
+                f"token must be left out for the checkpoint {name!r}, which is read with the token of `hf auth login` "
+                "or HF_TOKEN; set one of them"
+            )
         elif export:
             made = cls._exported(name, target, output_dir, options)
         else:
@@ -179,8 +193,10 @@ class ExportableModel:
         cls, name: str, target: str | None, output_dir: str | os.PathLike | None, options: Mapping[str, Any]
     ) -> Self:
         given: dict[str, Any] = {"modalities": cls.modalities, **options}
+        config = load_config(name)
+        cls._check_takes(_takes_of(config))
         if "max_cache_len" not in given:
-            given["max_cache_len"] = default_cache_len(load_config(name), _CACHE_LEN)
+            given["max_cache_len"] = default_cache_len(config, _CACHE_LEN)
         if given.get("dry_run"):
             raise InputError("dry_run must be False for from_pretrained, got True; use export")
         temporary = None if output_dir is not None else tempfile.mkdtemp(prefix="exportable_cache-")
@@ -188,7 +204,7 @@ class ExportableModel:
             folder = Path(temporary) / "bundle" if temporary is not None else Path(str(output_dir))
             bundle = export_bundle(name, target or "executorch", output_dir=folder, **given)
             # This process made it, so machine code in it may run.
-            made = cls(Session.from_bundle(replace(bundle, trusted=True)), load_config(name), bundle)
+            made = cls(Session.from_bundle(replace(bundle, trusted=True)), config, bundle)
         except BaseException:
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -246,13 +262,19 @@ class ExportableModel:
         """Return the model, which is always in eval mode."""
         return self
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+    def to(self, device: torch.device | torch.dtype | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Return the model, which stays on its device and in its dtype.
 
         Raises:
             InputError: If another one is asked for.
         """
-        if device is not None and torch.device(device).type != self.device.type:
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        try:
+            kind = self.device.type if device is None else torch.device(device).type
+        except (RuntimeError, TypeError) as error:
+            raise InputError(f"device must be {self.device.type}, got {device!r:.100}; pass a torch.device") from error
+        if kind != self.device.type:
             raise InputError(
                 f"device must be {self.device.type}, where this model runs, got {device}; pass device="
                 f"{self.device.type!r} to the pipeline, or open the model there"
@@ -273,9 +295,10 @@ class ExportableModel:
             **options: See `push_to_hub`.
 
         Raises:
-            InputError: If the model runs without a bundle.
+            InputError: If the model runs without a bundle, or there is no such option.
             BundleError: If the folder may not be written.
         """
+        _check_upload_options(options)
         source = self._bundle("save").path
         if Path(save_directory).resolve() != source.resolve():
             names = [MANIFEST_FILE, *self._bundle("save").manifest.files]
@@ -291,7 +314,7 @@ class ExportableModel:
 
         Args:
             repo_id: Id such as `user/name`; a name alone is that of a repository of the token's user.
-            **options: Further arguments of `upload.upload`, such as `private`.
+            **options: Further arguments of `upload.upload`: private, revision, token.
 
         Raises:
             InputError: If the model runs without a bundle, or as `upload.upload` does.
@@ -299,7 +322,8 @@ class ExportableModel:
         from .upload import check_upload, upload
 
         folder = self._bundle("upload").path
-        if "/" not in repo_id:
+        _check_upload_options(options)
+        if isinstance(repo_id, str) and "/" not in repo_id:
             token = options.get("token")
             check_upload(f"user/{repo_id}", token)
             with hub_errors(repo_id):
@@ -350,7 +374,8 @@ class ExportableModel:
         config, followed, rest = self._settings(generation_config, kwargs)
         tokenizer = rest.pop("tokenizer", None)
         prompts = self._prompts(config, inputs, rest)
-        count = prompts.count * (followed.pop("num_return_sequences", None) or 1)
+        _check_hooks(logits_processor, stopping_criteria, streamer)
+        count = prompts.count * _checked_count(followed.pop("num_return_sequences", None))
         if streamer is not None and count > 1:
             raise InputError(f"streamer must be None for {count} prompts; generate them one by one")
         request = make_request(
@@ -467,6 +492,9 @@ class ExportableModel:
             session = assistant
         elif isinstance(assistant, PreTrainedModel):
             if self._assistant is None or self._assistant[0] is not assistant:
+                if self._assistant is not None:
+                    self._assistant[1].close()
+                    self._assistant = None
                 made = Session.from_model(assistant.eval(), max_cache_len=self.session.max_length)
                 self._assistant = (assistant, made)
             session = self._assistant[1]
@@ -548,16 +576,56 @@ def _rows(
 
 def _criteria(followed: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:
     """Return the criteria for settings that no session follows."""
-    from transformers import MaxTimeCriteria, StopStringCriteria
+    from transformers import MaxTimeCriteria, PreTrainedTokenizerBase, StopStringCriteria
 
     found: list[Any] = []
     if "max_time" in followed:
-        found.append(MaxTimeCriteria(max_time=followed["max_time"]))
+        seconds = followed["max_time"]
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
+            raise InputError(f"max_time must be a number of seconds, got {seconds!r:.100}; pass one")
+        found.append(MaxTimeCriteria(max_time=seconds))
     if "stop_strings" in followed:
-        if tokenizer is None:
-            raise InputError("stop_strings need a tokenizer, and the model has none; pass tokenizer=")
-        found.append(StopStringCriteria(tokenizer, followed["stop_strings"]))
+        given = followed["stop_strings"]
+        strings = [given] if isinstance(given, str) else given
+        if not isinstance(strings, (list, tuple)) or not all(isinstance(one, str) and one for one in strings):
+            raise InputError(f"stop_strings must be a string or a list of them, got {given!r:.100}; pass text")
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise InputError(f"stop_strings need a tokenizer of transformers, got {tokenizer!r:.100}; pass tokenizer=")
+        found.append(StopStringCriteria(tokenizer, list(strings)))
     return found
+
+
+def _checked_count(count: Any) -> int:
+    """Return the number of generations for each prompt, 1 by default."""
+    if count is None:
+        return 1
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise InputError(f"num_return_sequences must be an int of at least 1, got {count!r:.100}; pass one")
+    return count
+
+
+def _check_hooks(processors: Any, criteria: Any, streamer: Any) -> None:
+    """Check the objects that are called in each step.
+
+    Raises:
+        InputError: If one cannot be called.
+    """
+    for name, given in (("logits_processor", processors), ("stopping_criteria", criteria)):
+        if given is not None and not (isinstance(given, (list, tuple)) and all(map(callable, given))):
+            raise InputError(f"{name} must be a list of functions, got {given!r:.100}; pass a list, or leave it out")
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise InputError(f"streamer must have put and end, got {streamer!r:.100}; pass a TextStreamer")
+
+
+def _check_upload_options(options: Mapping[str, Any]) -> None:
+    """Check the names of the options of an upload.
+
+    Raises:
+        InputError: If one is unknown.
+    """
+    unknown = sorted(set(options) - {"private", "revision", "token"})
+    if unknown:
+        raise InputError(f"{unknown[0]} must be left out, because bundles are saved and uploaded without it")
 
 
 def _mask_of(ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor | None:
@@ -615,6 +683,15 @@ _KINDS: dict[type[ExportableModel], Any] = {
 }
 for _kind, _mapping in _KINDS.items():
     _mapping.register(_Config, _kind, exist_ok=True)
+
+
+def _takes_of(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Return the classes' words for what a model with a config may take; `_takes` decides after the export."""
+    if not getattr(config, "is_encoder_decoder", False):
+        return ("text", "images and text")
+    if auto_class(config) is AutoModelForSpeechSeq2Seq:
+        return ("audio for an encoder",)
+    return ("text for an encoder", "images and text")
 
 
 def _takes(session: Session) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -213,7 +213,7 @@ def split_stops(stop: int | str | Sequence[int | str] | None, vocab_size: int) -
     Raises:
         InputError: If one is neither a token id of the vocabulary nor a string that `check_stops` allows.
     """
-    given = [] if stop is None else [stop] if isinstance(stop, (int, str)) else list(stop)
+    given = [] if stop is None else [stop] if isinstance(stop, str) or not isinstance(stop, Iterable) else list(stop)
     tokens, strings = [], []
     for item in given:
         if isinstance(item, str) and item:

@@ -100,6 +100,8 @@ def make_request(
     sampling = session.agreed(Sampling(**asdict(settings.sampling) if samples else {}).over(**given))
     check_one_id_a_token(session.codebooks)
     check_max_new_tokens(max_new_tokens)
+    if draft is not None and not callable(getattr(draft, "propose", None)):
+        raise InputError(f"draft must be PromptLookup() or DraftModel(session), got {draft!r:.100}; pass one of them")
     tokens, strings = ([], []) if stop is None else split_stops(stop, session.vocab_size)
     if strings:
         require_tokenizer(session, "a stop string")
@@ -222,7 +224,12 @@ def generated_text(session: AnySession, prompt: Any, request: Request) -> Iterat
         steps, after = _encoder_steps(session, tokenizer, prompts, request)
     elif isinstance(prompts, Mapping):
         inputs = dict(prompts)
-        ids = inputs.pop("input_ids")
+        ids = inputs.pop("input_ids", None)
+        if not isinstance(ids, torch.Tensor):
+            raise InputError(
+                f"prompt must have a tensor input_ids, as a processor returns it, got a {type(ids).__name__}; pass its "
+                'output with return_tensors="pt", or text'
+            )
         steps = checked_steps(session, ids, inputs, request)
         # With padding, because it is a special token and gives no text.
         after = ids.tolist()

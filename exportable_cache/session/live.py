@@ -107,7 +107,8 @@ def new_cache(model: PreTrainedModel, max_cache_len: int | None) -> ExportableCa
         max_cache_len: Tokens that full-attention layers hold; None for `default_cache_len`.
     """
     length = default_cache_len(model.config) if max_cache_len is None else max_cache_len
-    return ExportableCache.from_model(model, length, rollback_slots=_PROPOSED - 1)
+    # The session's runner borrows the model's attention, and gives it back.
+    return ExportableCache.from_model(model, length, rollback_slots=_PROPOSED - 1, attn_implementation=None)
 
 
 def scored_by_drafts(cache: ExportableCache) -> int:

@@ -508,9 +508,11 @@ class Session:
                 rollback slots, or a state of fixed size, can take back.
         """
         from ..backends.live.compile import CompileOptions
+        from ..models.cache_factory import check_is_model
         from ..program.lengths import needs_equal_rows
         from .live import LiveOptions, changing_rope, live_session, new_cache, scored_by_drafts
 
+        check_is_model(model)
         plans_drafts = cache is None and score_length is None
         if cache is None:
             cache = new_cache(model, max_cache_len)
