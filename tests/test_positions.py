@@ -23,3 +23,10 @@ def test_computed_positions_beyond_the_models_are_said() -> None:
     assert "made for 64 positions" in plan(model.config, 65).positions
     assert "made for 64 positions" in beyond_positions(model.config, 65)
     assert beyond_positions(model.config, 4096, is_unbounded=True) == ""
+
+
+def test_a_plan_refuses_what_an_export_would() -> None:
+    model = tiny_model("gpt2", max_position_embeddings=32)
+    assert plan(model.config, 32).max_length == 32
+    with pytest.raises(InputError, match=r"at most 32 tokens, the positions of GPT2LMHeadModel .*, got 64"):
+        plan(model.config, 64)

@@ -20,7 +20,7 @@ from ..models.loading.loading import live_model, load_config
 from ..models.loading.prequantized import stored_quantization
 from ..models.loading.tokenizer import has_tokenizer
 from ..models.loading.without_weights import model_without_weights
-from ..models.positions import check_positions, check_rope
+from ..models.positions import check_rope
 from ..models.quantization.quantize import check_quantizable
 from ..models.quantization.sizes import coverage_of, float_bytes, quantized_bytes
 from ..models.quantization.spec import quantization_of
@@ -274,7 +274,6 @@ def preview(spec: ExportSpec) -> DryRun:
     model: Any = model_without_weights(config)
     weights = made.weights_bytes
     if model is not None:
-        check_positions(model, made.max_length)
         check_rope(model, made.max_length, resolved.program.takes_lengths)
     coverage = None
     if spec.quantization is not None:

@@ -19,7 +19,7 @@ from ..models.loading.loading import live_model, load_config, stored_dtype
 from ..models.loading.support import check_sizes
 from ..models.loading.without_weights import ask_without_weights, model_without_weights
 from ..models.patches.registry import patch_model
-from ..models.positions import beyond_positions
+from ..models.positions import beyond_positions, check_positions
 from ..models.quantization.quantize import check_quantizable
 from ..models.quantization.sizes import float_bytes, quantized_bytes
 from ..models.quantization.spec import Quantization
@@ -165,8 +165,8 @@ def plan(
         The plan. For an unsupported model it has no layers, and the reason in `refusal`.
 
     Raises:
-        InputError: If an option is out of range, the target does not support the dtype, heads cannot be split evenly
-            over ranks, or there is no such model or target.
+        InputError: If an option is out of range, the cache holds more tokens than a model's position table, the target
+            does not support the dtype, heads cannot be split evenly over ranks, or there is no such model or target.
         UnsupportedModelError: If transformers does not know the model type, or it is not a causal LM.
     """
     names = {one.name for one in fields(Split)}
@@ -221,11 +221,13 @@ def plan_cache(
     except UnsupportedModelError as error:
         return Plan(**about, layers=(), max_length=None, cache_bytes=None, dynamic_bytes=None, refusal=str(error))
     built = [layer_spec.build(spec, chosen, "meta") for layer_spec in layer_specs]
+    limits = [layer.max_length for layer in built if layer.max_length is not None]
+    if model is not None:
+        check_positions(model, min(limits, default=None))
     ranks = None if split.tensor_parallel is None else _rank_plan(config, model, layer_specs, built, (split, chosen))
     longest = None if split.memory is None else _longest(model, layer_specs, spec, split, chosen)
     assert not isinstance(split.memory, str)
     sinks = spec.sinks
-    limits = [layer.max_length for layer in built if layer.max_length is not None]
     return Plan(
         **about,
         layers=tuple(

@@ -72,6 +72,9 @@ def tolerances_of(
         model: The quantised model.
         quantization: Its quantisation, or None.
         encode: The encoder method of an encoder-decoder.
+
+    Raises:
+        UnsupportedModelError: If the quantised model's logits are not finite in its dtype.
     """
     if quantization is None:
         return Tolerances(None, None)

@@ -10,6 +10,7 @@ from exportable_cache.pipeline.plan import plan
 from .build import LENGTH, encoder_inputs, encoder_options, tiny_model
 from .check import check
 from .published import Checkpoint, checkpoint, checkpoints
+from .published.table import lines_of
 from .shrink import BORDER, tiny_config
 from .test_shrink import kinds_of, without_weights
 from .test_sizes import sizes_of_model, sizes_of_plan
@@ -96,3 +97,15 @@ def test_every_fact_has_a_source_and_changes_the_config() -> None:
     for row in rows:
         default = row.config_class()
         assert not row.fields or row.config().to_dict() != default.to_dict(), row.checkpoint
+
+
+def test_what_cannot_be_exported_has_no_size_and_no_recipe() -> None:
+    row = checkpoint("openai-community/gpt2")
+    memory = row.memory()
+    assert set(memory) == {"weights"}
+    for outcome, recipe in (
+        ({"status": "refused", "reason": "no"}, "-"),
+        ({"status": "pass", "difference": 0}, "exact"),
+    ):
+        lines = lines_of({row: {"targets": {"executorch": outcome}, "memory": memory}})
+        assert next(line for line in lines if row.checkpoint in line).endswith(f"| 249 MB | - | - | {recipe} |")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...common.process.tuning import one_thread
+from ...common.tensors import dtype_name
 from ...errors import InputError, UnsupportedModelError
 from ..experts import (
     EXPERT_LINEAR,
@@ -136,7 +138,7 @@ def quantize(
     Raises:
         OSError: If the disk is full.
         InputError: See `check_quantizable`.
-        UnsupportedModelError: See `check_quantizable`.
+        UnsupportedModelError: See `check_quantizable`; or if inputs or weights of a layer in float8 are not finite.
     """
     check_quantizable(model, quantization)
     prepare_model(model)
@@ -208,12 +210,23 @@ def _largest_inputs(model: PreTrainedModel, linears: list[nn.Linear]) -> dict[nn
     """Measure the largest magnitude of the inputs of linear layers, on random tokens.
 
     Layers that no token of text passes through are left out.
+
+    Raises:
+        UnsupportedModelError: If an input is infinite or not a number.
     """
     found: dict[nn.Linear, float] = {}
+    paths = {module: path for path, module in model.named_modules()}
 
     def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         assert isinstance(module, nn.Linear)
-        found[module] = max(found.get(module, 0.0), inputs[0].abs().max().item())
+        largest = inputs[0].abs().max().item()
+        if not math.isfinite(largest):
+            raise UnsupportedModelError(
+                f"the inputs of {paths[module]} of {type(model).__name__} must be finite to be rounded to float8, got "
+                f"{largest}: the model overflows in {dtype_name(model.dtype)}, or its weights are damaged; load it in "
+                "float32, or load the weights again"
+            )
+        found[module] = max(found.get(module, 0.0), largest)
 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size_of(model), _CALIBRATION, generator=generator)
@@ -229,9 +242,15 @@ def _largest_inputs(model: PreTrainedModel, linears: list[nn.Linear]) -> dict[nn
 def _use_float8(model: PreTrainedModel, linears: list[nn.Linear], dtype: torch.dtype) -> None:
     """Replace linear layers of a model by those in float8, except those that no token of text passes through."""
     largest = _largest_inputs(model, linears)
-    for parent in list(model.modules()):
+    for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child in largest:
+                if not child.weight.isfinite().all():
+                    layer = f"{path}.{name}".lstrip(".")
+                    raise UnsupportedModelError(
+                        f"the weights of {layer} of {type(model).__name__} must be finite to be rounded to float8; "
+                        "they are damaged: load them again"
+                    )
                 setattr(parent, name, Float8Linear(child, largest[child], dtype))
 
 
@@ -405,6 +424,9 @@ def rounding_noise(
 
     Returns:
         The noise; zeros if the model does not quantise activations.
+
+    Raises:
+        UnsupportedModelError: If its logits are not finite.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -430,6 +452,11 @@ def rounding_noise(
     inputs = {"input_ids": ids} if encoder_inputs is None else {**encoder_inputs, "decoder_input_ids": ids}
     with QuantizedRows():
         exact = model(**inputs, use_cache=False).logits
+        if not exact.isfinite().all():
+            raise UnsupportedModelError(
+                f"the logits of the quantized {type(model).__name__} must be finite, got infinities or not-a-number "
+                f"in {dtype_name(exact.dtype)}: the model overflows there; export it with dtype='bfloat16' or 'float32'"
+            )
         hooks = [module.register_forward_pre_hook(round_otherwise) for module in quantized]
         try:
             with _ExpertInputs(rounded_otherwise):

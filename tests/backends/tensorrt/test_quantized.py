@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from exportable_cache.models.float8 import Float8Linear, float8_rounded
 from exportable_cache.models.quantization.quantize import quantize, rounding_noise
 from exportable_cache.models.quantization.sizes import coverage_of, quantized_bytes
 from exportable_cache.models.quantization.spec import Quantization
+from exportable_cache.verification.tolerance import tolerances_of
 from exportable_cache.verification.verify import verify_session
 
 from ...support.models import among
@@ -187,3 +189,23 @@ def test_quantised_mixtures_are_refused_by_name() -> None:
         UnsupportedModelError, match=r"experts of MixtralForCausalLM \(model\.layers\.0\.mlp\.experts\)"
     ):
         program_of(quantised)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_inputs_and_weights_that_are_not_finite_are_refused_by_layer(value: float) -> None:
+    model = copy.deepcopy(engine_model("llama", **SIZES))
+    model.model.norm.weight.data[3] = value
+    with pytest.raises(UnsupportedModelError, match=f"inputs of lm_head of Llama.* must be finite .* got {value}: the"):
+        quantize(model, SCHEMES["fp8"])
+    model = copy.deepcopy(engine_model("llama", **SIZES))
+    model.lm_head.weight.data[3, 3] = value
+    with pytest.raises(UnsupportedModelError, match="weights of lm_head of Llama.* must be finite"):
+        quantize(model, SCHEMES["fp8"])
+
+
+def test_quantized_logits_that_overflow_have_no_tolerance() -> None:
+    model = copy.deepcopy(engine_model("llama", **SIZES))
+    model.lm_head.weight.data *= 1e7
+    quantized = quantize(model, SCHEMES["fp8"], dtype=torch.float16).model
+    with pytest.raises(UnsupportedModelError, match="logits of the quantized Llama.* must be finite, .* in float16"):
+        tolerances_of(quantized, SCHEMES["fp8"])

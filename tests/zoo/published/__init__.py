@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from exportable_cache.cache.spec import CacheSpec
+from exportable_cache.errors import InputError
 from exportable_cache.models.layers.specs import layer_specs_from_config
 from exportable_cache.models.loading.without_weights import model_without_weights
+from exportable_cache.models.positions import check_positions
 from exportable_cache.models.quantization.sizes import float_bytes
 
 from ..architectures import Architecture, architectures
@@ -55,7 +57,8 @@ class Checkpoint(Architecture):
     def memory(self) -> dict[str, int]:
         """Return the bytes of weights and of caches in bfloat16, as `plan` does; empty for an encoder-decoder.
 
-        The cache of an encoder-decoder depends on the longest input of its encoder.
+        The cache of an encoder-decoder depends on the longest input of its encoder. A length is left out if the model
+        has fewer positions, because an export refuses it.
         """
         config, dtype = self.config(), torch.bfloat16
         if config.is_encoder_decoder:
@@ -65,6 +68,7 @@ class Checkpoint(Architecture):
         caches = {
             str(tokens): sum(layer.build(CacheSpec(tokens), dtype, "meta").nbytes for layer in layers)
             for tokens in LENGTHS
+            if _fits(model, tokens)
         }
         return {"weights": float_bytes(model, dtype, dtype), **caches}
 
@@ -89,6 +93,14 @@ def checkpoints() -> tuple[Checkpoint, ...]:
 def checkpoint(name: str) -> Checkpoint:
     """Return the checkpoint of a name."""
     return next(one for one in checkpoints() if one.checkpoint == name)
+
+
+def _fits(model: PreTrainedModel, tokens: int) -> bool:
+    try:
+        check_positions(model, tokens)
+    except InputError:
+        return False
+    return True
 
 
 def _with_factors(value: Any) -> Any:

@@ -35,10 +35,10 @@ def lines_of(results: dict[Checkpoint, dict[str, Any]]) -> list[str]:
         "these checkpoints were run.",
         "",
         "Memory is that of the checkpoint at its true size in bfloat16, by `exportable-cache plan`: weights, and a cache "
-        f"of {' and '.join(f'{tokens:,}' for tokens in LENGTHS)} tokens.",
+        f"of {' and '.join(f'{tokens:,}' for tokens in LENGTHS)} tokens; `-` if the model has fewer positions.",
         "The recipe is one for ExecuTorch in 16 GB of memory: `exact` for weights of up to 8 GB, `fast` (4 bits) of up "
         "to 32 GB; a larger model",
-        "needs a session on GPUs.",
+        "needs a session on GPUs, and a model that ExecuTorch refuses has none.",
         "",
         f"| checkpoint | model type | {' | '.join(TARGETS)} | weights | {' | '.join(f'{tokens:,}' for tokens in LENGTHS)}"
         " | recipe |",
@@ -56,7 +56,7 @@ def _row(row: Checkpoint, facts: dict[str, Any], reasons: list[str]) -> str:
     cells = [_cell(facts["targets"].get(target), reasons) if is_asked(row, target) else "-" for target in TARGETS]
     memory = facts.get("memory", {})
     sizes = [_size(memory.get(name)) for name in ("weights", *map(str, LENGTHS))]
-    return f"| {row.checkpoint} | {row.model_type} | {' | '.join([*cells, *sizes])} | {_recipe(memory)} |"
+    return f"| {row.checkpoint} | {row.model_type} | {' | '.join([*cells, *sizes])} | {_recipe(facts)} |"
 
 
 def _cell(outcome: dict[str, Any] | None, reasons: list[str]) -> str:
@@ -76,8 +76,10 @@ def _size(size: int | None) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
-def _recipe(memory: dict[str, int]) -> str:
-    weights = memory.get("weights")
+def _recipe(facts: dict[str, Any]) -> str:
+    weights = facts.get("memory", {}).get("weights")
     if not weights:
         return ""
+    if facts["targets"].get("executorch", {}).get("status") == "refused":
+        return "-"
     return "exact" if weights <= _EXACT else "fast" if weights <= _FAST else "-"
