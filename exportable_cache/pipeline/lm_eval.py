@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import GenerationConfig
 
 from ..bundle.hub import HubChoice, bundle_of
 from ..bundle.manifest_file import MANIFEST_FILE
+from ..common.settings import check_count
 from ..errors import ExportableCacheError, InputError, MissingDependencyError
 from ..generation.templates import render_chat
 from ..session.generate import require_tokenizer
@@ -64,7 +66,7 @@ class ExportableCacheLM(TemplateLM):
 
     def __init__(
         self,
-        pretrained: str | Session,
+        pretrained: str | os.PathLike | Session = "",
         max_length: int | None = None,
         add_bos_token: bool | None = None,
         max_gen_toks: int = 256,
@@ -85,8 +87,11 @@ class ExportableCacheLM(TemplateLM):
                 "the tokenizer must have an end token for lm_eval, got eos_token=None; add one, and export again"
             )
         most = self.session.max_length or _LENGTH
-        if max_length is not None and not 2 <= max_length <= most:
-            raise InputError(f"max_length must be from 2 to {most}, which the cache holds, got {max_length}")
+        if max_length is not None:
+            check_count("max_length", max_length, 2)
+            if max_length > most:
+                raise InputError(f"max_length must be from 2 to {most}, which the cache holds, got {max_length}")
+        check_count("max_gen_toks", max_gen_toks)
         self.max_length, self.max_gen_toks = max_length or most, max_gen_toks
         self.add_bos_token = add_bos_token
         self._device = self.session.device
@@ -179,7 +184,14 @@ class ExportableCacheLM(TemplateLM):
         """Return the text that follows each context, up to a stop string."""
         found = []
         for context, given in tqdm([one.args for one in requests], disable=disable_tqdm):
-            text = self._generated(context, dict(normalize_gen_kwargs(given, self.max_gen_toks)))
+            try:
+                settings = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+            except (TypeError, ValueError) as error:
+                raise InputError(
+                    f"generation settings must be what lm_eval takes, got {given!r:.200} ({error}); correct "
+                    "--gen_kwargs"
+                ) from error
+            text = self._generated(context, settings)
             found.append(text)
             self.cache_hook.add_partial("generate_until", (context, given), text)
         return found
@@ -202,7 +214,7 @@ class ExportableCacheLM(TemplateLM):
         return postprocess_generated_text(self.tokenizer.decode(tokens, skip_special_tokens=True), stops, None)
 
 
-def _opened(pretrained: str | Session, options: dict[str, Any]) -> Session:
+def _opened(pretrained: str | os.PathLike | Session, options: dict[str, Any]) -> Session:
     """Return the session over a bundle or a model.
 
     Raises:
@@ -210,22 +222,30 @@ def _opened(pretrained: str | Session, options: dict[str, Any]) -> Session:
     """
     known: tuple[str, ...] = ()
     if not isinstance(pretrained, Session):
-        pretrained = bundle_of(pretrained, HubChoice(**{name: options.pop(name, None) for name in _OF_HUB}))
+        if not isinstance(pretrained, (str, os.PathLike)) or not str(pretrained):
+            raise InputError(
+                f"pretrained must be a bundle, the name of a model or a Session, got {pretrained!r}; pass "
+                "--model_args pretrained=X"
+            )
+        pretrained = bundle_of(str(pretrained), HubChoice(**{name: options.pop(name, None) for name in _OF_HUB}))
     if isinstance(pretrained, Session):
         kind = "an open session"
     elif (Path(pretrained) / MANIFEST_FILE).is_file():
         kind, known = "a bundle", _OF_BUNDLES
     else:
         kind, known = "a model", _OF_MODELS
+    device = None if known is _OF_MODELS else options.pop("device", None)
     for name in options:
         if name not in known:
             takes = f"it takes {', '.join(known)}" if known else "leave it out"
             raise InputError(f"{name} is not an option of {kind}; {takes}")
-    if isinstance(pretrained, Session):
-        return pretrained
-    if known is _OF_BUNDLES:
-        return load(pretrained, **options)
-    return open_model(pretrained, ModelOptions(**options), SCORING)[0]
+    if known is _OF_MODELS:
+        return open_model(str(pretrained), ModelOptions(**options), SCORING)[0]
+    session = pretrained if isinstance(pretrained, Session) else load(pretrained, **options)
+    # Compared by type, because an index depends on what this process sees.
+    if device is not None and str(device).split(":")[0] != session.device.type:
+        raise InputError(f"device must be {session.device.type!r} for {kind}, got {device!r}; leave it out")
+    return session
 
 
 def main() -> None:

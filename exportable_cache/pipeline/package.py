@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends.executorch.pte.instructions import called_operators
+from ..backends.executorch.pte.instructions import called_operators, method_names
 from ..backends.executorch.pte.kernels import WHOLE_LIBRARIES, KernelSignature, is_in_runtime, signatures_of
 from ..backends.executorch.target import FILE as PROGRAM_FILE
 from ..bundle.builder import cannot_write
@@ -41,6 +41,8 @@ _WHEEL_LIBRARIES = ("libpython", "libtorch", "libc10", "_portable_lib")
 _SECONDS = 600
 #: Namespace of this package's operators, and inputs that ExecuTorch's text runner passes.
 _OURS, _RUNNER_INPUTS = "exportable_cache::", ("input_ids", "input_pos")
+#: Constant methods with the limits that the runner reads. It takes end tokens from the tokenizer if there are none.
+_RUNNER_METHODS = ("get_max_seq_len", "get_max_context_len")
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 #: First token id (lower ones are often special), numbers of tokens before and after images or audio, length of an
 #: encoder's input, and number of new tokens.
@@ -194,12 +196,14 @@ def _check_for_runners(bundle: Bundle) -> None:
     described = bundle.manifest.description()
     forward = described.methods.get("forward")
     native = sorted(name for name in called_operators(bundle.path / PROGRAM_FILE) if name.startswith(_OURS))
+    constants = sorted(set(_RUNNER_METHODS) - method_names(bundle.path / PROGRAM_FILE))
     missing = next(
         (
             what
             for what, is_missing in (
                 ("a method forward(input_ids, input_pos)", forward is None or forward.input_names != _RUNNER_INPUTS),
                 ("one row", described.batch_size != 1),
+                (f"the constant method {constants[0] if constants else ''}", bool(constants)),
                 (f"only ExecuTorch's operators, and it calls {native[0] if native else ''}", bool(native)),
                 (f"the file {TOKENIZER_FILE}", TOKENIZER_FILE not in bundle.manifest.files),
             )

@@ -28,6 +28,7 @@ from ..support.sessions import folded_bundle
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 from exportable_cache.backends.executorch.lowering.lower import runner_metadata
+from exportable_cache.backends.executorch.pte.instructions import method_names
 
 RUNNER = """
 import sys
@@ -102,6 +103,11 @@ def test_bundles_that_other_runners_cannot_run_are_not_packaged(demo_bundle: Pat
     )
     with native, pytest.raises(BundleError, match="only ExecuTorch's operators, and it calls exportable_cache::write"):
         package_files(bundle, tmp_path / "new")
+    unlimited = mock.patch("exportable_cache.pipeline.package.method_names", return_value={"forward"})
+    with unlimited, pytest.raises(BundleError, match="must have the constant method get_max_context_len, for Exec"):
+        package_files(bundle, tmp_path / "new")
+    constants = {"forward", "get_max_seq_len", "get_max_context_len", "get_eos_ids"}
+    assert constants <= method_names(bundle.path / "program.pte")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     for arguments, message in (
         (["--layout", "executorch", "--for", "linux-x86_64"], "--layout executorch does not take --for"),

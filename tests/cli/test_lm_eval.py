@@ -119,7 +119,17 @@ def test_what_it_cannot_do_is_refused(demo_bundle: Path) -> None:
     for pretrained, given, message in (
         (session, {"batch_size": 8}, "batch_size must be 1 or 'auto', got 8"),
         (session, {"trust": True}, "trust is not an option of an open session; leave it out"),
-        (str(demo_bundle), {"dtype": "float16"}, "dtype is not an option of a bundle; it takes check, "),
+        (session, {"max_length": "abc"}, "max_length must be an int of at least 2, got 'abc'"),
+        (session, {"max_length": 50.5}, "max_length must be an int of at least 2, got 50.5"),
+        (session, {"max_gen_toks": "x"}, "max_gen_toks must be an int of at least 1, got 'x'"),
+        (3, {}, "pretrained must be a bundle, the name of a model or a Session, got 3; pass --model_args pretrained=X"),
+        ("", {}, "pretrained must be a bundle, the name of a model or a Session, got ''"),
+        (session, {"device": "cuda:0"}, "device must be 'cpu' for an open session, got 'cuda:0'; leave it out"),
+        (
+            str(demo_bundle),
+            {"device": "cpu", "dtype": "float16"},
+            "dtype is not an option of a bundle; it takes check, ",
+        ),
         ("demo", {"revision": "main"}, "revision must be left out for the path 'demo'"),
         ("demo", {"key": "k"}, "key is not an option of a model; it takes device, dtype"),
         (live_session(tiny_model("llama"), False, 32, batch_size=2), {}, "batch_size must be 1 for lm_eval, got 2"),
@@ -131,11 +141,13 @@ def test_what_it_cannot_do_is_refused(demo_bundle: Path) -> None:
     without.tokenizer.eos_token = None
     with pytest.raises(InputError, match="the tokenizer must have an end token for lm_eval, got eos_token=None"):
         ExportableCacheLM(without)
-    model = ExportableCacheLM(session, max_length=16)
+    model = ExportableCacheLM(session, max_length=16, device="cpu")
     with pytest.raises(InputError, match="at most 16 tokens, got 17; export with"):
         model.loglikelihood(requests("loglikelihood", [("the", FACT[:40])]), disable_tqdm=True)
     with pytest.raises(InputError, match="max_gen_toks must be from 1 to 15 with a max_length of 16, got 16"):
         model.generate_until(requests("generate_until", [("the", {"max_gen_toks": 16})]), disable_tqdm=True)
+    with pytest.raises(InputError, match="generation settings must be .*'max_gen_toks': 'x'.*; correct --gen_kwargs"):
+        model.generate_until(requests("generate_until", [("the", {"max_gen_toks": "x"})]), disable_tqdm=True)
     with pytest.warns(UserWarning, match="num_beams"):
         settings = {"max_gen_toks": 4, "num_beams": 4}
         model.generate_until(requests("generate_until", [("the", settings)]), disable_tqdm=True)

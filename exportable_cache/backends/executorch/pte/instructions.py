@@ -178,6 +178,21 @@ def called_operators(path: Path) -> frozenset[str]:
             return frozenset(f"{operator.text(0)}.{operator.text(1)}".rstrip(".") for operator in operators)
 
 
+def method_names(path: Path) -> frozenset[str]:
+    """Return the names of the methods of a program, with those that return a constant, such as "get_vocab_size".
+
+    Args:
+        path: File whose flatbuffer was verified.
+
+    Raises:
+        BundleError: As `check_instructions`.
+        OSError: If the file cannot be read.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with _damage_as_bundle_error(path):
+            return frozenset(plan.text(_NAME) for plan in _root(_Bytes(data), 0).tables(_PLANS))
+
+
 @contextmanager
 def _damage_as_bundle_error(path: Path) -> Iterator[None]:
     try:
