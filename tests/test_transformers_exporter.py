@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_one_component_runs_all_stages(model: PreTrainedModel) -> None:
     assert len(list(exported.runners["model"].session.generate(IDS, 4))) == 4
 
 
-def test_options_are_those_of_export(model: PreTrainedModel) -> None:
+def test_options_are_those_of_export(model: PreTrainedModel, tmp_path: Path) -> None:
     exporter = ExportableCacheExporter()
     with pytest.raises(VerificationError):
         exporter.export(model, {"input_ids": IDS}, {**OPTIONS, "options": {"spoil": 1.0}})
@@ -81,6 +82,14 @@ def test_options_are_those_of_export(model: PreTrainedModel) -> None:
         exporter.export(model, {"input_ids": IDS}, {**OPTIONS, "options": {"image_sizes": 3}})
     with pytest.raises(InputError, match="options must not have dry_run, output_dir, got dry_run=True"):
         exporter.export(model, {"input_ids": IDS}, {**OPTIONS, "options": {"output_dir": "x", "dry_run": True}})
+    # A wrong option is refused before the tokenizer is loaded.
+    loads = mock.patch("exportable_cache.pipeline.exporter.load_tokenizer", side_effect=AssertionError)
+    with loads, pytest.raises(InputError, match="max_cache_len"):
+        exporter.export(model, {"input_ids": IDS}, {**OPTIONS, "tokenizer": "user/name", "max_cache_len": -1})
+    with pytest.raises(InputError, match="tokenizer must be a folder or hub id with a tokenizer, got "):
+        exporter.export(model, {"input_ids": IDS}, {**OPTIONS, "tokenizer": str(tmp_path)})
+    with pytest.raises(InputError, match="'no/such/folder'; check the path"):
+        exporter.export(model, {"input_ids": IDS}, {**OPTIONS, "tokenizer": "no/such/folder"})
     for inputs, found in (
         ({"input_ids": IDS, "pixel_values": torch.zeros(1, 3, 8, 8)}, "pixel_values"),
         ({"input_ids": IDS[0]}, "input_ids"),

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..bundle.manifest_file import EXPORTERS_FORMAT as FORMAT
 from ..common.tensors import dtype_name
 from ..common.version import __version__
 from ..errors import BundleError, InputError, MissingDependencyError
+from ..models.loading.tokenizer import load_tokenizer
 from ..session.checks import check_ids
 from ..session.session import Session, load
 from .export import export
@@ -150,8 +151,16 @@ class ExportableCacheExporter(HfExporter):
                 "of the config if there is one, and leave it out otherwise"
             )
         program = BundleProgram()
-        tokenizer = None if config.tokenizer is None else AutoTokenizer.from_pretrained(config.tokenizer)
-        given = {"batch_size": len(ids), **config.options, "tokenizer": tokenizer}
+        given = {"batch_size": len(ids), **config.options}
+        if config.tokenizer is not None:
+            # Checked before the tokenizer is downloaded.
+            export(model, config.target, config.max_cache_len, program.path, **given, dry_run=True)
+            given["tokenizer"] = load_tokenizer(config.tokenizer)
+            if given["tokenizer"] is None:
+                raise InputError(
+                    f"tokenizer must be a folder or hub id with a tokenizer, got {config.tokenizer!r}; pass the one of "
+                    "the model, or None"
+                )
         export(model, config.target, config.max_cache_len, program.path, **given)
         return program, ExportMetadata(
             architecture=type(model).__name__,
