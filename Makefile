@@ -48,7 +48,7 @@ PYTHONS ?= 3.10 3.12 3.13
 PYTHON_TESTS ?= tests/test_python_versions.py tests/test_cache.py tests/test_session.py tests/backends/test_executorch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native kernels-sanitized demo check test test-cpp test-full test-device test-canary test-versions test-live test-triton test-pythons test-wheels zoo zoo-media fuzz kills soak wheels gpu-check docs clean
+.PHONY: help setup native kernels-sanitized demo check test test-cpp test-full test-device test-canary test-versions test-live test-triton test-pythons test-wheels test-eval zoo zoo-media fuzz kills soak wheels gpu-check docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
@@ -65,6 +65,7 @@ help:
 	@echo "make test-triton  the kernels for CUDA: run by Triton's interpreter and compiled for SM 8.0 and 9.0, without a GPU"
 	@echo "make test-pythons  the package on Python 3.10, 3.12 and 3.13, each from the path (PYTHONS=3.13 to choose)"
 	@echo "make test-wheels  the wheel on the same Pythons, installed into empty environments"
+	@echo "make test-eval  the class for lm_eval and the command of optimum-cli, with both installed"
 	@echo "make zoo     every generative architecture of transformers on every target, into docs/architectures.md"
 	@echo "             (hours; resumes; ZOO_ARGS='--only llama,mamba2 --targets eager,pt2' to choose)"
 	@echo "make zoo-media  images, video and audio of every architecture that takes them, into docs/media.md (hours; resumes)"
@@ -154,6 +155,12 @@ test-wheel-%:
 		"$$(ls $(CURDIR)/.envs/wheel-$*/dist/*.whl)[executorch,serve]"
 	@cd .envs/wheel-$* && bin/exportable-cache export demo --max-cache-len $(MAX_CACHE_LEN) -o demo
 	@cd .envs/wheel-$* && bin/exportable-cache generate demo --greedy --max-new-tokens 16 --prompt '$(PROMPT)' | grep 4821
+
+# In an environment of its own, because transformers imports optimum where it is installed.
+test-eval:
+	@$(MAKE) --no-print-directory .envs/eval/.installed-versions VENV=.envs/eval
+	@.envs/eval/bin/python -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS) -e '.[executorch,eval]' ./plugins/optimum
+	@.envs/eval/bin/python -m pytest -p no:cacheprovider tests/cli/test_lm_eval.py tests/cli/test_optimum.py $(PYTEST_ARGS)
 
 # Each by this Makefile over again, with another environment and other constraints.
 test-versions: $(VERSIONS:%=test-version-%)
