@@ -170,6 +170,7 @@ def test_rules_of_the_checkpoint_and_unknown_layers_need_torch(bundle: Bundle) -
     for changed, said in (
         ({"generation_config": {"no_repeat_ngram_size": 2}}, "rules that transformers follows: no_repeat_ngram_size"),
         ({"layers": [{"policy": {"kind": "later"}}]}, "only torch's runtime knows: 'later'"),
+        ({"vocab_size": 99}, r"must give logits of 99 tokens, got \[128\] of decode"),
     ):
         with pytest.raises(NotNative, match=said):
             open_engines(CheckedBundle(read.path, {**read.fields, **changed}, read.files))
