@@ -15,6 +15,7 @@ import torch
 
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.backends.coreai import convert as convert_file
+from exportable_cache.backends.coreai import probe
 from exportable_cache.backends.coreai.layers import GatheredLayout, gathered_layers
 from exportable_cache.backends.coreai.runner import CoreAIRunner
 from exportable_cache.bundle.manifest import Manifest
@@ -22,6 +23,7 @@ from exportable_cache.cache.layers import CacheLayer, RowSizes
 from exportable_cache.cache.policies import FullPolicy, NoPolicy
 from exportable_cache.cache.storage import FloatStorage
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError
+from exportable_cache.program.program import Program
 
 from ..support.models import tiny_model, tokens
 from ..support.seq2seq import tiny_seq2seq
@@ -147,6 +149,24 @@ def test_an_operator_without_a_form_is_named(monkeypatch: pytest.MonkeyPatch, tm
         UnsupportedModelError, match="Core AI's converter refuses method 'decode': .*; export for another"
     ):
         export(tiny_model("llama"), target="coreai", max_cache_len=32, output_dir=tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("child", "reason"),
+    [
+        ("import os, signal; print('decode', flush=True); os.kill(os.getpid(), signal.SIGILL)", "ends with SIGILL"),
+        ("print('decode', flush=True); raise ValueError('no such kernel')", "ValueError: no such kernel"),
+    ],
+)
+def test_a_crash_of_the_runtime_is_a_sentence(
+    child: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The runtime ends its process on some programs, so they are called in another one before they are kept."""
+    model = tiny_model("llama")
+    program = Program(model, ExportableCache.from_model(model, 32))
+    monkeypatch.setattr(probe, "_CHILD", child)
+    with pytest.raises(UnsupportedModelError, match=f"cannot run method 'decode' of LlamaForCausalLM: {reason};"):
+        probe.check_calls(tmp_path, program)
 
 
 @pytest.mark.skipif(HAS_COREAI, reason="the coreai extra is installed")

@@ -11,6 +11,7 @@ from ..base import LoweredFile
 from .convert import convert
 from .layers import gathered_layers
 from .options import CoreAIOptions
+from .probe import check_calls
 from .runner import CoreAIRunner
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class CoreAIBackend:
         """Write the program's files to `folder`."""
         exported = {name: program.export(name) for name in program.methods}
         convert(exported, program.methods).save_asset(folder / FOLDER)
+        check_calls(folder / FOLDER, program)
         holds = f"methods {', '.join(exported)}, weights"
         return [
             LoweredFile(str(path.relative_to(folder)), holds if path.suffix == ".mlirb" else "checksum and description")
