@@ -121,6 +121,17 @@ def check_repository(name: str) -> str:
     return name
 
 
+def check_revision(revision: str) -> None:
+    """Check the name of a branch, a tag or a commit.
+
+    Raises:
+        InputError: If it is not a valid one.
+    """
+    odd = not isinstance(revision, str) or not revision.isprintable() or len(revision.encode()) > _LONGEST_NAME
+    if odd or not revision or revision.startswith(("/", ".")) or ".." in revision:
+        raise InputError(f"revision must be a branch, tag or commit, got {revision!r:.100}; pass one")
+
+
 def download(repository: str, choice: HubChoice | None = None, progress: Progress = silent) -> Path:
     """Download one bundle of a repository, or find an earlier download if the hub cannot be reached.
 
@@ -143,9 +154,7 @@ def download(repository: str, choice: HubChoice | None = None, progress: Progres
     check_repository(repository)
     choice = choice or HubChoice()
     target, token, revision = choice.target, choice.token, "main" if choice.revision is None else choice.revision
-    odd = not isinstance(revision, str) or not revision.isprintable() or len(revision.encode()) > _LONGEST_NAME
-    if odd or not revision or revision.startswith(("/", ".")) or ".." in revision:
-        raise InputError(f"revision must be a branch, tag or commit, got {revision!r:.100}; pass one")
+    check_revision(revision)
     progress(f"asking the hub for {repository}", 0, None)
     home = home_folder() / "hub" / repository.replace("/", "--")
     reachable, problem = hub_answers()

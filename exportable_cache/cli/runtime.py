@@ -152,7 +152,8 @@ def names_model(name: str) -> bool:
 def _may_be_on_the_hub(name: str) -> bool:
     """Return True for `demo` and names like `org/name`, unless they are paths of this machine."""
     folder = Path(name)
-    return name.count("/") <= 1 and name[:1] not in "./~" and not folder.exists() and retired_folder(folder) is None
+    is_here = os.path.exists(name) or retired_folder(folder) is not None
+    return name.count("/") <= 1 and name[:1] not in "./~" and not is_here
 
 
 def _check_unset(options: Any, name: str, kind: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..backends import TARGETS, backend_for
 from ..bundle.bundle import MANIFEST_FILE, Bundle, Manifest
-from ..bundle.hub import api_of, check_repository, is_manifest
+from ..bundle.hub import api_of, check_repository, check_revision, is_manifest
 from ..bundle.signing import SIGNATURE_FILE, signer
 from ..common.progress import silent
 from ..common.sizes import bytes_text
@@ -74,9 +74,11 @@ def upload(
         InputError: If the hub refuses the upload, or cannot be reached.
     """
     check_upload(repository, token)
+    if revision is not None:
+        check_revision(revision)
     bundle = Bundle.open(folder, check_versions=False, known=True, progress=progress)
     progress(f"uploading {bundle.path} to {repository}", 0, None)
-    api, branch = api_of(token), revision or "main"
+    api, branch = api_of(token), "main" if revision is None else revision
     with hub_errors(repository, branch):
         api.create_repo(repository, private=private, exist_ok=True)
         if revision is not None:

@@ -317,9 +317,10 @@ def test_a_repository_that_lists_files_outside(hub: Hub, original: Path, tmp_pat
 
 
 @pytest.mark.parametrize("revision", ["../x", "/etc", "", "a..b", "x" * 300, "a\0b", 3])
-def test_a_revision_that_is_none(hub: Hub, revision: Any) -> None:
-    with pytest.raises(InputError, match="revision must be a branch, tag or commit, got"):
-        load(NAME, revision=revision)
+def test_a_revision_that_is_none(hub: Hub, original: Path, revision: Any) -> None:
+    for call in (lambda: load(NAME, revision=revision), lambda: upload(original, NAME, revision=revision)):
+        with pytest.raises(InputError, match="revision must be a branch, tag or commit, got"):
+            call()
 
 
 @pytest.mark.parametrize("name", ["user/" + "x" * 300, "x" * 300 + "/user", "user/a--b", "user/x."])

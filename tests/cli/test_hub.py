@@ -48,6 +48,13 @@ def sentences(result: Any) -> list[str]:
     return [line for line in result.stderr.splitlines() if not line.endswith("...")]
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + "/x", "user/" + "x" * 300, "a/b/" + "x" * 300])
+def test_names_that_are_too_long(hub: Hub, run: Any, name: str) -> None:
+    refused = run("generate", name, "-p", PROMPT)
+    assert refused.exit_code == 2, refused.stderr
+    assert len(sentences(refused)) == 1 and "unexpected" not in refused.stderr
+
+
 @pytest.mark.parametrize("command", [("generate", "-p", PROMPT), ("export", "--max-cache-len", "16", "-o", "out")])
 def test_models_that_are_missing_or_gated(
     hub: Hub, run: Any, command: tuple[str, ...], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.utils import get_session
+from huggingface_hub.utils import HFValidationError, get_session, validate_repo_id
 from transformers.utils import logging as transformers_logging
 
 from ...common.compat.transformers import file_or_none
@@ -78,6 +78,13 @@ def locate(model_or_path: str | os.PathLike) -> Location:
         raise InputError(
             f"model must be an existing folder or a hub id (like 'org/name'), got {name!r}; check the path"
         )
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise InputError(
+            f"model must be an existing folder or an id that the hub allows, got {name!r:.100} "
+            f"({first_line(error):.200}); check the path"
+        ) from error
     reachable, problem = hub_answers()
     if not reachable:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
