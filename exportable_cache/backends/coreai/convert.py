@@ -147,13 +147,12 @@ def _attention(
     mask: torch.Tensor | None = None,
     dropout: float = 0.0,
     is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Any,
 ) -> Any:
     """Spell attention out if values are of another size than queries, which the converter does not take."""
-    if value.shape[-1] == query.shape[-1] or is_causal or enable_gqa:
+    if value.shape[-1] == query.shape[-1] or is_causal or options.get("enable_gqa"):
         return NotImplemented
+    scale = options.get("scale")
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
