@@ -197,7 +197,15 @@ BundleOrDemoArgument = Annotated[
     ),
 ]
 #: Changes of the command line to fields of the specs.
-TARGET = Changes(about={"help": f"{', '.join(targets())}.", "autocompletion": _complete_targets})
+_OTHERS = ", ".join(name for name in targets() if name != "executorch")
+TARGET = Changes(
+    about={
+        # The default among them, because both do not fit into a line.
+        "help": f"Runtime: executorch (default), {_OTHERS}.",
+        "show_default": False,
+        "autocompletion": _complete_targets,
+    }
+)
 REQUIRED_OPTION = Changes(default=REQUIRED)
 
 PlanTargetOption = Annotated[

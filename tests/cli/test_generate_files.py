@@ -21,6 +21,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.backends.pt2.target import Pt2Backend
 from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError
 from exportable_cache.session.inputs import prompt as files
 from exportable_cache.session.inputs.prompt import prompt_inputs
@@ -248,7 +249,7 @@ def test_drafts_take_no_images(image_bundle, pixels):
     inputs = prompt_inputs(session.processor, session.runner.methods, "ab", files={"image": [Path("x.png")]})
     assert isinstance(session, Session) and inputs["input_ids"].shape == (1, 4 + 3)
     with pytest.raises(InputError, match="a draft takes token ids, got pixel_values"):
-        session.stream_text(inputs, draft=object())
+        session.stream_text(inputs, draft=PromptLookup())
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])

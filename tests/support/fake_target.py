@@ -70,7 +70,8 @@ class FakeBackend:
         return replace(asked, attention=ATTENTION)
 
     def lower(self, program: Program, folder: Path, options: FakeOptions) -> list[LoweredFile]:
-        name = f"{type(program.model).__name__} {program.batch_size} {options.spoil}"
+        # With the capacity, because tests export one model with several.
+        name = f"{type(program.model).__name__} {program.batch_size} {program.cache.max_length} {options.spoil}"
         _PROGRAMS[name] = program
         (folder / FILE).write_text(name[:3])
         if options.fail:
