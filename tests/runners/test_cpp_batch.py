@@ -156,7 +156,7 @@ def test_a_row_draws_as_if_it_were_the_first(bundle, probe: Probe) -> None:
 def texts_of(session: Session, prompts: list[str]) -> list[str]:
     """What the session answers, by rows."""
     session.reset()
-    return ["".join(pieces) for pieces in zip(*session.generate_text(prompts), strict=True)]
+    return ["".join(pieces) for pieces in zip(*session.stream_text(prompts), strict=True)]
 
 
 def test_texts_end_and_go_on_by_themselves(bundle, session, probe: Probe) -> None:
@@ -164,8 +164,8 @@ def test_texts_end_and_go_on_by_themselves(bundle, session, probe: Probe) -> Non
     prompts = [question.prompt for question in questions]
     expected = texts_of(session, prompts)
     session.reset()
-    first = list(session.generate_text(prompts, max_new_tokens=2))
-    second = list(session.generate_text(["", "", ""], max_new_tokens=1))
+    first = list(session.stream_text(prompts, max_new_tokens=2))
+    second = list(session.stream_text(["", "", ""], max_new_tokens=1))
     pieces = ("rows_text", " ".join(hexed(prompt) for prompt in prompts))
     _, whole, _, *turns, stopped = probe(
         ("open_batch", bundle), pieces, ("rows_reset",), (*pieces, "max_new_tokens=2"),
