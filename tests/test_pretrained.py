@@ -221,7 +221,7 @@ def test_a_bundle_is_saved_and_opened(exported: Any, batch: Any, tmp_path: Path)
 
 
 def test_a_bundle_for_executorch(demo_bundle: Path, theirs: Any, batch: Any) -> None:
-    """Its prompts run one after another, because it has one row."""
+    """A bundle of one row runs its prompts one after another."""
     ours = ExportableModelForCausalLM.from_pretrained(demo_bundle)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(ours.generate(**batch, **options), theirs.generate(**batch, **options))

@@ -1,13 +1,14 @@
-"""Base class of the options of a target."""
+"""Base classes of the options of a target."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..common.settings import check_settings
 from ..errors import InputError
+from ..program.spec import Form, ProgramSpec
 
 if TYPE_CHECKING:
     from ..models.quantization.spec import Quantization
@@ -65,3 +66,25 @@ class TargetOptions:
             for one in fields(self)
             if one.name in self._named or one.default is MISSING or getattr(self, one.name) != one.default
         }
+
+
+@dataclass(frozen=True)
+class ResidentOptions(TargetOptions):
+    """Options of a target whose programs contain their cache and update it in place.
+
+    Attributes:
+        buckets: Read lengths with a separate method, see `ProgramSpec`. Each adds code to the file, and no weights.
+        score_length: If not 0, add a method that returns logits after each of up to this many tokens, for speculative
+            decoding.
+    """
+
+    buckets: Sequence[int] = ()
+    score_length: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.program_spec(ProgramSpec())
+
+    def program_spec(self, asked: ProgramSpec) -> ProgramSpec:
+        """Return the program for these options."""
+        return replace(asked, form=Form.RESIDENT, buckets=self.buckets, score_length=self.score_length)

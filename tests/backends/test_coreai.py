@@ -126,7 +126,7 @@ def test_a_closed_session_leaves_nothing_open(bundle: Path) -> None:
 
 @needs_coreai
 def test_a_program_needs_trust_and_a_whole_file(bundle: Path, tmp_path: Path) -> None:
-    """Its file is read by the runtime, which crashes on damaged ones: the bundle's digests are compared before."""
+    """The runtime crashes on damaged files, so the bundle's digests are compared before it reads one."""
     with pytest.raises(BundleError, match="holds programs for Apple's Core AI runtime, .* load it with trust=True"):
         load(bundle)
     copy = tmp_path / "copy"
@@ -217,7 +217,7 @@ def test_scatter_by_comparisons(source: Any) -> None:
 
 @pytest.mark.parametrize("divisor", [5, -5, torch.tensor([3, 7])])
 def test_remainder_has_the_sign_of_the_divisor(divisor: Any) -> None:
-    """As torch's has, and as positions in a ring need it."""
+    """Positions in a ring need the sign that torch gives."""
     values = torch.arange(-8, 8).reshape(-1, 1)
     assert torch.equal(convert_file._remainder(values, divisor), torch.remainder(values, divisor))
 
@@ -309,7 +309,7 @@ def test_a_cache_tensor_that_is_only_read_is_refused() -> None:
 
 
 def test_options_are_checked() -> None:
-    """As for the other targets."""
+    """A bad value is refused when the options are made."""
     from exportable_cache.backends.coreai.options import CoreAIOptions
 
     with pytest.raises(InputError, match="score_length must be"):

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-from ...program.spec import Form, ProgramSpec
-from ..options import TargetOptions
+from ..options import ResidentOptions
 
 
 @dataclass(frozen=True)
-class AotiOptions(TargetOptions):
-    """Options of target `aoti`.
+class AotiOptions(ResidentOptions):
+    """Options of target `aoti`: those of every resident program.
 
-    Attributes:
-        buckets: Read lengths with a separate method, see `ProgramSpec`. Each adds compile time and the code of one
-            layer of each kind to the file, but no weights.
-        score_length: If not 0, add a method that returns logits after each of up to this many tokens, for speculative
-            decoding.
+    A bucket adds compile time and the code of one layer of each kind.
     """
 
     target: ClassVar[str] = "aoti"
-
-    buckets: Sequence[int] = ()
-    score_length: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.program_spec(ProgramSpec())
-
-    def program_spec(self, asked: ProgramSpec) -> ProgramSpec:
-        """Return the program for these options."""
-        return replace(asked, form=Form.RESIDENT, buckets=self.buckets, score_length=self.score_length)

@@ -157,9 +157,8 @@ def check_instructions(path: Path) -> None:
             tables are shared more than in any exported program.
         OSError: If the file cannot be read.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        with _damage_as_bundle_error(path):
-            _check(_root(_Bytes(data), 0))
+    with _opened(path) as program:
+        _check(program)
 
 
 def called_operators(path: Path) -> frozenset[str]:
@@ -172,10 +171,9 @@ def called_operators(path: Path) -> frozenset[str]:
         BundleError: As `check_instructions`.
         OSError: If the file cannot be read.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        with _damage_as_bundle_error(path):
-            operators = (one for plan in _root(_Bytes(data), 0).tables(_PLANS) for one in plan.tables(_OPERATORS))
-            return frozenset(f"{operator.text(0)}.{operator.text(1)}".rstrip(".") for operator in operators)
+    with _opened(path) as program:
+        operators = (one for plan in program.tables(_PLANS) for one in plan.tables(_OPERATORS))
+        return frozenset(f"{operator.text(0)}.{operator.text(1)}".rstrip(".") for operator in operators)
 
 
 def method_names(path: Path) -> frozenset[str]:
@@ -188,20 +186,21 @@ def method_names(path: Path) -> frozenset[str]:
         BundleError: As `check_instructions`.
         OSError: If the file cannot be read.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        with _damage_as_bundle_error(path):
-            return frozenset(plan.text(_NAME) for plan in _root(_Bytes(data), 0).tables(_PLANS))
+    with _opened(path) as program:
+        return frozenset(plan.text(_NAME) for plan in program.tables(_PLANS))
 
 
 @contextmanager
-def _damage_as_bundle_error(path: Path) -> Iterator[None]:
-    try:
-        yield
-    # The last three are raised for offsets outside the file.
-    except (ValueError, IndexError, TypeError, struct.error) as error:
-        raise BundleError(
-            f"{path.name} is damaged or malicious: {error}; download it again, or export the model again"
-        ) from None
+def _opened(path: Path) -> Iterator[_Table]:
+    """Map a file and yield the table of its program. Damage that is found in the block is a `BundleError`."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            yield _root(_Bytes(data), 0)
+        # The last three are raised for offsets outside the file.
+        except (ValueError, IndexError, TypeError, struct.error) as error:
+            raise BundleError(
+                f"{path.name} is damaged or malicious: {error}; download it again, or export the model again"
+            ) from None
 
 
 class _Bytes:
