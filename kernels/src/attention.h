@@ -74,6 +74,7 @@ struct Attention {
   int64_t window = 0;  // the newest, including its own; 0: all
   int64_t chunk = 0;   // those from the last multiple of it on; 0: all
 
+  bool rounded = false;  // true: products of many rows may be of queries, weights, keys and values rounded to bfloat16
   float scale = 1.0f;
   float softcap = 0.0f;  // scores become softcap * tanh(score / softcap); 0: no soft-capping
   Addend bias;           // added to the scores after that, by the key's position

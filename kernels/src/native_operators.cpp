@@ -2,6 +2,7 @@
 //   exportable_cache::attention.out(Tensor query, Tensor[] stored, Tensor[] fresh, Tensor length, float scaling,
 //                   int kept, int window, int chunk, float softcap, Tensor? sinks, Tensor? bias, *, Tensor(a!) out)
 //                   -> Tensor(a!)
+//   exportable_cache::attention_rounded.out, the same, with operands of many rows rounded to bfloat16
 //   exportable_cache::write.out(Tensor rows, Tensor(a!) cache, Tensor length, int kept, Tensor? after, *, Tensor(b!)
 //                   out) -> Tensor(b!)
 #include "native_operators.h"
@@ -84,6 +85,7 @@ Addend addend_of(const Tensor& addend) {
           addend.size(2) == 1 ? 0 : of_query};
 }
 
+template <bool is_rounded>
 Tensor& attention_out(KernelRuntimeContext& context, const Tensor& query, Tensors stored, Tensors fresh,
                       const Tensor& length, double scaling, int64_t kept, int64_t window, int64_t chunk,
                       double softcap, const OptionalTensor sinks, const OptionalTensor bias, Tensor& out) {
@@ -139,7 +141,7 @@ Tensor& attention_out(KernelRuntimeContext& context, const Tensor& query, Tensor
   a.stored = stored_of(stored, kv_heads);
   // If no slot is overwritten, the new tokens are in their slots already.
   if (kept < slots) a.fresh = stored_of(fresh, kv_heads);
-  a.window = window, a.chunk = chunk;
+  a.window = window, a.chunk = chunk, a.rounded = is_rounded;
   a.scale = static_cast<float>(scaling), a.softcap = static_cast<float>(softcap);
   if (sinks) a.sink = addend_of(*sinks);
   if (bias) a.bias = addend_of(*bias);
@@ -183,15 +185,17 @@ Tensor& write_out(KernelRuntimeContext& context, const Tensor& rows, Tensor& cac
   return out;
 }
 
-constexpr const char kAttention[] = "exportable_cache::attention.out";
-constexpr const char kWrite[] = "exportable_cache::write.out";
+constexpr const char kAttention[] = "exportable_cache::attention.out",
+                     kRounded[] = "exportable_cache::attention_rounded.out", kWrite[] = "exportable_cache::write.out";
 
 }  // namespace
 
 void register_native_operators() {
   using executorch::extension::make_boxed_kernel;
-  (void)executorch::runtime::register_kernel(make_boxed_kernel(kAttention, EXECUTORCH_FN(attention_out, kAttention)));
-  (void)executorch::runtime::register_kernel(make_boxed_kernel(kWrite, EXECUTORCH_FN(write_out, kWrite)));
+  using executorch::runtime::register_kernel;
+  (void)register_kernel(make_boxed_kernel(kAttention, EXECUTORCH_FN(attention_out<false>, kAttention)));
+  (void)register_kernel(make_boxed_kernel(kRounded, EXECUTORCH_FN(attention_out<true>, kRounded)));
+  (void)register_kernel(make_boxed_kernel(kWrite, EXECUTORCH_FN(write_out, kWrite)));
 }
 
 }  // namespace exportable_cache::kernels

@@ -31,7 +31,8 @@ struct Running {
   float* top;     // [rows]
   float* total;   // [rows]
   const Range* seen;  // [rows]
-  // For few rows that are multiplied as integers:
+  bool by_pairs;  // true if many rows are multiplied as pairs of 16 bits
+  // Rows in 16 bits:
   int16_t* whole_query;    // [rows, padded(key_dim)]
   int16_t* whole_weights;  // [rows, kBlock]
   float* query_factors;    // [rows]
@@ -164,6 +165,65 @@ void sums_of_many(const Running& run, int64_t rows, const Seen& seen, const Rows
   for (; r < rows; ++r) sums_of_tile<1>(run, r, seen(r), values, dim);
 }
 
+// Calls `work(Number<R>, r)` for the tiles of many rows.
+template <class Work>
+HWY_INLINE void by_tiles(int64_t rows, const Work& work) {
+  int64_t r = 0;
+  for (; r + kTileRows <= rows; r += kTileRows) work(Number<kTileRows>(), r);
+  for (; r + 2 <= rows; r += 2) work(Number<2>(), r);
+  for (; r < rows; ++r) work(Number<1>(), r);
+}
+
+// Scores of many rows by pairs; `memory` is free.
+template <class Pairs, class T, class Seen>
+void scores_by_pairs(const Running& run, int64_t rows, const Seen& seen, const Rows<T>& keys, int64_t dim, float* memory) {
+  columns_of_keys<Pairs>(keys, dim, memory, run.keys);
+  const int64_t stride = padded(dim) / 2;
+  const auto* const query = reinterpret_cast<const int32_t*>(run.whole_query);
+  const auto* const columns = reinterpret_cast<const int32_t*>(run.keys);
+  by_tiles(rows, [&](auto number, int64_t r) HWY_ATTR {
+    constexpr int R = number.value, wide = kAccumulators / R >= 4 ? 4 : 2;
+    const int64_t lanes = static_cast<int64_t>(hn::Lanes(F())), end = seen(r + R - 1);
+    for (int64_t t = 0; t < end; t += wide * lanes) {
+      float* const scores = run.scores + r * kBlock + t;
+      tile_of_pairs<Pairs, R, wide>(query + r * stride, stride, columns + t, kBlock, (dim + 1) / 2,
+                                    [&](int one, int64_t at, V sums) HWY_ATTR {
+                                      const V factor = hn::Set(F(), run.query_factors[r + one]);
+                                      hn::Store(hn::Mul(sums, factor), F(), scores + one * kBlock + at);
+                                    });
+    }
+  });
+}
+
+template <class Pairs, int R, int wide>
+HWY_INLINE void add_pairs(const Running& run, int64_t row, int64_t steps, int64_t column, int64_t dim) {
+  float* const to = run.sums + row * dim + column;
+  const auto* const weights = reinterpret_cast<const int32_t*>(run.whole_weights + row * kBlock);
+  tile_of_pairs<Pairs, R, wide>(weights, kBlock / 2, reinterpret_cast<const int32_t*>(run.values) + column, dim, steps,
+                                [&](int one, int64_t at, V sums) HWY_ATTR {
+                                  const V factor = hn::Set(F(), run.weight_factors[row + one]);
+                                  float* const sum = to + one * dim + at;
+                                  hn::Store(hn::MulAdd(sums, factor, hn::Load(F(), sum)), F(), sum);
+                                });
+}
+
+// Sums of many rows by pairs; `dim` is padded.
+template <class Pairs, class T, class Seen>
+void sums_by_pairs(const Running& run, int64_t rows, const Seen& seen, const Rows<T>& values, int64_t value_dim) {
+  columns_of_values<Pairs>(values, value_dim, reinterpret_cast<int32_t*>(run.values));
+  for (int64_t r = 0; r < rows; ++r) {
+    run.weight_factors[r] = to_halves(Pairs(), run.scores + r * kBlock, kBlock, 32767.0f, run.whole_weights + r * kBlock);
+  }
+  by_tiles(rows, [&](auto number, int64_t r) HWY_ATTR {
+    constexpr int R = number.value, wide = kAccumulators / R >= 4 ? 4 : 2;
+    const int64_t lanes = static_cast<int64_t>(hn::Lanes(F())), dim = padded(value_dim);
+    const int64_t steps = (seen(r + R - 1) + 1) / 2;
+    int64_t i = 0;
+    for (; i + wide * lanes <= dim; i += wide * lanes) add_pairs<Pairs, R, wide>(run, r, steps, i, dim);
+    for (; i < dim; i += lanes) add_pairs<Pairs, R, 1>(run, r, steps, i, dim);
+  });
+}
+
 // A block's rows as float32, padded.
 template <class T>
 HWY_INLINE void widen_rows(const Rows<T>& rows, int64_t dim, float* to) {
@@ -214,6 +274,42 @@ void weigh_rows(const Attention& a, const Piece& piece, const Running& run, cons
   }
 }
 
+// Rows whose pairs are taken.
+template <class T>
+HWY_INLINE const Rows<T>& rows_of_pairs(const Rows<T>& rows, int64_t, float*) {
+  return rows;
+}
+HWY_INLINE Rows<int8_t> rows_of_pairs(const Rows<Int4Pair>& rows, int64_t dim, float* memory) {
+  return whole_rows(rows, dim, memory);
+}
+
+// Calls `work` with the best instructions for rows of T.
+template <class T, class Work>
+HWY_INLINE void with_pairs(const Work& work) {
+  if constexpr (kWhole<T>) {
+#ifdef EC_PAIRS
+    if (WholePairsInOne::is_there()) return work(WholePairsInOne());
+#endif
+    work(WholePairs());
+  } else {
+#ifdef EC_PAIRS
+    work(BFloat16Pairs());
+#endif
+  }
+}
+
+// True if many rows of this call are multiplied as pairs.
+bool takes_pairs(const Attention& a) {
+  // NEON multiplies as many floats in the same time.
+  if (is_whole(a.stored_dtype)) return HWY_ARCH_X86;
+#ifdef EC_PAIRS
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(F()));
+  return a.rounded && a.key_dim % lanes == 0 && a.value_dim % lanes == 0 && BFloat16Pairs::is_there();
+#else
+  return false;
+#endif
+}
+
 template <class T>
 void attend_part(const Attention& a, const Piece& piece, const Running& run, const Part& part) {
   const Stored& from = *part.stretch.from;
@@ -227,6 +323,16 @@ void attend_part(const Attention& a, const Piece& piece, const Running& run, con
     const Rows<T> next{keys.first + n * keys.stride, keys.stride, std::min(kBlock, part.end - first - n)};
     const auto values_ahead = Ahead<T>::of(values, a.value_dim), keys_ahead = Ahead<T>::of(next, a.key_dim);
     const auto seen = [&](int64_t r) { return std::clamp<int64_t>(run.seen[r].end - first, 0, n); };
+    if (run.by_pairs) {
+      with_pairs<T>([&](auto pairs) HWY_ATTR {
+        using Pairs = decltype(pairs);
+        const auto rows = rows_of_pairs(keys, a.key_dim, run.keys);
+        scores_by_pairs<Pairs>(run, piece.rows, seen, rows, a.key_dim, run.values);
+        weigh_rows(a, piece, run, part, first, n);
+        sums_by_pairs<Pairs>(run, piece.rows, seen, rows_of_pairs(values, a.value_dim, run.keys), a.value_dim);
+      });
+      continue;
+    }
     bool scored = false;
     if constexpr (kWhole<T>) {
       scored = few && fits_whole(a.key_dim);
@@ -305,18 +411,26 @@ void attend_piece(const Attention& a, const Piece& piece, float* scratch) {
   run.top = run.values + kBlock * std::max(key_dim, value_dim);
   run.total = run.top + padded(kRows);
   run.query_factors = run.total + padded(kRows);
-  run.weight_factors = run.query_factors + padded(kFewRows);
-  run.whole_query = reinterpret_cast<int16_t*>(run.weight_factors + padded(kFewRows));
-  run.whole_weights = run.whole_query + kFewRows * key_dim;
+  run.weight_factors = run.query_factors + padded(kRows);
+  run.whole_query = reinterpret_cast<int16_t*>(run.weight_factors + padded(kRows));
+  run.whole_weights = run.whole_query + kRows * key_dim;
+  run.by_pairs = piece.rows > kFewRows && takes_pairs(a);
   switch (a.query_dtype) {
     case Dtype::kFloat16: widen_queries<hwy::float16_t>(a, piece, run.query); break;
     case Dtype::kBFloat16: widen_queries<hwy::bfloat16_t>(a, piece, run.query); break;
     default: widen_queries<float>(a, piece, run.query);
   }
-  if (is_whole(a.stored_dtype) && piece.rows <= kFewRows && fits_whole(a.key_dim)) {
-    for (int64_t r = 0; r < piece.rows; ++r) {
-      run.query_factors[r] =
-          round_to_whole(run.query + r * key_dim, key_dim, most_of_query(a.key_dim), run.whole_query + r * key_dim);
+  const bool is_of_integers =
+      is_whole(a.stored_dtype) && (run.by_pairs || (piece.rows <= kFewRows && fits_whole(a.key_dim)));
+  for (int64_t r = 0; r < piece.rows && (run.by_pairs || is_of_integers); ++r) {
+    const float* const row = run.query + r * key_dim;
+    int16_t* const to = run.whole_query + r * key_dim;
+    if (is_of_integers) {
+      run.query_factors[r] = to_halves(WholePairs(), row, key_dim, most_of_query(a.key_dim), to);
+    } else {
+#ifdef EC_PAIRS
+      run.query_factors[r] = to_halves(BFloat16Pairs(), row, key_dim, 0.0f, to);
+#endif
     }
   }
   const Sequence sequence = sequence_of(a, piece.batch);

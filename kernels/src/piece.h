@@ -40,8 +40,8 @@ constexpr int64_t partial_stride(int64_t value_dim) { return kPad + padded(value
 inline size_t scratch_size(const Attention& a) {
   const int64_t key_dim = padded(a.key_dim), value_dim = padded(a.value_dim);
   const int64_t blocks = kBlock * (key_dim + std::max(key_dim, value_dim));
-  // For few rows, queries and weights as 16-bit integers, two per float, and their factors.
-  const int64_t whole = kFewRows * (key_dim + kBlock) / 2 + 2 * padded(kFewRows);
+  // Queries and weights in 16 bits, two per float, and their factors.
+  const int64_t whole = kRows * (key_dim + kBlock) / 2 + 2 * padded(kRows);
   return static_cast<size_t>(kRows * (key_dim + value_dim + kBlock) + blocks + 2 * padded(kRows) + whole);
 }
 

@@ -1,8 +1,11 @@
-// The two products of few rows over 8-bit keys and values as integers, for the current target.
+// The two products over 8-bit keys and values as integers, for the current target.
 //
 // Queries and weights are rounded to 16 bits per row, and products of two adjacent values are summed in 32 bits: twice the
 // values per vector compared with floats, and no stored value is converted to a float. The error of a query is at most half
 // of 1/32767 of its largest magnitude, that of a weight the same of its block's.
+//
+// Many rows take pairs of 16 bits from a copy of the block, in which the pairs of a step are adjacent. Pairs of bfloat16
+// have the same layout.
 #if defined(EXPORTABLE_CACHE_WHOLE_INL_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef EXPORTABLE_CACHE_WHOLE_INL_H
 #undef EXPORTABLE_CACHE_WHOLE_INL_H
@@ -183,6 +186,151 @@ HWY_NOINLINE void add_whole(const int16_t* weights, const float* factors, const 
       hn::Store(hn::MulAdd(hn::ConvertTo(d, first), factor, hn::Load(d, to)), d, to);
       hn::Store(hn::MulAdd(hn::ConvertTo(d, second), factor, hn::Load(d, to + lanes)), d, to + lanes);
     }
+  }
+}
+
+// Integers, added to 32-bit integers.
+struct WholePairs {
+  using D = I32;
+  static HWY_INLINE VI32 add(VI32 a, VI32 b, VI32 sum) {
+    const I16 halves;
+    return hn::Add(sum, pair_products(hn::BitCast(halves, a), hn::BitCast(halves, b)));
+  }
+  static HWY_INLINE V floats(VI32 sum) { return hn::ConvertTo(F(), sum); }
+};
+
+#undef EC_PAIRS
+#if (HWY_COMPILER_GCC || HWY_COMPILER_CLANG) && HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+// Not all processors with AVX-512 have these instructions. Assembler, because intrinsics would need functions of another
+// target, into which the others cannot be inlined.
+#define EC_PAIRS
+struct WholePairsInOne : WholePairs {
+  static bool is_there() {
+    static const bool is = __builtin_cpu_supports("avx512vnni");
+    return is;
+  }
+  static HWY_INLINE VI32 add(VI32 a, VI32 b, VI32 sum) {
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(sum.raw) : "v"(a.raw), "v"(b.raw));
+    return sum;
+  }
+};
+
+struct BFloat16Pairs {
+  using D = F;
+  static bool is_there() {
+    static const bool is = __builtin_cpu_supports("avx512bf16");
+    return is;
+  }
+  static HWY_INLINE V add(VI32 a, VI32 b, V sum) {
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum.raw) : "v"(a.raw), "v"(b.raw));
+    return sum;
+  }
+  static HWY_INLINE V floats(V sum) { return sum; }
+};
+
+HWY_INLINE __m256i to_bfloat16(V numbers) {
+  __m256i rounded;
+  __asm__("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(numbers.raw));
+  return rounded;
+}
+
+// Rounds values, whose count is a multiple of the lanes.
+template <class T>
+HWY_INLINE void halves_of_row(BFloat16Pairs, const T* from, int64_t count, int16_t* to) {
+  for (int64_t i = 0; i < count; i += 16) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), to_bfloat16(load_as(F(), from + i)));
+  }
+}
+
+template <class T>
+HWY_INLINE VI32 pairs_of_rows(BFloat16Pairs, const T* first, const T* second) {
+  const __m512i low = _mm512_cvtepu16_epi32(to_bfloat16(load_as(F(), first)));
+  const __m512i high = _mm512_cvtepu16_epi32(to_bfloat16(load_as(F(), second)));
+  return VI32{_mm512_or_si512(low, _mm512_slli_epi32(high, 16))};
+}
+#endif
+
+// Writes the values of a row in 16 bits, and zeros after them, up to `padded(dim)`.
+HWY_INLINE void halves_of_row(WholePairs, const int8_t* from, int64_t dim, int16_t* to) {
+  const I16 halves;
+  const I8 bytes;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(halves));
+  int64_t i = 0;
+  for (; i + lanes <= dim; i += lanes) hn::StoreU(hn::PromoteTo(halves, hn::LoadU(bytes, from + i)), halves, to + i);
+  for (; i < dim; ++i) to[i] = from[i];
+  for (; i < padded(dim); ++i) to[i] = 0;
+}
+
+// Pairs of the values of two rows, as many as a vector has.
+HWY_INLINE VI32 pairs_of_rows(WholePairs, const int8_t* first, const int8_t* second) {
+  const I32 whole;
+  const hn::Rebind<int8_t, I32> bytes;
+  const VI32 low = hn::PromoteTo(whole, hn::LoadU(bytes, first)), high = hn::PromoteTo(whole, hn::LoadU(bytes, second));
+  return hn::Or(hn::And(low, hn::Set(whole, 0xFFFF)), hn::ShiftLeft<16>(high));
+}
+
+// Rounds float32 values, whose count is a multiple of the lanes, and returns their factor.
+HWY_INLINE float to_halves(WholePairs, const float* numbers, int64_t count, float most, int16_t* to) {
+  return round_to_whole(numbers, count, most, to);
+}
+#ifdef EC_PAIRS
+HWY_INLINE float to_halves(BFloat16Pairs, const float* numbers, int64_t count, float, int16_t* to) {
+  halves_of_row(BFloat16Pairs(), numbers, count, to);
+  return 1.0f;
+}
+#endif
+
+// columns[i * kBlock + t]: the values 2 i and 2 i + 1 of row t. `memory` holds the rows in 16 bits.
+template <class Pairs, class T>
+HWY_INLINE void columns_of_keys(const Rows<T>& keys, int64_t dim, float* memory, float* columns) {
+  const int64_t stride = padded(dim) / 2;
+  for (int64_t t = 0; t < keys.count; ++t) {
+    halves_of_row(Pairs(), keys.first + t * keys.stride, dim, reinterpret_cast<int16_t*>(memory + t * stride));
+  }
+  transpose(memory, stride, keys.count, stride, columns);
+}
+
+// columns[t * padded(dim) + i]: the values i of the rows 2 t and 2 t + 1. After an odd number of rows the last one follows,
+// because its weight is zero there.
+template <class Pairs, class T>
+HWY_INLINE void columns_of_values(const Rows<T>& values, int64_t dim, int32_t* columns) {
+  const I32 whole;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(whole));
+  for (int64_t t = 0; t < values.count; t += 2, columns += padded(dim)) {
+    const T* const first = values.first + t * values.stride;
+    const T* const second = t + 1 < values.count ? first + values.stride : first;
+    int64_t i = 0;
+    for (; i + lanes <= dim; i += lanes) hn::Store(pairs_of_rows(Pairs(), first + i, second + i), whole, columns + i);
+    if constexpr (sizeof(T) == 1) {
+      for (; i < dim; ++i) columns[i] = (first[i] & 0xFFFF) | static_cast<int32_t>(static_cast<uint32_t>(second[i]) << 16);
+    }
+    for (; i < padded(dim); ++i) columns[i] = 0;
+  }
+}
+
+// sums(r, j) for R rows and `wide` vectors of columns: those of the products of `steps` pairs. The pairs of a row are adjacent, and
+// those of a step `width` apart.
+template <class Pairs, int R, int wide, class Store>
+HWY_INLINE void tile_of_pairs(const int32_t* rows, int64_t row_stride, const int32_t* columns, int64_t width, int64_t steps,
+                              const Store& store) {
+  const I32 whole;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(whole));
+  const typename Pairs::D sums;
+  hn::Vec<typename Pairs::D> sum[R][wide];
+  EC_UNROLL for (int r = 0; r < R; ++r) {
+    EC_UNROLL for (int j = 0; j < wide; ++j) sum[r][j] = hn::Zero(sums);
+  }
+  for (int64_t step = 0; step < steps; ++step, columns += width) {
+    VI32 x[wide];
+    EC_UNROLL for (int j = 0; j < wide; ++j) x[j] = hn::Load(whole, columns + j * lanes);
+    EC_UNROLL for (int r = 0; r < R; ++r) {
+      VI32 pair = hn::Set(whole, rows[r * row_stride + step]);
+      keep(pair);
+      EC_UNROLL for (int j = 0; j < wide; ++j) sum[r][j] = Pairs::add(pair, x[j], sum[r][j]);
+    }
+  }
+  EC_UNROLL for (int r = 0; r < R; ++r) {
+    EC_UNROLL for (int j = 0; j < wide; ++j) store(r, j * lanes, Pairs::floats(sum[r][j]));
   }
 }
 

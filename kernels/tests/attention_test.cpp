@@ -112,14 +112,18 @@ struct Places {
   }
 };
 
-// With few rows over 8-bit or 4-bit keys and values, queries are rounded to one of 32767 steps up to their largest magnitude, and
+// Over 8-bit or 4-bit keys and values, queries are rounded to one of 32767 steps up to their largest magnitude, and
 // so are weights times their scales, within blocks of keys.
 constexpr double kHalfStep = 0.5 / 32767;
 // The RMS effect of that on the outputs of a case, relative to their size; the observed maximum was 3.3e-5.
 constexpr double kRoundingError = 5e-5;
 
+// The limits for operands that are rounded to bfloat16, of the largest difference and of the RMS of all outputs, relative to their
+// size. The observed maxima were 1.5e-2 and 2.2e-3.
+constexpr double kRoundedLargest = 3e-2, kRoundedMean = 4e-3;
+
 // The largest difference from double precision, divided by the limit.
-double difference(const Case& c, std::mt19937& random) {
+double difference(const Case& c, std::mt19937& random, bool to_bfloat16 = false) {
   const int64_t heads = c.kv_heads * c.groups, positions = c.length + c.tokens();
   const size_t tokens = c.batch * positions * c.kv_heads;
   const Numbers query = numbers(c.batch * c.queries * heads, c.dim, c.query_dtype, random, 1.5);
@@ -135,7 +139,7 @@ double difference(const Case& c, std::mt19937& random) {
   a.batch = c.batch, a.kv_heads = c.kv_heads, a.groups = c.groups, a.queries = c.queries;
   a.tokens = c.tokens();
   a.key_dim = c.dim, a.value_dim = c.value_dim, a.query_dtype = c.query_dtype, a.stored_dtype = c.stored_dtype;
-  a.scale = static_cast<float>(1.0 / std::sqrt(c.dim));
+  a.scale = static_cast<float>(1.0 / std::sqrt(c.dim)), a.rounded = to_bfloat16;
   lay(a.query, c.queries, heads, c.dim, c.heads_as_batch), lay(a.out, c.queries, heads, c.value_dim, c.heads_as_batch);
   a.query.data = query.bytes.data();
   a.slots = c.slots(), a.kept = c.turns() ? c.first() : a.slots;
@@ -184,8 +188,8 @@ double difference(const Case& c, std::mt19937& random) {
   a.out.data = out.get();
   attend(a, threads_of(c.threads));
 
-  const double allowed = c.query_dtype == Dtype::kFloat32 ? 4e-6 : c.query_dtype == Dtype::kFloat16 ? 6e-4 : 5e-3;
-  const bool rounded = scaled && c.queries * c.groups <= 8;
+  const double allowed = to_bfloat16 ? kRoundedLargest : c.query_dtype == Dtype::kFloat32 ? 4e-6 : c.query_dtype == Dtype::kFloat16 ? 6e-4 : 5e-3;
+  const bool rounded = scaled;
   double worst = 0.0, squares = 0.0;
   std::vector<double> weights(positions), sums(c.value_dim), sizes(c.value_dim), values(c.value_dim);
   for (int64_t b = 0; b < c.batch; ++b)
@@ -241,6 +245,7 @@ double difference(const Case& c, std::mt19937& random) {
           squares += off / size * (off / size);
         }
       }
+  if (to_bfloat16) worst = std::max(worst, std::sqrt(squares / static_cast<double>(outputs)) / kRoundedMean);
   if (!rounded) return worst;
   // Systematic rounding would be far from the limits above.
   const double mean = std::sqrt(squares / static_cast<double>(outputs)) / (allowed + kRoundingError);
@@ -302,13 +307,16 @@ int main() {
   for (const char* target : targets) {
     if (!limit_target(target)) continue;
     ++levels;
-    std::mt19937 random(7);
+    std::mt19937 random(7), others(8);
     for (const Case& c : cases()) {
-      const double off = difference(c, random);
-      ++done;
-      if (!(off <= 1.0)) {
+      for (const bool to_bfloat16 : {false, true}) {
+        if (to_bfloat16 && (c.query_dtype != Dtype::kFloat32 || c.stored_dtype > Dtype::kBFloat16)) continue;
+        const double off = difference(c, to_bfloat16 ? others : random, to_bfloat16);
+        ++done;
+        if (off <= 1.0) continue;
         ++failures;
-        std::printf("%s: %s: %.2f times what is allowed\n", target_name(), c.text().c_str(), off);
+        std::printf("%s: %s%s: %.2f times what is allowed\n", target_name(), c.text().c_str(),
+                    to_bfloat16 ? " rounded" : "", off);
       }
     }
     if (!shows_not_a_number()) ++failures, std::printf("%s: a key that is not a number was lost\n", target_name());

@@ -60,7 +60,7 @@ class ExecutorchOptions(TensorRTOptions):
             the error (docs/benchmarks.md). The default is `native` with kernels='native', else `delegate`.
         compute: `float32`: inputs of linear layers keep all their bits. `bfloat16`: native operators round the inputs
             of layers with bfloat16 weights to bfloat16, and add the products in float32. On processors with AVX512_BF16
-            the linear layers of a prompt then take half the time (kernels/README.md).
+            the linear layers and the attention of a prompt then take half the time (kernels/README.md).
         score_length: Number of last tokens of a call for which logits are returned, for speculative decoding: by
             `forward`, or by a method `score` if the program is split, which packs the weights once more.
         llm_runner: Require `forward`, the constant methods that the runner reads, and operators that every build of

@@ -22,6 +22,7 @@ from ..dedup.segment_calls import ClonedSegments
 from ..graph_edits import drop_provenance
 from ..native.experts import experts_to_native
 from ..native.linears import linears_to_native, tables_to_native
+from ..native.operators import round_attention
 from ..pte.kernels import check_kernels
 from ..pte.rewrite import make_largest_first, write_pte
 from ..quantized import FoldedLinears, UnfoldLinears, fuse_quantized_embeddings
@@ -77,7 +78,7 @@ def to_edge(
         constant_methods: Values that methods of the file return, by name.
         delegate: A key of `options.DELEGATES`.
         native: Use native operators for linear layers, and for embedding tables that 16 bits hold without loss.
-        rounded: Round the inputs of native layers with bfloat16 weights to bfloat16.
+        rounded: Round the inputs of native layers with bfloat16 weights, and of attention, to bfloat16.
     """
     patch_exporter()
     segments = ClonedSegments(_segment_to_edge)
@@ -87,6 +88,7 @@ def to_edge(
         *REWRITES,
     )
     to_native = (tables_to_native, partial(linears_to_native, rounded=rounded), experts_to_native)
+    to_native = (*to_native, *((round_attention,) if rounded else ()))
     rewrites = (*rewrites, *(to_native if native else ()))
     rewrites = (*rewrites, *((segments.replace, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
     rewritten = {name: _rewritten(program, rewrites) for name, program in programs.items()}
@@ -196,7 +198,7 @@ def write_program(
         delegate: A key of `options.DELEGATES`.
         for_llm_runner: Require what ExecuTorch's `TextLLMRunner` reads.
         native: Use native operators for linear layers and embedding tables.
-        rounded: Round the inputs of native layers with bfloat16 weights to bfloat16.
+        rounded: Round the inputs of native layers with bfloat16 weights, and of attention, to bfloat16.
 
     Returns:
         Description of the file's contents for people.

@@ -2,6 +2,7 @@
 
 `exportable_cache::attention` is one call for causal attention over a cache: rows of different length, rings that have
 wrapped, windows and chunks, soft-capping, sinks, a bias; keys and values in float32, float16, bfloat16, 8 and 4 bits.
+`exportable_cache::attention_rounded` may round the operands of a prompt's products to bfloat16.
 `exportable_cache::write` writes new rows to the slots where attention reads them. Both take lengths as a tensor, so
 that no value of a step is read into the program. `exportable_cache::quantize` quantizes new rows to 8 or 4 bits.
 
@@ -13,7 +14,7 @@ a ring.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +22,9 @@ from ....cache.storage import Int4Storage, Int8Storage
 from ....common.compat.executorch import runtime
 from ....common.native.kernels import load_native_kernels
 from ....errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 _ATTENTION = (
     "(Tensor query, Tensor[] stored, Tensor[] fresh, Tensor length, float scaling, int kept, int window, int chunk, "
@@ -31,8 +35,9 @@ _QUANTIZE = "(Tensor rows, int bits"
 _ROUNDED: dict[int, type[Int8Storage] | type[Int4Storage]] = {8: Int8Storage, 4: Int4Storage}
 _library = torch.library.Library("exportable_cache", "FRAGMENT")
 # ExecuTorch calls the out variants.
-_library.define(f"attention{_ATTENTION}) -> Tensor")
-_library.define(f"attention.out{_ATTENTION}, *, Tensor(a!) out) -> Tensor(a!)")
+for _name in ("attention", "attention_rounded"):
+    _library.define(f"{_name}{_ATTENTION}) -> Tensor")
+    _library.define(f"{_name}.out{_ATTENTION}, *, Tensor(a!) out) -> Tensor(a!)")
 _library.define(f"write{_WRITE}) -> Tensor")
 _library.define(f"write.out{_WRITE}, *, Tensor(b!) out) -> Tensor(b!)")
 _library.define(f"quantize{_QUANTIZE}) -> (Tensor, Tensor)")
@@ -120,6 +125,14 @@ def attention(
         weights = scores.softmax(dim=-1)[..., : len(positions)]
         outputs.append((weights @ values.repeat_interleave(groups, dim=0)).transpose(0, 1))
     return torch.stack(outputs).to(query.dtype).contiguous()
+
+
+def round_attention(program: ExportedProgram) -> ExportedProgram:
+    """Replace each `attention` by `attention_rounded`, in place."""
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.exportable_cache.attention.default):
+        node.target = torch.ops.exportable_cache.attention_rounded.default
+    program.graph_module.recompile()
+    return program
 
 
 def write(
@@ -226,6 +239,7 @@ def _quantize_output(rows: torch.Tensor, bits: int, **further: object) -> tuple[
 
 for _name, _plain, _into, _fake in (
     ("attention", attention, _attention_into, _attention_output),
+    ("attention_rounded", attention, _attention_into, _attention_output),
     ("write", write, _write_into, _write_output),
     ("quantize", quantize, _quantize_into, _quantize_output),
 ):

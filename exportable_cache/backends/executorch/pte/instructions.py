@@ -51,7 +51,9 @@ _LETTERS = {
 _UNKNOWN_TO_TORCH = {
     "executorch_prim::et_view.default": "T I T",
     "executorch_prim::et_copy_index.tensor": "T T i",
-    "exportable_cache::attention.out": "T L L T f i i i f T? T? T T",
+    **dict.fromkeys(
+        ("exportable_cache::attention.out", "exportable_cache::attention_rounded.out"), "T L L T f i i i f T? T? T T"
+    ),
     "exportable_cache::write.out": "T T T i T? T T",
     **{
         f"exportable_cache::{name}_{kind}.out": kinds
