@@ -56,7 +56,7 @@ class RoundedCache(DynamicCache):
         self._form = form
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *rest, **more) -> tuple[torch.Tensor, torch.Tensor]:
-        """Round, and go on as `DynamicCache` does."""
+        """Round, and continue as `DynamicCache` does."""
         return super().update(rounded(keys, *self._form), rounded(values, *self._form), *rest, **more)
 
 
