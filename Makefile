@@ -101,6 +101,7 @@ kernels-sanitized:
 	@build/kernels-sanitized/linear_test
 	@build/kernels-sanitized/float_linear_test
 	@build/kernels-sanitized/quantize_test
+	@build/kernels-sanitized/elementwise_test
 
 demo: $(VENV)/.installed native
 	@$(BIN)/exportable-cache export demo --target executorch --max-cache-len $(MAX_CACHE_LEN) --output $(OUTPUT) --overwrite

@@ -7,5 +7,6 @@ void register_native_operators();
 void register_linear_operators();
 void register_embedding_operators();
 void register_quantize_operator();
+void register_elementwise_operators();
 
 }  // namespace exportable_cache::kernels

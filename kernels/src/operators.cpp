@@ -163,6 +163,7 @@ bool register_operators() {
   register_linear_operators();
   register_embedding_operators();
   register_quantize_operator();
+  register_elementwise_operators();
   return true;
 }
 

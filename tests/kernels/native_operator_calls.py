@@ -65,8 +65,23 @@ KINDS = (
 )
 
 
+def steps_of(query: torch.Tensor) -> list[torch.Tensor]:
+    """Return results of the operators between linear layers."""
+    operators = torch.ops.exportable_cache
+    weight, angles = query[0, 0, 0] + 1.0, query[:, :1]
+    of_tokens = query.transpose(1, 2).contiguous()
+    return [
+        operators.rms_norm(query, weight, 1e-6),
+        operators.rms_norm(of_tokens, None, 1e-5),
+        operators.rotate(query, angles, -2.0 * angles, False),
+        operators.rotate(of_tokens, angles[:1], angles[1:], True),
+        operators.gate(query, query + 1.0, 1.0, 0.0),
+        operators.gate(of_tokens, of_tokens, 1.5957691, 0.0713548),
+    ]
+
+
 class Layers(torch.nn.Module):
-    """[batch, heads, length, dim] queries, keys and values to an output of each kind."""
+    """[batch, heads, length, dim] queries, keys and values to an output of each kind, and of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +121,7 @@ class Layers(torch.nn.Module):
                 for new, part in zip(fresh, stored, strict=True):
                     operators.write(new, part, length, kind.kept, output)
             outputs.append(output)
-        return outputs
+        return [*outputs, *steps_of(query)]
 
 
 def inputs(count: int, lengths: list[int], seed: int) -> tuple[torch.Tensor, ...]:
@@ -130,7 +145,10 @@ def check_operators(path: Path) -> None:
     # The second row has tokens that were written by none: of zeros, in both.
     for seed, count in enumerate(STEPS):
         given = inputs(count, lengths, seed)
-        for kind, found, expected in zip(KINDS, method(given), plain(*given), strict=True):
+        results, wanted = method(given), plain(*given)
+        for found, expected in zip(results[len(KINDS) :], wanted[len(KINDS) :], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        for kind, found, expected in zip(KINDS, results[: len(KINDS)], wanted[: len(KINDS)], strict=True):
             assert found.shape == expected.shape == (BATCH, count, HEADS, DIM) and found.dtype == kind.dtype
             off = (found.float() - expected.float()).abs().max().item()
             assert off <= kind.tolerance, (kind, seed, off)

@@ -10,7 +10,7 @@ import pytest
 from .conftest import Build
 
 #: Programs of `kernels/tests`.
-PROGRAMS = ("attention_test", "linear_test", "float_linear_test", "experts_test", "quantize_test")
+PROGRAMS = ("attention_test", "linear_test", "float_linear_test", "experts_test", "quantize_test", "elementwise_test")
 
 
 def run(program: Path) -> str:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
@@ -16,6 +20,7 @@ from exportable_cache import ExportableCache
 from exportable_cache.backends.executorch.attention.fused import fusable_layers, fuse_layers, native_layouts
 from exportable_cache.backends.executorch.attention.fused_layouts import NativeLatentLayout, NativeLayout
 from exportable_cache.backends.executorch.attention.rows_layout import RowsLayout
+from exportable_cache.backends.executorch.lowering.steps import steps_to_native
 from exportable_cache.backends.executorch.native.operators import check_native_kernels
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cache.attention.functions import matmul_attention
@@ -267,3 +272,62 @@ def test_a_layer_is_described_by_its_kernel() -> None:
     latents = ExportableCache.from_model(kind_model("deepseek_v3"), CAPACITY, 3).layers[0]
     assert NativeLatentLayout().fused(latents).keys.shape == (3, CAPACITY, 1, 16 + 8)
     assert {name for name, _ in layer.named_state()} == {name for name, _ in cache.layers[0].named_state()}
+
+
+#: Calls of native operators in `Between`.
+WANTED = {"rms_norm": 1, "rotate": 2, "gate": 1}
+
+
+class Between(torch.nn.Module):
+    """The steps between linear layers as modeling code of transformers has them."""
+
+    def __init__(self, norm: torch.nn.Module, activation: str) -> None:
+        super().__init__()
+        self.norm, self.activation = norm, ACT2FN[activation]
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Take [1, tokens, heads, dim] and angles [1, tokens, dim]."""
+        query = self.norm(x).transpose(1, 2)
+        rotated, plain = apply_rotary_pos_emb(query, x.permute(0, 2, 1, 3), cos, sin)
+        return rotated, plain, self.activation(x) * plain.transpose(1, 2)
+
+
+@pytest.mark.parametrize(("norm", "activation"), [(LlamaRMSNorm, "silu"), (Gemma3RMSNorm, "gelu_pytorch_tanh")])
+def test_steps_between_linear_layers_become_native(norm: type[torch.nn.Module], activation: str) -> None:
+    module = Between(norm(8, eps=1e-3), activation)
+    torch.nn.init.normal_(module.norm.weight)
+    given = (torch.randn(1, 5, 2, 8), torch.randn(1, 5, 8), torch.randn(1, 5, 8))
+    expected = module(*given)
+    program = steps_to_native(torch.export.export(module, given))
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    names = Counter(str(node.target) for node in calls if "exportable_cache" in str(node.target))
+    assert names == {f"exportable_cache.{name}.default": count for name, count in WANTED.items()}
+    # The weight is part of the call, and a transposed view is read where it is.
+    assert next(node for node in calls if "rms_norm" in str(node.target)).args[1] is not None
+    assert sorted(node.args[3] for node in calls if "rotate" in str(node.target)) == [False, True]
+    for found, wanted in zip(program.module()(*given), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+class Unlike(torch.nn.Module):
+    """Steps that differ from those of the native operators in one thing each."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Take [1, 2, 5, 8] twice."""
+        turned = torch.cat([-x[..., 4:], x[..., :4]], -1)
+        return (
+            x * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-3),
+            x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + 1e-3),
+            x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-3),
+            x * y + turned * y,
+            y * y[:, :1] + turned * y[:, :1],
+            torch.nn.functional.gelu(x) * y,
+            torch.nn.functional.silu(x) * y[..., :1],
+            (torch.nn.functional.silu(x.double()) * y.double()).float(),
+        )
+
+
+def test_other_steps_stay_as_they_are() -> None:
+    given = (torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))
+    program = steps_to_native(torch.export.export(Unlike(), given))
+    assert not [node for node in program.graph.nodes if "exportable_cache" in str(node.target)]

@@ -40,6 +40,7 @@ from .rewrites import (
     rotations_to_linear,
     state_of,
 )
+from .steps import steps_to_native
 
 if TYPE_CHECKING:
     from executorch.exir import (
@@ -85,6 +86,8 @@ def to_edge(
     rewrites: tuple[Rewrite, ...] = (
         *BEFORE_FOLDING,
         partial(fold_constants, state=state_of(programs.values())),
+        # First, because later passes decompose activations.
+        *((steps_to_native,) if native else ()),
         *REWRITES,
     )
     to_native = (tables_to_native, partial(linears_to_native, rounded=rounded), experts_to_native)

@@ -104,7 +104,7 @@ def rotations_to_linear(program: ExportedProgram) -> ExportedProgram:
 
     The size 2 n must be static. The result is bit-identical for finite numbers, because every sum has one nonzero term.
     """
-    return calls_to_linear(program, "rotation_of", _rotated, rotation)
+    return calls_to_linear(program, "rotation_of", rotated_halves, rotation)
 
 
 def rotation(size: int) -> torch.Tensor:
@@ -117,8 +117,8 @@ def rotation(size: int) -> torch.Tensor:
     return matrix
 
 
-def _rotated(node: Node) -> Node | None:
-    """Return the tensor whose halves a call swaps, or None for other calls."""
+def rotated_halves(node: Node) -> Node | None:
+    """Return x if a call is the float32 `cat([-x[..., n:], x[..., :n]], -1)`, or None for other calls."""
     arguments: tuple[Any, ...] = node.args
     if node.target is not torch.ops.aten.cat.default or len(arguments[0]) != 2:
         return None

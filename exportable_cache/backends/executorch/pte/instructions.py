@@ -64,6 +64,9 @@ _UNKNOWN_TO_TORCH = {
         f"exportable_cache::experts_{kind}.out": "T T T? T T? i T T"
         for kind in ("4bit", "float", "bfloat16", "float16")
     },
+    "exportable_cache::rms_norm.out": "T T? f T T",
+    "exportable_cache::rotate.out": "T T T b T T",
+    "exportable_cache::gate.out": "T T f f T T",
     "exportable_cache::embedding_bfloat16.out": "T T i i T T",
     "exportable_cache::embedding_float16.out": "T T i i T T",
     "quantized_decomposed::embedding_byte.out": "T T T? i i T T T",
