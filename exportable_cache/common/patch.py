@@ -195,7 +195,7 @@ def torch_patch(file: str, name: str, reason: str, *digests: str) -> Patch:
         file: Module below `torch`.
         name: See `Patch`.
         reason: See `Patch`.
-        digests: Digests in torch 2.13, and in 2.14 if it differs.
+        digests: Digests in torch 2.13 and later releases, where they differ.
     """
     url = f"https://github.com/pytorch/pytorch/blob/v2.13.0/torch/{file.replace('.', '/')}.py"
     return Patch(f"torch.{file}", name, None, reason, digests, package="torch", url=url, needed=False)

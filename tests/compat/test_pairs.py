@@ -36,9 +36,11 @@ def declared() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("torch", ["2.13.0", "2.13.1+cu130"])
-def test_a_pair_that_was_compiled_together_passes(torch: str) -> None:
-    compat.refuse_pair("1.4.0", torch)
+@pytest.mark.parametrize(
+    ("executorch", "torch"), [("1.4.0", "2.13.0"), ("1.4.0", "2.13.1+cu130"), ("1.5.1", "2.14.1"), ("1.5.1", "2.15.0")]
+)
+def test_a_pair_that_runs_together_passes(executorch: str, torch: str) -> None:
+    compat.refuse_pair(executorch, torch)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,8 @@ def test_a_pair_that_was_compiled_together_passes(torch: str) -> None:
     [
         ("1.4.1", "2.14.1", ("torch==2.13.*", "executorch==1.5.*")),
         ("1.5.1", "2.13.0+cpu", ("torch==2.14.*", "executorch==1.4.*")),
-        ("1.5.1", "2.15.0", ("torch==2.14.*",)),
+        ("1.4.1", "2.15.0", ("torch==2.13.*", "executorch==1.5.*")),
+        ("1.5.1", "2.16.0", ("torch==2.14.*",)),
         ("1.3.1", "2.13.0", ("executorch==1.4.*",)),
     ],
 )

@@ -49,9 +49,10 @@ _KERNELS = {
     "executorch.kernels.quantized": "*quantized_ops_aot_lib.*",
 }
 _REMEDY = "pip install 'exportable-cache[executorch]'"
-#: Release series of torch that each series of executorch is compiled against. Its wheels have no upper bound, so pip
-#: may install a newer torch whose classes have other layouts.
-COMPILED_AGAINST = {"1.4": "2.13", "1.5": "2.14"}
+#: Release series of torch that each series of executorch runs with: first the one that it is compiled against, then
+#: others that the tests ran. Its wheels have no upper bound, so pip may install a newer torch whose classes have other
+#: layouts.
+RUNS_WITH = {"1.4": ("2.13",), "1.5": ("2.14", "2.15")}
 
 
 @functools.cache
@@ -73,15 +74,15 @@ def check_pair() -> None:
 def refuse_pair(executorch: str, torch: str) -> None:
     """Check two versions, as `check_pair` does: `refuse_pair("1.4.1", "2.13.0+cpu")`."""
     series, torch_series = (".".join(version.split(".")[:2]) for version in (executorch, torch))
-    wanted = COMPILED_AGAINST.get(series)
-    fitting = next((series for series, against in COMPILED_AGAINST.items() if against == torch_series), None)
-    if wanted == torch_series or (wanted is None and fitting is None):
+    wanted = RUNS_WITH.get(series, ())
+    fitting = next((series for series, against in RUNS_WITH.items() if torch_series in against), None)
+    if torch_series in wanted or not (wanted or fitting):
         return
-    remedies = [f"pip install 'torch=={wanted}.*'"] if wanted else []
+    remedies = [f"pip install 'torch=={wanted[0]}.*'"] if wanted else []
     remedies += [f"pip install 'executorch=={fitting}.*'"] if fitting else []
     raise MissingDependencyError(
         f"executorch {executorch} is installed with torch {torch}; "
-        + (f"it is compiled against torch {wanted}" if wanted else f"torch {torch_series} needs executorch {fitting}")
+        + (f"it is compiled against {wanted[0]}" if wanted else f"torch {torch_series} needs executorch {fitting}")
         + f": {', or '.join(remedies)}"
     )
 
