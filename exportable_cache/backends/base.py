@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from ..cache.layers import CacheLayer
     from ..generation.sampling import Sampler
+    from ..models.lora import LoraSlots
     from ..program.methods import ProgramMethod
     from ..program.program import Program
     from ..program.spec import Form, Logits, ProgramSpec
@@ -169,7 +170,8 @@ class Backend(Protocol):
     machine_code: str
     #: Class of the target's options.
     options: type[TargetOptions]
-    # A target whose programs may contain sums over processes has the attribute `sums_over_ranks`.
+    # A target whose programs may contain sums over processes has the attribute `sums_over_ranks`, and one whose
+    # programs may have slots for adapters has `holds_adapters`.
 
     def program_spec(self, asked: ProgramSpec, options: TargetOptions) -> ProgramSpec:
         """Return the program that this target supports for a requested one.
@@ -227,6 +229,7 @@ class ProgramDescription:
         batch_size: Number of rows.
         layers: For each layer its config, and the shape and dtype name of each state tensor.
         details: Details of each file, see `LoweredFile`.
+        lora: Slots for adapters, if the program has any.
     """
 
     methods: dict[str, ProgramMethod]
@@ -235,6 +238,7 @@ class ProgramDescription:
     batch_size: int
     layers: list[dict[str, Any]] = field(default_factory=list)
     details: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lora: LoraSlots | None = None
 
 
 def empty_layers(description: ProgramDescription) -> list[CacheLayer]:

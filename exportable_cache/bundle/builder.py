@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -37,6 +37,7 @@ from .entries import (
     File,
     ItemEntry,
     Layer,
+    LoraEntry,
     MethodEntry,
     MethodIO,
     ProgramEntry,
@@ -130,6 +131,7 @@ def describe(
             methods={name: _method(program, method, logits_size) for name, method in program.methods.items()},
             equal_rows=needs_equal_rows(program.model, cache),
             rope=_rope(program),
+            lora=None if program.lora is None else LoraEntry.model_validate(asdict(program.lora)),
         ),
         vocab_size=vocab_size,
         logits_size=None if logits_size == vocab_size else logits_size,

@@ -13,6 +13,7 @@ from ..cache.layers import layer_from
 from ..cache.layout import Layout
 from ..common.method_io import TensorSpec
 from ..errors import InputError
+from ..models.lora import ADAPTERS, WRITE_ADAPTER, LoraSlots, LoraTarget
 from ..models.positions import RopeRule
 from ..program.items import FixedInput, ItemFacts
 from ..program.methods import ROPE_LENGTHS, ProgramMethod
@@ -317,6 +318,28 @@ class RopeEntry(Entry):
         return RopeRule(self.kind, tuple(self.borders), self.recomputes)
 
 
+class LoraTargetEntry(Entry):
+    """A linear layer with slots for adapters: its name in the model and its sizes."""
+
+    name: str
+    inputs: Count
+    outputs: Count
+
+
+class LoraEntry(Entry):
+    """The slots for LoRA adapters of a program, see `LoraSlots`."""
+
+    slots: int = Field(ge=1, lt=2**31)
+    rank: int = Field(ge=1, lt=2**31)
+    dtype: Dtype
+    targets: list[LoraTargetEntry] = Field(min_length=1)
+
+    def described(self) -> LoraSlots:
+        """Return the entry as a session's `LoraSlots`."""
+        targets = tuple(LoraTarget(one.name, one.inputs, one.outputs) for one in self.targets)
+        return LoraSlots(self.slots, self.rank, self.dtype, targets)
+
+
 class ProgramEntry(Entry):
     """The program's form and methods."""
 
@@ -329,6 +352,8 @@ class ProgramEntry(Entry):
     equal_rows: bool = False
     # Set if steps take the lengths that select RoPE's factors.
     rope: RopeEntry | None = None
+    # Set if steps take adapters.
+    lora: LoraEntry | None = None
 
     @model_validator(mode="after")
     def _lengths_have_a_rule(self) -> ProgramEntry:
@@ -336,6 +361,13 @@ class ProgramEntry(Entry):
             takes = any(io.name == ROPE_LENGTHS.name for io in method.inputs)
             if takes and self.rope is None:
                 raise ValueError(f"method {name!r} takes {ROPE_LENGTHS.name}, but rope is missing")
+            adapted = any(io.name == ADAPTERS.name for io in method.inputs)
+            if adapted and self.lora is None:
+                raise ValueError(f"method {name!r} takes {ADAPTERS.name}, but lora is missing")
+        if self.lora is not None:
+            writer = self.methods.get(WRITE_ADAPTER)
+            if writer is None or writer.described(WRITE_ADAPTER).inputs != self.lora.described().inputs:
+                raise ValueError(f"lora: method {WRITE_ADAPTER!r} must take the tensors of its targets")
         return self
 
     @field_validator("methods")

@@ -160,6 +160,7 @@ class Manifest(Entry):
             details={
                 name.removeprefix(folder): file.details for name, file in self.files.items() if name.startswith(folder)
             },
+            lora=None if self.program.lora is None else self.program.lora.described(),
         )
 
     def content(self) -> bytes:

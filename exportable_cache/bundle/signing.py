@@ -72,34 +72,36 @@ def public_key(path: str | os.PathLike) -> Ed25519PublicKey:
     return key
 
 
-def sign(folder: Path, manifest: bytes, key: Ed25519PrivateKey) -> None:
+def sign(folder: Path, manifest: bytes, key: Ed25519PrivateKey, name: str = SIGNATURE_FILE) -> None:
     """Write the signature of a manifest next to it.
 
     Args:
         folder: The bundle.
-        manifest: Bytes of the manifest's file.
+        manifest: Bytes of the manifest's file, or other bytes that do not begin as a JSON object.
         key: The private key.
+        name: Name of the signature's file.
     """
     content = {
         "algorithm": "ed25519",
         "key": fingerprint(key.public_key()),
         "signature": base64.b64encode(key.sign(_CONTEXT + manifest)).decode(),
     }
-    (folder / SIGNATURE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def check(folder: Path, manifest: bytes, key: Ed25519PublicKey) -> None:
+def check(folder: Path, manifest: bytes, key: Ed25519PublicKey, name: str = SIGNATURE_FILE) -> None:
     """Check that a manifest is signed with a key.
 
     Args:
         folder: The bundle.
         manifest: Bytes that were read from the manifest; the file is not read again.
         key: The public key.
+        name: Name of the signature's file.
 
     Raises:
         BundleError: If the signature is missing, was made with another key, or does not match the manifest.
     """
-    path, wanted = folder / SIGNATURE_FILE, fingerprint(key)
+    path, wanted = folder / name, fingerprint(key)
     try:
         # Checked first, because opening a pipe would block.
         if path.exists() and not path.is_file():
@@ -110,7 +112,7 @@ def check(folder: Path, manifest: bytes, key: Ed25519PublicKey) -> None:
         signature = base64.b64decode(content["signature"], validate=True)
     except FileNotFoundError as error:
         raise BundleError(
-            f"{folder} must be signed by {wanted} (key=, --key), but it has no {SIGNATURE_FILE}; get a signed copy, or "
+            f"{folder} must be signed by {wanted} (key=, --key), but it has no {name}; get a signed copy, or "
             "leave the key out if you trust its origin"
         ) from error
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -125,8 +127,9 @@ def check(folder: Path, manifest: bytes, key: Ed25519PublicKey) -> None:
     try:
         key.verify(signature, _CONTEXT + manifest)
     except InvalidSignature as error:
+        what = "the manifest, so the bundle" if name == SIGNATURE_FILE else "the file, so it"
         raise BundleError(
-            f"the signature in {path} does not match the manifest, so the bundle was changed after it was signed; "
+            f"the signature in {path} does not match {what} was changed after it was signed; "
             "do not trust it, and get it again from its author"
         ) from error
 

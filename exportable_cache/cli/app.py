@@ -17,7 +17,7 @@ _HELP = (
 )
 #: Tasks and their commands, as `--help` lists them.
 _TASKS = {
-    "Export a model": ("export", "plan", "upload"),
+    "Export a model": ("export", "adapter", "plan", "upload"),
     "Generate text": ("generate", "chat"),
     "Serve it": ("serve",),
     "Check a bundle": ("verify", "perplexity", "inspect"),

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeGuard
 import typer
 
 from ..errors import CacheFullError, InputError
+from ..session.opening import Use
 from .options import (
+    AdapterOption,
     BundleOrModelArgument,
     GreedyOption,
     MinPOption,
@@ -69,6 +71,7 @@ def chat(
     repetition_penalty: RepetitionPenaltyOption = None,
     seed: SeedOption = None,
     split_special_tokens: SplitSpecialTokensOption = True,
+    adapter: AdapterOption = None,
 ) -> None:
     """Chat with a model in the terminal.
 
@@ -80,7 +83,7 @@ def chat(
     from ..generation.text import check_text
 
     given = GivenSampling(greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    completer = open_completer(terminal, folder, opening, split_special_tokens)
+    completer = open_completer(terminal, folder, opening, split_special_tokens, Use(adapter=adapter))
     if not completer.takes_messages:
         raise InputError(
             f"chat needs a tokenizer with a chat template, and {folder} has none; use generate, or set "

@@ -13,6 +13,7 @@ import typer
 
 from ..session.opening import Use
 from .options import (
+    AdapterOption,
     BundleOrModelArgument,
     GreedyOption,
     JsonOption,
@@ -104,6 +105,7 @@ def generate(
     split_special_tokens: SplitSpecialTokensOption = True,
     json_schema: JsonSchemaOption = None,
     regex: RegexOption = None,
+    adapter: AdapterOption = None,
     json: JsonOption = False,
 ) -> None:
     """Generate text from a prompt: text on stdout, speed on stderr."""
@@ -116,7 +118,7 @@ def generate(
         raise typer.BadParameter("cannot be combined with --json-schema or --regex", param_hint="'--prompt-lookup'")
     given = GivenSampling(greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed)
     files = {"image": image or (), "audio": audio or ()}
-    use = Use(tuple(kind for kind, paths in files.items() if paths), prompt_lookup or 0)
+    use = Use(tuple(kind for kind, paths in files.items() if paths), prompt_lookup or 0, adapter=adapter)
     opened = open_session(terminal, folder, opening, use)
     session = opened.session
     from ..session.native import NativeSession

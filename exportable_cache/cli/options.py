@@ -174,6 +174,15 @@ ModelOption = Annotated[
 LoraOption = Annotated[
     list[str] | None, typer.Option("--lora", metavar="FOLDER", help="Adapter that was merged into the weights.")
 ]
+AdapterOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--adapter",
+        metavar="FILE",
+        help="LoRA adapter to use: a file of `adapter`, or the folder that peft saved.",
+        show_default=False,
+    ),
+]
 BundleArgument = Annotated[
     Path,
     typer.Argument(metavar="DIR", help="Folder of a bundle, as `export` wrote it.", autocompletion=_complete_bundles),

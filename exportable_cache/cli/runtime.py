@@ -255,7 +255,9 @@ def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | Non
     if opening.is_model(name):
         return _open_live(terminal, name, opening.model, use or Use(), text)
     native = None
-    if use is not None and use.kinds:
+    if use is not None and use.adapter is not None:
+        leave_to_torch(terminal, name, "the native runner has no adapters")
+    elif use is not None and use.kinds:
         leave_to_torch(terminal, name, "images and audio need the model's processor")
     else:
         native = open_natively(terminal, name, opening.checks, text)
@@ -275,6 +277,8 @@ def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | Non
             to_run=True,
         )
         session = Session.from_bundle(bundle)
+        if use is not None and use.adapter is not None:
+            session.use_adapter(session.load_adapter(use.adapter, key=checks.key))
         if session.stepper.ranks is not None:
             terminal.set_rank(session.stepper.ranks.rank)
     return Opened(session, bundle.processor)
@@ -303,7 +307,9 @@ def _no_processor() -> ProcessorMixin:
     raise AssertionError("the native runner takes no files")
 
 
-def open_completer(terminal: Terminal, name: str, opening: Opening, split_special_tokens: bool) -> AnyCompleter:
+def open_completer(
+    terminal: Terminal, name: str, opening: Opening, split_special_tokens: bool, use: Use | None = None
+) -> AnyCompleter:
     """Open a bundle or a model, and return what completes prompts over it; settings that are not followed are noted.
 
     Args:
@@ -311,6 +317,7 @@ def open_completer(terminal: Terminal, name: str, opening: Opening, split_specia
         name: See `open_session`.
         opening: See `open_session`.
         split_special_tokens: See `AnyCompleter`.
+        use: See `open_session`.
 
     Raises:
         BundleError, InputError, MissingDependencyError: See `open_session` and `Completer`.
@@ -318,7 +325,7 @@ def open_completer(terminal: Terminal, name: str, opening: Opening, split_specia
     from ..session.native import NativeSession
 
     completer: AnyCompleter
-    session = open_session(terminal, name, opening).session
+    session = open_session(terminal, name, opening, use).session
     if isinstance(session, NativeSession):
         from ..decoding.native_completion import NativeCompleter
 

@@ -76,6 +76,9 @@ def export(
     push_to_hub: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     lora: str | os.PathLike | Sequence[str | os.PathLike] = (),
+    lora_slots: int = 0,
+    lora_rank: int = 16,
+    lora_targets: Sequence[str] = (),
     dry_run: bool = False,
     progress: Progress | None = None,
     **options: Any,
@@ -127,6 +130,10 @@ def export(
         push_to_hub: Repository of the hub to upload the bundle to, such as `user/name`, see `upload.upload`.
         tokenizer: Tokenizer to save in the bundle; by default the model's, if it has one.
         lora: Folder of a LoRA adapter (PEFT) to merge into the weights.
+        lora_slots: Number of LoRA adapters that the program holds at once, see `Session.load_adapter`; 0 for none.
+            Targets `pt2` and `executorch`.
+        lora_rank: Largest rank of these adapters.
+        lora_targets: Names of the linear layers that they may change; all of the decoder by default.
         dry_run: Read no weights, write nothing, and return a `DryRun` that describes the export.
         progress: Called at each stage.
         **options: Options of the target.
@@ -177,7 +184,7 @@ def export(
             kv_dtype=settings["kv_dtype"],
             max_encoder_len=max_encoder_len,
         ),
-        program=ProgramSpec(prefill_chunk),
+        program=ProgramSpec(prefill_chunk, lora_slots=lora_slots, lora_rank=lora_rank, lora_targets=lora_targets),
         quantization=quantization_of(
             settings["quantize"],
             settings["group_size"],

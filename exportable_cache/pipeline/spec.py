@@ -173,6 +173,13 @@ class ExportSpec:
             )
         if self.tensor_parallel is not None:
             _check_ranks(self, backend)
+        if self.program.lora_slots and not (
+            getattr(backend, "holds_adapters", False) and getattr(options, "delegate", "xnnpack") == "xnnpack"
+        ):
+            raise InputError(
+                f"lora_slots={self.program.lora_slots} is not supported by target {self.target!r} with these options; "
+                "export for target 'pt2', or 'executorch' with delegate='xnnpack', or merge one adapter (lora=, --lora)"
+            )
         if self.quantization is not None:
             linear, embeddings = getattr(backend, "linear_schemes", ()), getattr(backend, "embedding_schemes", ())
             check_schemes(self.quantization, self.target, linear, embeddings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
@@ -18,11 +18,22 @@ from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import attention_of
 from ..cache.step import StepContext, known_length
 from ..common.compat.transformers import cache_argument
-from ..common.method_io import name_forward
+from ..common.method_io import TensorSpec, name_forward
 from ..errors import InputError, UnsupportedModelError, describe_trace_error
 from ..models.cache_factory import ExportableEncoderDecoderCache
 from ..models.joined_linears import joined_products, separate_linears
 from ..models.layers.codebooks import codebooks_of
+from ..models.lora import (
+    ADAPTED,
+    ADAPTERS,
+    WRITE_ADAPTER,
+    LoraSlots,
+    WriteAdapter,
+    adapting,
+    add_slots,
+    remove_slots,
+    slots_of,
+)
 from ..models.patches.mechanisms.rope import check_follows, rope_by
 from ..models.patches.mechanisms.speech import short_masks
 from ..models.patches.registry import patch_model
@@ -36,7 +47,7 @@ from .inputs.modality import EmbedModule
 from .inputs.multimodal import multimodal_methods
 from .items import ITEM_STATES, ITEMS_SEEN
 from .last_token import choose_last_token_early
-from .methods import KV_SLOTS, ROPE_LENGTHS
+from .methods import KV_SLOTS, ROPE_LENGTHS, ProgramMethod
 from .spec import Form, Logits, ProgramSpec
 
 if TYPE_CHECKING:
@@ -46,7 +57,6 @@ if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
     from ..models.layers.encoder import Encoder
     from .inputs.modality import Modality
-    from .methods import ProgramMethod
 
 
 def takes_positions(model: PreTrainedModel, name: str = "position_ids") -> bool:
@@ -112,7 +122,8 @@ class ProgramModule(nn.Module):
             **further: Optional inputs of the method. `rope_deltas` [batch] is added to cache positions to give rotary
                 ones; `position_ids` [axes, batch, length] replaces them. Tokens with the same index in `image_ids`
                 [batch, length] attend to each other, -1 is text. `rope_lengths` [batch] selects RoPE factors that
-                depend on the length; without it those of short sequences are used.
+                depend on the length; without it those of short sequences are used. `adapters` [batch] are the slots of
+                the rows' adapters, 0 for none.
 
         Returns:
             [batch, vocab], [batch, length, vocab], or those of the last tokens, see `ProgramMethod.scored_tokens`;
@@ -126,6 +137,7 @@ class ProgramModule(nn.Module):
         position_ids, rope_deltas = further.pop("position_ids", None), further.pop("rope_deltas", None)
         image_ids, rope_lengths = further.pop("image_ids", None), further.pop(ROPE_LENGTHS.name, None)
         seen, states = further.pop(ITEMS_SEEN, None), further.pop(ITEM_STATES, None)
+        slots = further.pop(ADAPTERS.name, None)
         if isinstance(cache, ExportableEncoderDecoderCache):
             assert input_ids is not None
             options = decoder_arguments(_encoder_of(self.layout), cache, input_ids, **further)
@@ -143,7 +155,7 @@ class ProgramModule(nn.Module):
         if seen is not None:
             options |= {"cross_attention_mask": seen.transpose(1, 2), "cross_attention_states": states}
         options[self.cache_argument] = cache
-        with longest_step(self.method.max_length), short_masks():
+        with longest_step(self.method.max_length), short_masks(), adapting(slots):
             kept = {"logits_to_keep": self._kept(tokens)} if self.keeps_last else {}
             rope = rope_by(rope_lengths) if self.has_changing_rope else nullcontext()
             with passing_extra_features(self.model, self.method.extra_features, options), rope:
@@ -262,6 +274,7 @@ def program_methods(model: PreTrainedModel, cache: ExportableCache, spec: Progra
         InputError: If a length exceeds the capacity of the cache, or an encoder-decoder lacks what the spec asks for.
         UnsupportedModelError: If RoPE factors change within the capacity and the model's code cannot switch them.
     """
+    slots = _slots_for(model, cache, spec)
     methods, codebooks, rule = _program_methods(cache, spec), codebooks_of(model.config), rope_rule(model)
     if codebooks is not None:
         methods = {name: method.of_codebooks(codebooks.count) for name, method in methods.items()}
@@ -272,7 +285,39 @@ def program_methods(model: PreTrainedModel, cache: ExportableCache, spec: Progra
             name: replace(method, inputs=(*method.inputs, ROPE_LENGTHS)) if method.is_step else method
             for name, method in methods.items()
         }
-    return methods
+    return methods if slots is None else {**methods, **_adapted_methods(methods, slots)}
+
+
+def _slots_for(model: PreTrainedModel, cache: ExportableCache, spec: ProgramSpec) -> LoraSlots | None:
+    """Give the model the slots for adapters that a spec asks for, or remove those that it has."""
+    if not spec.lora_slots:
+        remove_slots(model)
+        return None
+    others = {
+        "an encoder-decoder": isinstance(cache, ExportableEncoderDecoderCache),
+        f"modalities {', '.join(one.kind for one in spec.modalities)}": bool(spec.modalities),
+        "a cache that is an input and an output": Form(spec.form) is Form.EXPLICIT,
+        "offloaded layers": cache.offloader is not None,
+        "a model that is split over processes": cache.ranks is not None,
+    }
+    for what, found in others.items():
+        if found:
+            raise InputError(f"lora_slots={spec.lora_slots} cannot be combined with {what}; leave one of them out")
+    return add_slots(model, spec.lora_slots, spec.lora_rank, spec.lora_targets)
+
+
+def _adapted_methods(methods: Mapping[str, ProgramMethod], slots: LoraSlots) -> dict[str, ProgramMethod]:
+    """Return the steps that also take the slot of each row, and the method that writes an adapter.
+
+    The others stay, so that a step without an adapter costs nothing more.
+    """
+    adapted = {
+        f"{ADAPTED}{name}": replace(method, name=f"{ADAPTED}{name}", inputs=(*method.inputs, ADAPTERS))
+        for name, method in methods.items()
+        if method.is_step
+    }
+    written = (TensorSpec("next_slot", "int64", (1,)),)
+    return {**adapted, WRITE_ADAPTER: ProgramMethod(WRITE_ADAPTER, 1, 1, inputs=slots.inputs, outputs=written)}
 
 
 def _program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, ProgramMethod]:
@@ -297,7 +342,11 @@ def _program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, Pro
 def front_module(
     model: PreTrainedModel, cache: ExportableCache, method: ProgramMethod, modalities: Sequence[Modality]
 ) -> nn.Module:
-    """Return the module of a method that is not a decoder step: an encoder, or the embedding table."""
+    """Return the module of a method that is not a decoder step: an encoder, the embedding table, or a writer."""
+    if method.name == WRITE_ADAPTER:
+        slots = slots_of(model)
+        assert slots is not None
+        return WriteAdapter(model, slots)
     if method.name == "embed":
         size = method.outputs[0].shape[-1]
         assert isinstance(size, int)
@@ -350,6 +399,7 @@ class Program:
         if spec.adapt is not None and not any(modality.facts.sees for modality in self.modalities):
             cache = spec.adapt(model, cache)
         self.methods = program_methods(model, cache, spec.decided(cache))
+        self.lora = slots_of(model)
         zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}
         self.cache = cache.with_state(zeros)
         module_class = ResidentModule if self.form is Form.RESIDENT else ExplicitModule

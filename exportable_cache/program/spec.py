@@ -58,6 +58,10 @@ class ProgramSpec:
         takes_lengths: If True, each step takes the lengths that select RoPE factors, if these change within the
             capacity. Only sessions of this package provide them.
         adapt: Function `(model, cache) -> cache` that converts layers to the layout of a target's operators.
+        lora_slots: Number of LoRA adapters that the program holds at once, see `models.lora`; 0 for none. Each step
+            then has a second method, such as `adapted_decode`, which takes the slot of each row.
+        lora_rank: Largest rank of an adapter.
+        lora_targets: Names of the linear layers that adapters may change, see `lora.add_slots`; all by default.
 
     Raises:
         InputError: If a length is out of range, or a name is unknown. Limits of the cache are checked by `Program`.
@@ -83,6 +87,30 @@ class ProgramSpec:
     experts: str | None = None
     takes_lengths: bool = False
     adapt: Callable[[PreTrainedModel, ExportableCache], ExportableCache] | None = None
+    lora_slots: int = setting(
+        0,
+        "Room for N LoRA adapters, which a running session switches between.",
+        flags=("--lora-slots",),
+        metavar="N",
+        kind=int,
+        least=0,
+        shown_default=False,
+    )
+    lora_rank: int = setting(
+        16,
+        "Largest rank of these adapters.",
+        flags=("--lora-rank",),
+        metavar="R",
+        kind=int,
+        least=1,
+    )
+    lora_targets: Sequence[str] = setting(
+        (),
+        "Linear layers that these adapters may change, such as q_proj; all of the decoder by default.",
+        flags=("--lora-targets",),
+        metavar="NAME",
+        repeats=True,
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -99,6 +127,14 @@ class ProgramSpec:
                 raise InputError(f"{name} must be one of {', '.join(one.value for one in members)}, got {value!r}")
             object.__setattr__(self, name, members(value))
         object.__setattr__(self, "buckets", tuple(self.buckets))
+        # Names separated by commas too, as on a command line.
+        given = (self.lora_targets,) if isinstance(self.lora_targets, str) else tuple(self.lora_targets or ())
+        names = tuple(name.strip() for one in given for name in str(one).split(","))
+        if not all(names):
+            raise InputError(f"lora_targets must be names of linear layers, got {self.lora_targets!r}")
+        if names and not self.lora_slots:
+            raise InputError(f"lora_targets requires lora_slots, got {', '.join(names)}; pass lora_slots=1 or more")
+        object.__setattr__(self, "lora_targets", names)
         object.__setattr__(self, "modalities", tuple(self.modalities))
 
     def decided(self, cache: ExportableCache) -> ProgramSpec:

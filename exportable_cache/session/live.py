@@ -40,6 +40,8 @@ class LiveOptions:
     steps_per_launch: int = 1
     modalities: Sequence[str] | Mapping[str, Any] = ()
     image_size: int | Sequence[int] | None = None
+    #: Number of LoRA adapters, their largest rank, and the names of the layers that they may change.
+    lora: tuple[int, int, tuple[str, ...]] = (0, 16, ())
 
 
 def live_session(
@@ -76,6 +78,9 @@ def live_session(
             options.score_length,
             buckets=length_buckets(cache) if options.buckets is True else options.buckets or (),
             modalities=modalities,
+            lora_slots=options.lora[0],
+            lora_rank=options.lora[1],
+            lora_targets=options.lora[2],
         ),
         options.compiling,
     )

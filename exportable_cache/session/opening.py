@@ -73,11 +73,13 @@ class Use:
         kinds: Kinds of the files in its prompts: `image`, `audio`.
         lookup: Number of tokens that prompt lookup proposes for each step.
         waits: True if every step must be compiled; False to run steps uncompiled while their graphs are compiled.
+        adapter: LoRA adapter that every step uses: a file of `exportable-cache adapter`, or peft's folder.
     """
 
     kinds: Sequence[str] = ()
     lookup: int = 0
     waits: bool = False
+    adapter: Path | None = None
 
 
 #: To score texts, many tokens a step; they are one more than the tokens that are proposed.
@@ -102,12 +104,14 @@ def open_model(
     """
     from ..common.devices import check_fits, chosen_device, memory_errors
     from ..models.cache_factory import ExportableCache
+    from ..models.loading.adapters import read_lora
     from ..models.loading.loading import load_model
     from ..models.positions import default_cache_len
     from .session import Session
 
     # Checked before the weights are read, which takes long.
     device, use = chosen_device(options.device), use or Use()
+    adapter = None if use.adapter is None else read_lora(use.adapter)
     compiles = options.compile and _can_compile(device, use.waits)
     loaded = load_model(name, options.dtype, progress=progress)
     model = loaded.model
@@ -132,9 +136,14 @@ def open_model(
         compile=compiles and ("wait" if use.waits else True),
         score_length=scored if scored > 1 else 0,
         modalities=() if has_encoder else tuple(use.kinds),
+        lora_slots=0 if adapter is None else 1,
+        lora_rank=1 if adapter is None else adapter.rank,
+        lora_targets=() if adapter is None else tuple(adapter.tensors),
         graph_cache=_graph_folder() if compiles and device.type != "mps" else None,
         tokenizer=loaded.tokenizer,
     )
+    if use.adapter is not None:
+        session.use_adapter(session.load_adapter(use.adapter))
     if loaded.processor_files:
         session.load_processor = functools.cache(loaded.processor)
     return session, loaded

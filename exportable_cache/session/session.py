@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,10 +26,12 @@ from ..errors import InputError
 from ..generation.checkpoint_settings import CheckpointSettings
 from ..generation.multi_step import check_steps_per_launch
 from ..generation.sampling import Sampler, Sampling
+from ..models.lora import ADAPTERS, slots_of
 from ..models.tokenizers.text import TextTokenizer
 from ..program.items import ITEMS_SEEN
 from ..program.methods import ROPE_DELTAS, ROPE_LENGTHS, smallest_inputs
 from . import persistence
+from .adapters import SessionAdapters, read_adapter
 from .checks import ProgramLimits, check_ids, check_max_new_tokens, check_one_id_a_token, check_room, split_stops
 from .generate import checked_steps, generated_text, make_request, prompts_of
 from .inputs.items import recorded_placeholders
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from ..common.progress import Progress
     from ..generation.speculative import Draft
     from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
+    from ..models.loading.adapters import LoraWeights
     from ..parallel.ranks import Ranks
     from ..program.methods import ProgramMethod
     from .rows import Prompt
@@ -120,6 +124,7 @@ class Session:
         self.stepper.steps_per_launch = steps_per_launch
         self.parts_of_heads: tuple[int, ...] = ()
         self.encoded_ids: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._adapters = SessionAdapters(None)
         self._warned: frozenset[str] = frozenset()
 
     # -- properties --------------------------------------------------------------------------------------------------
@@ -447,6 +452,71 @@ class Session:
         self.stepper.guard.check_whole()
         self.stepper.move_to(self.stepper.state.rewound(tokens, self.layers))
 
+    # -- adapters ----------------------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters that are loaded."""
+        return tuple(self._adapters.names)
+
+    def read_adapter(self, path: str | os.PathLike, key: str | os.PathLike | None = None) -> LoraWeights:
+        """Read a LoRA adapter and check that it fits the slots of the program, see `load_adapter`."""
+        return read_adapter(path, self._adapters.checked(), self.fingerprint, key)
+
+    def load_adapter(
+        self, path: str | os.PathLike, name: str | None = None, key: str | os.PathLike | None = None
+    ) -> str:
+        """Load a LoRA adapter into a free slot of the program, or in place of the one of the same name.
+
+        Nothing is compiled, and rows that use other adapters are not disturbed.
+
+        Args:
+            path: File of `exportable-cache adapter`, or a folder that peft saved. A folder is compared with the program
+                by names and shapes only.
+            name: Name for `use_adapter`; by default that of the folder.
+            key: File of the public key that must have signed the file; None for no signature check.
+
+        Returns:
+            The name.
+
+        Raises:
+            BundleError: If the file is damaged, or not signed with the key.
+            InputError: If the program has no slot for it, or the adapter was made for other weights, does not fit, or
+                has values that are not finite.
+            UnsupportedModelError: If the adapter changes more than linear layers.
+        """
+        adapter = self.read_adapter(path, key)
+        name = adapter.name if name is None else name
+        with self.stepper.guard:
+            self._adapters.load(self.runner, adapter, name)
+        return name
+
+    def unload_adapter(self, name: str) -> None:
+        """Free the slot of an adapter. Rows that use it continue without an adapter.
+
+        Raises:
+            InputError: If no adapter has this name.
+        """
+        with self.stepper.guard:
+            slot = self._adapters.slot_of(name)
+            self._adapters.unload(self.runner, name)
+            self.stepper.use_adapters([0 if one == slot else one for one in self.stepper.adapters.tolist()])
+
+    def use_adapter(self, name: str | None | Sequence[str | None]) -> None:
+        """Run the next steps with a loaded adapter; None for the model itself.
+
+        Tokens that are in the cache keep the keys and values that they were computed with: `reset()` first for a new
+        sequence. `reset()` does not change the adapter.
+
+        Args:
+            name: Name of the adapter for all rows, or a list with one for each row.
+
+        Raises:
+            InputError: If no adapter has this name, or the list does not have one for each row.
+        """
+        with self.stepper.guard:
+            self._adapters.use(self.stepper, name)
+
     # -- opening -----------------------------------------------------------------------------------------------------
 
     @classmethod
@@ -464,6 +534,9 @@ class Session:
         steps_per_launch: int = 1,
         modalities: Sequence[str] | Mapping[str, Any] = (),
         image_size: int | Sequence[int] | None = None,
+        lora_slots: int = 0,
+        lora_rank: int = 16,
+        lora_targets: Sequence[str] = (),
         graph_cache: str | Path | None = None,
         graph_cache_mb: int = GRAPH_CACHE_MB,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -496,6 +569,10 @@ class Session:
             modalities: Names of the inputs besides text: `image`, `video` and `audio`; or a dict of what the processor
                 gives for one item of each, which fixes the sizes, see `modalities.modalities_of`.
             image_size: Size of every image in pixels, if the model's config does not state it.
+            lora_slots: Number of LoRA adapters that the session holds at once, see `load_adapter`; 0 for none. Linear
+                layers of the model then have buffers for them; its weights and its state dict stay the same.
+            lora_rank: Largest rank of these adapters.
+            lora_targets: Names of the linear layers that they may change; all of the decoder by default.
             graph_cache: Folder that keeps compiled graphs, so that a later process neither traces nor compiles them,
                 see `backends.live.graph_cache.GraphCache`; only with `compile`.
             graph_cache_mb: Size limit of the folder in megabytes; the least recently used graphs are deleted first.
@@ -526,9 +603,11 @@ class Session:
             steps_per_launch=steps_per_launch,
             modalities=modalities,
             image_size=image_size,
+            lora=(lora_slots, lora_rank, tuple(lora_targets)),
         )
         session = live_session(cls, model, cache, options, tokenizer)
         session._cache, session._scores_by_default = cache, plans_drafts
+        session._adapters = SessionAdapters(slots_of(model), session.device)
         session.use_ranks(cache.ranks, cache.parts_of_heads)
         session.stepper.rope = changing_rope(model, cache)
         # A copy, because the session owns its lengths and the cache writes its own.
@@ -568,6 +647,8 @@ class Session:
         if manifest.program.rope is not None:
             session.stepper.rope = manifest.program.rope.described()
             session.stepper.move_to(session.stepper.state)
+        if manifest.program.lora is not None:
+            session._adapters = SessionAdapters(manifest.program.lora.described(), session.device)
         session.stepper.logits_size = manifest.logits_size or manifest.vocab_size
         if bundle.has_processor:
             session.load_processor = functools.cache(bundle.processor)
@@ -608,7 +689,7 @@ class Session:
                     for inputs in smallest_inputs(self.runner.methods[method.name], self.batch_size, self.device):
                         self.runner.run(method.name, *inputs)
             warm.add(graph_of(method.name))
-            tokens, extra = {"input_ids", "input_pos"}, {ROPE_DELTAS.name, ROPE_LENGTHS.name, ITEMS_SEEN}
+            tokens, extra = {"input_ids", "input_pos"}, {ROPE_DELTAS.name, ROPE_LENGTHS.name, ITEMS_SEEN, ADAPTERS.name}
             feeds = tokens <= set(method.input_names) <= tokens | extra
             if feeds and method.max_length == 1 and self.stepper.chooses_in_graph:
                 samplings, launches = (Sampling(), Sampling(temperature=1.0)), {1, self.stepper.steps_per_launch}

@@ -13,6 +13,7 @@ import torch
 from ..backends.base import ChoosesInGraph, state_of
 from ..cache.step import starting_at
 from ..errors import BundleError, InputError
+from ..models.lora import ADAPTERS
 from ..models.positions import ANY
 from ..program.items import ITEM_STATES, ITEMS_SEEN
 from ..program.methods import POSITIONS, ROPE_DELTAS, ROPE_LENGTHS, chunk_sizes, method_for
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ..generation.sampling import Sampler
     from ..models.positions import RopeRule
     from ..parallel.ranks import Ranks
+    from ..program.methods import ProgramMethod
     from .checks import ProgramLimits
     from .images import PlacedImages
 
@@ -59,6 +61,7 @@ class ProgramStepper:
         steps_per_launch: Number of decode steps that a loop runs at once.
         ranks: Processes that the model is split over; None for a program of one process.
         rope: Rule by which the factors of RoPE change; None if no row gets that far.
+        adapters: Slot of each row's adapter, int64 [batch] on the host; 0 for the model itself.
         max_length: Tokens that a row can hold; None if all layers are rings.
         least_rollback: Label of the layer that can take back the fewest tokens, such as `layer 2 (ring)`, and how many.
         chooses_in_graph: True if decode steps can choose the next tokens inside their graph.
@@ -80,6 +83,7 @@ class ProgramStepper:
         self.steps_per_launch = 1
         self.ranks: Ranks | None = None
         self.rope: RopeRule | None = None
+        self.use_adapters([0] * limits.batch_size)
         self.max_length = min((layer.max_length for layer in layers if layer.max_length is not None), default=None)
         far = 2**40
         self.least_rollback = min(
@@ -93,6 +97,11 @@ class ProgramStepper:
         """Run the steps with another runner of the same program."""
         self.runner = runner
         self.chooses_in_graph = isinstance(runner, ChoosesInGraph) and self.limits.codebooks is None
+
+    def use_adapters(self, slots: Sequence[int]) -> None:
+        """Run the next steps with the adapters in these slots, one per row; 0 is the model itself."""
+        self.adapters = torch.tensor(slots, dtype=torch.int64)
+        self.is_adapted = any(slots)
 
     @property
     def equal_rows(self) -> bool:
@@ -122,7 +131,7 @@ class ProgramStepper:
     def chunk_sizes(self, length: int, by_ids: bool = True) -> list[int]:
         """Return the number of tokens in each step of a prompt of `length` tokens."""
         methods = self.runner.methods
-        methods = {name: methods[name] for name in methods if methods[name].takes_ids is by_ids}
+        methods = {name: methods[name] for name in methods if self._may_call(methods[name], by_ids)}
         return chunk_sizes(methods, length, self.keeps_prompt, self.most_a_chunk)
 
     def check_room(self, rows: TokenRows, max_new_tokens: int | None = None, from_start: bool = False) -> None:
@@ -399,7 +408,7 @@ class ProgramStepper:
             able = {
                 name: method
                 for name, method in methods.items()
-                if method.takes_ids is by_ids and (ITEM_STATES in method.input_names) is (ITEM_STATES in extra)
+                if self._may_call(method, by_ids) and (ITEM_STATES in method.input_names) is (ITEM_STATES in extra)
             }
         method = methods[method_for(able, fed.shape[1], state.longest + tokens, scores)]
         # A copy, because the state owns its lengths and a runner may keep or write its inputs. It need not wait for
@@ -417,9 +426,15 @@ class ProgramStepper:
                 inputs.append(state.images.deltas(state.length).to(self.device))
             elif spec.name == ITEMS_SEEN and spec.name not in extra:
                 inputs.append(state.seen_tiles(int(spec.shape[1]), fed.shape[1]).to(self.device))
+            elif spec.name == ADAPTERS.name:
+                inputs.append(self.adapters.to(self.device))
             else:
                 inputs.append(extra[spec.name])
         return method.name, inputs
+
+    def _may_call(self, method: ProgramMethod, by_ids: bool) -> bool:
+        """Return True if a method takes ids, or embeddings, and adapters exactly if a row uses one."""
+        return method.takes_ids is by_ids and (ADAPTERS.name in method.input_names) is self.is_adapted
 
     def _begin(self, tokens: int, rows: torch.Tensor | None = None) -> None:
         """Mark the session as mid-step; cleared when the step finishes."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ def verify(
     model_or_path: PreTrainedModel | str | os.PathLike,
     *,
     lora: Sequence[str | os.PathLike] = (),
+    adapter: str | os.PathLike | None = None,
     trust: bool = False,
     key: str | os.PathLike | None = None,
     record: bool = False,
@@ -51,6 +53,8 @@ def verify(
         path_or_bundle: The bundle, or its folder.
         model_or_path: `demo`, a local folder, a hub id, or a loaded model.
         lora: Folder of the adapter that was merged, if any.
+        adapter: Adapter to verify the program with, see `Session.load_adapter`; the model computes its products next to
+            its linear layers. It cannot be recorded.
         trust: See `load`, if a folder is given.
         key: See `load`, if a folder is given.
         record: If True, write the report into the bundle's manifest, replacing the one recorded before.
@@ -73,6 +77,8 @@ def verify(
     spec = VerifySpec(**asked)
     if sign is not None and not record:
         raise InputError(f"sign requires record=True (--record), got {str(sign)!r}; leave it out, or record the report")
+    if adapter is not None and record:
+        raise InputError("record cannot be combined with adapter, because the report is of the program itself; omit it")
     bundle = (
         path_or_bundle
         if isinstance(path_or_bundle, Bundle)
@@ -116,10 +122,30 @@ def verify(
         if manifest.quantization is not None and spec.tolerance is None:
             largest, rms = tolerances_of(model, quantization, session.runner.methods.get("encode"))
             spec = replace(spec, tolerance=largest, rms_tolerance=rms)
-        report = compare(session, model, spec, progress)
+        products: AbstractContextManager[None] = nullcontext()
+        if adapter is not None:
+            session.use_adapter(session.load_adapter(adapter))
+            products = _with_products(model, session.read_adapter(adapter).tensors)
+        with products:
+            report = compare(session, model, spec, progress)
     report = replace(report, remark=remark, runtime=runtime)
     if record:
         # Keeps the part that only an export measures.
         earlier = manifest.verification or {}
         bundle.record_verification({**report.to_dict(), "stored": earlier.get("stored")}, sign)
     return report
+
+
+@contextmanager
+def _with_products(model: PreTrainedModel, tensors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Add low-rank products, [rank, inputs] and [outputs, rank], to the outputs of a model's layers in this block."""
+
+    def adding(a: torch.Tensor, b: torch.Tensor) -> Callable[..., torch.Tensor]:
+        return lambda _, inputs, output: output + (inputs[0] @ a.t().to(output.dtype)) @ b.t().to(output.dtype)
+
+    hooks = [model.get_submodule(name).register_forward_hook(adding(*pair)) for name, pair in tensors.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

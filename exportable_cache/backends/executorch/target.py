@@ -32,6 +32,7 @@ class ExecutorchBackend:
     packages = ("executorch",)
     # For delegates other than XNNPACK, see `ExecutorchOptions.max_batch_size`.
     max_batch_size = 1
+    holds_adapters = True
     # Not 8-bit weights alone, because their kernel was 4 times slower than float32 for one token and 80 times for 32.
     linear_schemes = ("8da4w", "8da8w")
     embedding_schemes = ("8w", "4w")

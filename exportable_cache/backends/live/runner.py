@@ -21,6 +21,7 @@ from ...errors import InputError, UnsupportedModelError, describe_trace_error
 from ...generation.multi_step import Choice, of_step
 from ...models.cache_factory import ExportableEncoderDecoderCache
 from ...models.joined_linears import join_linears
+from ...models.lora import WRITE_ADAPTER
 from ...program.lengths import shared_methods, slots_to_read
 from ...program.program import ResidentModule, front_module, program_methods
 from ...program.spec import ProgramSpec
@@ -118,6 +119,7 @@ class ModuleRunner:
             for name, method in self.methods.items()
             if method.item is not None
             or method.extra_features
+            or name == WRITE_ADAPTER
             or (name == "embed" and self.modules[name].extra_features)
         }
 

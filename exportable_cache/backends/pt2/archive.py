@@ -21,7 +21,7 @@ from ...errors import BundleError, first_line
 from ...pytree.registry import plain_spec, takes_own_classes
 from .entries import EntryReader, EntryWriter
 from .graph import build_module
-from .tensors import SCHEMA_MAJOR, STATE_PREFIX, TensorReader, TensorWriter
+from .tensors import SCHEMA_MAJOR, TensorReader, TensorWriter, is_state
 
 if TYPE_CHECKING:
     import torch
@@ -189,7 +189,7 @@ def _read(entries: EntryReader, declared: Collection[str] | None) -> dict[str, S
         }
         programs[method] = StoredProgram(
             build_module(stored["graph_module"], tensors),
-            {name: tensor for name, tensor in tensors.items() if name.startswith(STATE_PREFIX)},
-            {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE_PREFIX)},
+            {name: tensor for name, tensor in tensors.items() if is_state(name)},
+            {name: tensor for name, tensor in tensors.items() if not is_state(name)},
         )
     return programs

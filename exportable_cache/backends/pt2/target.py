@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...cache.attention import ATTENTION
+from ...models.lora import LORA_TENSORS
 from ...program.spec import Form
 from ..base import LoweredFile
 from .archive import read_archive, write_archive
@@ -28,6 +29,7 @@ class Pt2Backend:
     packages = ("torch",)
     max_batch_size = None
     sums_over_ranks = True
+    holds_adapters = True
     # No 4-bit schemes, because torch.export stores 4-bit weights in 8 bits each.
     linear_schemes = ("8w", "8da8w")
     embedding_schemes = ("8w",)
@@ -54,6 +56,8 @@ class Pt2Backend:
         declared = {
             f"layers_{index}_{name}" for index, layer in enumerate(description.layers) for name in layer["tensors"]
         }
+        if description.lora is not None:
+            declared |= {f"model.{one.name}.{name}" for one in description.lora.targets for name in LORA_TENSORS}
         programs = read_archive(folder / FILE, declared)
         if description.form is Form.RESIDENT:
             return ResidentRunner(programs, description)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import BundleError
+from ...models.lora import LORA_TENSORS
 
 if TYPE_CHECKING:
     from .entries import EntryReader, EntryWriter
@@ -55,6 +56,13 @@ MEMORY_FORMATS = {
 
 #: Prefix of the names of cache tensors, which are written without contents and read as zeros.
 STATE_PREFIX = "layers_"
+
+
+def is_state(name: str) -> bool:
+    """Return True for tensors that the program writes: those of the cache, and the slots for adapters."""
+    return name.startswith(STATE_PREFIX) or name.rpartition(".")[2] in LORA_TENSORS
+
+
 _RECORD = re.compile(r"(weight|tensor)_\d+")
 #: The most elements that a tensor of zeros may have: 2^40, above every memory there is.
 _MOST_ELEMENTS = 1 << 40
@@ -98,13 +106,13 @@ class TensorWriter:
         plain = isinstance(tensor, torch.Tensor) and type(tensor.data) is torch.Tensor
         if not plain or tensor.layout is not torch.strided:
             raise BundleError(f"{name} is a {type(tensor).__name__}, which cannot be written without a pickle")
-        is_state = name.startswith(STATE_PREFIX)
+        is_written = is_state(name)
         sizes, strides, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
-        key = (name,) if is_state else (tensor.data_ptr(), tensor.device, sizes, strides, dtype)
+        key = (name,) if is_written else (tensor.data_ptr(), tensor.device, sizes, strides, dtype)
         if key not in self._records:
             self._records[key] = record = f"{self._prefix}{len(self._records)}"
             self._kept.append(tensor)
-            self._entries.write(f"{self._folder}/{record}", b"" if is_state else _raw(tensor))
+            self._entries.write(f"{self._folder}/{record}", b"" if is_written else _raw(tensor))
         return {
             "path_name": self._records[key],
             "is_param": isinstance(tensor, torch.nn.Parameter),
@@ -180,7 +188,7 @@ class TensorReader:
         self, name: str, path: str, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...]
     ) -> torch.Tensor:
         length, held = _span(sizes, strides), self._entries.size(path)
-        if name.startswith(STATE_PREFIX) and held == 0 and math.prod(sizes) <= _MOST_ELEMENTS:
+        if is_state(name) and held == 0 and math.prod(sizes) <= _MOST_ELEMENTS:
             if self._declared is not None and name not in self._declared:
                 raise BundleError(f"{name!r:.80} is a tensor of the cache that the manifest does not list")
             return torch.zeros(sizes, dtype=dtype)

@@ -1,12 +1,15 @@
-"""LoRA and other PEFT adapters, merged into the weights because a program has one set of weights."""
+"""LoRA and other PEFT adapters: merged into the weights, or read for the slots of a program (`models.lora`)."""
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 import os
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -158,3 +161,131 @@ def _copy_sharing_memory(model: Any) -> Any:
     for parameter in model.parameters():
         memo[id(parameter)] = torch.nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, memo)
+
+
+@dataclass(frozen=True)
+class LoraWeights:
+    """A LoRA adapter as low-rank products.
+
+    Attributes:
+        name: Name of the folder that it was read from.
+        tensors: For each linear layer [rank, inputs] and [outputs, rank]; the scale is part of the second.
+    """
+
+    name: str
+    tensors: dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def rank(self) -> int:
+        """Largest rank of a layer."""
+        return max(a.shape[0] for a, _ in self.tensors.values())
+
+
+#: Fields of an adapter's config that change more than linear layers, and what each asks for.
+_UNSUPPORTED = {
+    "use_dora": "DoRA, which scales whole weights",
+    "use_qalora": "QA-LoRA, which pools inputs",
+    "modules_to_save": "whole layers besides low-rank products",
+    "trainable_token_indices": "rows of the embedding table",
+    "layer_replication": "copies of layers",
+    "target_parameters": "parameters that are not linear layers, such as experts",
+    "alora_invocation_tokens": "activation by tokens (aLoRA)",
+    "arrow_config": "a choice between adapters for each token (Arrow)",
+    "fan_in_fan_out": "transposed weights (Conv1D)",
+    "lora_bias": "biases of the products",
+}
+#: Ways of starting the training that also change the base model's weights.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+_MERGE = "merge it at export instead (lora=, --lora)"
+
+
+def read_lora(folder: str | os.PathLike) -> LoraWeights:
+    """Read the LoRA adapter in a folder that peft saved; peft itself is not needed.
+
+    Raises:
+        InputError: If there is no such adapter, it is stored as a pickle, damaged, or has values that are not finite.
+        UnsupportedModelError: If it changes more than linear layers.
+    """
+    path = Path(folder).expanduser()
+    config = _adapter_config(path)
+    kind = str(config.get("peft_type"))
+    if kind != "LORA":
+        raise UnsupportedModelError(f"{path} must hold a LoRA adapter, got {kind}; {_MERGE}, if peft merges it")
+    for name, what in _UNSUPPORTED.items():
+        if config.get(name):
+            raise UnsupportedModelError(f"the adapter in {path} has {name}, {what}, which slots do not hold; {_MERGE}")
+    if config.get("bias", "none") != "none":
+        raise UnsupportedModelError(f"the adapter in {path} has bias={config['bias']!r}, changed biases; {_MERGE}")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise UnsupportedModelError(
+            f"the adapter in {path} has init_lora_weights={start!r}, which changes the base model; save it with peft's "
+            "path_initial_model_for_weight_conversion, or merge it"
+        )
+    stored = _adapter_tensors(path)
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in stored.items():
+        layer, _, half = key.removesuffix(".weight").removeprefix("base_model.model.").rpartition(".")
+        if half not in ("lora_A", "lora_B") or tensor.dim() != 2:
+            what = "embeddings" if "embedding" in half else "other tensors than those of linear layers"
+            raise UnsupportedModelError(f"the adapter in {path} has {key!r}, {what}, which slots do not hold; {_MERGE}")
+        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+            raise InputError(f"the adapter in {path} must have finite values, got others in {key!r}; train it again")
+        halves.setdefault(layer, {})[half] = tensor
+    tensors = {}
+    for layer, pair in halves.items():
+        if len(pair) < 2 or pair["lora_A"].shape[0] != pair["lora_B"].shape[1]:
+            found = {half: list(one.shape) for half, one in pair.items()}
+            raise InputError(
+                f"the adapter in {path} must have lora_A and lora_B of {layer}, got {found}; copy it again"
+            )
+        rank = pair["lora_A"].shape[0]
+        tensors[layer] = (pair["lora_A"], pair["lora_B"].float() * _scale(path, config, layer, rank))
+    if not tensors:
+        raise InputError(f"the adapter in {path} has no tensors; save it again")
+    return LoraWeights(path.resolve().name, tensors)
+
+
+def _adapter_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((path / ADAPTER_CONFIG).read_bytes())
+        if isinstance(config, dict):
+            return config
+        reason = f"it holds a {type(config).__name__}"
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+    raise InputError(f"cannot read {path / ADAPTER_CONFIG}: {reason}; pass the folder that peft saved")
+
+
+def _adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError, safe_open
+
+    file = path / "adapter_model.safetensors"
+    if not file.is_file() and (path / "adapter_model.bin").is_file():
+        raise InputError(
+            f"{path / 'adapter_model.bin'} is a pickle, which can run code; save the adapter with safetensors "
+            "(save_pretrained(..., safe_serialization=True))"
+        )
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot read {file}: {first_line(error)}; copy the adapter again") from error
+
+
+def _scale(path: Path, config: Mapping[str, Any], layer: str, rank: int) -> float:
+    """Return the factor of a layer's product, as peft computes it."""
+    alpha: Any = config.get("lora_alpha")
+    patterns = config.get("alpha_pattern") or {}
+    try:
+        alpha = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), alpha)
+        scale = float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError, re.error) as error:
+        raise InputError(
+            f"{path / ADAPTER_CONFIG} must have a number as lora_alpha of {layer}, got {alpha!r}; save it again"
+        ) from error
+    if not math.isfinite(scale):
+        raise InputError(
+            f"{path / ADAPTER_CONFIG} must have a finite lora_alpha, got {alpha!r}; save the adapter again"
+        )
+    return scale

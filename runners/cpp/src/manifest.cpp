@@ -404,7 +404,8 @@ Result<Manifest> Manifest::read(const std::string& folder) {
   const Json::Object* methods = program["methods"].object();
   for (const auto& [name, method] : methods == nullptr ? no_methods : *methods) {
     const std::string where = "program.methods." + name;
-    if (!gives_logits(method)) continue;
+    // Steps with LoRA adapters repeat those without, which this runner calls.
+    if (!gives_logits(method) || takes(method, "adapters")) continue;
     const int64_t least = reader.integer(method["min_length"], where + ".min_length", 1);
     MethodSpec spec{name, least, reader.integer(method["max_length"], where + ".max_length", least)};
     if (!method["read_length"].is_null()) spec.kv_read_len = reader.integer(method["read_length"], where + ".read_length", 1);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -112,12 +112,17 @@ class ClonedSegments:
         """Number of segments replaced so far."""
         return len(self._calls)
 
-    def replace(self, program: ExportedProgram) -> ExportedProgram:
-        """Return the program with one call for each repeated segment; other programs are returned unchanged."""
+    def replace(self, program: ExportedProgram, state: Collection[str] = ()) -> ExportedProgram:
+        """Return the program with one call for each repeated segment; other programs are returned unchanged.
+
+        Args:
+            program: The program.
+            state: Buffers that another method of the file writes, see `rewrites.state_of`.
+        """
         program = fold_linears(program)
         if not may_repeat(program):
             return program
-        ordered, order = _ordered(program)
+        ordered, order = _ordered(program, state)
         replaced: dict[Node, Node] = {}
         # All templates first, because replacing a segment changes what others read.
         groups = [(group, self._template(ordered, group[0])) for group in repeated_segments(ordered, order)]
@@ -231,12 +236,12 @@ def _weights(program: ExportedProgram) -> dict[str, int]:
     return {name: int(name.removeprefix(WEIGHT)) for name in read if name.startswith(WEIGHT)}
 
 
-def _ordered(program: ExportedProgram) -> tuple[ExportedProgram, StateOrder]:
+def _ordered(program: ExportedProgram, state: Collection[str]) -> tuple[ExportedProgram, StateOrder]:
     """Return the program without dtype assertions and the order of its writes; functional if that is needed."""
-    order = traced_order(program)
+    order = traced_order(program, state)
     if order is None:
         program = program.run_decompositions({})
-        order = functional_order(program)
+        order = functional_order(program, state)
     for node in program.graph.find_nodes(op="call_function", target=METADATA_ASSERTION):
         program.graph.erase_node(node)
     program.graph.eliminate_dead_code()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -359,22 +359,26 @@ class StateOrder:
             before.append(node)
 
 
-def functional_order(program: ExportedProgram) -> StateOrder:
-    """Return the order of a functional program, whose dependencies are all arguments."""
+def functional_order(program: ExportedProgram, state: Collection[str] = ()) -> StateOrder:
+    """Return the order of a functional program, whose dependencies are all arguments; see `traced_order`."""
     buffers = program.graph_signature.inputs_to_buffers
-    mutated = set(program.graph_signature.buffers_to_mutate.values())
+    mutated = {*program.graph_signature.buffers_to_mutate.values(), *state}
     return StateOrder(frozenset(node for node in _placeholders(program) if buffers.get(node.name) in mutated))
 
 
-def traced_order(program: ExportedProgram) -> StateOrder | None:
+def traced_order(program: ExportedProgram, state: Collection[str] = ()) -> StateOrder | None:
     """Return the order of a traced program, or None if it must be made functional first.
 
     That is the case if it writes to a tensor that is not a buffer, or if a torch operator reads what is written,
     because that may be a view.
+
+    Args:
+        program: The program.
+        state: Buffers that another method of the file writes, see `rewrites.state_of`.
     """
     if program.graph_signature.buffers_to_mutate:
         # A rewrite made it functional.
-        return functional_order(program)
+        return functional_order(program, state)
     buffers = {node for node in _placeholders(program) if node.name in program.graph_signature.inputs_to_buffers}
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     writes: dict[Node, set[Node]] = {}
@@ -392,7 +396,9 @@ def traced_order(program: ExportedProgram) -> StateOrder | None:
     touching = [node for node in calls if not states.isdisjoint(node.all_input_nodes)]
     if any(node.target.namespace == "aten" or gives_views(node.target) for node in touching):
         return None
-    return StateOrder(frozenset(states), _dependencies(touching, states, writes))
+    names = program.graph_signature.inputs_to_buffers
+    read = {node for node in buffers if names[node.name] in state}
+    return StateOrder(frozenset(states | read), _dependencies(touching, states, writes))
 
 
 _NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)

@@ -83,9 +83,10 @@ def to_edge(
     """
     patch_exporter()
     segments = ClonedSegments(_segment_to_edge)
+    state = state_of(programs.values())
     rewrites: tuple[Rewrite, ...] = (
         *BEFORE_FOLDING,
-        partial(fold_constants, state=state_of(programs.values())),
+        partial(fold_constants, state=state),
         # First, because later passes decompose activations.
         *((steps_to_native,) if native else ()),
         *REWRITES,
@@ -93,7 +94,8 @@ def to_edge(
     to_native = (tables_to_native, partial(linears_to_native, rounded=rounded), experts_to_native)
     to_native = (*to_native, *((round_attention,) if rounded else ()))
     rewrites = (*rewrites, *(to_native if native else ()))
-    rewrites = (*rewrites, *((segments.replace, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
+    replace_segments: Rewrite = partial(segments.replace, state=state)
+    rewrites = (*rewrites, *((replace_segments, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
     rewritten = {name: _rewritten(program, rewrites) for name, program in programs.items()}
     edge = replace_placeholders(_partitioned(rewritten, delegate, constant_methods), segments)
     for name in programs:

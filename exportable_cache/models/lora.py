@@ -1,0 +1,292 @@
+"""Slots for LoRA adapters in a model: low-rank products next to linear layers, over tensors that are written later.
+
+A program has one graph for all adapters. Each row of a step names its slot by an input, so that choosing another
+adapter changes numbers and no graph. Slot 0 is zero: the model without an adapter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..common.method_io import TensorSpec, name_forward
+from ..common.tensors import dtype_name, ordinary_tensors
+from ..errors import InputError
+from .joined_linears import JoinedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Slot of each row's adapter, an input of a step.
+ADAPTERS = TensorSpec("adapters", "int64", ("batch",))
+#: Method that writes an adapter into a slot.
+WRITE_ADAPTER = "write_adapter"
+#: Prefix of the names of steps that take `ADAPTERS`.
+ADAPTED = "adapted_"
+#: Names of the tensors of a layer that hold the adapters.
+LORA_TENSORS = ("lora_a", "lora_b")
+
+
+class _Step(threading.local):
+    """The slots of a step that is running or traced in this thread, int64 [batch]; None for the model itself."""
+
+    def __init__(self) -> None:
+        self.slots: torch.Tensor | None = None
+
+
+_step = _Step()
+
+
+@contextmanager
+def adapting(slots: torch.Tensor | None) -> Iterator[None]:
+    """Add the adapters in these slots, int64 [batch], to the linear layers inside the block."""
+    before, _step.slots = _step.slots, slots
+    try:
+        yield
+    finally:
+        _step.slots = before
+
+
+@dataclass(frozen=True)
+class LoraTarget:
+    """A linear layer with slots for adapters: its name in the model and its sizes."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class LoraSlots:
+    """The slots of a program.
+
+    Attributes:
+        slots: Number of adapters that the program holds at once.
+        rank: Largest rank of an adapter.
+        dtype: Name of the dtype of their tensors.
+        targets: The linear layers, in the order in which `write_adapter` takes their tensors.
+    """
+
+    slots: int
+    rank: int
+    dtype: str
+    targets: tuple[LoraTarget, ...]
+
+    @property
+    def digest(self) -> str:
+        """Sha256 of the layers' names and shapes."""
+        return hashlib.sha256(json.dumps([asdict(one) for one in self.targets]).encode()).hexdigest()
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Inputs of `write_adapter`: the slot, then two tensors for each layer."""
+        found = [TensorSpec("slot", "int64", (1,))]
+        for index, one in enumerate(self.targets):
+            found.append(TensorSpec(f"a_{index}", self.dtype, (1, one.inputs, self.rank)))
+            found.append(TensorSpec(f"b_{index}", self.dtype, (1, self.rank, one.outputs)))
+        return tuple(found)
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer that adds each row's adapter inside `adapting`. Its parameters are those of the original.
+
+    Args:
+        linear: The layer to take the parameters of.
+        slots: Number of adapters.
+        rank: Largest rank of an adapter.
+        dtype: Dtype of the adapters' tensors.
+
+    Attributes:
+        lora_a: [slots + 1, in_features, rank].
+        lora_b: [slots + 1, rank, out_features], multiplied by the adapter's scale.
+    """
+
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+
+    def __init__(self, linear: nn.Linear, slots: int, rank: int, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
+        self.train(linear.training)
+        with ordinary_tensors():
+            shapes = ((slots + 1, self.in_features, rank), (slots + 1, rank, self.out_features))
+            for name, shape in zip(LORA_TENSORS, shapes, strict=True):
+                zeros = torch.zeros(shape, dtype=dtype, device=linear.weight.device)
+                self.register_buffer(name, zeros, persistent=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output, with the product of each row's adapter inside `adapting`."""
+        output = super().forward(input)
+        slots = _step.slots
+        if slots is None:
+            return output
+        # Some layers are called with the tokens of all rows in one dimension.
+        rows = input if input.dim() == 3 else input.reshape(slots.shape[0], -1, self.in_features)
+        a, b = self.lora_a.index_select(0, slots), self.lora_b.index_select(0, slots)
+        added = torch.bmm(torch.bmm(rows.to(a.dtype), a), b).to(output.dtype)
+        return output + (added if input.dim() == 3 else added.reshape(output.shape))
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
+    """Return the layers of a model that have slots, by name."""
+    return {name: one for name, one in model.named_modules() if isinstance(one, LoraLinear)}
+
+
+def slots_of(model: nn.Module) -> LoraSlots | None:
+    """Return the slots of a model, or None if it has none."""
+    layers = lora_layers(model)
+    if not layers:
+        return None
+    first = next(iter(layers.values())).lora_a
+    targets = tuple(LoraTarget(name, one.in_features, one.out_features) for name, one in layers.items())
+    return LoraSlots(first.shape[0] - 1, first.shape[2], dtype_name(first.dtype), targets)
+
+
+def remove_slots(model: nn.Module) -> None:
+    """Replace layers with slots by plain linear layers with the same parameters."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, LoraLinear):
+                linear = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")
+                linear.weight = child.weight
+                linear.register_parameter("bias", child.bias)
+                linear.train(child.training)
+                setattr(parent, name, linear)
+
+
+def add_slots(model: PreTrainedModel, slots: int, rank: int, targets: Sequence[str] = ()) -> LoraSlots:
+    """Give linear layers of a model's decoder slots for adapters, in place of those that it has.
+
+    Args:
+        model: The model. Its weights and its state dict stay the same.
+        slots: Number of adapters that it holds at once.
+        rank: Largest rank of an adapter.
+        targets: Names of layers, such as `q_proj` or `layers.0.mlp.up_proj`; empty for all linear layers of the decoder
+            except its head.
+
+    Raises:
+        InputError: If a target is not such a layer.
+    """
+    remove_slots(model)
+    linears = _decoder_linears(model)
+    chosen = {name: one for name, one in linears.items() if not targets or any(_ends_with(name, t) for t in targets)}
+    for target in targets:
+        if not any(_ends_with(name, target) for name in linears):
+            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears)) or "none"
+            raise InputError(
+                f"lora_targets must be linear layers of the decoder, got {target!r}; use some of {known}. Embeddings, "
+                "heads and experts cannot have adapters: merge such an adapter at export (lora=, --lora)"
+            )
+    if not chosen:
+        raise InputError(
+            f"lora_slots needs linear layers, and the decoder of {type(model).__name__} has none; leave it out"
+        )
+    # By identity, because one layer may have several names.
+    made = {id(one): LoraLinear(one, slots, rank, model.dtype) for one in chosen.values()}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in made:
+                setattr(parent, name, made[id(child)])
+    found = slots_of(model)
+    assert found is not None
+    return found
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _decoder_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the linear layers of a model's decoder by name, without its head."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    names = {id(module): name for name, module in model.named_modules()}
+    return {
+        names[id(module)]: module
+        for module in decoder.modules()
+        # Not of subclasses, because their `forward` may do more.
+        if type(module) in (nn.Linear, JoinedLinear) and module is not head
+    }
+
+
+class WriteAdapter(nn.Module):
+    """Module of the method `write_adapter`.
+
+    Args:
+        model: Model with slots.
+        slots: Its slots.
+    """
+
+    def __init__(self, model: PreTrainedModel, slots: LoraSlots) -> None:
+        super().__init__()
+        # The whole model, because methods that are packaged together share tensors by name.
+        self.model = model
+        name_forward(self, [one.name for one in slots.inputs])
+
+    def call(self, slot: torch.Tensor, **tensors: torch.Tensor) -> tuple[torch.Tensor]:
+        """Write an adapter's tensors into a slot, int64 [1], and return the number of the next slot."""
+        for index, layer in enumerate(lora_layers(self.model).values()):
+            layer.lora_a.index_copy_(0, slot, tensors[f"a_{index}"])
+            layer.lora_b.index_copy_(0, slot, tensors[f"b_{index}"])
+        return (slot + 1,)
+
+
+def check_fits(slots: LoraSlots, tensors: Mapping[str, tuple[torch.Tensor, torch.Tensor]], what: str) -> None:
+    """Check that an adapter fits the slots of a program.
+
+    Args:
+        slots: The program's slots.
+        tensors: For each layer [rank, inputs] and [outputs, rank].
+        what: Name of the adapter, for messages.
+
+    Raises:
+        InputError: If it changes a layer without a slot, was trained for another model, or has a larger rank.
+    """
+    known = {one.name: one for one in slots.targets}
+    for name, (a, b) in tensors.items():
+        target = known.get(name)
+        if target is None:
+            raise InputError(
+                f"{what} changes {name!r:.100}, which has no slot for adapters; export with lora_targets "
+                "(--lora-targets) that include it, or pass an adapter of this model"
+            )
+        if (b.shape[0], a.shape[1]) != (target.outputs, target.inputs):
+            raise InputError(
+                f"{what} must have {target.inputs} inputs and {target.outputs} outputs in {name}, got {a.shape[1]} and "
+                f"{b.shape[0]}; it was trained for another model"
+            )
+        if a.shape[0] > slots.rank:
+            raise InputError(
+                f"{what} must have a rank of at most {slots.rank}, got {a.shape[0]} in {name}; export with "
+                f"lora_rank={a.shape[0]} (--lora-rank)"
+            )
+
+
+def packed(slots: LoraSlots, tensors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """Return the tensors of `write_adapter` for an adapter, padded with zeros to the program's rank.
+
+    Args:
+        slots: The program's slots.
+        tensors: For each layer [rank, inputs] and [outputs, rank], which includes the scale. Without layers they empty
+            a slot.
+    """
+    dtype: torch.dtype = getattr(torch, slots.dtype)
+    found: list[torch.Tensor] = []
+    for one in slots.targets:
+        a = torch.zeros(1, one.inputs, slots.rank, dtype=dtype)
+        b = torch.zeros(1, slots.rank, one.outputs, dtype=dtype)
+        if one.name in tensors:
+            given_a, given_b = tensors[one.name]
+            a[0, :, : given_a.shape[0]] = given_a.t().to(dtype)
+            b[0, : given_b.shape[1]] = given_b.t().to(dtype)
+        found += [a, b]
+    return found

@@ -1,0 +1,209 @@
+"""Adapters of a session: the files that hold them, the slots that they are in, and the rows that use them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..bundle import signing
+from ..common.fs.tensor_files import damaged_if_malformed, read_tensors, write_tensors
+from ..errors import InputError
+from ..models.loading.adapters import LoraWeights, read_lora
+from ..models.lora import WRITE_ADAPTER, LoraSlots, check_fits, packed
+
+if TYPE_CHECKING:
+    from ..backends.base import Runner
+    from .stepper import ProgramStepper
+
+_FORMAT = "exportable_cache.adapter.v1"
+_WRITER = "`exportable-cache adapter`"
+
+
+def write_adapter_file(
+    path: Path,
+    adapter: LoraWeights,
+    slots: LoraSlots,
+    fingerprint: str | None,
+    report: Mapping[str, Any] | None,
+    sign: str | os.PathLike | None = None,
+) -> None:
+    """Write an adapter for the slots of a program, with a checksum, and a signature next to it if asked to.
+
+    Args:
+        path: File to write.
+        adapter: The adapter.
+        slots: The program's slots.
+        fingerprint: Fingerprint of the weights of the program.
+        report: Result of its verification, or None.
+        sign: File of the private key to sign it with; None for no signature.
+
+    Raises:
+        InputError: If the adapter does not fit the slots, or the file cannot be written.
+    """
+    check_fits(slots, adapter.tensors, f"the adapter {adapter.name!r}")
+    key = None if sign is None else signing.private_key(sign)
+    tensors = {}
+    for name, (a, b) in adapter.tensors.items():
+        tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"] = a.contiguous(), b.contiguous()
+    metadata = {
+        "format": _FORMAT,
+        "name": adapter.name.encode("ascii", "backslashreplace").decode(),
+        "layers": slots.digest,
+        "fingerprint": fingerprint or "",
+        "verification": json.dumps(report),
+    }
+    try:
+        write_tensors(path, tensors, metadata)
+        if key is not None:
+            _, written = read_tensors(path, "an adapter", _FORMAT, _WRITER)
+            signing.sign(path.parent, _signed(written), key, f"{path.name}.sig")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}; choose another path") from error
+
+
+def _signed(metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes that the signature of an adapter covers: its checksum, which covers the file."""
+    return f"adapter {metadata['checksum']}\n".encode()
+
+
+def read_adapter(
+    path: str | os.PathLike, slots: LoraSlots, fingerprint: str | None, key: str | os.PathLike | None = None
+) -> LoraWeights:
+    """Read an adapter for the slots of a program, from a file of `write_adapter_file` or a folder that peft saved.
+
+    A folder is compared by names and shapes only, because peft does not record the weights that it was trained for.
+
+    Args:
+        path: The file or the folder.
+        slots: The program's slots.
+        fingerprint: Fingerprint of the weights of the program.
+        key: File of the public key that must have signed it; None to skip the check.
+
+    Raises:
+        BundleError: If the file is missing, damaged, not such a file, or not signed with the key.
+        InputError: If it was made for other weights or does not fit the slots, or see `read_lora`.
+        UnsupportedModelError: See `read_lora`.
+    """
+    given = Path(path).expanduser()
+    public = None if key is None else signing.public_key(key)
+    if given.is_dir():
+        if public is not None:
+            raise InputError(
+                f"key requires a file of `exportable-cache adapter`, got the folder {given}; make its file"
+            )
+        adapter = read_lora(given)
+        check_fits(slots, adapter.tensors, f"the adapter in {given}")
+        return adapter
+    tensors, metadata = read_tensors(given, "an adapter", _FORMAT, _WRITER)
+    if public is not None:
+        signing.check(given.parent, _signed(metadata), public, f"{given.name}.sig")
+    with damaged_if_malformed(given, "an adapter", "make it again"):
+        made_for = metadata["fingerprint"]
+        if made_for and fingerprint and made_for != fingerprint:
+            raise InputError(
+                f"{given} was made for other weights than those of this program; make it again with "
+                "`exportable-cache adapter FOLDER --for BUNDLE`"
+            )
+        names = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
+        pairs = {name: (tensors.pop(f"{name}.lora_A"), tensors.pop(f"{name}.lora_B")) for name in names}
+        if tensors:
+            raise ValueError(f"{min(tensors)!r:.80} is not a tensor of an adapter")
+        for name, pair in pairs.items():
+            if any(one.dim() != 2 or not one.is_floating_point() for one in pair):
+                raise ValueError(f"{name!r:.80} must have two matrices of floats")
+            if pair[0].shape[0] != pair[1].shape[1] or not all(bool(torch.isfinite(one).all()) for one in pair):
+                raise ValueError(f"{name!r:.80} must have finite matrices of one rank")
+        check_fits(slots, pairs, f"the adapter in {given}")
+        return LoraWeights(metadata["name"], pairs)
+
+
+@dataclass
+class SessionAdapters:
+    """The adapters that a program holds, by name. Forks of a session share them.
+
+    Attributes:
+        slots: The program's slots; None if it was made without.
+        device: Device of the program's inputs.
+        names: Slot of each adapter, from 1 on.
+    """
+
+    slots: LoraSlots | None
+    device: torch.device | str = "cpu"
+    names: dict[str, int] = field(default_factory=dict)
+
+    def checked(self) -> LoraSlots:
+        """Return the slots.
+
+        Raises:
+            InputError: If the program has none.
+        """
+        if self.slots is None:
+            raise InputError(
+                "this program has no slots for adapters; export, or make the session, with lora_slots=1 or more "
+                "(--lora-slots)"
+            )
+        return self.slots
+
+    def load(self, runner: Runner, adapter: LoraWeights, name: str) -> None:
+        """Write an adapter into a free slot, or in place of the one of the same name.
+
+        Raises:
+            InputError: If every slot is used.
+        """
+        slots = self.checked()
+        free = sorted(set(range(1, slots.slots + 1)) - set(self.names.values()))
+        if name not in self.names and not free:
+            raise InputError(
+                f"the program has {slots.slots} slots for adapters, which hold {', '.join(self.names)}; unload one of "
+                "them first, or export with more lora_slots (--lora-slots)"
+            )
+        slot = self.names.get(name) or free[0]
+        self._write(runner, slot, packed(slots, adapter.tensors))
+        self.names[name] = slot
+
+    def unload(self, runner: Runner, name: str) -> None:
+        """Empty the slot of an adapter.
+
+        Raises:
+            InputError: If there is no adapter of this name.
+        """
+        slot = self.slot_of(name)
+        self._write(runner, slot, packed(self.checked(), {}))
+        del self.names[name]
+
+    def _write(self, runner: Runner, slot: int, tensors: list[torch.Tensor]) -> None:
+        runner.run(WRITE_ADAPTER, *(tensor.to(self.device) for tensor in (torch.tensor([slot]), *tensors)))
+
+    def slot_of(self, name: str | None) -> int:
+        """Return the slot of an adapter, or 0 for None, the model itself.
+
+        Raises:
+            InputError: If there is no adapter of this name.
+        """
+        if name is None:
+            return 0
+        if name not in self.names:
+            known = ", ".join(self.names) or "none"
+            raise InputError(
+                f"adapter must be one that was loaded ({known}), or None, got {name!r}; load_adapter first"
+            )
+        return self.names[name]
+
+    def use(self, stepper: ProgramStepper, chosen: str | None | Sequence[str | None]) -> None:
+        """Run the next steps with an adapter for all rows, or with one for each row.
+
+        Raises:
+            InputError: If there is no adapter of a name, or not one for each row.
+        """
+        names = [chosen] * stepper.batch_size if chosen is None or isinstance(chosen, str) else list(chosen)
+        if len(names) != stepper.batch_size:
+            raise InputError(
+                f"adapter must be one name, or {stepper.batch_size} for the rows, got {len(names)}; pass one a row"
+            )
+        stepper.use_adapters([self.slot_of(name) for name in names])

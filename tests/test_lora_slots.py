@@ -1,0 +1,329 @@
+"""LoRA adapters as data: loaded into slots of a running program, against peft's own model."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from exportable_cache import export, load
+from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
+from exportable_cache.models.loading.adapters import read_lora
+from exportable_cache.models.lora import slots_of
+from exportable_cache.session.adapters import write_adapter_file
+from exportable_cache.session.session import Session
+
+from .support.models import tiny_model, tokens
+from .support.oracle import difference, reference_logits
+from .test_adapters import adapted
+
+CAPACITY, LENGTH, PROMPT = 32, 13, 9
+LIMIT = 1e-5
+KINDS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "two": {"r": 2, "target_modules": ["k_proj", "up_proj"], "use_rslora": True},
+    "patterns": {
+        "target_modules": ["q_proj", "o_proj", "gate_proj"],
+        "rank_pattern": {"o_proj": 3, r"layers\.1\.mlp\.gate_proj": 1},
+        "alpha_pattern": {r"layers\.0\.self_attn\.q_proj": 32, "gate_proj": 2},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the folders of three adapters for the tiny model, by name."""
+    path = tmp_path_factory.mktemp("lora")
+    for seed, (name, options) in enumerate(KINDS.items()):
+        adapted(seed, **options).save_pretrained(path / name)
+    return {name: path / name for name in KINDS}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str | None, torch.Tensor]:
+    """Return the logits of peft's model for each adapter, and of the model itself for None."""
+    ids = tokens(LENGTH)
+    base = reference_logits(tiny_model("llama"), ids, PROMPT)
+    found = {
+        name: reference_logits(adapted(seed, **options), ids, PROMPT)
+        for seed, (name, options) in enumerate(KINDS.items())
+    }
+    assert all((one - base).abs().max() > 0.1 for one in found.values())
+    return {None: base, **found}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a bundle with slots for adapters. Read it only."""
+    path = tmp_path_factory.mktemp("bundle") / "out"
+    return export(tiny_model("llama"), "pt2", CAPACITY, path, lora_slots=3, lora_rank=4).path
+
+
+def live(**options: Any) -> Session:
+    """Return a session over the tiny model with slots for adapters."""
+    sizes = {"max_cache_len": CAPACITY, "lora_slots": 3, "lora_rank": 4}
+    return Session.from_model(tiny_model("llama"), **{**sizes, **options})
+
+
+def check_swaps(session: Session, folders: dict[str, Path], expected: dict[str | None, torch.Tensor]) -> None:
+    """Compare the logits with each adapter, switching between them."""
+    for name, folder in folders.items():
+        assert session.load_adapter(folder) == name
+    assert session.adapters == tuple(folders)
+    for name in (None, *folders, None, "one"):
+        session.reset()
+        session.use_adapter(name)
+        assert difference(session.prefill, expected[name], tokens(LENGTH), PROMPT) < LIMIT, name
+
+
+def test_adapters_give_the_logits_of_peft(folders: dict[str, Path], expected: dict[str | None, torch.Tensor]) -> None:
+    """A live session switches between adapters of different ranks, layers and scales."""
+    check_swaps(live(), folders, expected)
+
+
+def test_a_swap_compiles_nothing(folders: dict[str, Path], expected: dict[str | None, torch.Tensor]) -> None:
+    """The first adapter compiles its own graphs, and later ones use them."""
+    session = live(compile="wait")
+    session.load_adapter(folders["one"])
+    for name in (None, "one"):
+        session.reset()
+        session.use_adapter(name)
+        session.prefill(tokens(LENGTH)[:, :PROMPT])
+        session.decode(tokens(1)[0])
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert before >= 4
+    check_swaps(session, folders, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+def test_rows_have_adapters_of_their_own(folders: dict[str, Path], expected: dict[str | None, torch.Tensor]) -> None:
+    """Each row of a batch uses the adapter in its slot, and a fork keeps the choice."""
+    model = tiny_model("llama")
+    from exportable_cache import ExportableCache
+
+    cache = ExportableCache.from_model(model, CAPACITY, batch_size=3)
+    session = Session.from_model(model, cache, lora_slots=2, lora_rank=4)
+    for name in ("one", "two"):
+        session.load_adapter(folders[name])
+    chosen = ["two", None, "one"]
+    session.use_adapter(chosen)
+    reference = torch.cat([expected[name] for name in chosen])
+    ids = tokens(LENGTH).expand(3, -1).contiguous()
+    assert difference(session.fork().prefill, reference, ids, PROMPT) < LIMIT
+    assert difference(session.prefill, reference, ids, PROMPT) < LIMIT
+    with pytest.raises(InputError, match="one name, or 3 for the rows, got 2"):
+        session.use_adapter(["one", None])
+
+
+def test_a_bundle_holds_adapters(
+    bundle: Path, folders: dict[str, Path], expected: dict[str | None, torch.Tensor]
+) -> None:
+    """A pt2 program switches between adapters, and its base is verified."""
+    check_swaps(load(bundle), folders, expected)
+    with zipfile.ZipFile(bundle / "program.pt2") as archive:
+        name = next(one for one in archive.namelist() if one.endswith("adapted_decode_constants_config.json"))
+        kept = json.loads(archive.read(name))["config"]
+        records = {one["path_name"] for layer, one in kept.items() if layer.endswith(("lora_a", "lora_b"))}
+        # Slots are zeros, which are not written.
+        sizes = [archive.getinfo(name.rpartition("/")[0] + f"/{record}").file_size for record in records]
+    assert sizes == [0] * 28
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["portable", "exact"])
+def test_an_executorch_program_holds_adapters(
+    folders: dict[str, Path], expected: dict[str | None, torch.Tensor], tmp_path: Path, recipe: str
+) -> None:
+    """An ExecuTorch program switches between adapters."""
+    pytest.importorskip("executorch")
+    path = export(
+        tiny_model("llama"), "executorch", CAPACITY, tmp_path / "out", recipe=recipe, lora_slots=3, lora_rank=4
+    ).path
+    check_swaps(load(path), folders, expected)
+
+
+def test_slots_are_freed_and_replaced(folders: dict[str, Path], expected: dict[str | None, torch.Tensor]) -> None:
+    """A full program refuses another adapter, and an unloaded one leaves the model itself."""
+    session = live(lora_slots=1)
+    session.load_adapter(folders["one"])
+    with pytest.raises(InputError, match=r"has 1 slots for adapters, which hold one; unload"):
+        session.load_adapter(folders["two"])
+    session.use_adapter("one")
+    session.load_adapter(folders["two"], "one")
+    assert difference(session.prefill, expected["two"], tokens(LENGTH), PROMPT) < LIMIT
+    session.unload_adapter("one")
+    assert session.adapters == ()
+    session.reset()
+    assert difference(session.prefill, expected[None], tokens(LENGTH), PROMPT) < LIMIT
+    with pytest.raises(InputError, match=r"one that was loaded \(none\), or None, got 'one'"):
+        session.use_adapter("one")
+
+
+def test_a_model_keeps_its_weights_and_loses_its_slots() -> None:
+    """Slots change neither the state dict nor the logits, and a session without them removes them."""
+    model = tiny_model("llama", tie_word_embeddings=True)
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    with Session.from_model(model, max_cache_len=CAPACITY, lora_slots=2, lora_targets=["q_proj,layers.1.mlp.up_proj"]):
+        found = slots_of(model)
+        assert found is not None and [one.name.split(".", 2)[2] for one in found.targets] == [
+            "0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.up_proj",
+        ]  # fmt: skip
+        assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+    with Session.from_model(model, max_cache_len=CAPACITY):
+        assert slots_of(model) is None
+        assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+
+
+def test_programs_refuse_what_they_have_no_slots_for(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Each refusal names the value and the remedy."""
+    with pytest.raises(InputError, match="has no slots for adapters; export, or make the session, with lora_slots=1"):
+        live(lora_slots=0).load_adapter(folders["one"])
+    with pytest.raises(InputError, match=r"rank of at most 2, got 4 in .*; export with lora_rank=4"):
+        live(lora_rank=2).load_adapter(folders["one"])
+    with pytest.raises(InputError, match=r"changes 'model.layers.0.*down_proj'.*; export with lora_targets"):
+        live(lora_targets=["q_proj", "v_proj"]).load_adapter(folders["one"])
+    adapted(model=tiny_model("llama", intermediate_size=48)).save_pretrained(tmp_path / "other")
+    with pytest.raises(InputError, match=r"64 inputs and 32 outputs in .*down_proj, got 48 and 32; it was trained for"):
+        live().load_adapter(tmp_path / "other")
+    for target in ("lm_head", "embed_tokens", "experts"):
+        with pytest.raises(InputError, match=f"layers of the decoder, got '{target}'; use some of q_proj, k_proj, v_p"):
+            live(lora_targets=[target])
+    with pytest.raises(InputError, match="lora_targets requires lora_slots"):
+        live(lora_slots=0, lora_targets=["q_proj"])
+    with pytest.raises(InputError, match="lora_slots=1 is not supported by target 'tensorrt'"):
+        export("demo", "tensorrt", CAPACITY, tmp_path / "out", lora_slots=1)
+    with pytest.raises(InputError, match="lora_slots=1 cannot be combined with a cache that is an input"):
+        export(tiny_model("llama"), "pt2", CAPACITY, tmp_path / "out", lora_slots=1, form="explicit")
+
+
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
+NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config, _: config.update(peft_type="IA3"), "must hold a LoRA adapter, got IA3; merge it at export"),
+        (lambda config, _: config.update(use_dora=True), "use_dora, DoRA, which scales whole weights"),
+        (lambda config, _: config.update(modules_to_save=["lm_head"]), "modules_to_save, whole layers"),
+        (lambda config, _: config.update(target_parameters=["experts"]), "target_parameters, parameters that are not"),
+        (lambda config, _: config.update(bias="all"), "bias='all', changed biases"),
+        (lambda config, _: config.update(init_lora_weights="pissa_niter_4"), "which changes the base model; save it"),
+        (lambda config, _: config.update(lora_alpha="much"), "must have a number as lora_alpha of .*, got 'much'"),
+        (lambda config, _: config.update(alpha_pattern={"(": 1}), "must have a number as lora_alpha"),
+        (lambda config, _: config.update(lora_alpha=float("inf")), "must have a finite lora_alpha, got inf"),
+        (lambda _, tensors: tensors[NAME].fill_(torch.nan), "must have finite values, got others in .*lora_A"),
+        (lambda _, tensors: tensors.pop(NAME), "must have lora_A and lora_B of .*q_proj, got .*lora_B"),
+        (lambda _, tensors: tensors.clear(), "has no tensors; save it again"),
+        (
+            lambda _, tensors: tensors.update({"base_model.model.embed.lora_embedding_A": torch.ones(2, 2)}),
+            "embeddings, which slots do not hold",
+        ),
+    ],
+)
+def test_adapters_that_slots_do_not_hold_are_refused(
+    folders: dict[str, Path], tmp_path: Path, change: Change, message: str
+) -> None:
+    """Each kind is refused by its name in the config or among the tensors."""
+    config = json.loads((folders["one"] / "adapter_config.json").read_text())
+    tensors = load_file(folders["one"] / "adapter_model.safetensors")
+    change(config, tensors)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises((InputError, UnsupportedModelError), match=message):
+        read_lora(tmp_path)
+
+
+def test_files_that_are_no_adapters_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A pickle is not read, and damaged files are named."""
+    with pytest.raises(InputError, match=r"cannot read .*adapter_config.json: .*; pass the folder that peft saved"):
+        read_lora(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match=r"cannot read .*adapter_config.json"):
+        read_lora(tmp_path)
+    (tmp_path / "adapter_config.json").write_text((folders["one"] / "adapter_config.json").read_text())
+    (tmp_path / "adapter_model.bin").write_bytes(b"cposix\nsystem\n(S'touch hacked'\ntR.")
+    with pytest.raises(InputError, match=r"adapter_model.bin is a pickle, which can run code; save the adapter with"):
+        read_lora(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(InputError, match=r"cannot read .*adapter_model.safetensors: .*copy the adapter again"):
+        read_lora(tmp_path)
+
+
+def test_adapter_files_belong_to_their_program(
+    bundle: Path, folders: dict[str, Path], expected: dict[str | None, torch.Tensor], tmp_path: Path
+) -> None:
+    """A file loads into the program that it was made for, and into no other."""
+    session, path = load(bundle), tmp_path / "one.adapter"
+    slots = session._adapters.checked()
+    write_adapter_file(path, read_lora(folders["one"]), slots, session.fingerprint, None)
+    assert session.load_adapter(path) == "one"
+    session.use_adapter("one")
+    assert difference(session.prefill, expected["one"], tokens(LENGTH), PROMPT) < LIMIT
+    other = tiny_model("llama", rms_norm_eps=1e-3)
+    with torch.no_grad():
+        other.model.norm.weight.add_(1)
+    with pytest.raises(InputError, match=r"was made for other weights than those of this program; make it again with"):
+        Session.from_model(other, max_cache_len=CAPACITY, lora_slots=1).load_adapter(path)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match="is damaged: checksum"):
+        session.load_adapter(path)
+    write_adapter_file(path, read_lora(folders["one"]), slots, session.fingerprint, None)
+
+
+def test_an_adapter_is_signed(bundle: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    """With a key only a file that is signed with it is loaded."""
+    ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+    serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")
+    keys = []
+    for name in ("ours", "theirs"):
+        pem = ed25519.Ed25519PrivateKey.generate().private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        keys.append(tmp_path / name)
+        keys[-1].write_bytes(pem)
+    session, path = load(bundle), tmp_path / "one.adapter"
+    slots, adapter = session._adapters.checked(), read_lora(folders["one"])
+    write_adapter_file(path, adapter, slots, session.fingerprint, None)
+    with pytest.raises(BundleError, match=r"must be signed by .*it has no one.adapter.sig"):
+        session.load_adapter(path, key=keys[0])
+    write_adapter_file(path, adapter, slots, session.fingerprint, None, keys[0])
+    assert session.load_adapter(path, key=keys[0]) == "one"
+    with pytest.raises(BundleError, match="must be signed by the given key"):
+        session.load_adapter(path, key=keys[1])
+    write_adapter_file(path, read_lora(folders["two"]), slots, session.fingerprint, None)
+    with pytest.raises(BundleError, match="does not match the file, so it was changed after it was signed"):
+        session.load_adapter(path, key=keys[0])
+    with pytest.raises(InputError, match="key requires a file of"):
+        session.load_adapter(folders["one"], key=keys[0])
+
+
+def test_the_command_makes_and_verifies_an_adapter(bundle: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    """The file has the report of a comparison with the model, and a wrong model fails it."""
+    from typer.testing import CliRunner
+
+    from exportable_cache.cli.app import app
+
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    output = tmp_path / "one.adapter"
+    arguments = ["adapter", str(folders["one"]), "--for", str(bundle), "-o", str(output), "--model"]
+    result = CliRunner().invoke(app, [*arguments, str(tmp_path / "model"), "--json"])
+    assert result.exit_code == 0, result.output
+    made = json.loads(result.stdout)
+    assert made["path"] == str(output) and made["verification"]["passed"] and made["verification"]["steps"] > 10
+    assert load(bundle).load_adapter(output) == "one"
+    output.unlink()
+    other = tiny_model("llama")
+    with torch.no_grad():
+        other.model.layers[0].self_attn.q_proj.weight.add_(0.1)
+    other.save_pretrained(tmp_path / "model")
+    result = CliRunner().invoke(app, [*arguments, str(tmp_path / "model")])
+    assert result.exit_code == 1 and "was not written" in result.stderr and not output.exists()
