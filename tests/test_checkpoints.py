@@ -144,12 +144,10 @@ def written(write: Callable[..., PreTrainedModel], *arguments: Any, modules: tup
 
 #: The most that rounding costs, half a step between two numbers that a weight can be, as a share of the largest one.
 STEP = {
-    "compressed_tensors-int4": 1 / 14, "compressed_tensors-int8": 1 / 254, "compressed_tensors-fp8": 1 / 28,
     "torchao-4": 1 / 13, "torchao-8": 1 / 250, "bitsandbytes-4": 0.16, "bitsandbytes-8": 1 / 200, "fp8": 1 / 28,
     "mxfp4": 1e-6,
 }  # fmt: skip
 SAYS = {
-    "compressed_tensors-int4": "(compressed-tensors, 4 bits in groups of 32)",
     "torchao-4": "(torchao, 4 bits in groups of 32)",
     "torchao-8": "(torchao, 8 bits)",
     "bitsandbytes-4": "(bitsandbytes, 4 bits)",
@@ -158,9 +156,6 @@ SAYS = {
     "mxfp4": "(mxfp4, 4 bits in groups of 32)",
 }
 QUANTISED = [
-    written(checkpoints.write_compressed_tensors, "int4", modules=("compressed_tensors",)),
-    written(checkpoints.write_compressed_tensors, "int8", modules=("compressed_tensors",)),
-    written(checkpoints.write_compressed_tensors, "fp8", modules=("compressed_tensors",)),
     written(checkpoints.write_torchao, 4, modules=("torchao",)),
     written(checkpoints.write_torchao, 8, modules=("torchao",)),
     written(checkpoints.write_bitsandbytes, 4, modules=("bitsandbytes", "accelerate")),
@@ -191,7 +186,7 @@ def test_quantised_weights_are_read_as_plain_ones(
     # What is left after rounding, and that something was rounded.
     assert (0 if name == "mxfp4" else STEP[name] / 8) <= weight_gap(model.float(), before) <= STEP[name] + rounding
     (remark,) = loaded.remarks
-    assert remark.startswith(f"weights are stored quantised {SAYS.get(name, '(compressed-tensors, 8 bits)')} and were")
+    assert remark.startswith(f"weights are stored quantised {SAYS[name]} and were")
 
 
 @pytest.mark.parametrize(("write", "arguments"), [one for one in QUANTISED if one.id in ("torchao-4", "mxfp4")])
@@ -215,22 +210,15 @@ def test_quantised_checkpoints_are_exported_and_say_so(
     ("quantization", "error", "words"),
     [
         (
-            {"quant_method": "gptq", "bits": 4, "group_size": 128},
+            {"quant_method": "hqq", "bits": 4},
             UnsupportedModelError,
-            "'model' are quantised .gptq, 4 bits in groups of 128., which is not supported.*--quantize 8da4w",
+            "'model' are quantised .hqq, 4 bits., which is not",
         ),
-        ({"quant_method": "awq", "bits": 4, "group_size": 64}, UnsupportedModelError, "awq, 4 bits in groups of 64"),
         (
             {"quant_method": "of-tomorrow"},
             UnsupportedModelError,
             "of-tomorrow.*pass the original checkpoint",
         ),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": {"a": {}, "b": {}}},
-            UnsupportedModelError,
-            "in 2 groups of layers.*a, b.*dequantises all of them as the first",
-        ),
-        ({"quant_method": "compressed-tensors"}, MissingDependencyError, "compressed-tensors; pip install .*quantized"),
         ({"load_in_4bit": True}, MissingDependencyError, "needs bitsandbytes and accelerate; pip install .*quantized"),
         ({"quant_method": "torchao"}, MissingDependencyError, "reading them needs torchao; pip install .*executorch"),
     ],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,42 +27,6 @@ def wide_model(family: str = "llama", **overrides: Any) -> PreTrainedModel:
 def edit_config(folder: Path, **fields: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
-def write_compressed_tensors(folder: Path, kind: str) -> PreTrainedModel:
-    """`int4` in groups of 32 packed, `int8` or `fp8` by rows; returns the model before."""
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import (
-        QuantizationArgs,
-        QuantizationConfig,
-        QuantizationScheme,
-        apply_quantization_config,
-    )
-
-    bits, form, largest = {
-        "int4": (4, "pack-quantized", 7),
-        "int8": (8, "int-quantized", 127),
-        "fp8": (8, "float-quantized", 448),
-    }[kind]
-    groups = {"strategy": "group", "group_size": GROUP} if bits == 4 else {"strategy": "channel"}
-    weights = QuantizationArgs(num_bits=bits, type="float" if kind == "fp8" else "int", symmetric=True, **groups)
-    config = QuantizationConfig(
-        config_groups={"group_0": QuantizationScheme(targets=["Linear"], weights=weights, format=form)},
-        ignore=["lm_head"],
-        quantization_status="frozen",
-        format=form,
-    )
-    model = wide_model()
-    apply_quantization_config(model, config)
-    for module in model.modules():
-        if hasattr(module, "weight_scale"):
-            weight = module.weight.data.unflatten(1, (-1, GROUP)) if bits == 4 else module.weight.data[:, None]
-            module.weight_scale.data = weight.abs().amax(-1) / largest
-    compressor = ModelCompressor(quantization_config=config)
-    compressor.compress_model(model)
-    model.save_pretrained(folder)
-    compressor.update_config(folder)
-    return wide_model()
 
 
 def write_torchao(folder: Path, bits: int) -> PreTrainedModel:
@@ -197,3 +162,196 @@ def _gguf_name(name: str) -> str:
         return f"{whole[stem]}.weight"
     index, _, part = stem.removeprefix("model.layers.").partition(".")
     return f"blk.{index}.{parts[part]}.weight"
+
+
+def linears_of(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
+    """Return the linear layers of a decoder, without its head."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings()
+    }
+
+
+Packed = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""Tensors of a packed layer, and its weight in float32."""
+
+
+def gptq_layer(
+    shape: Sequence[int],
+    generator: np.random.Generator,
+    bits: int = 4,
+    version: str = "gptq",
+    sym: bool = True,
+    group: int = GROUP,
+    act_order: bool = False,
+    dtype: torch.dtype = torch.float16,
+) -> Packed:
+    """Pack random weights [outputs, inputs] as AutoGPTQ does, one number at a time.
+
+    By the description in AutoGPTQ's `qlinear_cuda.py` and GPTQModel's `BaseQuantLinear`.
+    """
+    outputs, inputs = shape
+    size = inputs if group < 0 else group
+    groups = inputs // size
+    numbers = generator.integers(0, 2**bits, (inputs, outputs))
+    zeros = np.full((groups, outputs), 2 ** (bits - 1))
+    if not sym:
+        zeros = generator.integers(0, 2**bits, (groups, outputs))
+    scales = torch.from_numpy(generator.uniform(0.01, 0.02, (groups, outputs))).to(dtype)
+    index = np.arange(inputs) // size
+    if act_order:
+        generator.shuffle(index)
+    plain = (numbers - zeros[index]) * scales.double().numpy()[index]
+    stored = zeros if version == "gptq_v2" else (zeros - 1) % 2**bits
+    tensors = {
+        "qweight": _packed_down(numbers, bits),
+        "qzeros": _packed_down(stored.T, bits).T,
+        "scales": scales,
+        "g_idx": torch.from_numpy(index).int(),
+    }
+    return tensors, torch.from_numpy(plain.T).float()
+
+
+def gptq_fields(
+    bits: int = 4, version: str = "gptq", sym: bool = True, group: int = GROUP, act_order: bool = False, **_: Any
+) -> dict[str, Any]:
+    """Return the quantization config of `gptq_layer`."""
+    fields = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": sym, "desc_act": act_order}
+    return {**fields, "checkpoint_format": version}
+
+
+def write_gptq(folder: Path, model: PreTrainedModel | None = None, **form: Any) -> PreTrainedModel:
+    """Write a GPTQ checkpoint of random weights, and return the model with these weights in float32."""
+    return _write_packed(folder, model or wide_model(), partial(gptq_layer, **form), gptq_fields(**form))
+
+
+def awq_layer(shape: Sequence[int], generator: np.random.Generator) -> Packed:
+    """Pack random weights [outputs, inputs] as AutoAWQ's `gemm` does, one number at a time.
+
+    By the description in AutoAWQ's `WQLinear_GEMM.from_linear`.
+    """
+    outputs, inputs = shape
+    numbers = generator.integers(0, 16, (inputs, outputs))
+    zeros = generator.integers(0, 16, (inputs // GROUP, outputs))
+    scales = torch.from_numpy(generator.uniform(0.01, 0.02, zeros.shape)).half()
+    index = np.arange(inputs) // GROUP
+    plain = (numbers - zeros[index]) * scales.double().numpy()[index]
+    tensors = {"qweight": _awq_words(numbers), "qzeros": _awq_words(zeros), "scales": scales}
+    return tensors, torch.from_numpy(plain.T).float()
+
+
+AWQ_FIELDS = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+
+
+def write_awq(folder: Path, model: PreTrainedModel | None = None) -> PreTrainedModel:
+    """Write an AWQ checkpoint of random weights, and return the model with these weights in float32."""
+    return _write_packed(folder, model or wide_model(), awq_layer, AWQ_FIELDS)
+
+
+def _awq_words(numbers: np.ndarray) -> torch.Tensor:
+    rows, columns = numbers.shape
+    packed = np.zeros((rows, columns // 8), dtype=np.uint32)
+    for column in range(columns // 8):
+        for place, output in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
+            packed[:, column] |= numbers[:, 8 * column + output].astype(np.uint32) << np.uint32(4 * place)
+    return torch.from_numpy(packed.view(np.int32))
+
+
+def _packed_down(numbers: np.ndarray, bits: int) -> torch.Tensor:
+    """Pack columns of numbers into words of 32 bits, the first in the lowest bits."""
+    packed = np.zeros((len(numbers) * bits // 32, numbers.shape[1]), dtype=np.uint32)
+    for row, values in enumerate(numbers):
+        packed[row * bits // 32] |= values.astype(np.uint32) << np.uint32(row * bits % 32)
+    return torch.from_numpy(packed.view(np.int32))
+
+
+def _write_packed(folder: Path, model: PreTrainedModel, pack: Any, fields: dict[str, Any]) -> PreTrainedModel:
+    """Write a model whose linear layers are packed random weights, which also become its own."""
+    generator, packed = np.random.default_rng(0), {}
+    for name, layer in linears_of(model).items():
+        tensors, layer.weight.data = pack(layer.weight.shape, generator)
+        packed[name] = tensors
+    model.save_pretrained(folder)
+    replace_layers(folder, packed)
+    edit_config(folder, quantization_config=fields)
+    return model
+
+
+def replace_layers(folder: Path, layers: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Replace weights of a checkpoint by other tensors, given by the layers' names."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, parts in layers.items():
+        del tensors[f"{name}.weight"]
+        tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+#: Kinds of compressed-tensors layers: format, and arguments of its weights.
+COMPRESSED = {
+    "int4": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": GROUP}),
+    "int4-zeros": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": GROUP, "symmetric": False}),
+    "int8-packed": ("pack-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "int3": ("pack-quantized", {"num_bits": 3, "strategy": "group", "group_size": GROUP}),
+    "int8": ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "fp8-tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+}  # fmt: skip
+
+
+def write_compressed(folder: Path, *kinds: str) -> PreTrainedModel:
+    """Write a Llama whose layers are compressed by one or two kinds, and return the model that the package reads.
+
+    With two kinds, the second is that of the MLPs.
+    """
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    generator = torch.Generator().manual_seed(0)
+    targets = (["Linear"],) if len(kinds) == 1 else (["re:.*self_attn.*"], ["re:.*mlp.*"])
+    schemes = [
+        QuantizationScheme(targets=target, weights=QuantizationArgs(**COMPRESSED[kind][1]), format=COMPRESSED[kind][0])
+        for kind, target in zip(kinds, targets, strict=True)
+    ]
+    model = wide_model()
+
+    def pack(name: str, weight: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        scheme = schemes[-1 if "mlp" in name else 0]
+        arguments = scheme.weights
+        grouped = weight.data.unflatten(1, (-1, arguments.group_size or weight.shape[1]))
+        largest = grouped.abs().amax(-1)
+        given = {"weight": weight.data, "weight_scale": largest / (2 ** (arguments.num_bits - 1) - 1)}
+        if arguments.type == "float":
+            given["weight_scale"] = largest / 448
+            if arguments.strategy == "tensor":
+                given["weight_scale"] = largest.amax().reshape(1) / 448
+            if arguments.strategy == "tensor_group":
+                whole = 448 * 6 / weight.data.abs().amax().reshape(1)
+                given |= {
+                    "weight_scale": (largest / 6 * whole).to(torch.float8_e4m3fn).float(),
+                    "weight_global_scale": whole,
+                }
+        if not arguments.symmetric:
+            zeros = torch.randint(-8, 8, largest.shape, generator=generator)
+            given["weight_zero_point"] = zeros.to(torch.int8)
+        compressor = BaseCompressor.get_value_from_registry(scheme.format)
+        packed = compressor.compress(given, scheme)
+        weight.data = compressor.decompress(packed, scheme)["weight"].float()
+        return packed
+
+    packed = {name: pack(name, layer.weight) for name, layer in linears_of(model).items()}
+    model.save_pretrained(folder)
+    replace_layers(folder, packed)
+    groups = {f"group_{index}": scheme.model_dump() for index, scheme in enumerate(schemes)}
+    edit_config(
+        folder,
+        quantization_config={
+            "quant_method": "compressed-tensors",
+            "config_groups": groups,
+            "format": "mixed-precision" if len(kinds) > 1 else schemes[0].format,
+            "ignore": ["lm_head"],
+            "quantization_status": "compressed",
+        },
+    )
+    return model

@@ -35,8 +35,16 @@ from ...common.tensors import dtype_name, parse_dtype
 from ...errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError, first_line
 from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_folder, merged, merged_line
 from .generation_configs import check_generation_config, eos_tokens_of
+from .integers import dequantised_by_us
 from .location import Location, file_in, locate, quiet
-from .prequantized import check_plain, check_readable, dequantised, dequantising, stored_quantization
+from .prequantized import (
+    check_plain,
+    check_readable,
+    dequantised,
+    dequantising,
+    is_of_activations,
+    stored_quantization,
+)
 from .support import check_sizes
 from .tokenizer import tokenizer_of
 
@@ -193,6 +201,7 @@ def _from_checkpoint(location: Location, wanted: torch.dtype | None, progress: P
         check_generation_config(location)
         stored = stored_quantization(config)
         dequantising(config)
+        reading = dequantised_by_us(config, location)
         quantization = {"quantization_config": GgufConfig(dequantize=True)} if location.gguf else {}
         kind = auto_class(config)
         assert kind is not None
@@ -206,16 +215,20 @@ def _from_checkpoint(location: Location, wanted: torch.dtype | None, progress: P
                 **location.options,
             )
         except Exception as error:  # several libraries read files, with errors of many classes
+            if reading is not None and reading.problem is not None:
+                raise reading.problem from None
             raise InputError(
                 f"cannot load the weights of {location.source!r}: {first_line(error)}; download or save it again"
             ) from error
+        if reading is not None and reading.problem is not None:
+            raise reading.problem
         missing = sorted(info["missing_keys"])
         if missing:
             raise UnsupportedModelError(
                 f"{location.source!r} has no weights for {len(missing)} tensors of {type(model).__name__}, "
                 f"such as {missing[0]}: it is not a complete causal LM; pass one"
             )
-        unread = sorted(info["unexpected_keys"]) if stored is not None else []
+        unread = sorted(one for one in info["unexpected_keys"] if not is_of_activations(one)) if stored else []
         if unread:
             raise UnsupportedModelError(
                 f"{location.source!r} is quantised ({stored}) with {len(unread)} tensors that transformers "

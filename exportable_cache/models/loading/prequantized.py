@@ -16,14 +16,29 @@ if TYPE_CHECKING:
 
 #: Methods that transformers reads on a CPU -> the modules that it needs.
 READ_WITH = {
-    "compressed-tensors": ("compressed_tensors",),
+    "gptq": (),
+    "awq": (),
+    "compressed-tensors": (),
     "torchao": ("torchao",),
     "fp8": ("accelerate",),
     "mxfp4": (),
     "bitsandbytes": ("bitsandbytes", "accelerate"),
 }
 #: Methods that transformers dequantises while reading if the config says so.
-_AS_READ = ("compressed-tensors", "fp8", "mxfp4")
+_AS_READ = ("fp8", "mxfp4")
+#: Formats of compressed-tensors that `integers` reads.
+_COMPRESSED = (
+    "pack-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "float-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+    "dense",
+)
+#: Scales of activations, which are left out, because activations stay in float.
+_OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
 _EXTRAS = {"torchao": "executorch"}
 _SCHEMES = {4: "8da4w", 8: "8da8w"}
 
@@ -60,16 +75,15 @@ class StoredQuantization:
 
 def stored_quantization(config: PreTrainedConfig) -> StoredQuantization | None:
     """Return how a config says that weights are quantised, or None if they are not."""
-    fields = _fields(config)
+    fields = quantization_fields(config)
     if fields is None:
         return None
     method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method") or "an unknown method"))
     if fields.get("load_in_4bit") or fields.get("load_in_8bit"):
         return StoredQuantization("bitsandbytes", 4 if fields.get("load_in_4bit") else 8)
     if method == "compressed-tensors":
-        weights = [group.get("weights") or {} for group in _groups(fields).values() if isinstance(group, Mapping)]
-        first = weights[0] if weights else {}
-        return StoredQuantization(method, first.get("num_bits"), first.get("group_size"))
+        weights = [(one.get("num_bits"), one.get("group_size")) for one in schemes_of(fields)]
+        return StoredQuantization(method, *(weights[0] if len(set(weights)) == 1 else (None, None)))
     if method == "torchao":
         return StoredQuantization(method, *_torchao_sizes(fields))
     known = {"fp8": (8, None), "mxfp4": (4, 32)}.get(method, (fields.get("bits"), fields.get("group_size")))
@@ -92,12 +106,12 @@ def check_readable(config: PreTrainedConfig, source: str) -> None:
             f"{', '.join(READ_WITH)} and GGUF files: pass the original checkpoint, and quantise it on export "
             "(quantize='8da4w', --quantize 8da4w)"
         )
-    fields = _fields(config) or {}
-    if stored.method == "compressed-tensors" and len(_groups(fields)) > 1:
+    fields = quantization_fields(config) or {}
+    problem = _unknown_form(stored.method, fields)
+    if problem:
         raise UnsupportedModelError(
-            f"the weights of {source!r} are quantised in {len(_groups(fields))} groups of layers, each in its own way "
-            f"({', '.join(_groups(fields))}), and transformers dequantises all of them as the first; pass the "
-            "original checkpoint"
+            f"the weights of {source!r} are quantised by {stored.method} with {problem}; pass the original checkpoint, "
+            "and quantise it on export (quantize='8da4w', --quantize 8da4w)"
         )
     missing = [name for name in READ_WITH[stored.method] if util.find_spec(name) is None]
     if missing:
@@ -109,11 +123,51 @@ def check_readable(config: PreTrainedConfig, source: str) -> None:
         )
 
 
+def _unknown_form(method: str, fields: Mapping[str, Any]) -> str:
+    """Return what of a config is not read, with what is; an empty string if all is."""
+    bits, size = fields.get("bits"), fields.get("group_size")
+    if method in ("gptq", "awq"):
+        form = gptq_format(fields) if method == "gptq" else str(fields.get("version") or fields.get("format") or "gemm")
+        forms = ["gptq", "gptq_v2"] if method == "gptq" else ["gemm"]
+        known = (2, 4, 8) if method == "gptq" else (4,)
+        if form.lower() not in forms:
+            return f"the packing {form!r}, and only {' and '.join(forms)} are read"
+        if bits not in known:
+            return f"bits={bits!r}, and only {', '.join(map(str, known))} are read"
+        if not isinstance(size, int) or (size < 1 and size != -1):
+            return f"group_size={size!r}, which must be -1 or a positive integer"
+    if method == "compressed-tensors":
+        sparsity = _mapping(fields.get("sparsity_config")).get("format", "dense")
+        forms = [
+            str(fields.get("format") or "dense"),
+            *(str(one.get("format") or "dense") for one in _groups(fields).values()),
+        ]
+        odd = [form for form in forms if form not in _COMPRESSED]
+        if odd or sparsity != "dense":
+            return f"the format {odd[0] if odd else sparsity!r}, and only {', '.join(_COMPRESSED)} are read"
+    return ""
+
+
+def gptq_format(fields: Mapping[str, Any]) -> str:
+    """Return how a GPTQ config says that zero points are stored: `gptq`, `gptq_v2`, or the name of another packing."""
+    return str(fields.get("checkpoint_format") or fields.get("format") or "gptq")
+
+
+def schemes_of(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return how the weights of each group of layers of a compressed-tensors config are quantised."""
+    return [weights for one in _groups(fields).values() if (weights := _mapping(one.get("weights")))]
+
+
 def dequantising(config: PreTrainedConfig) -> None:
     """Make `from_pretrained` dequantise weights while reading, if it can; changes `config`."""
-    stored, fields = stored_quantization(config), _fields(config)
+    stored, fields = stored_quantization(config), quantization_fields(config)
     if stored is not None and fields is not None and stored.method in _AS_READ:
         fields["dequantize"] = True
+
+
+def is_of_activations(name: str) -> bool:
+    """Return True for a tensor of a quantised checkpoint that only scales activations."""
+    return name.rpartition(".")[2] in _OF_ACTIVATIONS
 
 
 @torch.no_grad()
@@ -167,7 +221,8 @@ def _dequantise_torchao(model: PreTrainedModel, dtype: torch.dtype) -> None:
                 setattr(module, name, plain[id(parameter)])
 
 
-def _fields(config: PreTrainedConfig) -> dict[str, Any] | None:
+def quantization_fields(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return the quantization config of a checkpoint, or None."""
     for one in (config, config.get_text_config(decoder=True)):
         found = getattr(one, "quantization_config", None)
         if found is not None:
@@ -175,8 +230,13 @@ def _fields(config: PreTrainedConfig) -> dict[str, Any] | None:
     return None
 
 
-def _groups(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    return fields.get("config_groups") or (fields.get("quantization_config") or {}).get("config_groups") or {}
+def _groups(fields: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    groups = fields.get("config_groups") or _mapping(fields.get("quantization_config")).get("config_groups")
+    return {name: group for name, group in _mapping(groups).items() if isinstance(group, Mapping)}
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _torchao_sizes(fields: Mapping[str, Any]) -> tuple[int | None, int | None]:
