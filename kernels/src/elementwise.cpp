@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "half.h"
 #include "linear_tasks.h"
 
 #undef HWY_DISABLED_TARGETS
@@ -92,6 +93,22 @@ void gate(const Gate& g, int64_t from, int64_t end) {
   for (; i < end; ++i) g.out[i] = hn::GetLane(gated(hn::Set(d, g.source[i]), first, third)) * g.factor[i];
 }
 
+void narrow(const Narrowing& n, int64_t first, int64_t last) {
+  int64_t i = first;
+  if (n.dtype == Dtype::kBFloat16) {
+    for (; i < last; ++i) n.out[i] = bfloat16_of_float(n.source[i]);
+    return;
+  }
+#if HWY_TARGET != HWY_SSE4
+  // SSE4 has no conversion, and Highway's does not round.
+  const hn::Rebind<hwy::float16_t, F> halves;
+  for (; i + kLanes <= last; i += kLanes) {
+    hn::StoreU(hn::DemoteTo(halves, hn::LoadU(F(), n.source + i)), halves, reinterpret_cast<hwy::float16_t*>(n.out + i));
+  }
+#endif
+  for (; i < last; ++i) n.out[i] = float16_of_float(n.source[i]);
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace exportable_cache::kernels
 HWY_AFTER_NAMESPACE();
@@ -101,6 +118,7 @@ namespace exportable_cache::kernels {
 HWY_EXPORT(normalize);
 HWY_EXPORT(rotate);
 HWY_EXPORT(gate);
+HWY_EXPORT(narrow);
 
 namespace {
 
@@ -127,6 +145,10 @@ void in_shares(const Step& step, void (*apply)(const Step&, int64_t, int64_t), i
 }
 
 }  // namespace
+
+void apply_narrowing(const Narrowing& narrowing, const Threads& threads) {
+  in_shares(narrowing, HWY_DYNAMIC_DISPATCH(narrow), narrowing.count, 1, threads);
+}
 
 void apply_norm(const Norm& norm, const Threads& threads) {
   in_shares(norm, HWY_DYNAMIC_DISPATCH(normalize), norm.rows, norm.size, threads);

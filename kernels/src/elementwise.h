@@ -34,6 +34,15 @@ struct Gate {
   float* out = nullptr;
 };
 
+// Float32 in 16 bits: float16 or bfloat16, to nearest and ties to even.
+struct Narrowing {
+  int64_t count = 0;
+  const float* source = nullptr;
+  Dtype dtype = Dtype::kFloat16;
+  uint16_t* out = nullptr;
+};
+
+void apply_narrowing(const Narrowing& narrowing, const Threads& threads);
 void apply_norm(const Norm& norm, const Threads& threads);
 void apply_rotation(const Rotation& rotation, const Threads& threads);
 void apply_gate(const Gate& gate, const Threads& threads);

@@ -2,6 +2,8 @@
 //   exportable_cache::rms_norm.out(Tensor source, Tensor? weight, float epsilon, *, Tensor(a!) out) -> Tensor(a!)
 //   exportable_cache::rotate.out(Tensor source, Tensor cos, Tensor sin, bool tokens_first, *, Tensor(a!) out) -> Tensor(a!)
 //   exportable_cache::gate.out(Tensor source, Tensor factor, float first, float third, *, Tensor(a!) out) -> Tensor(a!)
+//   exportable_cache::to_float16.out(Tensor source, *, Tensor(a!) out) -> Tensor(a!)
+//   exportable_cache::to_bfloat16.out, the same
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
 #include <executorch/runtime/kernel/operator_registry.h>
 
@@ -75,6 +77,18 @@ Tensor& gate_out(KernelRuntimeContext& context, const Tensor& source, const Tens
   return out;
 }
 
+template <ScalarType type>
+Tensor& narrowed_out(KernelRuntimeContext& context, const Tensor& source, Tensor& out) {
+  ET_KERNEL_CHECK_MSG(context, is_float(source) && is_contiguous(out) && out.scalar_type() == type, InvalidArgument, out,
+                      "source must be contiguous float32, and the output of the operator's type");
+  ET_KERNEL_CHECK(context, executorch::runtime::resize_tensor(out, source.sizes()) == Error::Ok, InvalidArgument, out);
+  apply_narrowing({static_cast<int64_t>(source.numel()), source.const_data_ptr<float>(), *float_dtype(type),
+                   static_cast<uint16_t*>(out.mutable_data_ptr())},
+                  runtime_threads());
+  return out;
+}
+
+constexpr const char kFloat16[] = "exportable_cache::to_float16.out", kBFloat16[] = "exportable_cache::to_bfloat16.out";
 constexpr const char kNorm[] = "exportable_cache::rms_norm.out", kRotate[] = "exportable_cache::rotate.out",
                      kGate[] = "exportable_cache::gate.out";
 
@@ -83,6 +97,8 @@ constexpr const char kNorm[] = "exportable_cache::rms_norm.out", kRotate[] = "ex
 void register_elementwise_operators() {
   using executorch::extension::make_boxed_kernel;
   using executorch::runtime::register_kernel;
+  (void)register_kernel(make_boxed_kernel(kFloat16, EXECUTORCH_FN(narrowed_out<ScalarType::Half>, kFloat16)));
+  (void)register_kernel(make_boxed_kernel(kBFloat16, EXECUTORCH_FN(narrowed_out<ScalarType::BFloat16>, kBFloat16)));
   (void)register_kernel(make_boxed_kernel(kNorm, EXECUTORCH_FN(rms_norm_out, kNorm)));
   (void)register_kernel(make_boxed_kernel(kRotate, EXECUTORCH_FN(rotate_out, kRotate)));
   (void)register_kernel(make_boxed_kernel(kGate, EXECUTORCH_FN(gate_out, kGate)));

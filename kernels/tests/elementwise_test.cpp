@@ -1,5 +1,7 @@
-// Compares norms, rotations and gates with double precision, for sizes, thread counts and every instruction set of this machine.
+// Compares norms, rotations and gates with double precision, and conversions bit for bit, for sizes, thread counts and every
+// instruction set of this machine.
 #include "../src/elementwise.h"
+#include "../src/half.h"
 
 #include <algorithm>
 #include <cmath>
@@ -84,6 +86,25 @@ double gate(int64_t count, double first, double third, size_t threads, std::mt19
   return worst;
 }
 
+// Bit for bit as single values: also ties, subnormal and infinite values.
+bool narrows(int64_t count, Dtype dtype, size_t threads, std::mt19937& random) {
+  std::vector<float> source(count);
+  std::vector<uint16_t> out(count);
+  for (float& value : source) value = float_of_bits(static_cast<uint32_t>(random()) & (random() % 2 ? ~0u : 0xFFFFF000u));
+  const auto is_none = [](float value) { return std::isnan(value); };
+  std::replace_if(source.begin(), source.end(), is_none, 1.0f);
+  // Magnitudes that float16 has.
+  for (int64_t i = 0; i < count; i += 2) {
+    int exponent = 0;
+    source[i] = std::ldexp(std::frexp(source[i], &exponent), static_cast<int>(random() % 45) - 28);
+  }
+  apply_narrowing({count, source.data(), dtype, out.data()}, threads_of(threads));
+  for (int64_t i = 0; i < count; ++i) {
+    if (out[i] != (dtype == Dtype::kFloat16 ? float16_of_float(source[i]) : bfloat16_of_float(source[i]))) return false;
+  }
+  return true;
+}
+
 // A NaN reaches the result of its row.
 bool shows_not_a_number() {
   std::vector<float> source(40, 1.0f), factor(40, 1.0f), out(40);
@@ -114,6 +135,7 @@ int main() {
         for (int64_t count : {1, 15, 16, 3000}) {
           check(gate(rows * count, 1.0, 0.0, threads, random));
           check(gate(rows * count, 1.5957691216, 0.0713548163, threads, random));
+          for (Dtype dtype : {Dtype::kFloat16, Dtype::kBFloat16}) check(narrows(rows * count, dtype, threads, random) ? 0 : 1);
         }
         for (int64_t dim : {2, 6, 30, 64, 128}) {
           check(rotation(1, 3, rows, dim, false, threads, random));

@@ -12,7 +12,7 @@ from exportable_cache import ExportableCache, export
 from exportable_cache.backends import backend_for
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.common.native.kernels import VARIABLE
-from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
+from exportable_cache.errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
@@ -230,6 +230,15 @@ def test_an_operator_without_a_kernel_is_refused_by_name(lowered) -> None:
     program = torch.export.export(Call(lambda t: torch.sort(t).values), (torch.randn(4),))
     with pytest.raises(UnsupportedModelError, match="no kernel for aten::sort.values; export for target 'pt2'"):
         check_kernels(to_program(to_edge({"forward": program})))
+
+
+def test_older_compiled_kernels_are_named_as_the_reason(monkeypatch) -> None:
+    """They lack operators that programs of this release call."""
+    monkeypatch.setattr("exportable_cache.backends.executorch.pte.kernels.operator_names", set)
+    program = torch.export.export(Call(lambda t: torch.ops.exportable_cache.to_float16(t)), (torch.randn(4),))
+    lowered = to_program(to_edge({"forward": program}))
+    with pytest.raises(MissingDependencyError, match="lack exportable_cache::to_float16.out; build them again with"):
+        check_kernels(lowered)
 
 
 def test_what_cannot_be_lowered_is_refused_by_a_sentence(monkeypatch, tmp_path) -> None:

@@ -76,6 +76,8 @@ def steps_of(query: torch.Tensor) -> list[torch.Tensor]:
         operators.rotate(query, angles, -2.0 * angles, False),
         operators.rotate(of_tokens, angles[:1], angles[1:], True),
         operators.gate(query, query + 1.0, 1.0, 0.0),
+        operators.to_float16(query),
+        operators.to_bfloat16(of_tokens),
         operators.gate(of_tokens, of_tokens, 1.5957691, 0.0713548),
     ]
 

@@ -275,7 +275,7 @@ def test_a_layer_is_described_by_its_kernel() -> None:
 
 
 #: Calls of native operators in `Between`.
-WANTED = {"rms_norm": 1, "rotate": 2, "gate": 1}
+WANTED = {"rms_norm": 1, "rotate": 2, "gate": 1, "to_float16": 1}
 
 
 class Between(torch.nn.Module):
@@ -289,7 +289,7 @@ class Between(torch.nn.Module):
         """Take [1, tokens, heads, dim] and angles [1, tokens, dim]."""
         query = self.norm(x).transpose(1, 2)
         rotated, plain = apply_rotary_pos_emb(query, x.permute(0, 2, 1, 3), cos, sin)
-        return rotated, plain, self.activation(x) * plain.transpose(1, 2)
+        return rotated, plain.half(), self.activation(x) * plain.transpose(1, 2)
 
 
 @pytest.mark.parametrize(("norm", "activation"), [(LlamaRMSNorm, "silu"), (Gemma3RMSNorm, "gelu_pytorch_tanh")])

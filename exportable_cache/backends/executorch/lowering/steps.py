@@ -1,12 +1,14 @@
-"""Native operators for the steps between linear layers: `rms_norm`, `rotate` and `gate`.
+"""Native operators for the steps between linear layers: `rms_norm`, `rotate`, `gate`, and conversions to 16 bits.
 
 A delegate passes over memory once for each elementary operator of these steps: twenty times per layer for the norms and
-rotations of queries and keys, which takes a fifth of the time of a prompt. A native operator passes once.
+rotations of queries and keys, which takes a fifth of the time of a prompt. A native operator passes once. ExecuTorch
+converts new keys and values to 16 bits in one thread.
 `kernels/src/elementwise.h` states what they compute.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import pi, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,11 @@ def gate(source: torch.Tensor, factor: torch.Tensor, first: float, third: float)
     return source * torch.sigmoid(source * (first + third * source * source)) * factor
 
 
+def _narrowed(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the conversion of float32 to a dtype, in plain operators."""
+    return lambda source: source.to(dtype, memory_format=torch.contiguous_format)
+
+
 def _like_source(source: torch.Tensor, *others: object) -> torch.Tensor:
     return source.new_empty(source.shape)
 
@@ -74,6 +81,12 @@ def _rotated(source: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, tokens_
 
 define_operator("rms_norm", "(Tensor source, Tensor? weight, float epsilon", rms_norm, _like_source)
 define_operator("rotate", "(Tensor source, Tensor cos, Tensor sin, bool tokens_first", rotate, _rotated)
+for _name, _dtype in (("to_float16", torch.float16), ("to_bfloat16", torch.bfloat16)):
+    define_operator(_name, "(Tensor source", _narrowed(_dtype), _narrowed(_dtype))
+_NARROW: dict[torch.dtype | None, Any] = {
+    torch.float16: torch.ops.exportable_cache.to_float16.default,
+    torch.bfloat16: torch.ops.exportable_cache.to_bfloat16.default,
+}
 define_operator("gate", "(Tensor source, Tensor factor, float first, float third", gate, _like_source)
 
 
@@ -82,7 +95,7 @@ _Found = tuple[Any, tuple[Any, ...]]
 
 
 def steps_to_native(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite each float32 RMS norm, rotation and gate as a native operator, in place."""
+    """Rewrite each float32 RMS norm, rotation, gate and conversion to 16 bits as a native operator, in place."""
     graph = program.graph
     # From the end, because a norm with a weight contains one without. Nothing reads that one afterwards, as conversions
     # that are not read, and checks of what every node states, are erased.
@@ -90,7 +103,7 @@ def steps_to_native(program: ExportedProgram) -> ExportedProgram:
         if node.target is METADATA_ASSERTION or (node.target in _CONVERSIONS and not node.users):
             graph.erase_node(node)
             continue
-        found = (_norm(node) or _rotation(node) or _gate(node)) if node.users and _is_float(node) else None
+        found = next(filter(None, (match(node) for match in _MATCHES)), None) if node.users else None
         if found is None:
             continue
         with graph.inserting_before(node):
@@ -102,9 +115,14 @@ def steps_to_native(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def _is_float(node: Any) -> bool:
+def _dtype_of(node: Any) -> torch.dtype | None:
+    """Return the dtype of a node that is one tensor, else None."""
     value = node.meta.get("val") if isinstance(node, Node) else None
-    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _is_float(node: Any) -> bool:
+    return _dtype_of(node) == torch.float32
 
 
 def _operand(node: Any) -> Any:
@@ -185,3 +203,12 @@ def _gate(node: Node) -> _Found | None:
         if _is_float(source) and source.meta["val"].shape == factor.meta["val"].shape:
             return torch.ops.exportable_cache.gate.default, (source, factor, *(_SILU if silu else _TANH_GELU))
     return None
+
+
+def _narrowing(node: Node) -> _Found | None:
+    operator = _NARROW.get(_dtype_of(node))
+    source: Any = node.args[0] if operator and node.target in _CONVERSIONS else None
+    return (operator, (source,)) if _is_float(source) else None
+
+
+_MATCHES = (_norm, _rotation, _gate, _narrowing)

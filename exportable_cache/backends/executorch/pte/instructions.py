@@ -64,6 +64,7 @@ _UNKNOWN_TO_TORCH = {
         f"exportable_cache::experts_{kind}.out": "T T T? T T? i T T"
         for kind in ("4bit", "float", "bfloat16", "float16")
     },
+    **dict.fromkeys(("exportable_cache::to_float16.out", "exportable_cache::to_bfloat16.out"), "T T T"),
     "exportable_cache::rms_norm.out": "T T? f T T",
     "exportable_cache::rotate.out": "T T T b T T",
     "exportable_cache::gate.out": "T T f f T T",

@@ -138,6 +138,7 @@ def check_kernels(lowered: ExecutorchProgramManager) -> None:
 
     Raises:
         UnsupportedModelError: If there is such an operator; with all names.
+        MissingDependencyError: If it is an operator of this package, which older compiled kernels lack.
     """
     called = {
         f"{operator.name}.{operator.overload}".rstrip(".")
@@ -145,6 +146,11 @@ def check_kernels(lowered: ExecutorchProgramManager) -> None:
         for operator in plan.operators
     }
     missing = sorted(called - operator_names())
+    if missing and all(name.startswith("exportable_cache::") for name in missing):
+        raise MissingDependencyError(
+            f"the compiled kernels are of an older release and lack {', '.join(missing)}; build them again with "
+            "`exportable-cache native build`, or export with --recipe portable"
+        )
     if missing:
         raise UnsupportedModelError(
             f"the ExecuTorch runtime has no kernel for {', '.join(missing)}; export for target 'pt2' instead"
