@@ -35,7 +35,6 @@ from ...common.tensors import dtype_name, parse_dtype
 from ...errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError, first_line
 from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_folder, merged, merged_line
 from .generation_configs import check_generation_config, eos_tokens_of
-from .integers import dequantised_by_us
 from .location import Location, file_in, locate, quiet
 from .prequantized import (
     check_plain,
@@ -201,7 +200,12 @@ def _from_checkpoint(location: Location, wanted: torch.dtype | None, progress: P
         check_generation_config(location)
         stored = stored_quantization(config)
         dequantising(config)
-        reading = dequantised_by_us(config, location)
+        reading = None
+        if stored is not None:
+            # Imported here because transformers' quantizers import torchao.
+            from .integers import dequantised_by_us
+
+            reading = dequantised_by_us(config, location)
         quantization = {"quantization_config": GgufConfig(dequantize=True)} if location.gguf else {}
         kind = auto_class(config)
         assert kind is not None
