@@ -19,7 +19,15 @@ from exportable_cache.errors import InputError
 from exportable_cache.models.quantization.sizes import float_bytes, quantized_bytes
 from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.pipeline.plan import plan, sizes_of_recipes
-from exportable_cache.pipeline.recipes import EXACT, NO_NATIVE_OPERATORS, PORTABLE, RECIPES, fill_options, remark_of
+from exportable_cache.pipeline.recipes import (
+    EXACT,
+    NO_NATIVE_OPERATORS,
+    PORTABLE,
+    PRODUCTS_IN_16_BITS,
+    RECIPES,
+    fill_options,
+    remark_of,
+)
 
 from .support.models import tiny_model
 
@@ -102,6 +110,16 @@ def test_rounded_inputs_are_a_change_of_the_recipe(native: None) -> None:
     filled = fill_options(None, "executorch", {"compute": "bfloat16"})
     assert filled.options == {"kernels": "native", "compute": "bfloat16"}
     assert filled.changed == {"compute": "bfloat16"}
+
+
+def test_a_bfloat16_checkpoint_has_the_choice_of_16_bit_products(native: None) -> None:
+    taken = {"kernels": "native"}
+    assert remark_of(EXACT, "executorch", taken, "float32", "bfloat16") == PRODUCTS_IN_16_BITS
+    for recipe, options, stored in (
+        ("fast", taken, "bfloat16"), (EXACT, taken, "float16"), (EXACT, taken, None),
+        (EXACT, {**taken, "compute": "bfloat16"}, "bfloat16"), (EXACT, {"kernels": "executorch"}, "bfloat16"),
+    ):  # fmt: skip
+        assert remark_of(recipe, "executorch", options, "float32", stored) == ""
 
 
 def test_the_official_runner_implies_its_recipe(native: None) -> None:

@@ -274,7 +274,7 @@ def print_recipe(terminal: Terminal, bundle: Bundle) -> None:
     distance = distance_from_model(manifest)
     text += "" if distance is None else f", max |logit difference| from the model {distance:.1e}"
     terminal.print(shown(text))
-    remark = remark_of(manifest.recipe.name, manifest.target, manifest.options, manifest.dtype)
+    remark = remark_of(manifest.recipe.name, manifest.target, manifest.options, manifest.dtype, manifest.stored_dtype)
     if remark:
         terminal.print(remark)
 
