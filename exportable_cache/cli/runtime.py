@@ -308,7 +308,13 @@ def _no_processor() -> ProcessorMixin:
 
 
 def open_completer(
-    terminal: Terminal, name: str, opening: Opening, split_special_tokens: bool, use: Use | None = None
+    terminal: Terminal,
+    name: str,
+    opening: Opening,
+    split_special_tokens: bool,
+    use: Use | None = None,
+    rows: int = 1,
+    prefix_bytes: int = 0,
 ) -> AnyCompleter:
     """Open a bundle or a model, and return what completes prompts over it; settings that are not followed are noted.
 
@@ -318,21 +324,43 @@ def open_completer(
         opening: See `open_session`.
         split_special_tokens: See `AnyCompleter`.
         use: See `open_session`.
+        rows: Number of completions of a model that run at a time. A bundle has the rows of its export.
+        prefix_bytes: See `ContinuousBatch`.
 
     Raises:
         BundleError, InputError, MissingDependencyError: See `open_session` and `Completer`.
     """
     from ..session.native import NativeSession
 
+    if rows != 1 and not opening.is_model(name):
+        raise InputError(
+            f"--rows cannot be combined with the bundle {name}, which has the rows that it was exported with; leave it "
+            f"out, or export the model with --batch-size {rows}"
+        )
     completer: AnyCompleter
-    session = open_session(terminal, name, opening, use).session
+    opened = open_session(terminal, name, opening, use)
+    session = opened.session
     if isinstance(session, NativeSession):
         from ..decoding.native_completion import NativeCompleter
 
         completer = NativeCompleter(session, split_special_tokens)
-    else:
+    elif rows == 1 and session.batch_size == 1:
         from ..decoding.completion import Completer
 
         completer = Completer(session, split_special_tokens)
+    else:
+        from ..decoding.batching import BatchCompleter, ContinuousBatch
+        from ..session.opening import open_batch
+
+        if opened.model is None:
+            batch = ContinuousBatch(None, session, prefix_bytes)
+        else:
+            batch = open_batch(session, opened.model, opening.model, rows, prefix_bytes)
+        completer = BatchCompleter(batch, split_special_tokens)
+        with terminal.progress("measuring how long prompts take"):
+            chunk = batch.pace()
+        terminal.note(
+            f"{completer.rows} responses at a time, and prompts in chunks of {chunk} tokens between their steps"
+        )
     terminal.note_all(completer.settings.remarks())
     return completer

@@ -71,6 +71,25 @@ def serve(
             help="Length of the request queue; further requests are refused.",
         ),
     ] = 64,
+    rows: Annotated[
+        int,
+        typer.Option(
+            "--rows",
+            metavar="N",
+            callback=at_least(1),
+            help="Generate N responses of a model at a time. A bundle has the rows of its export (--batch-size).",
+        ),
+    ] = 1,
+    prefix_cache: Annotated[
+        int,
+        typer.Option(
+            "--prefix-cache",
+            metavar="MB",
+            callback=at_least(0),
+            help="With --rows: megabytes of earlier prompts and responses that are kept for prompts that begin with "
+            "them.",
+        ),
+    ] = 512,
     greedy: GreedyOption = False,
     temperature: TemperatureOption = None,
     top_k: TopKOption = None,
@@ -100,7 +119,9 @@ def serve(
     AllowedOrigins.of(host, api_key is not None, hosts, origins)
     importing = Thread(target=_import_server)
     importing.start()
-    completer = open_completer(terminal, folder, opening, split_special_tokens)
+    completer = open_completer(
+        terminal, folder, opening, split_special_tokens, rows=rows, prefix_bytes=prefix_cache * 2**20
+    )
     importing.join()
     from .server.app import ServerOptions, make_app, run
     from .server.schema import default_sampling

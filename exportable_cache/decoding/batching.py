@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import InputError
 from ..generation.sampling import Sampling
+from .completion import AnyCompleter, Completion, FinishReason, Piece, check_completes, chosen_piece, layers_of
+from .prefix_tree import PrefixTree, common_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..generation.checkpoint_settings import CheckpointSettings
     from ..generation.sampling import Sampler
+    from ..session.persistence import RowCopy
     from ..session.session import Session
+    from ..session.state import SequenceState
+
+#: Default limit of the bytes of earlier sequences that are kept.
+PREFIX_BYTES = 512 * 2**20
+#: Seconds of prompts between two steps, so that no response waits long for a neighbour's prompt.
+_PROMPT_SECONDS = 0.05
+#: Lengths of a chunk that `ContinuousBatch.pace` chooses from, and the time that a chunk may take.
+_CHUNKS, _CHUNK_SECONDS = (16, 32, 64, 128, 256), 0.1
 
 
 @dataclass(eq=False)
@@ -29,7 +42,8 @@ class Request:
         stop_tokens: Tokens that end the response.
         sampler: Chooses the tokens.
         tokens: Tokens generated so far.
-        finished: True if the response is complete.
+        finished: True if the response is complete, or the request was freed.
+        reused_tokens: Number of tokens of the prompt that a row or the prefix tree held already.
     """
 
     input_ids: torch.Tensor
@@ -38,17 +52,55 @@ class Request:
     sampler: Sampler
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
+    reused_tokens: int = 0
+
+    def choose(self, logits: torch.Tensor) -> tuple[int, bool]:
+        """Return the next token after logits [1, vocab], and True if it is the last one."""
+        token = int(self.sampler.choose(logits)[0])
+        return token, token in self.stop_tokens or len(self.tokens) + 1 == self.max_new_tokens
+
+
+@dataclass(eq=False)
+class _Row:
+    """A row of the decode session.
+
+    Attributes:
+        index: Index in the session.
+        request: The request that it serves; None if it is free.
+        held: Tokens in the cache.
+        rest: Tokens of the prompt that are not fed yet.
+        length: Length of the whole prompt.
+        moved: Time at which the row began or ended a request.
+        chunks: Feeds the prompt at batch size 1.
+        staged: State and contents of the prefill session for this row, while it feeds the prompt of another one.
+    """
+
+    index: int
+    request: Request | None = None
+    held: list[int] = field(default_factory=list)
+    rest: list[int] = field(default_factory=list)
+    length: int = 0
+    moved: int = 0
+    chunks: Iterator[torch.Tensor] | None = None
+    staged: tuple[SequenceState | None, RowCopy] | None = None
 
 
 class ContinuousBatch:
     """Serves requests in the rows of a batch. A row that finishes takes the next request from the queue.
 
-    Prompts are prefilled one at a time into a cache of batch size 1, whose state is copied to the free row. All rows
-    are decoded together, each at its own position. Shapes never change, so nothing recompiles.
+    With a prefill session, a prompt is fed at batch size 1 and its state is copied to the free row. Its beginning is
+    copied from another row, or from a tree of earlier sequences. Without one, prompts are fed in their rows, while the
+    other rows wait at their position; a free row keeps what it holds for a prompt that begins with it. This suits
+    programs of several rows whose runtime does not give out its cache.
+
+    Prompts are fed in chunks between the steps in which all rows are decoded, each at its own position. Shapes never
+    change, so nothing recompiles.
 
     Args:
-        prefill: A session at batch size 1.
+        prefill: A session at batch size 1; None to feed prompts in the rows.
         decode: A session of the same model and length with one row per concurrent request.
+        prefix_bytes: Limit of the bytes of earlier sequences that are kept; 0 for none. It has no effect without a
+            prefill session.
 
     Raises:
         InputError: If the sessions do not match, hold tokens already or do not give out their caches.
@@ -59,44 +111,53 @@ class ContinuousBatch:
         >>> for request, token in batch.run(): ...
     """
 
-    def __init__(self, prefill: Session, decode: Session) -> None:
+    def __init__(self, prefill: Session | None, decode: Session, prefix_bytes: int = PREFIX_BYTES) -> None:
         from ..session.checks import check_rows_may_differ
-        from ..session.persistence import runner_state
 
-        if prefill.batch_size != 1:
+        sessions = {"decode": decode} if prefill is None else {"prefill": prefill, "decode": decode}
+        if prefill is not None and prefill.batch_size != 1:
             raise InputError(f"the prefill session must have 1 row, got {prefill.batch_size}; use batch_size=1")
         if decode.stepper.steps_per_launch != 1:
             raise InputError(
                 f"steps_per_launch must be 1 for a continuous batch, got {decode.stepper.steps_per_launch}: its rows "
                 "start and finish at any step; leave it out"
             )
-        if prefill.fingerprint and decode.fingerprint and prefill.fingerprint != decode.fingerprint:
+        if (
+            prefill is not None
+            and prefill.fingerprint
+            and prefill.fingerprint != (decode.fingerprint or prefill.fingerprint)
+        ):
             raise InputError(
                 "the prefill and the decode session must have the same weights; make both from the same model"
             )
-        for name, session in (("prefill", prefill), ("decode", decode)):
+        for name, session in sessions.items():
             if bool(session.length.any()):
                 raise InputError(
                     f"the {name} session must be empty, got {session.length.tolist()} tokens, which requests would "
                     "overwrite; reset() it"
                 )
         check_rows_may_differ(decode.stepper.equal_rows, "rows of a continuous batch differ in length")
-        source, target = runner_state(prefill), runner_state(decode)
-        for name, tensor in target.items():
-            if name not in source or source[name].shape[1:] != tensor.shape[1:] or source[name].dtype != tensor.dtype:
-                given = list(source[name].shape) if name in source else "missing"
-                raise InputError(
-                    f"{name} is {given} in the prefill session and {list(tensor.shape)} in the decode session; "
-                    "allocate both caches for the same model, length and dtype"
-                )
-        self.prefill = prefill
-        self.decode = decode
+        if prefill is not None:
+            _check_same_cache(prefill, decode)
+        self.prefill, self.decode = prefill, decode
+        self.prefixes = PrefixTree(decode.layers, prefix_bytes)
         self._waiting: deque[Request] = deque()
-        self._rows: list[Request | None] = [None] * decode.batch_size
+        self._rows = [_Row(index) for index in range(decode.batch_size)]
+        # Row whose prompt is in the prefill session.
+        self._in_prefill: _Row | None = None
+        self._now = 0
+        self._failed: Exception | None = None
 
     @classmethod
     def from_model(
-        cls, model: PreTrainedModel, max_cache_len: int, batch_size: int, *, compile: bool = False, **options: Any
+        cls,
+        model: PreTrainedModel,
+        max_cache_len: int,
+        batch_size: int,
+        *,
+        compile: bool = False,
+        prefix_bytes: int = PREFIX_BYTES,
+        **options: Any,
     ) -> ContinuousBatch:
         """Allocate both caches and open both sessions.
 
@@ -105,6 +166,7 @@ class ContinuousBatch:
             max_cache_len: Tokens that each row can hold.
             batch_size: Number of rows decoded together.
             compile: See `Session.from_model`.
+            prefix_bytes: See `ContinuousBatch`.
             **options: See `Session.from_model`.
         """
         from ..models.cache_factory import ExportableCache
@@ -113,12 +175,13 @@ class ContinuousBatch:
         caches = [
             ExportableCache.from_model(model, max_cache_len, rows, attn_implementation=None) for rows in (1, batch_size)
         ]
-        return cls(*(Session.from_model(model, cache, compile=compile, **options) for cache in caches))
+        prefill, decode = (Session.from_model(model, cache, compile=compile, **options) for cache in caches)
+        return cls(prefill, decode, prefix_bytes)
 
     @property
     def active(self) -> int:
         """Number of rows in use."""
-        return sum(request is not None for request in self._rows)
+        return sum(row.request is not None for row in self._rows)
 
     @property
     def waiting(self) -> int:
@@ -148,7 +211,7 @@ class ContinuousBatch:
         from ..session.rows import TokenRows
 
         self.decode.check_same("submit", input_ids=input_ids, options=(max_new_tokens, sampling, stop))
-        ends = self.prefill.check_request(input_ids, max_new_tokens, stop)
+        ends = self._checked(input_ids, max_new_tokens, stop)
         rows = TokenRows.whole(input_ids)
         longest, most = self.decode.max_length, default_limit(self.decode.generation_settings, max_new_tokens, rows)
         if longest is not None:
@@ -157,45 +220,62 @@ class ContinuousBatch:
             most = fits if most is None else min(most, fits)
         sampler = sampler_after(self.decode, self.decode.agreed(sampling or Sampling()), rows, most)
         request = Request(input_ids, most, frozenset(ends), sampler)
-        self._waiting.append(request)
+        self.add(request)
         return request
 
+    def add(self, request: Request) -> None:
+        """Add a request to the queue, whose prompt the caller has checked."""
+        self._waiting.append(request)
+
+    def fork(self, request: Request, max_new_tokens: int | None = None, sampling: Sampling | None = None) -> Request:
+        """Add a request that continues from the prompt of another one and the tokens that it has so far.
+
+        With a prefill session, what the row of `request` holds is copied and not computed again.
+
+        Raises:
+            InputError, CacheFullError: See `submit`.
+        """
+        tokens = request.input_ids.new_tensor([request.tokens])
+        ends = request.stop_tokens - set(self.decode.generation_settings.ends)
+        return self.submit(torch.cat([request.input_ids, tokens], dim=1), max_new_tokens, sampling, sorted(ends))
+
+    def free(self, request: Request) -> None:
+        """End a request before the next step, in the queue or in a row. A finished one does not change."""
+        if request.finished:
+            return
+        request.finished = True
+        row = next((row for row in self._rows if row.request is request), None)
+        if row is not None:
+            self._release(row)
+        else:
+            self._waiting.remove(request)
+
     def step(self) -> list[tuple[Request, int]]:
-        """Decode all rows once, and admit requests to free rows.
+        """Decode all rows once, admit requests to free rows, and feed chunks of prompts.
 
         Returns:
-            One token per request that was served: the first of those admitted, the next of the others.
+            One token per request that was served: the first of those whose prompt was fed, the next of the others.
+
+        Raises:
+            InputError, NonFiniteLogitsError: If no token can be chosen for a request. It is freed then, and the tokens
+                of the others are in `Request.tokens`.
         """
-        given: list[tuple[Request, int]] = []
-        if self.active:
-            given += self._give_all(self.decode.decode(self._newest()))
-        return given + self._admit_all()
-
-    def _newest(self) -> torch.Tensor:
-        """Return the tokens to feed next, int64 [batch_size]; rows without a request are fed, too."""
-        return torch.tensor([one.tokens[-1] if one else 0 for one in self._rows], device=self.decode.device)
-
-    def _give_all(self, logits: torch.Tensor) -> list[tuple[Request, int]]:
-        given = []
-        for row, request in enumerate(self._rows):
-            if request is not None:
-                row_logits = logits[row : row + 1]
-                if self.decode.stepper.crossed(row):
-                    # Recomputed where RoPE's factors change, because transformers' `generate` does so.
-                    tokens = request.input_ids.new_tensor([request.tokens])
-                    row_logits = self._prefill(row, torch.cat([request.input_ids, tokens], dim=1))
-                given.append((request, self._give(row, request, row_logits)))
-        for row, request in enumerate(self._rows):
-            if request is None:
-                self.decode.stepper.set_length(row, 0)
-        return given
-
-    def _admit_all(self) -> list[tuple[Request, int]]:
-        given = []
-        for row, request in enumerate(self._rows):
-            if request is None and self._waiting:
-                admitted = self._waiting.popleft()
-                given.append((admitted, self._admit(row, admitted)))
+        self._failed = None
+        # Before the rows move, because one with states can be forked only where it is.
+        self._admit_all()
+        given = self._decode_rows()
+        self._admit_all()
+        start = time.monotonic()
+        while any(row.rest for row in self._rows):
+            chunk = self._feed_rows() if self.prefill is None else self._feed_prefill(self.prefill)
+            if chunk is None:  # the prompts are fed by the steps that decode the rows
+                break
+            given += chunk
+            # Ranks must run the same steps, at any speed.
+            if self.decode.stepper.ranks is None and time.monotonic() - start >= _PROMPT_SECONDS:
+                break
+        if self._failed is not None:
+            raise self._failed
         return given
 
     def run(self) -> Iterator[tuple[Request, int]]:
@@ -203,31 +283,367 @@ class ContinuousBatch:
         while self._waiting or self.active:
             yield from self.step()
 
-    def _admit(self, row: int, request: Request) -> int:
-        logits = self._prefill(row, request.input_ids)
-        self._rows[row] = request
-        return self._give(row, request, logits)
+    def pace(self, seconds: float = _CHUNK_SECONDS) -> int:
+        """Measure how long chunks of a prompt take, and feed no longer chunks than take this long; return the length.
 
-    def _prefill(self, row: int, ids: torch.Tensor) -> torch.Tensor:
-        """Feed int64 [1, length] from position 0 into a row, and return logits [1, vocab]."""
-        from ..session.persistence import runner_state
+        Chunks stay the same afterwards, because other chunks round differently.
 
-        self.prefill.reset()
-        logits = self.prefill.prefill(ids)
-        source = runner_state(self.prefill)
-        for name, tensor in runner_state(self.decode).items():
-            tensor[row].copy_(source[name][0])
-        self.decode.stepper.set_length(row, ids.shape[1])
+        Args:
+            seconds: Time of a chunk. The shortest chunk may take longer.
+        """
+        session = self.prefill or self.decode
+        stepper, fits = session.stepper, [size for size in _CHUNKS if size <= (session.max_length or _CHUNKS[-1])]
+        chosen = (fits or [3])[0]
+        for size in fits:
+            stepper.most_a_chunk = size
+            ids = torch.zeros(session.batch_size, size, dtype=torch.int64, device=session.device)
+            took = []
+            # The first one may load or compile something.
+            for _ in range(2):
+                start = time.monotonic()
+                session.prefill(ids).sum().item()
+                took.append(time.monotonic() - start)
+                session.reset()
+            if min(took) > seconds:
+                break
+            chosen = size
+        stepper.most_a_chunk = chosen
+        return chosen
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def _checked(self, input_ids: torch.Tensor, max_new_tokens: int | None, stop: Sequence[int]) -> list[int]:
+        """Check a prompt and its options as those of one row, and return the tokens that end the response."""
+        if self.prefill is not None:
+            return self.prefill.check_request(input_ids, max_new_tokens, stop)
+        from ..session.checks import ProgramLimits, check_ids
+
+        limits = ProgramLimits(1, self.decode.vocab_size, self.decode.device)
+        check_ids("input_ids", input_ids, ("batch", "length"), limits)
+        return self.decode.check_request(input_ids.expand(self.decode.batch_size, -1), max_new_tokens, stop)
+
+    def _decode_rows(self) -> list[tuple[Request, int]]:
+        """Feed the newest token of each row, and the next one of prompts that are fed by these steps."""
+        stepper = self.decode.stepper
+        by_steps = self._fed_by_steps()
+        fed = [row for row in self._rows if row.request is not None and (not row.rest or row in by_steps)]
+        if not fed:
+            return []
+        logits = self._step(fed, 1)
+        for row in fed:
+            if not row.rest and stepper.crossed(row.index):
+                # Computed again where RoPE's factors change, because transformers' `generate` does so.
+                self._start(row, row.held, reuse=False)
+        return self._give_all(fed, logits)
+
+    def _step(self, fed: list[_Row], size: int) -> torch.Tensor:
+        """Feed the next `size` tokens of these rows, while the others wait, and return logits [batch, vocab]."""
+        stepper = self.decode.stepper
+        tokens = [[0] * size for _ in self._rows]
+        for row in fed:
+            assert row.request is not None
+            tokens[row.index] = row.rest[:size] or row.request.tokens[-1:]
+        self._keep_free_rows(size)
+        mask = torch.tensor([row in fed for row in self._rows])
+        lengths = None
+        if stepper.rope is not None and stepper.state.rope is not None:
+            # By the length of a whole prompt, because its chunks must give the same as one step.
+            ends = stepper.state.length + size
+            ends = torch.maximum(ends, torch.tensor([row.length if row in fed else 0 for row in self._rows]))
+            lengths = stepper.rope.after(stepper.state.rope.lengths, ends)
+        with stepper.guard:
+            logits = stepper.step(torch.tensor(tokens, device=self.decode.device), rows=mask, lengths=lengths)
+        for row in fed:
+            row.held += tokens[row.index]
+            del row.rest[:size]
         return logits
 
-    def _give(self, row: int, request: Request, logits: torch.Tensor) -> int:
-        token = int(request.sampler.choose(logits)[0])
+    def _give_all(self, fed: list[_Row], logits: torch.Tensor) -> list[tuple[Request, int]]:
+        """Choose the next token of the rows whose prompt is complete, from logits [batch, vocab]."""
+        found = [self._give(row, logits[row.index : row.index + 1]) for row in fed if not row.rest]
+        return [one for one in found if one is not None]
+
+    def _give(self, row: _Row, logits: torch.Tensor) -> tuple[Request, int] | None:
+        """Choose the next token of a row from logits [1, vocab]; None if that fails."""
+        request = row.request
+        assert request is not None
+        try:
+            token, is_last = request.choose(logits)
+        except Exception as error:
+            # Raised after the other rows have got their tokens.
+            self._failed, request.finished, row.held = error, True, []
+            self._release(row)
+            return None
         request.tokens.append(token)
         limit = self.decode.max_length
-        is_full = limit is not None and int(self.decode.length[row]) >= limit
-        if token in request.stop_tokens or len(request.tokens) == request.max_new_tokens or is_full:
+        if is_last or (limit is not None and len(row.held) >= limit):
             request.finished = True
-            self._rows[row] = None
-            # At position 0, because a row without a request is fed too and must have room.
-            self.decode.stepper.set_length(row, 0)
-        return token
+            self._release(row)
+        return request, token
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def _admit_all(self) -> None:
+        """Give free rows to the first requests of the queue."""
+        while self._waiting and (free := [row for row in self._rows if row.request is None]):
+            request = self._waiting.popleft()
+            ids = request.input_ids[0].tolist()
+            row = max(free, key=lambda one: self._merit(one, ids))
+            row.request = request
+            request.reused_tokens = self._start(row, ids)
+
+    def _merit(self, row: _Row, ids: list[int]) -> tuple[int, bool, int]:
+        """Return what orders free rows for a prompt: tokens that can be used again, emptiness, and time of last use."""
+        common = _common(row, ids)
+        # A row that would lose more than it saves is kept for its own sequence.
+        return common if 2 * common >= len(row.held) else 0, not row.held, -row.moved
+
+    def _start(self, row: _Row, ids: list[int], reuse: bool = True) -> int:
+        """Begin the prompt of a row, and return the number of its tokens that need not be fed."""
+        stepper, kept, ever = self.decode.stepper, 0, 0
+        row.chunks = row.staged = None
+        # Where RoPE changes with the length, the beginning of a longer prompt may have other keys.
+        if reuse and stepper.rope is None:
+            if self.prefill is not None:
+                kept = self._stage_best(row, ids)
+            elif self._can_take_back(row, len(row.held) - _common(row, ids)):
+                kept = _common(row, ids)
+                # Rings have lost tokens to later ones, even if those are taken back.
+                ever = int(stepper.state.max_len_ever[row.index])
+        # The row's own contents come with the last chunk from a prefill session.
+        at = kept if self.prefill is None else 0
+        stepper.set_length(row.index, at, ever if at else 0)
+        self._now += 1
+        row.held, row.rest, row.length, row.moved = ids[:kept], ids[kept:], len(ids), self._now
+        return kept
+
+    def _release(self, row: _Row) -> None:
+        """Free a row; what it holds is kept for prompts that begin with it."""
+        from ..session.persistence import row_of
+
+        if self.prefill is not None:
+            is_whole = len(row.held) == int(self.decode.length[row.index])
+            if is_whole and row.held and self.decode.stepper.rope is None:
+                self.prefixes.add(row.held, row_of(self.decode, row.index))
+            row.held = []
+            if self._in_prefill is row:
+                self._in_prefill = None
+        if not row.held:
+            self.decode.stepper.set_length(row.index, 0)
+        self._now += 1
+        row.request, row.rest, row.chunks, row.staged, row.moved = None, [], None, None, self._now
+
+    def _can_take_back(self, row: _Row, tokens: int) -> bool:
+        """Return True if a row can lose its newest tokens."""
+        state = self.decode.stepper.state
+        length, ever = int(state.length[row.index]), int(state.max_len_ever[row.index])
+        return tokens == 0 or all(layer.max_rollback(length, ever) >= tokens for layer in self.decode.layers)
+
+    def _can_wait(self, row: _Row, size: int) -> bool:
+        """Return True if a row keeps its tokens while others are fed `size`, which are written after them."""
+        state = self.decode.stepper.state
+        if not row.held:
+            return True
+        end = int(state.length[row.index]) + size
+        ever, limit = max(end, int(state.max_len_ever[row.index])), self.decode.max_length
+        return (limit is None or end <= limit) and all(
+            layer.max_rollback(end, ever) >= size for layer in self.decode.layers
+        )
+
+    def _keep_free_rows(self, size: int) -> None:
+        """Shorten or empty the free rows that cannot wait while others are fed `size` tokens."""
+        for row in self._rows:
+            if row.request is not None or self._can_wait(row, size):
+                continue
+            limit, ever = self.decode.max_length, int(self.decode.stepper.state.max_len_ever[row.index])
+            above = 0 if limit is None else len(row.held) + size - limit
+            if above > 0 and self._can_take_back(row, above) and above < len(row.held):
+                del row.held[-above:]
+                self.decode.stepper.set_length(row.index, len(row.held), ever)
+            if not self._can_wait(row, size):
+                row.held = []
+                self.decode.stepper.set_length(row.index, 0)
+
+    # -- prompts in their rows ---------------------------------------------------------------------------------------
+
+    def _next_chunk(self) -> tuple[int, list[_Row]]:
+        """Return the size of the next chunk and the rows that take it; 1 and no rows if there is none."""
+        sizes = {row: self.decode.stepper.chunk_sizes(len(row.rest))[0] for row in self._rows if row.rest}
+        longer = [row for row in sizes if sizes[row] > 1]
+        if not longer:
+            return 1, []
+        size = sizes[min(longer, key=lambda row: row.moved)]
+        fed = [row for row in longer if sizes[row] == size]
+        waiting = [row for row in self._rows if row.request is not None and row not in fed]
+        return (size, fed) if all(self._can_wait(row, size) for row in waiting) else (1, [])
+
+    def _fed_by_steps(self) -> list[_Row]:
+        """Return the rows whose prompt is fed by the steps that decode the others."""
+        if self.prefill is not None:
+            return []
+        feeding = [row for row in self._rows if row.rest]
+        if feeding and not self._next_chunk()[1]:
+            return feeding
+        return [row for row in feeding if self.decode.stepper.chunk_sizes(len(row.rest))[0] == 1]
+
+    def _feed_rows(self) -> list[tuple[Request, int]] | None:
+        """Feed a chunk of the prompts that take chunks of one size; None if there is none."""
+        size, fed = self._next_chunk()
+        return self._give_all(fed, self._step(fed, size)) if fed else None
+
+    # -- prompts at batch size 1 -------------------------------------------------------------------------------------
+
+    def _stage_best(self, row: _Row, ids: list[int]) -> int:
+        """Stage the longest beginning of a prompt that a row or the tree holds, and return its length."""
+        from ..session.persistence import row_of
+
+        kept, best = self.prefixes.common(ids[:-1]), None
+        for one in self._rows:
+            common, length = _common(one, ids), int(self.decode.length[one.index])
+            # Unfinished prompts have nothing in the decode session.
+            if common > kept and length == len(one.held) and self._can_take_back(one, length - common):
+                kept, best = common, one
+        copied = self.prefixes.read(ids[:-1]) if best is None else row_of(self.decode, best.index, kept).cloned()
+        row.staged = None if copied is None else (None, copied)
+        return kept
+
+    def _feed_prefill(self, session: Session) -> list[tuple[Request, int]]:
+        """Feed a chunk of a prompt at batch size 1. The state of a finished prompt goes to its row."""
+        from ..session.persistence import put_row, row_of
+        from ..session.rows import Prompt, TokenRows
+
+        stepper, feeding = session.stepper, [row for row in self._rows if row.rest]
+        self._now += 1
+        # The first and the shortest in turn, so that neither short nor long prompts wait for all others.
+        row = min(feeding, key=lambda one: one.moved if self._now % 2 else len(one.rest))
+        if self._in_prefill is not row:
+            if self._in_prefill is not None:
+                self._in_prefill.staged = stepper.state, row_of(session, 0).cloned()
+            stepper.move_to(stepper.state.emptied())
+            state, copied = row.staged or (None, None)
+            if copied is not None:
+                put_row(session, 0, copied)
+            if state is not None:
+                stepper.move_to(state)
+            self._in_prefill, row.staged = row, None
+        with stepper.guard:
+            if row.chunks is None:
+                rows = TokenRows.whole(torch.tensor([row.rest], device=session.device))
+                row.chunks = stepper.chunks(session.stages.steps(Prompt(rows), stepper))
+            logits = next(row.chunks)
+        fed = int(stepper.state.length[0]) - len(row.held)
+        row.held += row.rest[:fed]
+        del row.rest[:fed]
+        if row.rest:
+            return []
+        put_row(self.decode, row.index, row_of(session, 0))
+        self._in_prefill = row.chunks = None
+        given = self._give(row, logits)
+        return [] if given is None else [given]
+
+
+def _common(row: _Row, ids: list[int]) -> int:
+    """Return the number of a prompt's first tokens that a row holds, except the last, whose logits are needed."""
+    return min(common_length(row.held, ids), len(ids) - 1)
+
+
+def _check_same_cache(prefill: Session, decode: Session) -> None:
+    """Check that a row of one session fits the other.
+
+    Raises:
+        InputError: If it does not.
+    """
+    from ..session.persistence import runner_state
+
+    source, target = runner_state(prefill), runner_state(decode)
+    for name, tensor in target.items():
+        if name not in source or source[name].shape[1:] != tensor.shape[1:] or source[name].dtype != tensor.dtype:
+            given = list(source[name].shape) if name in source else "missing"
+            raise InputError(
+                f"{name} is {given} in the prefill session and {list(tensor.shape)} in the decode session; "
+                "allocate both caches for the same model, length and dtype"
+            )
+
+
+class _Generating(Request):
+    """The request of a completion, whose pieces wait until they are taken."""
+
+    def __init__(self, session: Session, completion: Completion) -> None:
+        from ..session.generate import sampler_after
+        from ..session.rows import TokenRows
+
+        rows = TokenRows.whole(torch.tensor([completion.ids], device=session.device))
+        sampler = sampler_after(session, Sampling(**asdict(completion.options.sampling)), rows, completion.limit)
+        super().__init__(rows.ids, completion.limit, frozenset(), sampler)
+        self.completion, self._ends = completion, frozenset(session.generation_settings.ends)
+        self.found: deque[tuple[Piece, FinishReason | None] | Exception] = deque()
+
+    def choose(self, logits: torch.Tensor) -> tuple[int, bool]:
+        """See `Request.choose`. An error goes to the completion, because the others continue."""
+        try:
+            piece, reason = chosen_piece(self.completion, self.sampler, self._ends, logits)
+        except Exception as error:
+            self.found.append(error)
+            return 0, True
+        self.found.append((piece, reason))
+        return piece.token, reason is not None
+
+
+class BatchCompleter(AnyCompleter):
+    """Completes several prompts at a time over a `ContinuousBatch`; see `AnyCompleter`.
+
+    Taking a piece of one completion runs steps for all, so that each has its own pace. All calls come from one thread.
+
+    Args:
+        batch: The batch. No other code may use it meanwhile.
+        split_special_tokens: See `AnyCompleter`.
+
+    Raises:
+        InputError: If the model is an encoder-decoder, is split over processes, or has no tokenizer.
+    """
+
+    def __init__(self, batch: ContinuousBatch, split_special_tokens: bool = True) -> None:
+        session = batch.decode
+        check_completes(session)
+        assert session.text_tokenizer is not None
+        super().__init__(session.text_tokenizer, session.vocab_size, split_special_tokens)
+        self.batch, self.rows = batch, session.batch_size
+
+    @property
+    def settings(self) -> CheckpointSettings:
+        """See `AnyCompleter.settings`."""
+        return self.batch.decode.generation_settings
+
+    @property
+    def length(self) -> int:
+        """Number of tokens in the longest row."""
+        return self.batch.decode.stepper.state.longest
+
+    @property
+    def max_length(self) -> int | None:
+        """See `AnyCompleter.max_length`."""
+        return self.batch.decode.max_length
+
+    @property
+    def layers(self) -> list[tuple[str, int | None]]:
+        """See `AnyCompleter.layers`."""
+        return layers_of(self.batch.decode)
+
+    def pieces(self, completion: Completion) -> Generator[tuple[Piece, FinishReason | None]]:
+        """See `AnyCompleter.pieces`."""
+        request = _Generating(self.batch.decode, completion)
+        self.batch.add(request)
+        try:
+            while not completion.is_given_up:
+                if not request.found:
+                    self.batch.step()
+                    completion.reused_tokens = request.reused_tokens
+                    continue
+                found = request.found.popleft()
+                if isinstance(found, Exception):
+                    raise found
+                yield found
+                if found[1] is not None:
+                    return
+        finally:
+            self.batch.free(request)

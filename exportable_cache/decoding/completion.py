@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..generation.checkpoint_settings import CheckpointSettings
+    from ..generation.sampling import Sampler
     from ..models.tokenizers.text import TextTokenizer
     from ..session.session import Session
 
@@ -211,7 +212,12 @@ class AnyCompleter(ABC):
         tokenizer: Tokenizer of the model.
         vocab_size: Token ids run from 0 to vocab_size - 1.
         split_special_tokens: True to encode control tokens that are spelled in messages as text; see `encode_ids`.
+
+    Attributes:
+        rows: Number of completions that run at a time.
     """
+
+    rows = 1
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase | TextTokenizer, vocab_size: int, split_special_tokens: bool
@@ -366,6 +372,27 @@ def check_decoder(has_encoder: bool) -> None:
         raise InputError("completions need a text decoder, got an encoder-decoder; use generate_text")
 
 
+def check_completes(session: Session) -> None:
+    """Check that a session can complete prompts.
+
+    Raises:
+        InputError: If it is an encoder-decoder, is split over processes, or has no tokenizer.
+    """
+    check_decoder(session.has_encoder)
+    if session.stepper.ranks is not None:
+        raise InputError(
+            f"this session runs on {session.stepper.ranks.size} ranks, which must all get the same requests in the "
+            "same order; completions are for sessions of one process, use generate_text"
+        )
+    if session.text_tokenizer is None:
+        raise InputError("completions need a tokenizer and this session has none; export the model with its own")
+
+
+def layers_of(session: Session) -> list[tuple[str, int | None]]:
+    """Return what `AnyCompleter.layers` gives for a session."""
+    return [(layer.label, getattr(layer.policy, "capacity", None)) for layer in session.layers]
+
+
 class Completer(AnyCompleter):
     """Completes prompts over a `Session`; see `AnyCompleter`.
 
@@ -378,18 +405,12 @@ class Completer(AnyCompleter):
     """
 
     def __init__(self, session: Session, split_special_tokens: bool = True) -> None:
-        check_decoder(session.has_encoder)
         if session.batch_size != 1:
             raise InputError(
-                f"batch_size must be 1 for completions, got {session.batch_size}; export the model with batch_size=1"
+                f"batch_size must be 1 for Completer, got {session.batch_size}; use BatchCompleter for several rows"
             )
-        if session.stepper.ranks is not None:
-            raise InputError(
-                f"this session runs on {session.stepper.ranks.size} ranks, which must all get the same requests in the "
-                "same order; completions are for sessions of one process, use generate_text"
-            )
-        if session.text_tokenizer is None:
-            raise InputError("completions need a tokenizer and this session has none; export the model with its own")
+        check_completes(session)
+        assert session.text_tokenizer is not None
         super().__init__(session.text_tokenizer, session.vocab_size, split_special_tokens)
         self.session = session
 
@@ -411,7 +432,7 @@ class Completer(AnyCompleter):
     @property
     def layers(self) -> list[tuple[str, int | None]]:
         """See `AnyCompleter.layers`."""
-        return [(layer.label, getattr(layer.policy, "capacity", None)) for layer in self.session.layers]
+        return layers_of(self.session)
 
     def pieces(self, completion: Completion) -> Generator[tuple[Piece, FinishReason | None]]:
         """See `AnyCompleter.pieces`."""
@@ -421,7 +442,7 @@ class Completer(AnyCompleter):
         from ..session.generate import sampler_after
         from ..session.rows import TokenRows
 
-        ids, follower = completion.ids, completion.follower
+        ids = completion.ids
         try:
             completion.reused_tokens, logits = self.feed(ids, completion.check_not_cancelled)
         except Cancelled:
@@ -430,18 +451,12 @@ class Completer(AnyCompleter):
         sampler = sampler_after(self.session, Sampling(**asdict(completion.options.sampling)), rows, completion.limit)
         ends = self.end_tokens
         while True:
-            token = int(sampler.choose(logits, None if follower is None else follower.only_allowed)[0])
-            if follower is not None and token not in ends:
-                follower.take(token)
-            completes = follower is not None and follower.ended
-            piece, reason = completion.take(
-                Choice(token, completes, *_logprobs(logits[0], token, completion.options.alternatives))
-            )
+            piece, reason = chosen_piece(completion, sampler, ends, logits)
             yield piece, reason
             if reason is not None:
                 return
             try:
-                logits = self.step(token, completion.check_not_cancelled)
+                logits = self.step(piece.token, completion.check_not_cancelled)
             except Cancelled:
                 return
 
@@ -495,6 +510,25 @@ class Completer(AnyCompleter):
             held.append(token)
         self._held = held
         return logits
+
+
+def chosen_piece(
+    completion: Completion, sampler: Sampler, ends: frozenset[int], logits: torch.Tensor
+) -> tuple[Piece, FinishReason | None]:
+    """Choose the next token of a completion, and return what `Completion.take` gives for it.
+
+    Args:
+        completion: The completion.
+        sampler: Its sampler.
+        ends: Tokens that end a generation.
+        logits: [1, vocab].
+    """
+    follower = completion.follower
+    token = int(sampler.choose(logits, None if follower is None else follower.only_allowed)[0])
+    if follower is not None and token not in ends:
+        follower.take(token)
+    completes = follower is not None and follower.ended
+    return completion.take(Choice(token, completes, *_logprobs(logits[0], token, completion.options.alternatives)))
 
 
 def _logprobs(

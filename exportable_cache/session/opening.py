@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..common.progress import Progress
+    from ..decoding.batching import ContinuousBatch
     from ..models.loading.loading import LoadedModel
     from .session import Session
 
@@ -147,6 +148,35 @@ def open_model(
     if loaded.processor_files:
         session.load_processor = functools.cache(loaded.processor)
     return session, loaded
+
+
+def open_batch(
+    session: Session, model: PreTrainedModel, options: ModelOptions, rows: int, prefix_bytes: int
+) -> ContinuousBatch:
+    """Return a batch that decodes several rows of a model, next to a session of one row, which feeds their prompts.
+
+    Args:
+        session: The session that `open_model` returned.
+        model: Its model.
+        options: Its options.
+        rows: Number of rows.
+        prefix_bytes: See `ContinuousBatch`.
+
+    Raises:
+        DeviceMemoryError: If the rows do not fit the device.
+    """
+    from ..decoding.batching import ContinuousBatch
+    from ..models.cache_factory import ExportableCache
+    from ..models.positions import default_cache_len
+    from .session import Session
+
+    length = options.max_cache_len or default_cache_len(model.config)
+    spec = CacheSpec(length, batch_size=rows, kv_dtype=options.kv_dtype)
+    cache = ExportableCache.from_model_spec(model, spec, attn_implementation=None)
+    compiles = session.target == "compiled"
+    folder = _graph_folder() if compiles and session.device.type != "mps" else None
+    decode = Session.from_model(model, cache, compile=compiles, graph_cache=folder, tokenizer=session.tokenizer)
+    return ContinuousBatch(session, decode, prefix_bytes)
 
 
 def _can_compile(device: torch.device, is_required: bool) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,11 +36,73 @@ def runner_state(session: AnySession) -> Mapping[str, torch.Tensor]:
     """
     state = state_of(session.runner)
     if state is None:
+        native = ", or exportable_cache_runner.Session, which saves and loads" if session.target == "executorch" else ""
         raise InputError(
             f"the {session.target!r} runtime does not give out its cache, so its state cannot be copied; "
-            "use an eager or compiled session, or target pt2 or aoti"
+            f"use an eager or compiled session, or target pt2 or aoti{native}"
         )
     return state
+
+
+@dataclass(frozen=True)
+class RowCopy:
+    """The filled slots of one row, to put into a row of another session over the same layers.
+
+    Attributes:
+        tensors: State tensors without their batch dimension, by name.
+        length: Number of tokens.
+        ever: The most tokens that the row held, see `SequenceState.max_len_ever`.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    length: int
+    ever: int
+
+    def cloned(self) -> RowCopy:
+        """Return the contents with tensors of their own."""
+        return replace(self, tensors={name: tensor.clone() for name, tensor in self.tensors.items()})
+
+
+def row_of(session: AnySession, row: int, length: int | None = None) -> RowCopy:
+    """Return the filled slots of a row; the tensors are views of the session's.
+
+    Args:
+        session: The session.
+        row: Index of the row.
+        length: Number of first tokens to take, if every layer can take back the others; all by default.
+
+    Raises:
+        InputError: If its runtime does not give out its cache.
+    """
+    state = session.stepper.state
+    length = int(state.length[row]) if length is None else length
+    ever = max(length, int(state.max_len_ever[row]))
+    tensors = {}
+    for name, tensor in runner_state(session).items():
+        # Slots of a full-attention layer are positions, and a ring may need all that were filled.
+        most = ever if layer_of(session.layers, name).max_length is None else length
+        tensors[name] = _filled(tensor.detach(), session, name, most)[row]
+    return RowCopy(tensors, length, ever)
+
+
+def put_row(session: AnySession, row: int, held: RowCopy) -> None:
+    """Replace a row by the contents of `row_of`; the other rows stay.
+
+    Raises:
+        InputError: If the runtime does not give out its cache.
+    """
+    before = int(session.stepper.state.max_len_ever[row])
+    for name, tensor in runner_state(session).items():
+        given, dim = held.tensors[name], slots_dim(layer_of(session.layers, name), name)
+        target = tensor[row]
+        if dim is not None:
+            filled = given.shape[dim - 1]
+            # Zero the slots that the row had filled, because a value there may not be finite.
+            most = min(max(before, filled), target.shape[dim - 1])
+            target.narrow(dim - 1, filled, most - filled).zero_()
+            target = target.narrow(dim - 1, 0, filled)
+        target.copy_(given)
+    session.stepper.set_length(row, held.length, held.ever)
 
 
 def save_state(session: AnySession, path: Path) -> None:
@@ -108,7 +171,7 @@ def load_state(session: AnySession, path: Path) -> None:
         ranks.check_same("load_state", tokens=(sequence.length, sequence.max_len_ever, sequence.unfed))
     for name, tensor in runner_state(session).items():
         tensor.zero_()
-        dim = _capacity_dim(session, name)
+        dim = slots_dim(layer_of(session.layers, name), name)
         part = tensor if dim is None else tensor.narrow(dim, 0, tensors[name].shape[dim])
         part.copy_(tensors[name])
     session.stepper.restore(sequence)
@@ -217,7 +280,8 @@ def _part_for(
         ValueError: If it has other slots than its rows have filled, or counts more tokens than fit.
         InputError: If its shape or dtype differ from the session's.
     """
-    layer, dim = _layer_of(session, name), _capacity_dim(session, name)
+    layer = layer_of(session.layers, name)
+    dim = slots_dim(layer, name)
     given = list(saved.shape)
     # Checked first, because the slots are cut to those of this session below.
     if dim is not None:
@@ -282,7 +346,7 @@ def _check_parts(session: AnySession, name: str, whole: torch.Tensor, part: torc
 def _split_of(session: AnySession, name: str) -> tuple[int, int]:
     """Return the dimension in which ranks split a state tensor, and the number of parts; 1 if each has all of it."""
     # Indexer keys and states are not split, because they do not belong to attention heads.
-    dims = _layer_of(session, name).state[name.split(".")[-1]].dims
+    dims = layer_of(session.layers, name).state[name.split(".")[-1]].dims
     if "num_heads" not in dims:
         return 0, 1
     return dims.index("num_heads"), session.parts_of_heads[int(name.split(".")[-2])]
@@ -313,19 +377,18 @@ def _describe(layer: CacheLayer) -> dict:
     return {**config, "policy": policy}
 
 
-def _layer_of(session: AnySession, name: str) -> CacheLayer:
+def layer_of(layers: Sequence[CacheLayer], name: str) -> CacheLayer:
     """Return the layer of a state tensor such as `layers.0.keys`, which engines prefix with another word."""
-    return session.layers[int(name.split(".")[-2])]
+    return layers[int(name.split(".")[-2])]
 
 
-def _capacity_dim(session: AnySession, name: str) -> int | None:
-    """Return the dimension of a state tensor that counts slots of the decoder's tokens, or None."""
-    layer = _layer_of(session, name)
+def slots_dim(layer: CacheLayer, name: str) -> int | None:
+    """Return the dimension of a state tensor of a layer that counts slots of the decoder's tokens, or None."""
     dims = layer.state[name.split(".")[-1]].dims
     return dims.index("capacity") if "capacity" in dims and layer.follows_decoder else None
 
 
 def _filled(tensor: torch.Tensor, session: AnySession, name: str, most: int) -> torch.Tensor:
-    dim = _capacity_dim(session, name)
+    dim = slots_dim(layer_of(session.layers, name), name)
     # A layer may have slots after its capacity, which no token reaches.
-    return tensor if dim is None else tensor.narrow(dim, 0, min(most, _layer_of(session, name).policy.slot_count))
+    return tensor if dim is None else tensor.narrow(dim, 0, min(most, layer_of(session.layers, name).policy.slot_count))

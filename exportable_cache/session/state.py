@@ -187,13 +187,13 @@ class SequenceState:
         length = self.length + (tokens if rows is None else tokens * rows)
         return replace(self, length=length, unfed=(None,) * len(self.unfed))
 
-    def with_row(self, row: int, length: int) -> SequenceState:
-        """Return the state with the length of one row replaced."""
+    def with_row(self, row: int, length: int, ever: int | None = None) -> SequenceState:
+        """Return the state with the length of a row replaced, and the most it ever held, which is `length` if None."""
         is_row = torch.arange(len(self.length)) == row
         return replace(
             self,
             length=torch.where(is_row, length, self.length),
-            max_len_ever=torch.where(is_row, length, self.max_len_ever),
+            max_len_ever=torch.where(is_row, length if ever is None else ever, self.max_len_ever),
             rope=None if self.rope is None else self.rope.with_row(row, length),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -171,14 +172,29 @@ class ProgramStepper:
         Returns:
             Logits [batch, vocab] of each row's last token.
         """
+        if not steps.rows.are_even:
+            return self._feed_segments(steps, *self._before(steps))
+        return _last(self.chunks(steps, rows))
+
+    def chunks(self, steps: Steps, rows: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
+        """Feed a prompt as `feed` does, chunk by chunk, and yield the logits [batch, vocab] after each.
+
+        Its rows have equal length. The caller may put other sequences into the session between two chunks, if it
+        restores this one before the next.
+        """
+        before = self.state.images
+        placed, lengths = self._before(steps)
+        return self._chunks(steps, rows, before, placed, lengths)
+
+    def _before(self, steps: Steps) -> tuple[PlacedImages | None, torch.Tensor | None]:
+        """Return the images of a prompt at their positions in the session, and the lengths that choose RoPE's factors.
+
+        The lengths are those after the whole prompt, because its chunks must give the same as one step.
+        """
         before, placed = self.state, steps.placed
         if placed is not None:
             placed = shifted(placed, before.length, before.images.deltas(before.length))
-        # By the length of the whole prompt, because its chunks must give the same as one step.
-        lengths = None if self.rope is None else self._rope_lengths(self._ends(steps))
-        if not steps.rows.are_even:
-            return self._feed_segments(steps, placed, lengths)
-        return self._feed_chunks(steps, rows, before.images, placed, lengths)
+        return placed, None if self.rope is None else self._rope_lengths(self._ends(steps))
 
     def feed_for_generation(self, steps: Steps, active: torch.Tensor | None = None) -> torch.Tensor:
         """Feed a prompt as transformers' `generate` does: rows that cross a border of RoPE are computed again.
@@ -279,15 +295,18 @@ class ProgramStepper:
         self.move_to(replace(state, length=state.length * ~emptied, rope=state.rope.emptied(emptied)))
         return Steps(whole.ids, whole)
 
-    def _feed_chunks(
+    def _chunks(
         self,
         steps: Steps,
         rows: torch.Tensor | None,
         before: PlacedImages,
         placed: PlacedImages | None,
         lengths: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Feed rows of equal length; `before` are the images of the session and `placed` those of the whole prompt."""
+    ) -> Iterator[torch.Tensor]:
+        """Yield the logits after each chunk of rows of equal length.
+
+        `before` are the images of the session, and `placed` those of the whole prompt.
+        """
         start = 0
         sizes = steps.sizes or self.chunk_sizes(steps.fed.shape[1], not steps.fed.is_floating_point())
         if self.keeps_prompt:
@@ -304,7 +323,7 @@ class ProgramStepper:
                 # Only images whose tokens were fed, because a later chunk may fail.
                 fed = placed.begun(self.state.length)
                 self.state = replace(self.state, images=before.followed_by(fed))
-        return logits
+            yield logits
 
     def _feed_segments(self, steps: Steps, placed: PlacedImages | None, lengths: torch.Tensor | None) -> torch.Tensor:
         """Feed rows of different length: columns of the prompt, cut where a row begins."""
@@ -315,7 +334,7 @@ class ProgramStepper:
                 columns = slice(segment.start, segment.end)
                 extra = {name: tensor[..., columns] for name, tensor in steps.extra.items()}
                 part = Steps(steps.fed[:, columns], TokenRows.whole(steps.rows.ids[:, columns]), extra=extra)
-                logits = self._feed_chunks(part, segment.rows, before, placed, lengths)
+                logits = _last(self._chunks(part, segment.rows, before, placed, lengths))
         return logits
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -495,9 +514,9 @@ class ProgramStepper:
             tensor.zero_()
         self.guard.is_broken = False
 
-    def set_length(self, row: int, length: int) -> None:
-        """Set the length of a row, for loops that write a row's cache themselves (continuous batching)."""
-        self.move_to(self.state.with_row(row, length))
+    def set_length(self, row: int, length: int, ever: int | None = None) -> None:
+        """Set the length of a row, for loops that write a row's cache themselves; see `SequenceState.with_row`."""
+        self.move_to(self.state.with_row(row, length, ever))
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Reorder the rows, for loops that have reordered the cache: row i becomes row `rows[i]`.
@@ -518,6 +537,11 @@ class ProgramStepper:
             state = replace(state, rope=RopeState.of(state.length))
         self.state = state
         self.moves += 1
+
+
+def _last(chunks: Iterator[torch.Tensor]) -> torch.Tensor:
+    """Return the last item."""
+    return deque(chunks, maxlen=1).pop()
 
 
 class SavedRows:

@@ -28,6 +28,7 @@ import openai
 
 from exportable_cache.cli.server.app import ServerOptions, make_app, run
 from exportable_cache.decoding import Completer
+from exportable_cache.decoding.completion import AnyCompleter
 
 from ..conftest import DEMO_MAX_CACHE_LEN as MAX_CACHE_LEN
 from ..support.waiting import wait_until
@@ -40,8 +41,8 @@ TEXT = {"model": "demo", "prompt": "x"}
 
 
 @contextmanager
-def served(session: Session, **options: Any) -> Iterator[str]:
-    """An address where a session answers, as from the command, in a thread."""
+def served(session: Session | AnyCompleter, **options: Any) -> Iterator[str]:
+    """An address where a session, or what completes prompts over it, answers, as from the command, in a thread."""
     import uvicorn
 
     found: list[str] = []
@@ -57,7 +58,8 @@ def served(session: Session, **options: Any) -> Iterator[str]:
             super().__init__(config)
             servers.append(self)
 
-    app = make_app(Completer(session), ServerOptions(**{"model_name": "demo", **options}))
+    completer = Completer(session) if isinstance(session, Session) else session
+    app = make_app(completer, ServerOptions(**{"model_name": "demo", **options}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvicorn, "Server", Noted)
         thread = threading.Thread(target=run, args=(app, "127.0.0.1", 0, started))

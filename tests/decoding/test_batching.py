@@ -51,8 +51,8 @@ def test_logits_of_a_row_do_not_depend_on_its_neighbours(model: Any) -> None:
     single = live_session(model, False, 48)
     expected = single.prefill(tokens(6, seed=2))
     seen = []
-    decode = batch.decode.decode
-    batch.decode.decode = lambda feed: seen.append(decode(feed)) or seen[-1]
+    step = batch.decode.stepper.step
+    batch.decode.stepper.step = lambda *given, **options: seen.append(step(*given, **options)) or seen[-1]
     batch.step()
     seen.clear()
     while not late.finished:

@@ -162,7 +162,7 @@ def test_wrong_prompts_are_refused(ids: list[int], message: str) -> None:
 
 def test_sessions_that_cannot_serve_are_refused() -> None:
     model = tiny_model("llama")
-    with pytest.raises(InputError, match="batch_size must be 1 for completions, got 2"):
+    with pytest.raises(InputError, match="batch_size must be 1 for Completer, got 2"):
         completer_of(model, batch_size=2)
     with pytest.raises(InputError, match="need a tokenizer"):
         Completer(Session.from_model(model, ExportableCache.from_model(model, 16)))

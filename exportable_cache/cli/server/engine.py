@@ -1,4 +1,4 @@
-"""The queue of requests: one session completes them in order, in a separate thread."""
+"""The queue of requests: one session completes them in a separate thread, as many at a time as it has rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Busy(Exception):
 
 
 class Engine:
-    """Runs completions one after another.
+    """Runs completions in order of arrival, as many at a time as the completer has rows.
 
     A request that is cancelled in the queue, during its prefill or during its response makes room for the next one at
     once: only the running step is finished.
@@ -39,8 +39,10 @@ class Engine:
         self.answered = 0
         self._most_waiting = most_waiting
         self._waiting = 0
-        self._lock = asyncio.Lock()
+        self._rows = asyncio.Semaphore(completer.rows)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="session")
+        # Another thread, because tokenizing a long prompt would delay the steps of other requests.
+        self._beginning = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         # Constraints are compiled while a request waits, because refusing one may take seconds.
         self._forms = asyncio.Semaphore(_MOST_FORMS)
         self._compiler = ThreadPoolExecutor(_MOST_FORMS, thread_name_prefix="forms")
@@ -66,8 +68,9 @@ class Engine:
         Raises:
             Busy: If the queue is full.
         """
-        if self._waiting >= self._most_waiting and (self._lock.locked() or self._forms.locked()):
+        if self._waiting >= self._most_waiting and (self._rows.locked() or self._forms.locked()):
             raise Busy
+        loop = asyncio.get_running_loop()
         follower: Follower | None = None
         completion: Completion | None = None
         async with AsyncExitStack() as held:
@@ -75,13 +78,12 @@ class Engine:
             try:
                 if form is not None:
                     await held.enter_async_context(self._forms)
-                    loop = asyncio.get_running_loop()
                     follower = await loop.run_in_executor(self._compiler, self.completer.follow, form)
-                await held.enter_async_context(self._lock)
+                await held.enter_async_context(self._rows)
             finally:
                 self._waiting -= 1
             try:
-                completion = await self.call(begin, follower)
+                completion = await loop.run_in_executor(self._beginning, begin, follower)
                 while (piece := await self.call(next, completion, None)) is not None:
                     yield completion, piece
             finally:
@@ -96,6 +98,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the processes that follow constraints, and the threads after the running step."""
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._compiler, self._beginning):
+            pool.shutdown(wait=False, cancel_futures=True)
         self.completer.close()
         self._worker.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,150 @@
+"""Many clients at a time: each gets the text that it gets alone, whatever runs beside it and whoever leaves."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exportable_cache import export, load
+
+pytest.importorskip("fastapi", reason="the serve extra is not installed")
+pytest.importorskip("openai", reason="the test extra is not installed")
+
+from exportable_cache.decoding import BatchCompleter, ContinuousBatch
+from exportable_cache.demo import demo_path
+from exportable_cache.session.opening import ModelOptions, open_batch, open_model
+
+from ..support.waiting import wait_until
+from .serving import MAX_CACHE_LEN, health, served
+
+WORDS = ["amber", "paper", "stone", "river", "it rested.", "the code of", "is 4821.", "is 77."]
+CLIENTS = 16
+
+
+def requests(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Return requests of mixed lengths, which share beginnings, greedy and drawn with a seed."""
+    chooses = random.Random(seed)
+    shared = [" ".join(chooses.choices(WORDS, k=size)) for size in (0, 6, 20)]
+    return [
+        {
+            "model": "demo",
+            "prompt": f"{chooses.choice(shared)} {' '.join(chooses.choices(WORDS, k=chooses.randint(1, 9)))}",
+            "max_tokens": chooses.choice([1, 3, 6, 12]),
+            "temperature": chooses.choice([0, 1.0]),
+            "seed": chooses.randint(0, 99),
+            "stream": True,
+        }
+        for _ in range(count)
+    ]
+
+
+def streamed(address: str, body: dict[str, Any], leave_after: int | None = None) -> str | None:
+    """Return the text of a streamed response; None if the client left after so many chunks."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=120)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        reply, text = connection.getresponse(), ""
+        assert reply.status == 200, reply.read()
+        count = 0
+        for line in reply:
+            if line.startswith(b"data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+                count += 1
+            if count == leave_after:
+                return None
+        return text
+    finally:
+        connection.close()
+
+
+def under_load(address: str, kinds: list[dict[str, Any]], until: float, most: int) -> tuple[int, list[Any]]:
+    """Let clients send requests at a time, some of which leave, and return the number answered and the wrong ones."""
+    expected = [streamed(address, body) for body in kinds]
+    assert len(set(expected)) > len(kinds) // 2
+    wrong: list[Any] = []
+    answered = [0] * CLIENTS
+
+    def client(number: int) -> None:
+        chooses = random.Random(number)
+        try:
+            for _ in range(most):
+                if time.monotonic() > until:
+                    return
+                kind = chooses.randrange(len(kinds))
+                leaves = chooses.choice([None, None, None, 1, 2])
+                found = streamed(address, kinds[kind], leaves)
+                answered[number] += 1
+                if found is not None and found != expected[kind]:
+                    wrong.append((kinds[kind], expected[kind], found))
+        except BaseException as error:  # for the main thread
+            wrong.append(error)
+
+    clients = [threading.Thread(target=client, args=(number,)) for number in range(CLIENTS)]
+    for one in clients:
+        one.start()
+    for one in clients:
+        one.join()
+    wait_until(lambda: health(address)["waiting"] == 0)
+    return sum(answered), wrong
+
+
+@pytest.fixture(scope="module")
+def rows_bundle(tmp_path_factory: pytest.TempPathFactory, fake_backend: None) -> Path:
+    """The demo model with three rows."""
+    folder = tmp_path_factory.mktemp("bundles") / "rows"
+    return export("demo", "fake", MAX_CACHE_LEN, folder, batch_size=3, prefill_chunk=16, verify=False).path
+
+
+def test_a_bundle_of_several_rows_answers_all_at_once(rows_bundle: Path) -> None:
+    """Its runtime does not give out its cache, as that of ExecuTorch."""
+    batch = ContinuousBatch(None, load(rows_bundle))
+    with served(BatchCompleter(batch)) as address:
+        count, wrong = under_load(address, requests(5, seed=1), time.monotonic() + 600, 1)
+    assert (count, wrong) == (CLIENTS, [])
+    assert batch.active == batch.waiting == 0
+
+
+def test_as_many_requests_begin_as_there_are_rows(rows_bundle: Path) -> None:
+    """No step runs before the third one has begun, which a queue of one would never allow."""
+    completer = BatchCompleter(ContinuousBatch(None, load(rows_bundle)))
+    begun, complete, step = threading.Semaphore(0), completer.complete, completer.batch.step
+    counted: list[Any] = []
+
+    def begin(*given: Any) -> Any:
+        begun.release()
+        return complete(*given)
+
+    def after_all() -> Any:
+        while len(counted) < 3:
+            assert begun.acquire(timeout=60)
+            counted.append(1)
+        return step()
+
+    completer.complete, completer.batch.step = begin, after_all  # type: ignore[method-assign]
+    body, found = requests(1)[0] | {"max_tokens": 2}, []
+    with served(completer) as address:
+        threads = [threading.Thread(target=lambda: found.append(streamed(address, body))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 3 and len(set(found)) == 1 and found[0]
+
+
+@pytest.mark.full
+def test_a_live_model_answers_all_at_once() -> None:
+    """For twenty seconds, with a prefix tree that evicts all the time."""
+    options = ModelOptions(max_cache_len=MAX_CACHE_LEN, device="cpu", compile=False)
+    session, loaded = open_model(str(demo_path()), options)
+    batch = open_batch(session, loaded.model, options, rows=5, prefix_bytes=2**20)
+    with served(BatchCompleter(batch)) as address:
+        _, wrong = under_load(address, requests(24), time.monotonic() + 20, 10**6)
+    assert wrong == [] and batch.active == batch.waiting == 0
+    assert 0 < batch.prefixes.nbytes <= 2**20
