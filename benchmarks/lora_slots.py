@@ -76,7 +76,8 @@ def main(
     token = torch.tensor([5])
     with torch.no_grad():
         for number in range(rounds + 1):
-            for name, session in sessions.items():
+            # In both orders, because each form finds the caches as the one before left them.
+            for name, session in list(sessions.items())[:: 1 if number % 2 else -1]:
                 if slots := session.adapters:
                     session.use_adapter(slots[0] if name == "used" else None)
                 session.reset()

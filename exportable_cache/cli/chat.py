@@ -83,7 +83,7 @@ def chat(
     from ..generation.text import check_text
 
     given = GivenSampling(greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    completer = open_completer(terminal, folder, opening, split_special_tokens, Use(adapter=adapter))
+    completer = open_completer(terminal, folder, opening, split_special_tokens, use=Use(adapter=adapter))
     if not completer.takes_messages:
         raise InputError(
             f"chat needs a tokenizer with a chat template, and {folder} has none; use generate, or set "

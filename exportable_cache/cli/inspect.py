@@ -97,6 +97,13 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
         terminal.print(
             f"{program.rope.described()}: rope_lengths are the tokens that each row holds after the whole call"
         )
+    if program.lora is not None:
+        slots = program.lora.described()
+        layers = ", ".join(dict.fromkeys(one.name.rpartition(".")[2] for one in slots.targets))
+        terminal.print(
+            f"slots for {slots.slots} adapters of rank up to {slots.rank}, {bytes_text(slots.nbytes)} besides the "
+            f"cache: {len(slots.targets)} layers ({shown(layers)})"
+        )
     terminal.print()
     print_files(terminal, bundle)
     terminal.print("all checksums match" + (f", signed by {bundle.signed_by}" if bundle.signed_by else "") + "\n")
@@ -172,6 +179,9 @@ def _method_table(bundle: Bundle) -> Any:
 
 
 def _io_text(tensors: list[dict[str, Any]]) -> str:
+    if tensors and tensors[0]["name"] == "slot":
+        # The method that writes an adapter, which takes two tensors for each layer.
+        return f"slot int64 [1], adapter ({len(tensors) - 1} tensors)"
     named = [f"{tensor['name']} {tensor['dtype']} [{', '.join(map(str, tensor['shape']))}]" for tensor in tensors]
     # Omit tensors of the cache, because the layer table shows them.
     others = [text for text in named if not text.startswith("cache.")]

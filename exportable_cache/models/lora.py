@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from torch import nn
 from ..common.method_io import TensorSpec, name_forward
 from ..common.tensors import dtype_name, ordinary_tensors
 from ..errors import InputError
-from .joined_linears import JoinedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,6 +85,13 @@ class LoraSlots:
         return hashlib.sha256(json.dumps([asdict(one) for one in self.targets]).encode()).hexdigest()
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, with the empty one."""
+        elements = sum(one.inputs + one.outputs for one in self.targets)
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return (self.slots + 1) * self.rank * elements * itemsize
+
+    @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Inputs of `write_adapter`: the slot, then two tensors for each layer."""
         found = [TensorSpec("slot", "int64", (1,))]
@@ -96,33 +102,19 @@ class LoraSlots:
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer that adds each row's adapter inside `adapting`. Its parameters are those of the original.
+    """Class that a linear layer gets with its slots: it adds each row's adapter inside `adapting`.
 
-    Args:
-        linear: The layer to take the parameters of.
-        slots: Number of adapters.
-        rank: Largest rank of an adapter.
-        dtype: Dtype of the adapters' tensors.
+    A layer changes its class and stays the same object, so its parameters, their names and its hooks stay as well.
 
     Attributes:
+        original: Class of the layer without slots.
         lora_a: [slots + 1, in_features, rank].
         lora_b: [slots + 1, rank, out_features], multiplied by the adapter's scale.
     """
 
+    original: ClassVar[type[nn.Linear]] = nn.Linear
     lora_a: torch.Tensor
     lora_b: torch.Tensor
-
-    def __init__(self, linear: nn.Linear, slots: int, rank: int, dtype: torch.dtype) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = linear.weight
-        self.register_parameter("bias", linear.bias)
-        self.train(linear.training)
-        with ordinary_tensors():
-            shapes = ((slots + 1, self.in_features, rank), (slots + 1, rank, self.out_features))
-            for name, shape in zip(LORA_TENSORS, shapes, strict=True):
-                zeros = torch.zeros(shape, dtype=dtype, device=linear.weight.device)
-                self.register_buffer(name, zeros, persistent=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the layer's output, with the product of each row's adapter inside `adapting`."""
@@ -153,19 +145,31 @@ def slots_of(model: nn.Module) -> LoraSlots | None:
 
 
 def remove_slots(model: nn.Module) -> None:
-    """Replace layers with slots by plain linear layers with the same parameters."""
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, LoraLinear):
-                linear = nn.Linear(child.in_features, child.out_features, bias=False, device="meta")
-                linear.weight = child.weight
-                linear.register_parameter("bias", child.bias)
-                linear.train(child.training)
-                setattr(parent, name, linear)
+    """Remove the slots of a model's layers."""
+    for layer in lora_layers(model).values():
+        for name in LORA_TENSORS:
+            delattr(layer, name)
+        layer.__class__ = layer.original  # type: ignore[assignment]  # the class that it had
+
+
+def _add_slots(layer: nn.Linear, slots: int, rank: int, dtype: torch.dtype) -> None:
+    """Give one layer empty slots."""
+    kind = type(layer)
+    # A class of its own for each kind, such as that of a layer with a quantized weight.
+    made = LoraLinear if kind is nn.Linear else type("LoraLinear", (LoraLinear, kind), {"original": kind})
+    device = next(layer.parameters()).device
+    with ordinary_tensors():
+        for name, shape in zip(
+            LORA_TENSORS, ((slots + 1, layer.in_features, rank), (slots + 1, rank, layer.out_features)), strict=True
+        ):
+            layer.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+    layer.__class__ = made
 
 
 def add_slots(model: PreTrainedModel, slots: int, rank: int, targets: Sequence[str] = ()) -> LoraSlots:
-    """Give linear layers of a model's decoder slots for adapters, in place of those that it has.
+    """Give linear layers of a model's decoder slots for adapters, in place of others that it has.
+
+    Equal ones are kept, so that sessions over one model share its adapters.
 
     Args:
         model: The model. Its weights and its state dict stay the same.
@@ -177,7 +181,6 @@ def add_slots(model: PreTrainedModel, slots: int, rank: int, targets: Sequence[s
     Raises:
         InputError: If a target is not such a layer.
     """
-    remove_slots(model)
     linears = _decoder_linears(model)
     chosen = {name: one for name, one in linears.items() if not targets or any(_ends_with(name, t) for t in targets)}
     for target in targets:
@@ -191,12 +194,14 @@ def add_slots(model: PreTrainedModel, slots: int, rank: int, targets: Sequence[s
         raise InputError(
             f"lora_slots needs linear layers, and the decoder of {type(model).__name__} has none; leave it out"
         )
-    # By identity, because one layer may have several names.
-    made = {id(one): LoraLinear(one, slots, rank, model.dtype) for one in chosen.values()}
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in made:
-                setattr(parent, name, made[id(child)])
+    before = slots_of(model)
+    if before is not None:
+        wanted = (slots, rank, dtype_name(model.dtype), {*chosen})
+        if (before.slots, before.rank, before.dtype, {one.name for one in before.targets}) == wanted:
+            return before
+        remove_slots(model)
+    for layer in chosen.values():
+        _add_slots(layer, slots, rank, model.dtype)
     found = slots_of(model)
     assert found is not None
     return found
@@ -213,8 +218,7 @@ def _decoder_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return {
         names[id(module)]: module
         for module in decoder.modules()
-        # Not of subclasses, because their `forward` may do more.
-        if type(module) in (nn.Linear, JoinedLinear) and module is not head
+        if isinstance(module, nn.Linear) and module is not head
     }
 
 

@@ -40,6 +40,7 @@ from ..models.loading.loading import (
     load_to_quantise,
     stored_dtype,
 )
+from ..models.lora import remove_slots
 from ..models.positions import beyond_positions, check_positions, check_rope
 from ..models.quantization.quantize import quantize
 from ..models.quantization.sizes import Coverage, coverage_of, exact_bytes
@@ -117,6 +118,7 @@ def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
     with new_folder(output, spec.overwrite) as folder, disk_space_for(source, output, folder):
         lowered = lower(resolved, source, made, folder, progress)
         verified, fed = verify(resolved, source, made, lowered, progress)
+        remove_slots(source.model)
         # Release the program before `measure` loads the stored weights, so that only one copy is in memory.
         del source, cache, made, lowered
         return publish(resolved, measure(resolved, verified, fed, progress))

@@ -289,9 +289,8 @@ def program_methods(model: PreTrainedModel, cache: ExportableCache, spec: Progra
 
 
 def _slots_for(model: PreTrainedModel, cache: ExportableCache, spec: ProgramSpec) -> LoraSlots | None:
-    """Give the model the slots for adapters that a spec asks for, or remove those that it has."""
+    """Give the model the slots for adapters that a spec asks for; those of another session stay."""
     if not spec.lora_slots:
-        remove_slots(model)
         return None
     others = {
         "an encoder-decoder": isinstance(cache, ExportableEncoderDecoderCache),
@@ -384,6 +383,9 @@ class Program:
             raise InputError(f"a program on disk keeps its own cache, and this one has {what}; allocate another one")
         spec = ProgramSpec() if spec is None else spec
         separate_linears(model)
+        if not spec.lora_slots:
+            # Programs on disk would otherwise contain them.
+            remove_slots(model)
         self.model = model
         self.form = Form(spec.form)
         self.logits = Logits(spec.logits)

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..bundle import signing
 from ..common.fs.tensor_files import damaged_if_malformed, read_tensors, write_tensors
 from ..errors import InputError
 from ..models.loading.adapters import LoraWeights, read_lora
-from ..models.lora import WRITE_ADAPTER, LoraSlots, check_fits, packed
+from ..models.lora import WRITE_ADAPTER, LoraSlots, check_fits, lora_layers, packed, slots_of
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ..backends.base import Runner
     from .stepper import ProgramStepper
 
@@ -123,7 +126,7 @@ def read_adapter(
         return LoraWeights(metadata["name"], pairs)
 
 
-@dataclass
+@dataclass(eq=False)
 class SessionAdapters:
     """The adapters that a program holds, by name. Forks of a session share them.
 
@@ -136,6 +139,17 @@ class SessionAdapters:
     slots: LoraSlots | None
     device: torch.device | str = "cpu"
     names: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_model(cls, model: nn.Module, device: torch.device | str) -> SessionAdapters:
+        """Return the adapters in a model's slots, which all sessions over the model share."""
+        layers = lora_layers(model)
+        if not layers:
+            return cls(None)
+        tensor = next(iter(layers.values())).lora_a
+        if tensor not in _LIVE:
+            _LIVE[tensor] = cls(slots_of(model), device)
+        return _LIVE[tensor]
 
     def checked(self) -> LoraSlots:
         """Return the slots.
@@ -207,3 +221,7 @@ class SessionAdapters:
                 f"adapter must be one name, or {stepper.batch_size} for the rows, got {len(names)}; pass one a row"
             )
         stepper.use_adapters([self.slot_of(name) for name in names])
+
+
+#: The adapters of live models, by the slots of their first layer.
+_LIVE = WeakTensorKeyDictionary()

@@ -26,7 +26,7 @@ from ..errors import InputError
 from ..generation.checkpoint_settings import CheckpointSettings
 from ..generation.multi_step import check_steps_per_launch
 from ..generation.sampling import Sampler, Sampling
-from ..models.lora import ADAPTERS, slots_of
+from ..models.lora import ADAPTERS
 from ..models.tokenizers.text import TextTokenizer
 from ..program.items import ITEMS_SEEN
 from ..program.methods import ROPE_DELTAS, ROPE_LENGTHS, smallest_inputs
@@ -607,7 +607,8 @@ class Session:
         )
         session = live_session(cls, model, cache, options, tokenizer)
         session._cache, session._scores_by_default = cache, plans_drafts
-        session._adapters = SessionAdapters(slots_of(model), session.device)
+        if lora_slots:
+            session._adapters = SessionAdapters.of_model(model, session.device)
         session.use_ranks(cache.ranks, cache.parts_of_heads)
         session.stepper.rope = changing_rope(model, cache)
         # A copy, because the session owns its lengths and the cache writes its own.

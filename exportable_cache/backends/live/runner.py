@@ -21,7 +21,7 @@ from ...errors import InputError, UnsupportedModelError, describe_trace_error
 from ...generation.multi_step import Choice, of_step
 from ...models.cache_factory import ExportableEncoderDecoderCache
 from ...models.joined_linears import join_linears
-from ...models.lora import WRITE_ADAPTER
+from ...models.lora import ADAPTED, LORA_TENSORS, WRITE_ADAPTER, lora_layers
 from ...program.lengths import shared_methods, slots_to_read
 from ...program.program import ResidentModule, front_module, program_methods
 from ...program.spec import ProgramSpec
@@ -87,6 +87,9 @@ class ModuleRunner:
             for name, method in self.methods.items()
         }
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()
+        layers = lora_layers(model) if WRITE_ADAPTER in self.methods else {}
+        #: The first layer with slots for adapters, and the tensor of its slots.
+        self._lora = next(((one, one.lora_a) for one in layers.values()), None)
         self.ranks = cache.ranks
         self._device = cache.device
         self.background = background_compiler(model, cache, spec, options)
@@ -236,6 +239,13 @@ class ModuleRunner:
         """
         if not self.is_open:
             raise InputError("this session is closed, and the model has its own attention again; make another session")
+        if self._lora is not None and key.method.startswith((ADAPTED, WRITE_ADAPTER)):
+            layer, slots = self._lora
+            if getattr(layer, LORA_TENSORS[0], None) is not slots:
+                raise InputError(
+                    "the model must keep the slots of this session's adapters, but another session or an export has "
+                    "replaced them; make another session, and load the adapters into it"
+                )
         if self.compiler is None or key.method in self._uncompiled:
             return self._eager(key, inputs, further)
         if self._cuda_graphs is not None:
