@@ -28,7 +28,7 @@ WORDS = ["amber", "paper", "stone", "river", "it rested.", "the code of", "is 48
 
 @dataclass
 class Measured:
-    """What the clients of one run measured.
+    """The measurements of the clients of one run.
 
     Attributes:
         tokens: Number of chunks with text.

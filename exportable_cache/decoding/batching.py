@@ -59,6 +59,10 @@ class Request:
         token = int(self.sampler.choose(logits)[0])
         return token, token in self.stop_tokens or len(self.tokens) + 1 == self.max_new_tokens
 
+    def fail(self, error: Exception) -> bool:
+        """Return False if `ContinuousBatch.step` must raise the error that ended the request."""
+        return False
+
 
 @dataclass(eq=False)
 class _Row:
@@ -286,11 +290,16 @@ class ContinuousBatch:
     def pace(self, seconds: float = _CHUNK_SECONDS) -> int:
         """Measure how long chunks of a prompt take, and feed no longer chunks than take this long; return the length.
 
-        Chunks stay the same afterwards, because other chunks round differently.
+        Chunks stay the same afterwards, because other chunks round differently. The batch must be empty.
 
         Args:
             seconds: Time of a chunk. The shortest chunk may take longer.
+
+        Raises:
+            InputError: If a row is in use.
         """
+        if self.active:
+            raise InputError(f"pace() overwrites rows, of which {self.active} are in use; call it before requests")
         session = self.prefill or self.decode
         stepper, fits = session.stepper, [size for size in _CHUNKS if size <= (session.max_length or _CHUNKS[-1])]
         chosen = (fits or [3])[0]
@@ -330,14 +339,16 @@ class ContinuousBatch:
         if not fed:
             return []
         logits = self._step(fed, 1)
+        if logits is None:
+            return []
         for row in fed:
             if not row.rest and stepper.crossed(row.index):
                 # Computed again where RoPE's factors change, because transformers' `generate` does so.
                 self._start(row, row.held, reuse=False)
         return self._give_all(fed, logits)
 
-    def _step(self, fed: list[_Row], size: int) -> torch.Tensor:
-        """Feed the next `size` tokens of these rows, while the others wait, and return logits [batch, vocab]."""
+    def _step(self, fed: list[_Row], size: int) -> torch.Tensor | None:
+        """Feed the next `size` tokens of these rows, and return logits [batch, vocab]; None if the step fails."""
         stepper = self.decode.stepper
         tokens = [[0] * size for _ in self._rows]
         for row in fed:
@@ -351,8 +362,16 @@ class ContinuousBatch:
             ends = stepper.state.length + size
             ends = torch.maximum(ends, torch.tensor([row.length if row in fed else 0 for row in self._rows]))
             lengths = stepper.rope.after(stepper.state.rope.lengths, ends)
-        with stepper.guard:
-            logits = stepper.step(torch.tensor(tokens, device=self.decode.device), rows=mask, lengths=lengths)
+        try:
+            with stepper.guard:
+                logits = stepper.step(torch.tensor(tokens, device=self.decode.device), rows=mask, lengths=lengths)
+        except Exception as error:
+            # The step may have written to every row.
+            self._fail([row for row in self._rows if row.request is not None], error)
+            for row in self._rows:
+                row.held = []
+            self.decode.reset()
+            return None
         for row in fed:
             row.held += tokens[row.index]
             del row.rest[:size]
@@ -370,9 +389,7 @@ class ContinuousBatch:
         try:
             token, is_last = request.choose(logits)
         except Exception as error:
-            # Raised after the other rows have got their tokens.
-            self._failed, request.finished, row.held = error, True, []
-            self._release(row)
+            self._fail([row], error)
             return None
         request.tokens.append(token)
         limit = self.decode.max_length
@@ -382,6 +399,17 @@ class ContinuousBatch:
         return request, token
 
     # -- rows --------------------------------------------------------------------------------------------------------
+
+    def _fail(self, rows: list[_Row], error: Exception) -> None:
+        """End the requests of rows, whose contents are not used again."""
+        for row in rows:
+            request, row.held = row.request, []
+            assert request is not None
+            request.finished = True
+            if not request.fail(error):
+                # Raised after the other rows have got their tokens.
+                self._failed = error
+            self._release(row)
 
     def _admit_all(self) -> None:
         """Give free rows to the first requests of the queue."""
@@ -489,7 +517,10 @@ class ContinuousBatch:
     def _feed_rows(self) -> list[tuple[Request, int]] | None:
         """Feed a chunk of the prompts that take chunks of one size; None if there is none."""
         size, fed = self._next_chunk()
-        return self._give_all(fed, self._step(fed, size)) if fed else None
+        if not fed:
+            return None
+        logits = self._step(fed, size)
+        return [] if logits is None else self._give_all(fed, logits)
 
     # -- prompts at batch size 1 -------------------------------------------------------------------------------------
 
@@ -526,11 +557,16 @@ class ContinuousBatch:
             if state is not None:
                 stepper.move_to(state)
             self._in_prefill, row.staged = row, None
-        with stepper.guard:
-            if row.chunks is None:
-                rows = TokenRows.whole(torch.tensor([row.rest], device=session.device))
-                row.chunks = stepper.chunks(session.stages.steps(Prompt(rows), stepper))
-            logits = next(row.chunks)
+        try:
+            with stepper.guard:
+                if row.chunks is None:
+                    rows = TokenRows.whole(torch.tensor([row.rest], device=session.device))
+                    row.chunks = stepper.chunks(session.stages.steps(Prompt(rows), stepper))
+                logits = next(row.chunks)
+        except Exception as error:
+            self._fail([row], error)
+            session.reset()
+            return []
         fed = int(stepper.state.length[0]) - len(row.held)
         row.held += row.rest[:fed]
         del row.rest[:fed]
@@ -579,14 +615,15 @@ class _Generating(Request):
         self.found: deque[tuple[Piece, FinishReason | None] | Exception] = deque()
 
     def choose(self, logits: torch.Tensor) -> tuple[int, bool]:
-        """See `Request.choose`. An error goes to the completion, because the others continue."""
-        try:
-            piece, reason = chosen_piece(self.completion, self.sampler, self._ends, logits)
-        except Exception as error:
-            self.found.append(error)
-            return 0, True
+        """See `Request.choose`."""
+        piece, reason = chosen_piece(self.completion, self.sampler, self._ends, logits)
         self.found.append((piece, reason))
         return piece.token, reason is not None
+
+    def fail(self, error: Exception) -> bool:
+        """See `Request.fail`. The error goes to the completion, because the others continue."""
+        self.found.append(error)
+        return True
 
 
 class BatchCompleter(AnyCompleter):
@@ -637,9 +674,8 @@ class BatchCompleter(AnyCompleter):
             while not completion.is_given_up:
                 if not request.found:
                     self.batch.step()
-                    completion.reused_tokens = request.reused_tokens
                     continue
-                found = request.found.popleft()
+                found, completion.reused_tokens = request.found.popleft(), request.reused_tokens
                 if isinstance(found, Exception):
                     raise found
                 yield found

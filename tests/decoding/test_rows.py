@@ -261,6 +261,7 @@ def test_completions_run_side_by_side(llama: Any, has_prefill: bool) -> None:
     options = CompletionOptions(SamplingOptions(temperature=1.0, seed=5), max_new_tokens=7, alternatives=1)
     completions = [completer.complete(ids, options) for ids in prompts]
     pieces: list[list[Any]] = [[], [], []]
+    assert [one.reused_tokens for one in completions] == [0, 0, 0]
     open_ones = dict(enumerate(completions))
     while open_ones:
         for index, completion in list(open_ones.items()):
@@ -273,6 +274,47 @@ def test_completions_run_side_by_side(llama: Any, has_prefill: bool) -> None:
         assert [piece.token for piece in found] == alone(llama, torch.tensor([ids]), 7, temperature=1.0, seed=5)
         assert all(piece.logprob is not None and len(piece.alternatives) == 1 for piece in found)
     assert [one.finish_reason for one in completions] == ["length"] * 3 and completer.batch.active == 0
+
+
+@pytest.mark.parametrize("has_prefill", [True, False])
+def test_a_step_that_fails_ends_the_requests_in_it_and_no_later_one(llama: Any, has_prefill: bool) -> None:
+    """An error of a prompt is that of its own request; an error of the rows is that of all in them."""
+    completer = BatchCompleter(batch_of(llama, 2, has_prefill))
+    batch, options = completer.batch, CompletionOptions(max_new_tokens=5)
+    first, second = (completer.complete(tokens(length)[0].tolist(), options) for length in (4, 20))
+    next(first)
+    stepper = (batch.prefill or batch.decode).stepper
+    step, failing = stepper.step, True
+
+    def failing_once(*given: Any, **others: Any) -> torch.Tensor:
+        nonlocal failing
+        if failing and given[0].shape[1] > 1:
+            failing = False
+            raise RuntimeError("no memory")
+        return step(*given, **others)
+
+    stepper.step = failing_once  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no memory"):
+        next(second)
+    if has_prefill:
+        assert len(list(first)) == 4
+    else:
+        with pytest.raises(RuntimeError, match="no memory"):
+            list(first)
+    third = completer.complete(tokens(20)[0].tolist(), options)
+    assert [piece.token for piece in third] == alone(llama, tokens(20), 5)
+    assert batch.active == batch.waiting == 0
+
+
+def test_tokens_that_were_reused_are_counted_whoever_runs_the_steps(llama: Any) -> None:
+    completer = BatchCompleter(batch_of(llama, 2, True))
+    ids, options = tokens(8)[0].tolist(), CompletionOptions(max_new_tokens=3)
+    list(completer.complete(ids, options))
+    first, second = completer.complete([*ids, 5], options), completer.complete([*ids, 6], options)
+    next(first)
+    list(second)
+    next(first)
+    assert (first.reused_tokens, second.reused_tokens) == (8, 8)
 
 
 def test_a_completion_that_is_given_up_frees_its_row(llama: Any) -> None:
