@@ -125,7 +125,7 @@ def test_a_tied_head_keeps_reading_the_table() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("4da4w",), "quantize must be one of 8da4w, 8da8w, 8w, 4w, fp8, or None, got '4da4w'"),
+        (("4da4w",), "quantize must be one of 8da4w, 8da8w, 8w, 4w, fp8, keep, or None, got '4da4w'"),
         (("8da4w", None, "2w"), "quantize_embeddings must be one of 8w, 4w, none, or None, got '2w'"),
         (("8da4w", 20), "group_size must be a multiple of 32, got 20"),
         (("8da4w", -32), "group_size must be an int of at least 1, got -32"),

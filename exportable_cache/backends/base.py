@@ -165,6 +165,7 @@ class Backend(Protocol):
     #: Schemes of `quantization_spec.Quantization` that the target has kernels for.
     linear_schemes: tuple[str, ...]
     embedding_schemes: tuple[str, ...]
+    # A target with scheme "keep" has the attribute `kept_weights`, one of `KEPT_FORMS`; the default is "affine".
 
     #: Unchecked code in its files, such as "machine code"; "" if they contain only data.
     machine_code: str

@@ -62,6 +62,8 @@ class Quantized(Entry):
     scales: str | None = None
     # None in bundles whose experts, if any, are not quantized.
     experts: str | None = None
+    # The form of integers that are those of the checkpoint; None for other schemes.
+    kept: str | None = None
     # Bytes of the integers with their scales, and of the weights that are not quantized; None in older bundles.
     quantized_bytes: int | None = None
     other_bytes: int | None = None

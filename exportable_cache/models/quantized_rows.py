@@ -50,6 +50,27 @@ if TYPE_CHECKING:
 _ELEMENTS_AT_ONCE = 1 << 20
 
 
+class OrderedLinear(nn.Linear):
+    """A linear layer whose weight has its columns in another order than its inputs, as in GPTQ's act-order.
+
+    Args:
+        linear: The layer to replace.
+        order: int64 [inputs], the input of each column.
+    """
+
+    order: torch.Tensor
+
+    def __init__(self, linear: nn.Linear, order: torch.Tensor) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.register_buffer("order", order)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the layer's outputs [..., outputs] for inputs [..., inputs]."""
+        return functional.linear(input.index_select(-1, self.order), self.weight, self.bias)
+
+
 class QuantizedRows(TorchFunctionMode):
     """A context manager that computes torchao's quantised linear layers and embeddings a few rows at a time."""
 

@@ -23,7 +23,7 @@ from ..models.loading.without_weights import model_without_weights
 from ..models.positions import check_rope
 from ..models.quantization.quantize import check_quantizable
 from ..models.quantization.sizes import coverage_of, float_bytes, quantized_bytes
-from ..models.quantization.spec import quantization_of
+from ..models.quantization.spec import KEEP_SCHEME, quantization_of
 from ..program.spec import ProgramSpec
 from .plan import RecipeSize, plan_cache, sizes_of_recipes
 from .recipes import fill_options, remark_of
@@ -285,7 +285,8 @@ def preview(spec: ExportSpec) -> DryRun:
     coverage = None
     if spec.quantization is not None:
         weights = None
-        if model is not None:
+        # The integers that are kept are known once the weights are read.
+        if model is not None and spec.quantization.linear != KEEP_SCHEME:
             check_quantizable(model, spec.quantization)
             weights = quantized_bytes(model, spec.quantization, dtype)
             coverage = coverage_of(model, spec.quantization, dtype)

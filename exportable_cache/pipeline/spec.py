@@ -16,7 +16,7 @@ from ..backends.registry import backend_for
 from ..cache.spec import CacheSpec
 from ..common.settings import REQUIRED, check_settings, same_setting, setting
 from ..errors import InputError
-from ..models.quantization.spec import check_schemes
+from ..models.quantization.spec import KEEP_SCHEME, check_schemes
 from ..program.inputs.kinds import KINDS, check_kinds
 from ..program.spec import ProgramSpec
 from ..verification.spec import VerifySpec, check_tolerance
@@ -184,6 +184,13 @@ class ExportSpec:
             linear, embeddings = getattr(backend, "linear_schemes", ()), getattr(backend, "embedding_schemes", ())
             check_schemes(self.quantization, self.target, linear, embeddings)
             options.check_quantization(self.quantization)
+            if self.lora and self.quantization.linear == KEEP_SCHEME:
+                raise InputError(
+                    f"lora must be left out with quantize='keep', because an adapter changes the integers, got "
+                    f"{self.lora!r}; leave one of them out"
+                )
+            kept = getattr(backend, "kept_weights", "affine")
+            object.__setattr__(self, "quantization", self.quantization.for_target(kept))
             if getattr(options, "native_linears", False):
                 object.__setattr__(self, "quantization", self.quantization.for_native_linears())
         from ..common.tensors import parse_dtype

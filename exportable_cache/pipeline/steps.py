@@ -44,6 +44,7 @@ from ..models.lora import remove_slots
 from ..models.positions import beyond_positions, check_positions, check_rope
 from ..models.quantization.quantize import quantize
 from ..models.quantization.sizes import Coverage, coverage_of, exact_bytes
+from ..models.quantization.spec import KEEP_SCHEME
 from ..program.inputs.modalities import modalities_of
 from ..program.program import Program
 from ..verification.compare import compare, measure_distance, measure_stored
@@ -199,7 +200,8 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
             f"the model must be on the CPU, got {type(given).__name__} on {live.device}; call model.cpu() first"
         )
     if spec.quantization is not None:
-        loaded = load_to_quantise(given, lora=adapters_of(spec), progress=progress)
+        keep = spec.quantization.linear == KEEP_SCHEME
+        loaded = load_to_quantise(given, lora=adapters_of(spec), progress=progress, keep=keep)
     else:
         wanted = spec.dtype if resolved.dtype is None else resolved.dtype.chosen
         loaded = load_model(given, wanted, lora=adapters_of(spec), progress=progress)
@@ -230,10 +232,14 @@ def quantise(resolved: Resolved, loaded: LoadedModel, progress: Progress = silen
     progress(f"quantising to {quantization}", 0, None)
     output = output_of(resolved.spec)
     try:
-        quantized = quantize(loaded.model, quantization, _scratch_for(loaded.model, output), choice.chosen)
+        scratch = _scratch_for(loaded.model, output)
+        quantized = quantize(loaded.model, quantization, scratch, choice.chosen, loaded.integers)
     except OSError as error:
         raise BundleError(f"cannot write next to {output}: {error.strerror or error}; choose another disk") from error
-    coverage = coverage_of(loaded.model, quantization, choice.chosen)
+    if quantized.remark:
+        progress(quantized.remark, 0, None)
+        loaded = replace(loaded, remarks=(*loaded.remarks, quantized.remark))
+    coverage = coverage_of(loaded.model, quantization, choice.chosen, quantized.kept)
     if coverage.remark:
         warnings.warn(coverage.remark, RuntimeWarning, stacklevel=2)
     return Source(loaded, quantized.model, choice, quantized.weights_bytes, coverage)

@@ -88,7 +88,11 @@ def verify(
     if manifest.quantization is None:
         model = load_model(model_or_path, manifest.dtype, lora=lora, progress=progress).model
     else:
-        model = load_to_quantise(model_or_path, lora=lora, progress=progress).model
+        from ..models.quantization.spec import KEEP_SCHEME
+
+        keep = manifest.quantization.linear == KEEP_SCHEME
+        loaded = load_to_quantise(model_or_path, lora=lora, progress=progress, keep=keep)
+        model = loaded.model
     if model.config.model_type != manifest.model_type:
         raise InputError(
             f"the model must be of type {manifest.model_type!r}, from which {bundle.path.name} was made, got "
@@ -106,9 +110,11 @@ def verify(
             recorded.embeddings,
             recorded.scales or "absmax",
             recorded.experts,
+            recorded.kept,
         )
         progress(f"quantising to {quantization}", 0, None)
-        model = quantize(model, quantization, dtype=getattr(torch, manifest.dtype)).model
+        dtype = getattr(torch, manifest.dtype)
+        model = quantize(model, quantization, dtype=dtype, stored=loaded.integers).model
     spec = replace(spec, rounded=target_dtypes(manifest.target, manifest.options).rounded)
     try:
         with runtime_chosen(bundle.path):

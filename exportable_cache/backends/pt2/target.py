@@ -31,7 +31,7 @@ class Pt2Backend:
     sums_over_ranks = True
     holds_adapters = True
     # No 4-bit schemes, because torch.export stores 4-bit weights in 8 bits each.
-    linear_schemes = ("8w", "8da8w")
+    linear_schemes = ("8w", "8da8w", "keep")
     embedding_schemes = ("8w",)
 
     machine_code = ""

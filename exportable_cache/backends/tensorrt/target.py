@@ -38,7 +38,8 @@ class TensorRTBackend:
 
     name = "tensorrt"
     max_batch_size = None
-    linear_schemes = ("8w", "4w", "fp8")
+    linear_schemes = ("8w", "4w", "fp8", "keep")
+    kept_weights = "symmetric"
     embedding_schemes = ("8w",)
     machine_code = MACHINE_CODE
     options = TensorRTOptions

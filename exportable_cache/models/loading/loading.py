@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ...common.progress import Progress
+    from .integers import IntegerWeight
 
 
 #: Model types that are loaded whole although transformers also has their text decoder alone.
@@ -102,6 +103,7 @@ class LoadedModel:
         source: "demo", the hub id, the folder's name, or the class name of a model object.
         processor_files: Files of the image or audio processor; empty if the model came without one.
         remarks: Lines about changes to the weights, such as dequantisation.
+        integers: Integers of the checkpoint by the names of the model's parameters; empty unless asked for.
     """
 
     model: PreTrainedModel
@@ -109,6 +111,7 @@ class LoadedModel:
     source: str
     processor_files: tuple[Path, ...] = ()
     remarks: tuple[str, ...] = ()
+    integers: Mapping[str, IntegerWeight] = field(default_factory=dict)
 
     def processor(self) -> ProcessorMixin:
         """Return the processor of images or audio.
@@ -131,6 +134,7 @@ def load_model(
     *,
     lora: Sequence[str | os.PathLike] = (),
     progress: Progress = silent,
+    keep: bool = False,
 ) -> LoadedModel:
     """Load a causal LM with its tokenizer, in eval mode, without running code from the checkpoint.
 
@@ -140,6 +144,7 @@ def load_model(
         dtype: Dtype of the weights, such as torch.float32 or "float32"; the stored dtype by default.
         lora: Folder of an adapter to merge into the weights; at most one.
         progress: Called with a message, the amount done and the total.
+        keep: True to return the integers of quantised weights, too.
 
     Raises:
         InputError: If there is no such folder or hub id, its files cannot be read, or a model object is in training
@@ -152,7 +157,7 @@ def load_model(
     if isinstance(model_or_path, PreTrainedModel) or is_peft(model_or_path):
         loaded = _from_model(model_or_path, wanted, progress)
     else:
-        loaded = _from_checkpoint(locate(model_or_path), wanted, progress)
+        loaded = _from_checkpoint(locate(model_or_path), wanted, progress, keep and not folders)
     for folder in folders:
         progress(f"merging {folder}", 0, None)
         with quiet():
@@ -168,6 +173,7 @@ def load_to_quantise(
     *,
     lora: Sequence[str | os.PathLike] = (),
     progress: Progress = silent,
+    keep: bool = False,
 ) -> LoadedModel:
     """Load a model to quantise, in float32 if that takes at most `MOST_WIDENED_BYTES`, else in the stored dtype.
 
@@ -179,20 +185,23 @@ def load_to_quantise(
         model_or_path: See `load_model`.
         lora: See `load_model`.
         progress: See `load_model`.
+        keep: See `load_model`.
 
     Raises:
         InputError, UnsupportedModelError: See `load_model`.
     """
     if lora or is_peft(model_or_path):
         return load_model(model_or_path, torch.float32, lora=lora, progress=progress)
-    loaded = load_model(model_or_path, progress=progress)
+    loaded = load_model(model_or_path, progress=progress, keep=keep)
     small = 4 * loaded.model.num_parameters() <= MOST_WIDENED_BYTES
     if small and loaded.model.dtype != torch.float32:
-        return load_model(model_or_path, torch.float32, progress=progress)
+        return load_model(model_or_path, torch.float32, progress=progress, keep=keep)
     return loaded
 
 
-def _from_checkpoint(location: Location, wanted: torch.dtype | None, progress: Progress) -> LoadedModel:
+def _from_checkpoint(
+    location: Location, wanted: torch.dtype | None, progress: Progress, keep: bool = False
+) -> LoadedModel:
     progress(f"loading {location.source}", 0, None)
     with quiet():
         config = _config(location)
@@ -205,7 +214,7 @@ def _from_checkpoint(location: Location, wanted: torch.dtype | None, progress: P
             # Imported here because transformers' quantizers import torchao.
             from .integers import dequantised_by_us
 
-            reading = dequantised_by_us(config, location)
+            reading = dequantised_by_us(config, location, keep)
         quantization = {"quantization_config": GgufConfig(dequantize=True)} if location.gguf else {}
         kind = auto_class(config)
         assert kind is not None
@@ -245,12 +254,13 @@ def _from_checkpoint(location: Location, wanted: torch.dtype | None, progress: P
         if ends is not None:
             model.generation_config.eos_token_id = ends
         processor_files = tuple(path for name in _PROCESSOR_FILES if (path := file_in(location, name)) is not None)
-    remarks = () if stored is None else (stored.remark,)
+    integers = {} if reading is None else reading.weights
+    remarks = () if stored is None or integers else (stored.remark,)
     if location.gguf is not None:
         remarks = (f"weights of {location.gguf} were dequantised",)
     for remark in remarks:
         progress(remark, 0, None)
-    return LoadedModel(model.eval(), tokenizer, location.source, processor_files, remarks)
+    return LoadedModel(model.eval(), tokenizer, location.source, processor_files, remarks, integers)
 
 
 def load_config(model_or_path: PreTrainedModel | PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:

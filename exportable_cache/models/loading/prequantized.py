@@ -24,6 +24,8 @@ READ_WITH = {
     "mxfp4": (),
     "bitsandbytes": ("bitsandbytes", "accelerate"),
 }
+#: Methods whose integers `quantize="keep"` can store.
+KEPT = ("gptq", "awq", "compressed-tensors")
 #: Methods that transformers dequantises while reading if the config says so.
 _AS_READ = ("fp8", "mxfp4")
 #: Formats of compressed-tensors that `integers` reads.
@@ -66,6 +68,8 @@ class StoredQuantization:
         """One line about the dequantised weights and the nearest `quantize` option."""
         scheme = _SCHEMES.get(self.bits or 0)
         text = f"weights are stored quantised ({self}) and were dequantised"
+        if self.method in KEPT:
+            return f"{text}; quantize='keep' (--quantize keep) stores their integers where the target has the form"
         if scheme is None:
             return text
         # Because the kernels take multiples of 32.

@@ -6,7 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -28,16 +28,25 @@ from ..experts import (
 from ..float8 import Float8Linear
 from ..layers.specs import vocab_size_of
 from ..patches.registry import prepare_model
-from ..quantized_rows import QuantizedRows, is_quantized, rounds_activations
+from ..quantized_rows import OrderedLinear, QuantizedRows, is_quantized, rounds_activations
 from .group_scales import round_groups
-from .spec import DEFAULT_GROUP_SIZE, EMBEDDING_SCHEMES, FLOAT8_SCHEME, GROUP_MULTIPLE, LINEAR_SCHEMES
+from .spec import (
+    DEFAULT_GROUP_SIZE,
+    EMBEDDING_SCHEMES,
+    FLOAT8_SCHEME,
+    GROUP_MULTIPLE,
+    KEEP_SCHEME,
+    KEPT_FORMS,
+    LINEAR_SCHEMES,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ...common.fs.tensor_files import Scratch
+    from ..loading.integers import IntegerWeight
     from ..quantized_rows import QuantizedWeight
-    from .spec import Quantization
+    from .spec import KeptForm, Quantization
 
 _INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs have no dtypes below 8 bits
 # Weights quantised at once, so that their float32 values stay in the processor's cache.
@@ -114,10 +123,14 @@ class QuantizedModel:
         model: Model that computes in eager mode with a target's rounding, and exports to integer weights.
         weights_bytes: Bytes of its weights as a target stores them, with scales: tied weights once, two 4-bit weights
             per byte.
+        kept: Bytes of each weight that keeps its integers, by name; empty unless they are kept.
+        remark: One line about layers whose integers are not kept; empty if all are.
     """
 
     model: PreTrainedModel
     weights_bytes: int
+    kept: Mapping[str, int] = field(default_factory=dict)
+    remark: str = ""
 
 
 @torch.no_grad()
@@ -126,6 +139,7 @@ def quantize(
     quantization: Quantization,
     scratch: Scratch | None = None,
     dtype: torch.dtype = torch.float32,
+    stored: Mapping[str, IntegerWeight] | None = None,
 ) -> QuantizedModel:
     """Quantise a copy of a model; only one weight at a time is converted to float32.
 
@@ -134,6 +148,7 @@ def quantize(
         quantization: The schemes.
         scratch: File storage for the integers, which take a byte each, also with 4 bits; None for memory.
         dtype: Dtype that the quantised model computes in. Scales have it too, except those of "8da4w".
+        stored: Integers of the checkpoint by the names of the model's parameters, for "keep".
 
     Raises:
         OSError: If the disk is full.
@@ -169,7 +184,11 @@ def quantize(
             _quantize_weight(table, config, dtype, scratch)
         for one in readers:
             one.weight = _weight(table)
-    if quantization.linear not in (None, FLOAT8_SCHEME):
+    kept: Mapping[str, int] = {}
+    remark = ""
+    if quantization.linear == KEEP_SCHEME:
+        kept, remark = _keep(model, KEPT_FORMS[quantization.kept or "affine"], dtype, stored or {})
+    if quantization.linear not in (None, FLOAT8_SCHEME, KEEP_SCHEME):
         bits, dynamic = LINEAR_SCHEMES[quantization.linear or ""]
         if dynamic:
             config = Int8DynamicActivationIntxWeightConfig(
@@ -202,8 +221,73 @@ def quantize(
     for config in (model.config, model.config.get_text_config(decoder=True)):
         config.dtype = dtype
     # Before unwrapping, because unwrapped 4-bit weights take a byte each.
-    stored = _stored_bytes(model)
-    return QuantizedModel(unwrap_tensor_subclass(model), stored)
+    weights_bytes = _stored_bytes(model)
+    return QuantizedModel(unwrap_tensor_subclass(model), weights_bytes, kept, remark)
+
+
+def _keep(
+    model: PreTrainedModel, form: KeptForm, dtype: torch.dtype, stored: Mapping[str, IntegerWeight]
+) -> tuple[dict[str, int], str]:
+    """Give linear layers the integers of a checkpoint, and return their bytes with a line about other layers.
+
+    Raises:
+        InputError: If no layer's integers can be kept.
+    """
+    from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor import (
+        IntxUnpackedToInt8Tensor,
+        IntxUnpackedToInt8TensorActivationQuantization,
+    )
+
+    rounding = IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN if form.rounds else None
+    scale_dtype = torch.bfloat16 if form.bfloat16 else dtype
+    kept: dict[str, int] = {}
+    left: dict[str, list[str]] = {}
+    for path, module in list(model.named_modules()):
+        name = f"{path}.weight"
+        weight = stored.get(name)
+        if weight is None or not isinstance(module, nn.Linear):
+            continue
+        problem = _unkept(weight, form, scale_dtype)
+        if problem:
+            left.setdefault(problem, []).append(path)
+            continue
+        zeros = torch.zeros_like(weight.scales, dtype=torch.int8) if weight.zero_points is None else weight.zero_points
+        of = (_INT4 if weight.bits <= 4 else torch.int8, (1, weight.size), dtype, rounding)
+        tensor = IntxUnpackedToInt8Tensor(weight.integers.contiguous(), weight.scales.to(scale_dtype), zeros, *of)
+        module.weight = nn.Parameter(tensor, requires_grad=False)
+        if weight.order is not None:
+            parent, _, last = path.rpartition(".")
+            setattr(model.get_submodule(parent), last, OrderedLinear(module, weight.order))
+        scales = tensor.scale.nbytes + (0 if weight.zero_points is None else zeros.nbytes)
+        kept[name] = weight.integers.numel() * (4 if weight.bits <= 4 else 8) // 8 + scales
+    reasons = "; ".join(f"{len(paths)} layers, such as {paths[0]}, because {why}" for why, paths in left.items())
+    if not kept:
+        raise InputError(
+            "quantize='keep' needs a checkpoint whose linear layers are integers that the target stores, got "
+            f"{reasons or 'none'}; leave it out, which dequantises them, or use another scheme"
+        )
+    return kept, f"kept the integers of {len(kept)} layers; stored in {dtype_name(dtype)}: {reasons}" if reasons else ""
+
+
+def _unkept(weight: IntegerWeight, form: KeptForm, scale_dtype: torch.dtype) -> str:
+    """Return why a target does not store integers in this form, or an empty string."""
+    inputs, groups = weight.integers.shape[1], weight.scales.shape[1]
+    if weight.bits not in form.bits:
+        return f"they have {weight.bits} bits"
+    if weight.zero_points is not None and not form.zero_points:
+        return "they have zero points"
+    if groups * weight.size != inputs:
+        return f"groups of {weight.size} do not divide {inputs} inputs"
+    if groups > 1 and weight.bits not in form.grouped:
+        return f"integers of {weight.bits} bits have several scales a row"
+    if form.rounds and weight.size % GROUP_MULTIPLE:
+        return f"groups of {weight.size} are not a multiple of {GROUP_MULTIPLE}"
+    # XNNPACK takes positive scales only.
+    if form.rounds and not bool((weight.scales > 0).all()):
+        return "a scale is not positive"
+    if not torch.equal(weight.scales.to(scale_dtype).float(), weight.scales.float()):
+        return f"{dtype_name(scale_dtype)} does not hold scales in {dtype_name(weight.scales.dtype)} exactly"
+    return ""
 
 
 def _largest_inputs(model: PreTrainedModel, linears: list[nn.Linear]) -> dict[nn.Linear, float]:

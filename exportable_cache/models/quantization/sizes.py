@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from ...common.tensors import dtype_name, exact_dtype
 from ..experts import experts_of, projections
-from .spec import DEFAULT_GROUP_SIZE, EMBEDDING_SCHEMES, LINEAR_SCHEMES
+from .spec import DEFAULT_GROUP_SIZE, EMBEDDING_SCHEMES, KEEP_SCHEME, LINEAR_SCHEMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,8 +41,8 @@ def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtyp
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
     forms = {}
-    if quantization.linear is not None:
-        bits, _ = LINEAR_SCHEMES[quantization.linear]
+    if quantization.linear not in (None, KEEP_SCHEME):
+        bits, _ = LINEAR_SCHEMES[quantization.linear or ""]
         # Because XNNPACK keeps scales of groups in bfloat16, and others have the dtype of the computation.
         scale = _BFLOAT16 if bits == 4 and quantization.linear == "8da4w" else dtype.itemsize
         for module in model.modules():
@@ -131,15 +131,24 @@ class Coverage:
         )
 
 
-def coverage_of(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype = torch.float32) -> Coverage:
+def coverage_of(
+    model: PreTrainedModel,
+    quantization: Quantization,
+    dtype: torch.dtype = torch.float32,
+    kept: Mapping[str, int] | None = None,
+) -> Coverage:
     """Count the weights that a quantization covers, from shapes alone.
 
     Args:
         model: An unquantised model on any device, including the meta device.
         quantization: The schemes.
         dtype: Dtype that the quantised model computes in.
+        kept: See `QuantizedModel.kept`.
     """
     forms, sizes = _forms(model, quantization, dtype), _bytes(model, quantization, dtype)
+    for name, parameter in model.named_parameters():
+        if kept and name in kept:
+            forms[id(parameter)], sizes[id(parameter)] = _Form(8, 0), kept[name]
     # Weights that the options leave out on purpose do not count as left.
     table = model.get_input_embeddings()
     chosen = set() if quantization.embeddings is not None else {id(table.weight)}

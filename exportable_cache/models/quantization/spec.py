@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import util
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...common.settings import check_settings, setting
 from ...errors import InputError, MissingDependencyError
 
 #: Scheme of weights and activations in float8.
 FLOAT8_SCHEME = "fp8"
+#: Scheme that stores the integers of a checkpoint unchanged.
+KEEP_SCHEME = "keep"
 #: Schemes of linear layers -> (bits of a weight, True if activations are quantised to 8 bits per token).
 LINEAR_SCHEMES = {
     "8da4w": (4, True),
@@ -22,6 +24,7 @@ LINEAR_SCHEMES = {
     "8w": (8, False),
     "4w": (4, False),
     FLOAT8_SCHEME: (8, False),
+    KEEP_SCHEME: (8, False),
 }
 #: Schemes of embedding tables -> bits.
 EMBEDDING_SCHEMES = {"8w": 8, "4w": 4}
@@ -36,6 +39,32 @@ DEFAULT_GROUP_SIZE = 32
 SCALES = ("mse", "signed_mse", "absmax")
 #: XNNPACK's kernels for 4-bit weights take group sizes that are multiples of this.
 GROUP_MULTIPLE = 32
+
+
+class KeptForm(NamedTuple):
+    """Integers of a checkpoint that a target stores unchanged, for linear layers.
+
+    Attributes:
+        bits: Bits of an integer.
+        zero_points: True if groups may have zero points.
+        grouped: Bits with which several groups of a row are stored; others need one scale a row.
+        rounds: True if activations are quantised to 8 bits per token.
+        bfloat16: True if scales are stored in bfloat16, else in the dtype of the program.
+    """
+
+    bits: tuple[int, ...]
+    zero_points: bool
+    grouped: tuple[int, ...]
+    rounds: bool
+    bfloat16: bool
+
+
+#: Forms by name, which the target chooses and the manifest records.
+KEPT_FORMS = {
+    "affine": KeptForm((1, 2, 3, 4, 5, 6, 7, 8), True, (1, 2, 3, 4, 5, 6, 7, 8), rounds=False, bfloat16=False),
+    "symmetric": KeptForm((2, 3, 4, 8), False, (2, 3, 4), rounds=False, bfloat16=False),
+    "8da4w": KeptForm((2, 3, 4), False, (2, 3, 4), rounds=True, bfloat16=True),
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +82,7 @@ class Quantization:
         scales: One of `SCALES`; None without 4-bit weights. The target chooses it, and the manifest records it.
         experts: One of `EXPERT_SCHEMES`, with the group size of linear layers; None leaves the experts of mixtures
             unquantised. The target chooses it, and the manifest records it.
+        kept: One of `KEPT_FORMS` with "keep", else None. The target chooses it, and the manifest records it.
 
     Raises:
         InputError: If a scheme is unknown, nothing is quantised, or the kernels do not support the group size.
@@ -61,7 +91,7 @@ class Quantization:
     linear: str | None = setting(
         None,
         "Weights of linear layers: 8da4w is 4 bits with 8-bit activations, 8da8w 8 bits with them, 8w 8 and "
-        "4w 4 bits alone, fp8 float8 with float8 activations.",
+        "4w 4 bits alone, fp8 float8 with float8 activations, keep the checkpoint's integers.",
         keyword="quantize",
         flags=("--quantize", "--qlinear"),
         choices=tuple(LINEAR_SCHEMES),
@@ -86,6 +116,7 @@ class Quantization:
     )
     scales: str | None = setting(None, "How the scales of 4-bit groups are chosen.", choices=SCALES)
     experts: str | None = setting(None, "Weights of the experts of mixtures.", choices=EXPERT_SCHEMES)
+    kept: str | None = setting(None, "Form of the checkpoint's integers.", choices=tuple(KEPT_FORMS))
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -97,6 +128,14 @@ class Quantization:
             )
         if self.experts is not None and self.linear != self.experts:
             raise InputError(f"experts must be None unless quantize is {self.experts!r}, got {self.linear!r}; omit it")
+        if self.linear == KEEP_SCHEME and (self.group_size is not None or self.embeddings is not None):
+            name, value = (
+                ("group_size", self.group_size) if self.group_size else ("quantize_embeddings", self.embeddings)
+            )
+            raise InputError(
+                f"{name} must be left out with quantize='keep', which stores the integers of the checkpoint, got "
+                f"{value!r}; leave it out, or use quantize='8da4w'"
+            )
         if 4 not in (self._bits(self.linear, LINEAR_SCHEMES), self._bits(self.embeddings, EMBEDDING_SCHEMES)):
             if self.group_size is not None:
                 raise InputError(
@@ -123,6 +162,10 @@ class Quantization:
         if self.scales != SCALES[0]:
             return self
         return replace(self, scales="signed_mse", experts=self.linear if self.linear in EXPERT_SCHEMES else None)
+
+    def for_target(self, kept: str) -> Quantization:
+        """Return the quantisation with the form of kept integers that a target has."""
+        return replace(self, kept=kept) if self.linear == KEEP_SCHEME else self
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a manifest records them; `Quantization(**recorded)` reads them back."""
@@ -157,7 +200,7 @@ def quantization_of(
     """
     if quantize is None and group_size is None and quantize_embeddings in (None, NO_EMBEDDINGS):
         return None
-    if quantize is not None and quantize_embeddings is None and DEFAULT_EMBEDDINGS in offered:
+    if quantize not in (None, KEEP_SCHEME) and quantize_embeddings is None and DEFAULT_EMBEDDINGS in offered:
         quantize_embeddings = DEFAULT_EMBEDDINGS
     quantization = Quantization(quantize, group_size, quantize_embeddings)
     if util.find_spec("torchao") is None:

@@ -11,12 +11,14 @@ import torch
 from exportable_cache import export
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models.float8 import Float8Linear, float8_rounded
+from exportable_cache.models.loading.loading import load_to_quantise
 from exportable_cache.models.quantization.quantize import quantize, rounding_noise
 from exportable_cache.models.quantization.sizes import coverage_of, quantized_bytes
 from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.verification.tolerance import tolerances_of
 from exportable_cache.verification.verify import verify_session
 
+from ...support import checkpoints
 from ...support.models import among
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
@@ -58,6 +60,20 @@ def test_networks_equal_the_quantised_model(scheme: str, dtype: torch.dtype) -> 
     # And not the model before quantisation, whose logits are farther away.
     other = verify_session(network_session(quantised, program, networks), model, prompts=[3])
     assert other.max_difference > 10 * report.max_difference
+
+
+def test_networks_keep_the_integers_of_a_checkpoint(tmp_path: Path) -> None:
+    """Check that a network of a GPTQ checkpoint holds its integers, and equals the dequantised model."""
+    plain = checkpoints.write_gptq(tmp_path, engine_model("llama", **SIZES), act_order=True)
+    loaded = load_to_quantise(tmp_path, keep=True)
+    kept = quantize(loaded.model, Quantization("keep", kept="symmetric"), stored=loaded.integers).model
+    program = program_of(kept)
+    networks = engine_networks(program, TensorRTOptions())
+    report = verify_session(network_session(kept, program, networks), plain, prompts=[3, 20], tolerance=1e-5)
+    assert report.passed, str(report)
+    for network in networks.values():
+        found = {one.numpy().tobytes() for one in network.constants.values() if one.dtype == torch.uint8}
+        assert {packed(one.integers).numpy().tobytes() for one in loaded.integers.values()} == found
 
 
 @pytest.mark.parametrize("dtype", among([torch.float32, torch.float16, torch.bfloat16], fast=[torch.bfloat16]))
