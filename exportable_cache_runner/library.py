@@ -96,6 +96,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "ec_add_input": [c_void_p, c_char_p, c_void_p, c_int, _IDS, c_size_t],
     "ec_rewind": [c_void_p, c_int64],
     "ec_reset": [c_void_p],
+    "ec_shift": [c_void_p, c_int64, c_int64],
     "ec_length": [c_void_p, _IDS, _IDS],
     "ec_generate": [
         c_void_p, _IDS, c_size_t, POINTER(OptionsStruct), OnToken, c_void_p, POINTER(StatisticsStruct)
@@ -106,6 +107,10 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "ec_save_state": [c_void_p, c_char_p],
     "ec_load_state": [c_void_p, c_char_p],
 }  # fmt: skip
+
+
+#: Functions of later minor versions of the interface.
+_LATER = ("ec_shift",)
 
 
 def found_library() -> Path | None:
@@ -154,6 +159,8 @@ def load_library(path: str | os.PathLike[str] | None = None) -> ctypes.CDLL:
     library.ec_close.argtypes = library.ec_cancel.argtypes = [c_void_p]
     library.ec_close.restype = library.ec_cancel.restype = None
     for name, arguments in _ARGUMENTS.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None and name in _LATER:
+            continue
         function.argtypes, function.restype = arguments, c_int
     return library

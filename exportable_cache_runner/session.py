@@ -120,6 +120,19 @@ class Session:
         with self._alone() as handle:
             self._check(self._library.ec_rewind(handle, tokens))
 
+    def shift(self, count: int, first: int = 0) -> None:
+        """Drop `count` tokens from position `first` on; later tokens move to lower positions.
+
+        Raises:
+            Failure: If a number is out of range, or the program or the library has no such method.
+        """
+        if not hasattr(self._library, "ec_shift"):
+            raise Failure(
+                Status.BUNDLE, "the runner's library has no ec_shift; build it with the release of this module"
+            )
+        with self._alone() as handle:
+            self._check(self._library.ec_shift(handle, count, first))
+
     def reset(self) -> None:
         """Start again at position 0."""
         with self._alone() as handle:

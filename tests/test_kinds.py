@@ -14,7 +14,7 @@ from transformers import DynamicCache, cache_utils
 from exportable_cache import ExportableCache
 from exportable_cache.common.compat.transformers import cache_argument
 from exportable_cache.errors import InputError
-from exportable_cache.program.program import takes_positions
+from exportable_cache.models.positions import takes_positions
 
 from .support.compiling import FUNCTIONALIZED, compiling_with
 from .support.kinds import KINDS, kind_model

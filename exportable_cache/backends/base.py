@@ -111,6 +111,19 @@ class ChoosesInGraph(Protocol):
 
 
 @runtime_checkable
+class MakesShift(Protocol):
+    """A runner over a live model, which makes the method `shift` when it is first needed."""
+
+    def make_shift(self) -> None:
+        """Add the method `shift`.
+
+        Raises:
+            UnsupportedModelError, InputError: If the model or its cache cannot be shifted, see `shift_module`.
+        """
+        ...
+
+
+@runtime_checkable
 class WaitsForGraphs(Protocol):
     """A runner whose steps run eagerly while their graphs are being compiled."""
 

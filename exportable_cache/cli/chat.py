@@ -8,6 +8,7 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeGuard
 
 import typer
@@ -19,6 +20,7 @@ from .options import (
     BundleOrModelArgument,
     GreedyOption,
     MinPOption,
+    OnFullOption,
     RepetitionPenaltyOption,
     SeedOption,
     SplitSpecialTokensOption,
@@ -38,6 +40,7 @@ PROMPT = "> "
 _HELP = """\
 /undo         remove the last message and its response
 /reset        start again; the system prompt stays
+/context      show how full the cache is, and what was dropped
 /save FILE    save the conversation as JSON
 /load FILE    continue a saved conversation
 /help         show this list
@@ -72,6 +75,7 @@ def chat(
     seed: SeedOption = None,
     split_special_tokens: SplitSpecialTokensOption = True,
     adapter: AdapterOption = None,
+    on_full: OnFullOption = "shift",
 ) -> None:
     """Chat with a model in the terminal.
 
@@ -96,8 +100,8 @@ def chat(
     # Invalid bytes spoil only one message; a strict stream could not be read after them.
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
-    conversation = _Conversation(terminal, completer, options, system)
     questions = Questions(terminal.stdout)
+    conversation = _Conversation(terminal, completer, options, system, on_full, questions.is_typed)
     terminal.note("/help lists commands")
     _answer_all(conversation, questions)
 
@@ -129,13 +133,53 @@ class _Conversation:
 
     Attributes:
         messages: Messages of user and assistant, alternating; the last one is the assistant's.
+        on_full: Policy for a full cache, one of `ON_FULL`.
+        shows_fill: True to show after each response how full the cache is.
+        dropped: Number of oldest turns that the model does not see, by `on_full`.
+        is_protected: True once the number of tokens of the system prompt is known.
     """
 
     terminal: Terminal
     completer: AnyCompleter
     options: CompletionOptions
     system: str | None
+    on_full: str
+    shows_fill: bool = False
     messages: list[dict[str, str]] = field(default_factory=list)
+    dropped: int = 0
+    is_protected: bool = False
+
+    def _prompt(self, message: dict[str, str]) -> list[int]:
+        """Return the token ids of the conversation and its next message, without turns that are dropped.
+
+        Raises:
+            CacheFullError: If the message does not fit, even alone.
+            InputError: If the system prompt fills more than half of the cache, or a text cannot be encoded.
+        """
+        from ..decoding.context import fitting_turns
+
+        completer, most = self.completer, self.completer.max_length
+        if not self.is_protected:
+            # The system prompt: what the beginnings of two conversations share.
+            first, other = (completer.encode([*self._system, {"role": "user", "content": text}]) for text in "ab")
+            pairs = enumerate(zip(first, other, strict=False))
+            protected = next((index for index, (one, two) in pairs if one != two), min(len(first), len(other)))
+            completer.use(self.on_full, protected)
+            self.is_protected = True
+        # A quarter of the cache is left for the response where no limit was given.
+        reserve = self.options.max_new_tokens or (0 if most is None else most // 4)
+        messages = [*self.messages, message]
+        ids, dropped = fitting_turns(completer.encode, completer, self._system, messages, reserve, self.dropped)
+        if most is not None and self.on_full == "shift" and len(ids) > most:
+            completer.check_fits(len(completer.encode([*self._system, message])))
+        if dropped > self.dropped:
+            self.terminal.note(f"the cache is full: {dropped - self.dropped} more turns are dropped")
+        self.dropped = dropped
+        return ids
+
+    @property
+    def _system(self) -> list[dict[str, str]]:
+        return [{"role": "system", "content": self.system}] if self.system else []
 
     def take(self, line: str) -> bool:
         """Answer a message or run a command; return False if it ends the conversation.
@@ -152,7 +196,12 @@ class _Conversation:
         command, _, argument = line.strip().partition(" ")
         if command in ("/quit", "/exit"):
             return False
-        commands: dict[str, Any] = {"/undo": self._undo, "/reset": self.messages.clear, "/help": self._help}
+        commands: dict[str, Any] = {
+            "/undo": self._undo,
+            "/reset": self._reset,
+            "/help": self._help,
+            "/context": self._context,
+        }
         files: dict[str, Any] = {"/save": self._save, "/load": self._load}
         if command in files:
             if not argument:
@@ -166,11 +215,11 @@ class _Conversation:
 
     def _ask(self, question: str) -> None:
         """Print the response. An interrupted one is kept, unless the interrupt came before it began."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
+        completer, before = self.completer, self.completer.dropped_tokens
         message = {"role": "user", "content": question}
         answer, completion = "", None
         try:
-            ids = self.completer.encode([*system, *self.messages, message])
+            ids, began = self._prompt(message), monotonic()
             completion = self.completer.complete(ids, self.options)
             for piece in completion:
                 answer += piece.text
@@ -184,14 +233,35 @@ class _Conversation:
         if completion is None:
             return
         self.messages += [message, {"role": "assistant", "content": answer}]
+        if completer.dropped_tokens > before:
+            self.terminal.note(f"the cache is full: {completer.dropped_tokens - before} more tokens are dropped")
+        if self.shows_fill:
+            rate = completion.new_tokens / max(monotonic() - began, 1e-9)
+            self.terminal.note(f"{self._fill()}, {rate:.0f} tokens/s")
         was_cut = completion.finish_reason == "length" and self.options.max_new_tokens is None
         if was_cut and self.completer.is_full:
-            self.terminal.note("the cache is full; use /undo or /reset, or a larger --max-cache-len")
+            self.terminal.note("the cache is full; use /undo or /reset, --on-full, or a larger --max-cache-len")
 
     def _undo(self) -> None:
         if not self.messages:
             raise InputError("there is no message to remove")
         del self.messages[-2:]
+        self.dropped = min(self.dropped, len(self.messages) // 2)
+
+    def _reset(self) -> None:
+        self.messages.clear()
+        self.dropped = 0
+
+    def _context(self) -> None:
+        self.terminal.note(self._fill())
+
+    def _fill(self) -> str:
+        """Return how full the cache is, and what was dropped."""
+        held, most = self.completer.length, self.completer.max_length
+        found = [f"{held} tokens" if most is None else f"{held} of {most} tokens"]
+        dropped = {"turns": self.dropped, "tokens": self.completer.dropped_tokens}
+        found += [f"{count} {what} dropped" for what, count in dropped.items() if count]
+        return ", ".join(found)
 
     def _help(self) -> None:
         self.terminal.note(_HELP)
@@ -220,7 +290,7 @@ class _Conversation:
             raise InputError(f"{path} must hold a conversation; pass a file that /save wrote")
         for text in (system or "", *(message["content"] for message in messages)):
             check_text(text)
-        self.system, self.messages = system, list(messages)
+        self.system, self.messages, self.dropped, self.is_protected = system, list(messages), 0, False
 
 
 def _is_conversation(messages: Any) -> TypeGuard[list[dict[str, str]]]:

@@ -28,6 +28,17 @@ def at_least(least: int) -> Callable[[Any], Any]:
     return check
 
 
+def one_of(*choices: str) -> Callable[[Any], Any]:
+    """Return a callback that refuses other values, before anything slow is imported."""
+
+    def check(given: Any) -> Any:
+        if given not in choices:
+            raise typer.BadParameter(f"must be one of {', '.join(choices)}, got {given!r}")
+        return given
+
+    return check
+
+
 _FROM_FIELD: Any = object()
 
 
@@ -264,6 +275,16 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 KeyOption = Annotated[
     Path | None,
     typer.Option("--key", metavar="FILE", help="Public key that must have signed the bundle.", show_default=False),
+]
+OnFullOption = Annotated[
+    str,
+    typer.Option(
+        "--on-full",
+        metavar="POLICY",
+        callback=one_of("refuse", "shift", "drop-turns", "restart"),
+        help="When the cache is full: refuse, or shift (drop the oldest tokens after the system prompt), drop-turns or "
+        "restart (drop all earlier turns).",
+    ),
 ]
 SplitSpecialTokensOption = Annotated[
     bool,

@@ -639,6 +639,8 @@ class BatchCompleter(AnyCompleter):
         InputError: If the model is an encoder-decoder, is split over processes, or has no tokenizer.
     """
 
+    places_prompts = False
+
     def __init__(self, batch: ContinuousBatch, split_special_tokens: bool = True) -> None:
         session = batch.decode
         check_completes(session)

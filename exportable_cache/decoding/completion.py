@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..errors import CacheFullError, InputError
+from ..errors import CacheFullError, InputError, UnsupportedModelError
 from ..generation.constraint import Constraint, ConstraintCompiler, Follower
 from ..generation.sampling_options import SamplingOptions
 from ..generation.text import TextPieces, encode_ids
 from ..session.checks import check_stops
+from .context import Context
 
 if TYPE_CHECKING:
     import torch
@@ -202,11 +203,12 @@ class Completion(Iterator[Piece]):
                     return
 
 
-class AnyCompleter(ABC):
+class AnyCompleter(Context):
     """Completes prompts over one session, from one thread, one after another.
 
     The prefix that a prompt shares with the session is not fed again, so a conversation costs its new message only. If
     a layer cannot take back the tokens after the prefix (a ring past its window, a state), the prompt is fed whole.
+    `use` sets what happens when the cache is full.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -222,10 +224,9 @@ class AnyCompleter(ABC):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase | TextTokenizer, vocab_size: int, split_special_tokens: bool
     ) -> None:
+        super().__init__()
         self.tokenizer = tokenizer
         self._vocab_size, self._split_special_tokens = vocab_size, split_special_tokens
-        # Tokens that the session holds; None while they are not known.
-        self._held: list[int] | None = None
         self._constraints: ConstraintCompiler | None = None
         self._compiling = threading.Lock()
 
@@ -233,16 +234,6 @@ class AnyCompleter(ABC):
     @abstractmethod
     def settings(self) -> CheckpointSettings:
         """Settings of the checkpoint."""
-
-    @property
-    @abstractmethod
-    def length(self) -> int:
-        """Number of tokens that the session holds."""
-
-    @property
-    @abstractmethod
-    def max_length(self) -> int | None:
-        """The limit of tokens that the session can hold; None for no limit."""
 
     @property
     @abstractmethod
@@ -260,11 +251,6 @@ class AnyCompleter(ABC):
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end a generation, from the model's generation config or else its tokenizer."""
         return frozenset(self.settings.ends)
-
-    @property
-    def is_full(self) -> bool:
-        """True if the session cannot hold another token."""
-        return self.max_length is not None and self.length >= self.max_length
 
     @property
     def takes_messages(self) -> bool:
@@ -322,6 +308,19 @@ class AnyCompleter(ABC):
         if self._constraints is not None:
             self._constraints.close()
 
+    def check_fits(self, prompt: int) -> None:
+        """Check that the cache has a slot for each token of a prompt.
+
+        Raises:
+            CacheFullError: If it has not.
+        """
+        most = self.max_length
+        if most is not None and prompt > most:
+            raise CacheFullError(
+                f"the prompt has {prompt} tokens, but the cache holds {most}; shorten it, or export with a larger "
+                "max_cache_len"
+            )
+
     def limit(self, prompt: int, asked: int | None) -> int | None:
         """Return the limit of new tokens after a prompt, or None for any number. The newest token needs no slot.
 
@@ -338,11 +337,10 @@ class AnyCompleter(ABC):
             default = self.settings.limit(prompt)
         if most is None:
             return default if asked is None else asked
-        if prompt > most:
-            raise CacheFullError(
-                f"the prompt has {prompt} tokens, but the cache holds {most}; shorten it, or export with a larger "
-                "max_cache_len"
-            )
+        if self.on_full == "shift":
+            # A response has an end: where the cache is full, or after half a cache if that is later.
+            return asked or default or max(most + 1 - prompt, most // 2)
+        self.check_fits(prompt)
         if asked is not None and prompt + asked > most + 1:
             raise CacheFullError(
                 f"the prompt has {prompt} tokens and {asked} new ones were requested, but the cache holds {most}; "
@@ -351,15 +349,6 @@ class AnyCompleter(ABC):
         if asked is not None:
             return asked
         return most + 1 - prompt if default is None else min(most + 1 - prompt, default)
-
-    def common(self, ids: Sequence[int]) -> int | None:
-        """Return the number of a prompt's first tokens that the session holds, or None if its tokens are not known."""
-        held = self._held
-        if held is None or len(held) != self.length:
-            return None
-        # The last token is always fed, because its logits are needed.
-        most = min(len(held), len(ids) - 1)
-        return next((index for index in range(most) if held[index] != ids[index]), most)
 
 
 def check_decoder(has_encoder: bool) -> None:
@@ -470,15 +459,8 @@ class Completer(AnyCompleter):
         """
         import torch
 
-        session, common = self.session, self.common(ids) or 0
-        if common:
-            try:
-                session.rewind(self.length - common)
-            except InputError:  # a layer has overwritten slots that would be needed again, or keeps a state
-                common = 0
-        if not common or not session.stepper.continues(common, len(ids)):
-            common = 0
-            session.reset()
+        session = self.session
+        ids, common = self.place(ids)
         self._held = None
         try:
             with session.paced(MOST_A_CHUNK, before_chunk):
@@ -489,6 +471,34 @@ class Completer(AnyCompleter):
         self._held = list(ids)
         return common, logits
 
+    def common(self, ids: Sequence[int]) -> int | None:
+        """See `Context.common`. No token is common where RoPE has other factors at the length of the prompt."""
+        found = super().common(ids)
+        return 0 if found and not self.session.stepper.continues(found, len(ids)) else found
+
+    def most_dropped(self, first: int) -> int:
+        """See `Context.most_dropped`."""
+        stepper = self.session.stepper
+        try:
+            stepper.check_shifts()
+        except (InputError, UnsupportedModelError):
+            return 0
+        return max(0, stepper.state.most_dropped(first, stepper.layers))
+
+    def _drop(self, count: int, first: int) -> None:
+        self.session.shift(count, first)
+
+    def _keep(self, count: int) -> int:
+        session = self.session
+        if count:
+            try:
+                session.rewind(self.length - count)
+            except InputError:  # a layer has overwritten slots that would be needed again, or keeps a state
+                count = 0
+        if not count:
+            session.reset()
+        return count
+
     def step(self, token: int, before_chunk: Callable[[], None] = lambda: None) -> torch.Tensor:
         """Feed one token, and return logits [1, vocab].
 
@@ -498,8 +508,10 @@ class Completer(AnyCompleter):
         """
         import torch
 
-        session, held = self.session, self._held
-        self._held = None
+        session = self.session
+        if self.on_full == "shift" and self.is_full:
+            self.make_room(lambda ids: session.prefill(torch.tensor([ids], device=session.device)))
+        held, self._held = self._held, None
         try:
             with session.paced(MOST_A_CHUNK, before_chunk):
                 logits = session.decode_for_generation(torch.tensor([token], device=session.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +63,9 @@ class NativeCompleter(AnyCompleter):
     def pieces(self, completion: Completion) -> Generator[tuple[Piece, FinishReason | None]]:
         """See `AnyCompleter.pieces`."""
         self._stop()
-        completion.reused_tokens = self._rewound(completion.ids)
+        ids, completion.reused_tokens = self.place(completion.ids)
         self._held = None
-        running = self._running = _Generation(self.session, completion)
+        running = self._running = _Generation(self, completion, ids)
         try:
             yield from running.pieces()
         finally:
@@ -76,17 +77,22 @@ class NativeCompleter(AnyCompleter):
         self._stop()
         super().close()
 
-    def _rewound(self, ids: list[int]) -> int:
-        """Take back what a prompt does not begin with, and return the number of its tokens that the session holds."""
-        common = self.common(ids) or 0
-        try:
-            if common:
-                self.session.rewind(self.session.length - common)
-        except InputError:  # a layer has overwritten slots that would be needed again, or keeps a state
-            common = 0
-        if not common:
+    def most_dropped(self, first: int) -> int:
+        """See `Context.most_dropped`."""
+        return self.session.most_dropped(first)
+
+    def _drop(self, count: int, first: int) -> None:
+        self.session.shift(count, first)
+
+    def _keep(self, count: int) -> int:
+        if count:
+            try:
+                self.session.rewind(self.session.length - count)
+            except InputError:  # a layer has overwritten slots that would be needed again, or keeps a state
+                count = 0
+        if not count:
             self.session.reset()
-        return common
+        return count
 
     def _stop(self) -> None:
         """End the generation that is running, and note the tokens that the session holds."""
@@ -100,17 +106,21 @@ class _Generation:
 
     Attributes:
         completion: What is generated.
-        tokens: The tokens so far.
+        ids: Tokens of the prompt that are fed, without those that were dropped.
+        tokens: The tokens so far, without those that were dropped.
     """
 
-    def __init__(self, session: NativeSession, completion: Completion) -> None:
+    def __init__(self, completer: NativeCompleter, completion: Completion, ids: list[int]) -> None:
         self.completion = completion
+        self.ids = ids
         self.tokens: list[int] = []
-        self._session = session
+        self._completer, self._session = completer, completer.session
         # None comes after the last one.
         self._found: SimpleQueue[tuple[Piece, FinishReason | None] | BaseException | None] = SimpleQueue()
         self._logprobs: tuple[float | None, tuple[tuple[int, float], ...]] = (None, ())
-        self._failed = False
+        self._failed = self._ended = False
+        # Tokens of the response so far.
+        self._given = 0
         self._thread = threading.Thread(target=self._generate, name="generation", daemon=True)
 
     def pieces(self) -> Generator[tuple[Piece, FinishReason | None]]:
@@ -125,7 +135,7 @@ class _Generation:
     @property
     def length(self) -> int:
         """Number of cached tokens; the newest token of a generation is not cached."""
-        return len(self.completion.ids) + len(self.tokens) - 1 if self.tokens else self.completion.reused_tokens
+        return len(self.ids) + len(self.tokens) - 1 if self.tokens else self.completion.reused_tokens
 
     def end(self) -> list[int] | None:
         """End the generation after the running step or chunk of the prompt, and wait for that.
@@ -137,7 +147,7 @@ class _Generation:
         while self._thread.is_alive():
             self._session.cancel()
             self._thread.join(_AGAIN)
-        return None if self._failed else [*self.completion.ids, *self.tokens][: self._session.length]
+        return None if self._failed else [*self.ids, *self.tokens][: self._session.length]
 
     def _give_up(self) -> None:
         self._session.cancel()
@@ -145,28 +155,57 @@ class _Generation:
 
     def _generate(self) -> None:
         completion, options = self.completion, self.completion.options
-        further: dict[str, Any] = {"cached_tokens": completion.reused_tokens}
+        further: dict[str, Any] = {}
         if options.alternatives is not None:
-            further |= {"on_logprobs": self._note, "alternatives": options.alternatives}
+            further = {"on_logprobs": self._note, "alternatives": options.alternatives}
         last: BaseException | None = None
+        cached, sampling = completion.reused_tokens, options.sampling
         try:
-            self._session.generate(
-                completion.ids,
-                self._take,
-                max_new_tokens=completion.limit,
-                sampling=options.sampling,
-                follower=completion.follower,
-                **further,
-            )
+            while True:
+                limit = self._limit()
+                self._session.generate(
+                    self.ids,
+                    self._take,
+                    max_new_tokens=limit,
+                    sampling=sampling,
+                    follower=completion.follower,
+                    cached_tokens=cached,
+                    **further,
+                )
+                if self._ended or limit is None or len(self.tokens) < limit or completion.is_given_up:
+                    break
+                cached = self._make_room()
+                if sampling.seed is not None:
+                    # The runner starts its generator again.
+                    sampling = replace(sampling, seed=sampling.seed + 1)
         except BaseException as error:
             last, self._failed = error, True
         self._found.put(last)
 
+    def _limit(self) -> int | None:
+        """Return the number of tokens until the limit, or until the cache is full if it then drops tokens."""
+        limit, most = self.completion.limit, self._completer.max_length
+        if self._completer.on_full != "shift" or most is None or limit is None:
+            return limit
+        return min(limit - self._given, most + 1 - len(self.ids))
+
+    def _make_room(self) -> int:
+        """Drop tokens of a full cache, and return the number of tokens of the new prompt that are cached."""
+        *fed, newest = [*self.ids, *self.tokens]
+        completer = self._completer
+        completer._held = fed
+        completer.make_room(self._session.prefill)
+        kept, completer._held = completer._held, None
+        self.ids, self.tokens = [*kept, newest], []
+        return len(kept)
+
     def _take(self, token: int) -> bool:
         self.tokens.append(token)
+        self._given += 1
         completes = self.completion.follower is not None and self.completion.follower.ended
         piece, reason = self.completion.take(Choice(token, completes, *self._logprobs))
         self._found.put((piece, reason))
+        self._ended = reason is not None
         return reason is None and not self.completion.is_given_up
 
     def _note(self, logprob: float, alternatives: list[tuple[int, float]]) -> None:

@@ -119,6 +119,16 @@ def rope_rule(model: PreTrainedModel) -> RopeRule | None:
     return RopeRule(kinds.pop(), tuple(sorted(borders)), recomputes)
 
 
+def takes_positions(model: PreTrainedModel, name: str = "position_ids") -> bool:
+    """Return True if the model takes positions as argument `name`, so that they are passed explicitly.
+
+    Without them some models count from 0 in every call (Bamba). The RoBERTa family counts from its padding index, so it
+    derives positions from the cache length instead.
+    """
+    own_rule = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+    return name in inspect.signature(model.forward).parameters and not own_rule
+
+
 @contextmanager
 def lengths_forgotten(model: PreTrainedModel) -> Iterator[None]:
     """Reset the frequencies that a model keeps from longer sequences, before and after the block."""

@@ -25,6 +25,10 @@ ROPE_LENGTHS = TensorSpec("rope_lengths", "int64", ("batch",))
 KV_SLOTS = TensorSpec("kv_slots", "bool", ("kv_slots",))
 
 
+#: Inputs of the method `shift`: the lengths of the rows, and the positions that are dropped.
+_PLACES = ("input_pos", "first", "count")
+
+
 @dataclass(frozen=True)
 class ProgramMethod:
     """A function of a program that is called by name, like ExecuTorch's `Method`; not a method of a Python class.
@@ -40,7 +44,8 @@ class ProgramMethod:
         ranges: Minimum and maximum of every named size except "length" and "batch".
         scored_tokens: Number of last tokens that get logits, [batch, min(length, scored_tokens), vocab]; 0 for the last
             token only, [batch, vocab].
-        outputs: Outputs of a method that is not a step of the decoder; such a method does not use the cache.
+        outputs: Outputs of a method that is not a step of the decoder; such a method does not use the cache,
+            except `SHIFT`.
         multiple: Divisor of every size named "length".
         grid: `image_grid_thw` (time, height, width, in patches) of every image, if the encoder needs one.
         item: Facts about the items it encodes, if it is an encoder.
@@ -115,6 +120,16 @@ class ProgramMethod:
         """Return True if the method takes `size` new tokens after which the longest row holds `end`."""
         in_range = self.min_length <= size <= self.max_length
         return self.is_step and in_range and (self.kv_read_len is None or end <= self.kv_read_len)
+
+
+#: Method that drops positions of the cache, see `program.shift`. Its output is the new lengths.
+SHIFT = ProgramMethod(
+    "shift",
+    1,
+    1,
+    inputs=tuple(TensorSpec(name, "int64", ("batch",)) for name in _PLACES),
+    outputs=(TensorSpec("kept", "int64", ("batch",)),),
+)
 
 
 def text_inputs(min_length: int, max_length: int) -> tuple[TensorSpec, ...]:

@@ -37,7 +37,7 @@ from ..models.lora import (
 from ..models.patches.mechanisms.rope import check_follows, rope_by
 from ..models.patches.mechanisms.speech import short_masks
 from ..models.patches.registry import patch_model
-from ..models.positions import check_rope, rope_rule
+from ..models.positions import check_rope, rope_rule, takes_positions
 from ..models.scans import longest_step
 from .decoders import EncodeModule, checked_prefill_chunk, decoder_arguments, methods_for, seq2seq_methods
 from .inputs.cross_items import CrossModality, cross_methods, without_items
@@ -47,7 +47,8 @@ from .inputs.modality import EmbedModule
 from .inputs.multimodal import multimodal_methods
 from .items import ITEM_STATES, ITEMS_SEEN
 from .last_token import choose_last_token_early
-from .methods import KV_SLOTS, ROPE_LENGTHS, ProgramMethod
+from .methods import KV_SLOTS, ROPE_LENGTHS, SHIFT, ProgramMethod
+from .shift import shift_module
 from .spec import Form, Logits, ProgramSpec
 
 if TYPE_CHECKING:
@@ -57,16 +58,6 @@ if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
     from ..models.layers.encoder import Encoder
     from .inputs.modality import Modality
-
-
-def takes_positions(model: PreTrainedModel, name: str = "position_ids") -> bool:
-    """Return True if the model takes positions as argument `name`, so that they are passed explicitly.
-
-    Without them some models count from 0 in every call (Bamba). The RoBERTa family counts from its padding index, so it
-    derives positions from the cache length instead.
-    """
-    own_rule = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
-    return name in inspect.signature(model.forward).parameters and not own_rule
 
 
 class ProgramModule(nn.Module):
@@ -285,6 +276,11 @@ def program_methods(model: PreTrainedModel, cache: ExportableCache, spec: Progra
             name: replace(method, inputs=(*method.inputs, ROPE_LENGTHS)) if method.is_step else method
             for name, method in methods.items()
         }
+    if spec.shift:
+        if spec.form is Form.EXPLICIT or spec.modalities:
+            what = "takes images or audio" if spec.modalities else "has its cache as an input"
+            raise InputError(f"shift must be False for a program that {what}, got True; leave it out")
+        methods = {**methods, SHIFT.name: SHIFT}
     return methods if slots is None else {**methods, **_adapted_methods(methods, slots)}
 
 
@@ -408,6 +404,8 @@ class Program:
         self.modules = {
             name: module_class(model, self.cache, method, self.logits)
             if method.is_step
+            else shift_module(model, self.cache)
+            if name == SHIFT.name
             else front_module(model, self.cache, method, self.modalities)
             for name, method in self.methods.items()
         }

@@ -55,6 +55,7 @@ class ProgramSpec:
         modalities: Inputs other than text.
         attention: Name of an attention function of this package; None for the portable one.
         experts: Implementation of experts for MoE models; None keeps the model's.
+        shift: If True, add a method `shift`, which drops old tokens of the cache, see `program.shift`.
         takes_lengths: If True, each step takes the lengths that select RoPE factors, if these change within the
             capacity. Only sessions of this package provide them.
         adapt: Function `(model, cache) -> cache` that converts layers to the layout of a target's operators.
@@ -85,6 +86,7 @@ class ProgramSpec:
     modalities: Sequence[Modality] = ()
     attention: str | None = None
     experts: str | None = None
+    shift: bool = False
     takes_lengths: bool = False
     adapt: Callable[[PreTrainedModel, ExportableCache], ExportableCache] | None = None
     lora_slots: int = setting(

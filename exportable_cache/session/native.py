@@ -51,6 +51,8 @@ NATIVE_TARGETS = ("executorch", "tensorrt")
 
 
 GREEDY = SamplingOptions()
+#: Name of the method that drops old tokens.
+SHIFT = "shift"
 
 
 class NotNative(Exception):
@@ -325,6 +327,24 @@ class NativeSession:
         """
         with _failures():
             self.runner.rewind(tokens)
+
+    def most_dropped(self, first: int) -> int:
+        """Return the most tokens that `shift` can drop from position `first` on; 0 if the runtime cannot."""
+        if not hasattr(self.runner, "shift") or SHIFT not in _mapping(_mapping(self.fields, "program"), "methods"):
+            return 0
+        policies = [_mapping(layer, "policy") for layer in self.fields.get("layers", ()) if isinstance(layer, dict)]
+        # The runner has checked the windows; it knows whether they have wrapped.
+        windows = [one["window"] for one in policies if type(one.get("window")) is int]
+        return max(0, self.length - first - (max(windows, default=1) - 1 if first else 0))
+
+    def shift(self, count: int, first: int = 0) -> None:
+        """Drop `count` tokens from position `first` on, see `Session.shift`.
+
+        Raises:
+            InputError: If a number is out of range, or the program has no such method.
+        """
+        with _failures():
+            self.runner.shift(count, first)  # type: ignore[union-attr]
 
     def reset(self) -> None:
         """Start again at position 0."""

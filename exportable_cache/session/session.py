@@ -452,6 +452,26 @@ class Session:
         self.stepper.guard.check_whole()
         self.stepper.move_to(self.stepper.state.rewound(tokens, self.layers))
 
+    def shift(self, count: int, first: int = 0) -> None:
+        """Drop old tokens of every row, so that a full cache has room: later tokens move to lower positions.
+
+        Keys are rotated to their new positions by the model's own formula. The next logits are those of the model over
+        the kept keys and values at these positions. Deeper layers computed them with the dropped tokens in sight.
+
+        Args:
+            count: Number of tokens to drop.
+            first: Number of tokens before them that stay, such as a system prompt.
+
+        Raises:
+            InputError: If a number is out of range, a sliding window would lack tokens, or the program has no such
+                method (`export(..., shift=True)`).
+            UnsupportedModelError: If the model's keys are not a rotation by their position.
+        """
+        self.check_same("shift", count=count, first=first)
+        with self.stepper.guard:
+            self.stepper.drop(first, count)
+            self.stepper.moves += 1
+
     # -- adapters ----------------------------------------------------------------------------------------------------
 
     @property

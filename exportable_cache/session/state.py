@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..cache.policies.ring import CircularPolicy
 from ..errors import InputError
 from ..models.positions import MIXED
 from .images import PlacedImages, seen_tiles
@@ -212,6 +213,42 @@ class SequenceState:
                 for images, of_row, first in zip(self.images.rows, tiles.cpu(), self.length.tolist(), strict=True)
             ]
         )
+
+    def dropped(self, first: int, count: int, layers: Sequence[CacheLayer]) -> SequenceState:
+        """Return the state without `count` tokens of every row from position `first` on.
+
+        Raises:
+            InputError: If a number is out of range, a ring would lack tokens that its window sees, or an image is
+                after the first dropped token.
+        """
+        for name, value, least in (("count", count, 1), ("first", first, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InputError(f"{name} must be an int of at least {least}, got {value!r}")
+        most = self.most_dropped(first, layers)
+        if count > most:
+            raise InputError(
+                f"count must be at most {most} from position {first} on, got {count}: rows hold "
+                f"{self.length.tolist()} tokens, and the newest ones of a sliding window stay; drop fewer tokens, or "
+                "protect fewer"
+            )
+        if any(image.end > first for row in self.images.rows for image in row):
+            raise InputError(
+                f"first must be after the images of the rows, got {first}: their rotary positions are not those of "
+                "text; reset() and feed the tokens to keep"
+            )
+        ever = self.max_len_ever - count
+        wrapped = [layer.policy for layer in layers if layer.policy.wraps(int(self.max_len_ever.max()))]
+        if first and wrapped:
+            # As if the slots before the protected tokens were overwritten, because rings do not hold those.
+            ever = torch.maximum(ever, torch.tensor(first + max(policy.slot_count for policy in wrapped)))
+        return replace(self, length=self.length - count, max_len_ever=torch.maximum(ever, self.length - count))
+
+    def most_dropped(self, first: int, layers: Sequence[CacheLayer]) -> int:
+        """Return the most tokens that can be dropped from position `first` on; below 1 if none can."""
+        after = int(self.length.min()) - first
+        rings = [layer.policy for layer in layers if layer.policy.wraps(int(self.max_len_ever.max()))]
+        windows = [policy.window for policy in rings if isinstance(policy, CircularPolicy)]
+        return after - max((window - 1 for window in windows), default=0) if first else after
 
     def rewound(self, tokens: int, layers: Sequence[CacheLayer]) -> SequenceState:
         """Return the state without the newest `tokens` of every row.

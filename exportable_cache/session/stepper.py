@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
-from ..backends.base import ChoosesInGraph, state_of
+from ..backends.base import ChoosesInGraph, MakesShift, state_of
 from ..cache.step import starting_at
 from ..errors import BundleError, InputError
 from ..models.lora import ADAPTERS
 from ..models.positions import ANY
 from ..program.items import ITEM_STATES, ITEMS_SEEN
-from ..program.methods import POSITIONS, ROPE_DELTAS, ROPE_LENGTHS, chunk_sizes, method_for
+from ..program.methods import POSITIONS, ROPE_DELTAS, ROPE_LENGTHS, SHIFT, chunk_sizes, method_for
 from .checks import check_chunks, check_no_autocast, check_room, check_rows_may_differ
 from .guard import Generation, StepGuard
 from .images import shifted
@@ -497,6 +497,37 @@ class ProgramStepper:
         if positions is not None:
             return positions.amax(dim=(0, 2)).cpu() + 1
         return self._ends_after(torch.tensor(steps.rows.lengths))
+
+    def drop(self, first: int, count: int) -> None:
+        """Drop tokens of every row from position `first` on, see `Session.shift`.
+
+        A token that was given out and not fed stays pending. It does not count as a move.
+        """
+        self.guard.check_whole()
+        self.check_shifts()
+        state = self.state.dropped(first, count, self.layers)
+        places = [
+            self.state.length,
+            torch.full_like(self.state.length, first),
+            torch.full_like(self.state.length, count),
+        ]
+        self.guard.is_broken = True
+        self.runner.run(SHIFT.name, *(place.to(self.device) for place in places))
+        self.state, self.guard.is_broken = state, False
+
+    def check_shifts(self) -> None:
+        """Check that the program can drop old tokens; a live runner makes the method first.
+
+        Raises:
+            InputError, UnsupportedModelError: If it cannot.
+        """
+        if isinstance(self.runner, MakesShift):
+            self.runner.make_shift()
+        if SHIFT.name not in self.runner.methods:
+            raise InputError(
+                f"this {self.target!r} program has no method shift, which drops old tokens; export it with shift=True, "
+                "for the targets 'pt2' and 'executorch'"
+            )
 
     # -- moves -------------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,9 @@ from ..errors import UnsupportedModelError
 from ..models.cache_factory import ExportableCache
 from ..models.layers.specs import vocab_size_of
 from ..models.loading.support import RIGHT_BY_TOKEN, WITHOUT_DYNAMIC_CACHE
-from ..models.positions import lengths_forgotten, rope_rule
+from ..models.positions import lengths_forgotten, rope_rule, takes_positions
 from ..models.quantized_rows import QuantizedRows
-from ..program.program import Program, takes_positions
+from ..program.program import Program
 from ..program.spec import ProgramSpec
 from ..session.session import Session
 from .rank_runner import RankProcesses

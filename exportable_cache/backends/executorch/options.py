@@ -13,7 +13,7 @@ from ..tensorrt.options import TensorRTOptions
 
 #: Options by delegate.
 DELEGATES = {
-    "xnnpack": ("compute", "kernels", "linears", "llm_runner", "methods", "score_length"),
+    "xnnpack": ("compute", "kernels", "linears", "llm_runner", "methods", "score_length", "shift"),
     "vulkan": (),
     "coreml": (),
     "tensorrt": ("opt_length", "sm"),
@@ -63,6 +63,7 @@ class ExecutorchOptions(TensorRTOptions):
             the linear layers and the attention of a prompt then take half the time (kernels/README.md).
         score_length: Number of last tokens of a call for which logits are returned, for speculative decoding: by
             `forward`, or by a method `score` if the program is split, which packs the weights once more.
+        shift: Add the method `shift`, which drops old tokens of a full cache, see `Session.shift`.
         llm_runner: Require `forward`, the constant methods that the runner reads, and operators that every build of
             ExecuTorch has.
     """
@@ -86,6 +87,7 @@ class ExecutorchOptions(TensorRTOptions):
     )
     compute: str = setting("float32", "Type of the inputs of native linear layers.", choices=COMPUTE)
     score_length: int = 0
+    shift: bool = setting(False, "Add a method that drops old tokens when the cache is full.", kind=bool)
     llm_runner: bool = setting(False, "Require what ExecuTorch's text runner calls.", kind=bool)
 
     #: Option that lifts the limit of rows, for messages.

@@ -62,6 +62,7 @@ class ExecutorchBackend:
         return replace(
             asked,
             score_length=options.score_length,
+            shift=options.shift,
             attention=EXECUTORCH_ATTENTION,
             adapt=partial(fuse_layers, native=options.kernels == "native"),
             forward=options.llm_runner or (one_method_suffices if auto else methods != "split"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol, cast
 
-from ..base import ChoosesInGraph, WaitsForGraphs
+from ..base import ChoosesInGraph, MakesShift, WaitsForGraphs
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +82,11 @@ class ForkedRunner:
                 tensor.copy_(saved[name])
             self._saved = None
             self.base.active = self
+
+    def make_shift(self) -> None:
+        """See `MakesShift.make_shift`."""
+        if isinstance(self.base, MakesShift):
+            self.base.make_shift()
 
     @property
     def pending_graphs(self) -> int:

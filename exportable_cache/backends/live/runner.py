@@ -23,7 +23,9 @@ from ...models.cache_factory import ExportableEncoderDecoderCache
 from ...models.joined_linears import join_linears
 from ...models.lora import ADAPTED, LORA_TENSORS, WRITE_ADAPTER, lora_layers
 from ...program.lengths import shared_methods, slots_to_read
+from ...program.methods import SHIFT
 from ...program.program import ResidentModule, front_module, program_methods
+from ...program.shift import shift_module
 from ...program.spec import ProgramSpec
 from .background import background_compiler
 from .compile import CompileOptions, Step, StepCompiler, generates_cuda, marked
@@ -69,6 +71,7 @@ class ModuleRunner:
         self._restore_attention.atexit = False
         spec = ProgramSpec() if spec is None else spec
         self.methods: dict[str, ProgramMethod] = program_methods(model, cache, spec)
+        self._model, self._cache = model, cache
         self._needed = lambda: {"the weights": weights_bytes(model), "the cache": cache.resident_nbytes}
         filled = cache.offloader is None and reads_filled(cache.device)
         if filled and options.compile:
@@ -160,6 +163,13 @@ class ModuleRunner:
     def graph_of(self, method: str) -> str:
         """Return the graph name of `method`. Methods that share a graph return the same name."""
         return self._shared[method].name if method in self._shared else method
+
+    def make_shift(self) -> None:
+        """See `MakesShift.make_shift`. The method runs uncompiled, because it is called once in thousands of steps."""
+        if SHIFT.name not in self.methods:
+            self.modules[SHIFT.name] = shift_module(self._model, self._cache)
+            self.methods[SHIFT.name] = SHIFT
+            self._uncompiled.add(SHIFT.name)
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:

@@ -23,6 +23,7 @@ class Pt2Options(TargetOptions):
             adds its graph to the file, but no weights.
         score_length: If not 0, add a method that returns logits after each of up to this many tokens, for speculative
             decoding.
+        shift: Add the method `shift`, which drops old tokens of a full cache, see `Session.shift`.
     """
 
     target: ClassVar[str] = "pt2"
@@ -31,6 +32,7 @@ class Pt2Options(TargetOptions):
     strict: bool = setting(False, "Trace through TorchDynamo.", kind=bool)
     buckets: Sequence[int] = ()
     score_length: int = 0
+    shift: bool = setting(False, "Add a method that drops old tokens when the cache is full.", kind=bool)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,4 +40,4 @@ class Pt2Options(TargetOptions):
 
     def program_spec(self, asked: ProgramSpec) -> ProgramSpec:
         """Return the program for these options."""
-        return replace(asked, form=self.form, buckets=self.buckets, score_length=self.score_length)
+        return replace(asked, form=self.form, buckets=self.buckets, score_length=self.score_length, shift=self.shift)

@@ -1,0 +1,219 @@
+"""The tokens that a completer holds, and what it does with a conversation that is longer than its cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from ..common.settings import check_choice
+from ..errors import InputError
+
+#: What may happen when the cache is full: an error or the end of the response; dropping the oldest tokens after the
+#: protected ones; dropping the oldest turns; or dropping all earlier turns.
+ON_FULL = ("refuse", "shift", "drop-turns", "restart")
+#: First tokens that a shift keeps by default, because models put much of their attention there.
+PROTECTED = 4
+#: Fewest tokens that are moved instead of fed again.
+_LEAST_MOVED = 8
+
+
+class Placed(NamedTuple):
+    """A prompt in the form that is fed.
+
+    Attributes:
+        ids: Its token ids, without those that were dropped.
+        held: Number of its first tokens that the session holds already.
+    """
+
+    ids: list[int]
+    held: int
+
+
+class Context(ABC):
+    """The tokens of one session, which drops old ones by a policy.
+
+    Attributes:
+        on_full: One of `ON_FULL`. Turns are dropped by `fitting_turns`, which the caller of `complete` uses.
+        protected: Number of first tokens that stay, such as a system prompt.
+        dropped_tokens: Number of tokens of the conversation that were dropped by shifts.
+    """
+
+    #: True if prompts are placed by `place`, so that tokens can be dropped; otherwise `shift` drops turns.
+    places_prompts: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.on_full, self.protected = "refuse", PROTECTED
+        # Tokens that the session holds; None while they are not known.
+        self._held: list[int] | None = None
+        # The beginning of the conversation up to the last dropped token.
+        self._gone: list[int] = []
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Number of tokens that the session holds."""
+
+    @property
+    @abstractmethod
+    def max_length(self) -> int | None:
+        """The limit of tokens that the session can hold; None for no limit."""
+
+    def most_dropped(self, first: int) -> int:
+        """Return the most held tokens that can be dropped from position `first` on; 0 if the program cannot."""
+        return 0
+
+    def _drop(self, count: int, first: int) -> None:
+        """Drop `count` held tokens from position `first` on."""
+        raise NotImplementedError
+
+    def _keep(self, count: int) -> int:
+        """Take back all but the first `count` held tokens, and return how many are left: `count`, or 0."""
+        raise NotImplementedError
+
+    @property
+    def is_full(self) -> bool:
+        """True if the session cannot hold another token."""
+        return self.max_length is not None and self.length >= self.max_length
+
+    @property
+    def dropped_tokens(self) -> int:
+        """See `Context`."""
+        return max(0, len(self._gone) - self.protected)
+
+    def use(self, on_full: str, protected: int = PROTECTED) -> None:
+        """Set the policy for a full cache.
+
+        Args:
+            on_full: One of `ON_FULL`.
+            protected: Number of first tokens that shifts keep.
+
+        Raises:
+            InputError: If the policy is unknown, or the protected tokens fill more than half of the cache.
+        """
+        check_choice("on_full", on_full, ON_FULL)
+        if on_full == "shift" and not self.places_prompts:
+            on_full = "drop-turns"
+        most = self.max_length
+        if on_full == "shift" and most is not None and not 0 <= protected <= most // 2:
+            raise InputError(
+                f"protected must be from 0 to {most // 2}, half of a cache of {most} tokens, got {protected}; shorten "
+                "the system prompt, use a larger max_cache_len, or another on_full"
+            )
+        if protected != self.protected:
+            self._gone = []
+        self.on_full, self.protected = on_full, protected
+
+    def common(self, ids: Sequence[int]) -> int | None:
+        """Return the number of a prompt's first tokens that the session holds, or None if its tokens are not known."""
+        held = self._held
+        if held is None or len(held) != self.length:
+            return None
+        # The last token is always fed, because its logits are needed.
+        most = min(len(held), len(ids) - 1)
+        return next((index for index in range(most) if held[index] != ids[index]), most)
+
+    def place(self, ids: list[int]) -> Placed:
+        """Move the session to the common beginning with a prompt, and make room for the rest of it.
+
+        Args:
+            ids: Token ids of the whole prompt.
+        """
+        first, most = self.protected, self.max_length
+        if self.on_full == "drop-turns":
+            self._align(ids)
+        if self.on_full != "shift" or most is None:
+            return Placed(ids, self._keep(self.common(ids) or 0))
+        whole, gone = ids, len(self._gone)
+        if whole[:gone] == self._gone and gone < len(whole):
+            ids = whole[:first] + whole[gone:] if gone else whole
+        else:
+            self._gone, gone = [], 0
+        held = self._keep(self.common(ids) or 0)
+        over = len(ids) - most
+        if over <= 0:
+            return Placed(ids, held)
+        # Half of what is not protected, so that the next shift is not soon.
+        count = max(over, (most - first) // 2)
+        if held - first >= over and self.most_dropped(first) >= over:
+            count = min(count, held - first, self.most_dropped(first))
+            self._drop(count, first)
+            held -= count
+        else:
+            held = self._keep(min(held, first))
+        self._gone = whole[: max(gone, first) + count]
+        self._held = None
+        return Placed(ids[:first] + ids[first + count :], held)
+
+    def make_room(self, feed: Callable[[list[int]], Any]) -> None:
+        """Drop half of the held tokens that are not protected, in the middle of a response.
+
+        Args:
+            feed: Feeds tokens at position 0; called where the program cannot shift.
+        """
+        held, first = self._held, self.protected
+        if held is None or len(held) - first < 2:
+            raise InputError(f"a cache of {self.max_length} tokens is too small for {first} protected ones; enlarge it")
+        count, most = (len(held) - first) // 2, self.most_dropped(first)
+        kept_known, self._held = held, None
+        if most >= 1:
+            count = min(count, most)
+            self._drop(count, first)
+        else:
+            self._keep(0)
+            feed(held[:first] + held[first + count :])
+        self._gone = (self._gone or held[:first]) + kept_known[first : first + count]
+        self._held = held[:first] + held[first + count :]
+
+    def _align(self, ids: list[int]) -> None:
+        """Drop the held tokens that a prompt lacks, if those after them follow in it."""
+        held, start = self._held, self.common(ids)
+        if held is None or start is None or start == min(len(held), len(ids) - 1):
+            return
+        for count in range(1, len(held) - start - _LEAST_MOVED + 1):
+            tail = held[start + count :]
+            if ids[start] == tail[0] and ids[start : start + len(tail)] == tail and len(tail) < len(ids) - start:
+                if count <= self.most_dropped(start):
+                    self._drop(count, start)
+                    self._held = held[:start] + tail
+                return
+
+
+class Fitting(NamedTuple):
+    """A conversation that fits the cache.
+
+    Attributes:
+        ids: Its token ids.
+        dropped: Number of turns, of a question and its response, that are left out.
+    """
+
+    ids: list[int]
+    dropped: int
+
+
+def fitting_turns(
+    encode: Callable[[Sequence[Mapping[str, Any]]], list[int]],
+    context: Context,
+    system: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any]],
+    reserve: int,
+    dropped: int = 0,
+) -> Fitting:
+    """Return the token ids of a conversation, without the oldest turns if the policy drops turns.
+
+    Args:
+        encode: Encodes messages.
+        context: What holds the tokens.
+        system: Messages that stay.
+        messages: Messages of user and assistant, alternating, the last one of the user.
+        reserve: Number of tokens to leave for the response.
+        dropped: Number of turns that were left out before.
+    """
+    turns, most = len(messages) // 2, context.max_length
+    drops = context.on_full in ("drop-turns", "restart") and most is not None
+    dropped = min(dropped, turns) if drops else 0
+    while True:
+        ids = encode([*system, *messages[2 * dropped :]])
+        if not drops or most is None or len(ids) + min(reserve, most // 2) <= most or dropped == turns:
+            return Fitting(ids, dropped)
+        dropped = turns if context.on_full == "restart" else dropped + 1

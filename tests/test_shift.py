@@ -1,0 +1,184 @@
+"""Shifts of the context: old tokens are dropped, and the others have the keys of their new positions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exportable_cache import ExportableCache, Session, export, load
+from exportable_cache.errors import InputError, UnsupportedModelError
+
+from .support.kinds import kind_model
+from .support.models import WINDOW, among, tiny_model, tokens
+from .support.shifted import ShiftOracle
+from .test_rope import KINDS as ROPES
+
+SLOTS, PROTECTED, SHIFTS = 40, 4, 10
+_FULL = {"sliding_window": None}
+_BORDER = {"original_max_position_embeddings": 64}
+#: Config fields of further models, by name: model type, and fields past the tests' common sizes.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral, sliding": ("mistral", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3, two bases": ("gemma3_text", {}),
+    "qwen3, normed keys": ("qwen3", {}),
+    "gpt_oss, yarn": ("gpt_oss", {}),
+    "cohere2, every other layer without positions": ("cohere2", {}),
+    "cohere, interleaved": ("cohere", {"logit_scale": 1.0}),
+    "olmo2": ("olmo2", {}),
+    "phi, partial": ("phi", {"partial_rotary_factor": 0.5}),
+    "gpt_neox, partial": ("gpt_neox", {"rotary_pct": 0.25}),
+    "gptj, interleaved and partial": ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}),
+    "glm, interleaved and partial": ("glm", {}),
+    "stablelm, partial": ("stablelm", {}),
+    "granite": ("granite", {}),
+    "smollm3, some layers without positions": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "phi3, longrope below its border": (
+        "phi3",
+        {**_FULL, "rope_parameters": {**ROPES["longrope phi3"][1]["rope_parameters"], **_BORDER}, **_BORDER},
+    ),
+    "llama, dynamic below its border": (
+        "llama",
+        {"rope_parameters": ROPES["dynamic llama"][1]["rope_parameters"], "max_position_embeddings": 64},
+    ),
+    **{name: ROPES[name] for name in ROPES if name.startswith("static")},
+}
+#: Of `support.kinds`: latents, chunks with complex factors, shared keys with proportional RoPE, and linear states.
+KINDS = ("deepseek_v3", "llama4_text", "gemma3n_text", "gemma4_text", "falcon_h1", "qwen3_next", "bamba", "lfm2")
+FAST = ("llama", "gemma3, two bases", "gptj, interleaved and partial", "deepseek_v3")
+
+
+def _model(name: str) -> Any:
+    if name in KINDS:
+        return kind_model(name)
+    family, fields = MODELS[name]
+    return tiny_model(family, **fields)
+
+
+def _session(model: Any, **options: Any) -> Session:
+    return Session.from_model(model, ExportableCache.from_model(model, SLOTS), **options)
+
+
+def _difference(session: Any, oracle: ShiftOracle, shifts: int = SHIFTS, protected: int = PROTECTED) -> float:
+    """Return the largest logit difference over several shifts of a full cache, each step of both compared."""
+    ids, fed, worst = tokens(1000), SLOTS - 3, 0.0
+    pairs = [(session.prefill(ids[:, :fed]), oracle.feed(ids[:, :fed]))]
+    for index in range(shifts):
+        while int(session.length) < SLOTS:
+            token = ids[:, fed : fed + 1]
+            pairs.append((session.decode(token[0]), oracle.feed(token)))
+            fed += 1
+        count = (5, 11, SLOTS - protected - WINDOW)[index % 3]
+        session.shift(count, protected)
+        oracle.drop(count, protected)
+        assert session.length.tolist() == [SLOTS - count]
+        # A chunk after a shift, and then single tokens.
+        pairs.append((session.prefill(ids[:, fed : fed + 2]), oracle.feed(ids[:, fed : fed + 2])))
+        fed += 2
+    for ours, theirs in pairs:
+        assert bool(torch.isfinite(ours).all())
+        worst = max(worst, float((ours - theirs).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("name", among([*MODELS, *KINDS], FAST))
+def test_logits_after_shifts_are_those_of_the_model_over_the_kept_keys(name: str) -> None:
+    """Check ten shifts of a full cache against keys that the model computed at the new positions."""
+    model = _model(name)
+    oracle = ShiftOracle(model)
+    with _session(model) as session:
+        assert _difference(session, oracle) < 5e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gpt2", "keys of layer 0 are not a rotation by their position"),
+        ("deepseek_v32", "layer 0 \\(full \\+ indexer\\) keeps more than keys and values by position"),
+        ("longrope phi3", "has LongRoPE, whose factors change past 16 tokens"),
+    ],
+)
+def test_models_that_cannot_be_shifted_are_refused(name: str, reason: str) -> None:
+    """Check that the error says why, and that the session is unchanged."""
+    if name == "gpt2":
+        model = tiny_model("gpt2", n_embd=32, n_layer=2, n_head=4)
+    else:
+        model = tiny_model(ROPES[name][0], **ROPES[name][1]) if name in ROPES else kind_model(name)
+    with _session(model) as session:
+        session.prefill(tokens(20))
+        with pytest.raises(UnsupportedModelError, match=reason):
+            session.shift(4)
+        assert session.length.tolist() == [20]
+        session.decode(tokens(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("count", "first", "message"),
+    [
+        (0, 0, "count must be an int of at least 1, got 0"),
+        (4, -1, "first must be an int of at least 0, got -1"),
+        (True, 0, "count must be an int of at least 1, got True"),
+        (18, 4, "count must be at most 16 from position 4 on, got 18"),
+        (3, 21, "count must be at most -1 from position 21 on, got 3"),
+    ],
+)
+def test_counts_out_of_range_are_refused(count: Any, first: Any, message: str) -> None:
+    """Check that a refused shift says which numbers are possible, and changes nothing."""
+    with _session(tiny_model("llama")) as session:
+        session.prefill(tokens(20))
+        with pytest.raises(InputError, match=message):
+            session.shift(count, first)
+        assert session.length.tolist() == [20]
+
+
+def test_windows_keep_the_tokens_that_they_see() -> None:
+    """Check that protected tokens do not come into the sight of a ring that has lost them."""
+    with _session(tiny_model("mistral")) as session:
+        session.prefill(tokens(30))
+        with pytest.raises(InputError, match=f"count must be at most {30 - 4 - WINDOW + 1} from position 4 on"):
+            session.shift(24, 4)
+        # Without protected tokens there are none that could be lost.
+        session.shift(24)
+        assert session.length.tolist() == [6]
+
+
+def test_rows_move_together_and_compiled_steps_go_on() -> None:
+    """Check two rows of a batch, a fork, and compiled steps after a shift."""
+    model = tiny_model("gemma3_text")
+    ids = tokens(60, batch_size=2)
+    oracles = [ShiftOracle(model) for _ in range(2)]
+    cache = ExportableCache.from_model(model, SLOTS, batch_size=2)
+    with Session.from_model(model, cache, compile="wait", buckets=False) as session:
+        before = session.prefill(ids[:, :30])
+        expected = torch.cat([one.feed(ids[row : row + 1, :30]) for row, one in enumerate(oracles)])
+        torch.testing.assert_close(before, expected, atol=5e-5, rtol=0)
+        fork = session.fork()
+        session.shift(15, PROTECTED)
+        for one in oracles:
+            one.drop(15, PROTECTED)
+        for column in range(30, 34):
+            token = ids[:, column]
+            expected = torch.cat([one.feed(token[row].view(1, 1)) for row, one in enumerate(oracles)])
+            torch.testing.assert_close(session.decode(token), expected, atol=5e-5, rtol=0)
+        assert fork.length.tolist() == [30, 30]
+        fork.shift(2)
+        assert session.length.tolist() == [19, 19]
+
+
+@pytest.mark.parametrize("target", ["pt2", pytest.param("executorch", marks=pytest.mark.full)])
+def test_programs_shift_as_their_models_do(target: str, tmp_path: Path) -> None:
+    """Check the method of a program over full layers and rings, and a program without it."""
+    model = tiny_model("gemma3_text")
+    bundle = export(model, target, SLOTS, tmp_path / "with", verify=False, shift=True, prefill_chunk=8)
+    session = load(bundle.path)
+    assert "shift" in bundle.manifest.program.methods
+    assert _difference(session, ShiftOracle(model), shifts=4) < 5e-5
+    with pytest.raises(InputError, match="count must be at most"):
+        session.shift(SLOTS)
+    del session.runner.methods["shift"]
+    with pytest.raises(InputError, match="has no method shift, .* export it with shift=True"):
+        session.shift(4)
