@@ -386,3 +386,41 @@ def test_the_command_makes_and_verifies_an_adapter(bundle: Path, folders: dict[s
     other.save_pretrained(tmp_path / "model")
     result = CliRunner().invoke(app, [*arguments, str(tmp_path / "model")])
     assert result.exit_code == 1 and "was not written" in result.stderr and not output.exists()
+
+
+def test_a_server_has_a_model_for_each_adapter(tmp_path: Path) -> None:
+    """A request chooses its adapter by the model's name, and prefixes of other adapters are not used again."""
+    pytest.importorskip("fastapi")
+    testclient = pytest.importorskip("starlette.testclient")
+    from exportable_cache.cli.server.app import ServerOptions, make_app
+    from exportable_cache.decoding import Completer
+    from exportable_cache.models.loading.loading import load_model
+
+    loaded = load_model("demo")
+    adapted(model=loaded.model, target_modules=["q_proj", "v_proj"]).save_pretrained(tmp_path / "one")
+    loaded = load_model("demo")
+    options = {"max_cache_len": 64, "lora_slots": 1, "lora_rank": 4, "tokenizer": loaded.tokenizer}
+    session = Session.from_model(loaded.model, **options)
+    session.load_adapter(tmp_path / "one")
+
+    def text(name: str | None) -> str:
+        session.reset()
+        session.use_adapter(name)
+        found = session.generate_text("the code of amber is 4821. amber?", max_new_tokens=6, temperature=0)
+        session.use_adapter(None)
+        return found
+
+    wanted = {"demo": text(None), "demo:one": text("one")}
+    assert wanted["demo"] != wanted["demo:one"]
+    request = {"prompt": "the code of amber is 4821. amber?", "max_tokens": 6, "temperature": 0}
+    with testclient.TestClient(
+        make_app(Completer(session), ServerOptions("demo", allow_hosts=("testserver",)))
+    ) as client:
+        listed = client.get("/v1/models").json()["data"]
+        assert [one["id"] for one in listed] == ["demo", "demo:one"]
+        # The second of equal requests uses the prefix of the first.
+        for model in ("demo", "demo:one", "demo:one", "demo"):
+            made = client.post("/v1/completions", json={**request, "model": model}).json()
+            assert (made["model"], made["choices"][0]["text"]) == (model, wanted[model])
+        refused = client.post("/v1/completions", json={**request, "model": "demo:two"})
+        assert refused.status_code == 404 and "this server has 'demo', 'demo:one'" in refused.text

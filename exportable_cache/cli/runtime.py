@@ -255,7 +255,7 @@ def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | Non
     if opening.is_model(name):
         return _open_live(terminal, name, opening.model, use or Use(), text)
     native = None
-    if use is not None and use.adapter is not None:
+    if use is not None and (use.adapter is not None or use.adapters):
         leave_to_torch(terminal, name, "the native runner has no adapters")
     elif use is not None and use.kinds:
         leave_to_torch(terminal, name, "images and audio need the model's processor")
@@ -277,8 +277,8 @@ def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | Non
             to_run=True,
         )
         session = Session.from_bundle(bundle)
-        if use is not None and use.adapter is not None:
-            session.use_adapter(session.load_adapter(use.adapter, key=checks.key))
+        if use is not None:
+            use.load_adapters(session, checks.key)
         if session.stepper.ranks is not None:
             terminal.set_rank(session.stepper.ranks.rank)
     return Opened(session, bundle.processor)
@@ -352,6 +352,11 @@ def open_completer(
         from ..decoding.batching import BatchCompleter, ContinuousBatch
         from ..session.opening import open_batch
 
+        if session.adapters:
+            raise InputError(
+                f"--adapter cannot be combined with {max(rows, session.batch_size)} rows, whose prompts would share "
+                "their prefixes; use one row"
+            )
         if opened.model is None:
             batch = ContinuousBatch(None, session, prefix_bytes)
         else:

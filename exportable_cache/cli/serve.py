@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from ..session.opening import Use
 from .options import (
     BundleOrModelArgument,
     GreedyOption,
@@ -80,6 +81,15 @@ def serve(
             help="Generate N responses of a model at a time. A bundle has the rows of its export (--batch-size).",
         ),
     ] = 1,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME=FILE",
+            help="LoRA adapter for requests of the model MODEL:NAME; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     prefix_cache: Annotated[
         int,
         typer.Option(
@@ -119,9 +129,8 @@ def serve(
     AllowedOrigins.of(host, api_key is not None, hosts, origins)
     importing = Thread(target=_import_server)
     importing.start()
-    completer = open_completer(
-        terminal, folder, opening, split_special_tokens, rows=rows, prefix_bytes=prefix_cache * 2**20
-    )
+    use = Use(adapters=_adapters(adapter or []))
+    completer = open_completer(terminal, folder, opening, split_special_tokens, use, rows, prefix_cache * 2**20)
     importing.join()
     from .server.app import ServerOptions, make_app, run
     from .server.schema import default_sampling
@@ -145,6 +154,17 @@ def serve(
             f"{options.model_name} at {address} (page) and {address}/v1 (API); Ctrl+C ends it"
         ),
     )
+
+
+def _adapters(given: list[str]) -> dict[str, Path]:
+    """Return the file of each adapter by its name: `["poems=poems.adapter"]` is `{"poems": Path("poems.adapter")}`."""
+    found: dict[str, Path] = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path) or name in found:
+            raise typer.BadParameter(f"must be NAME=FILE with each NAME once, got {text!r}", param_hint="'--adapter'")
+        found[name] = Path(path)
+    return found
 
 
 def _import_server() -> None:

@@ -60,6 +60,7 @@ class CompletionOptions:
         constraint: JSON schema or pattern that the completion must match, which then also ends it; None for any text.
         continues: True if the text continues that of the prompt, so that it may begin with a space. False for a text of
             its own, such as the response to chat messages.
+        adapter: Name of a LoRA adapter of the session; None for the one that the session uses.
 
     Raises:
         InputError: If a value is out of range.
@@ -71,6 +72,7 @@ class CompletionOptions:
     alternatives: int | None = None
     constraint: Constraint | None = None
     continues: bool = False
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("alternatives", 0)):
@@ -236,6 +238,11 @@ class AnyCompleter(Context):
         """Settings of the checkpoint."""
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters that a completion may use."""
+        return ()
+
+    @property
     @abstractmethod
     def layers(self) -> list[tuple[str, int | None]]:
         """Description and number of slots of each layer; None for a layer that keeps one state for any number."""
@@ -288,6 +295,9 @@ class AnyCompleter(Context):
         wrong = next((token for token in ids if not 0 <= token < self._vocab_size), None)
         if wrong is not None:
             raise InputError(f"token ids must be from 0 to {self._vocab_size - 1}, got {wrong}")
+        if options.adapter is not None and options.adapter not in self.adapters:
+            known = ", ".join(self.adapters) or "none"
+            raise InputError(f"adapter must be one that was loaded ({known}), or None, got {options.adapter!r}")
         self.limit(len(ids), options.max_new_tokens)
         return Completion(self, ids, options, follower)
 
@@ -402,6 +412,7 @@ class Completer(AnyCompleter):
         assert session.text_tokenizer is not None
         super().__init__(session.text_tokenizer, session.vocab_size, split_special_tokens)
         self.session = session
+        self._adapter: str | None = None
 
     @property
     def settings(self) -> CheckpointSettings:
@@ -432,6 +443,7 @@ class Completer(AnyCompleter):
         from ..session.rows import TokenRows
 
         ids = completion.ids
+        self._use(completion.options.adapter)
         try:
             completion.reused_tokens, logits = self.feed(ids, completion.check_not_cancelled)
         except Cancelled:
@@ -448,6 +460,18 @@ class Completer(AnyCompleter):
                 logits = self.step(piece.token, completion.check_not_cancelled)
             except Cancelled:
                 return
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """See `AnyCompleter.adapters`."""
+        return self.session.adapters
+
+    def _use(self, adapter: str | None) -> None:
+        """Use an adapter. Tokens that were computed with another one are not used again."""
+        if adapter != self._adapter:
+            self._held = None
+            self.session.use_adapter(adapter)
+            self._adapter = adapter
 
     def feed(self, ids: list[int], before_chunk: Callable[[], None] = lambda: None) -> tuple[int, torch.Tensor]:
         """Feed the rest of a prompt, and return the number of tokens reused and logits [1, vocab].

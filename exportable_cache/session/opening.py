@@ -6,8 +6,8 @@ Importing this module imports no torch: the command line makes its options from 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..cache.spec import CACHE_LEN, CacheSpec
@@ -75,12 +75,29 @@ class Use:
         lookup: Number of tokens that prompt lookup proposes for each step.
         waits: True if every step must be compiled; False to run steps uncompiled while their graphs are compiled.
         adapter: LoRA adapter that every step uses: a file of `exportable-cache adapter`, or peft's folder.
+        adapters: LoRA adapters that are loaded for later use, by name.
     """
 
     kinds: Sequence[str] = ()
     lookup: int = 0
     waits: bool = False
     adapter: Path | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+
+    def load_adapters(self, session: Session, key: Path | None = None) -> None:
+        """Load the adapters into a session.
+
+        Args:
+            session: The session.
+            key: File of the public key that must have signed them, or None.
+
+        Raises:
+            BundleError, InputError, UnsupportedModelError: See `Session.load_adapter`.
+        """
+        for name, path in self.adapters.items():
+            session.load_adapter(path, name, key)
+        if self.adapter is not None:
+            session.use_adapter(session.load_adapter(self.adapter, key=key))
 
 
 #: To score texts, many tokens a step; they are one more than the tokens that are proposed.
@@ -112,7 +129,7 @@ def open_model(
 
     # Checked before the weights are read, which takes long.
     device, use = chosen_device(options.device), use or Use()
-    adapter = None if use.adapter is None else read_lora(use.adapter)
+    adapters = [read_lora(path) for path in (use.adapter, *use.adapters.values()) if path is not None]
     compiles = options.compile and _can_compile(device, use.waits)
     loaded = load_model(name, options.dtype, progress=progress)
     model = loaded.model
@@ -137,14 +154,13 @@ def open_model(
         compile=compiles and ("wait" if use.waits else True),
         score_length=scored if scored > 1 else 0,
         modalities=() if has_encoder else tuple(use.kinds),
-        lora_slots=0 if adapter is None else 1,
-        lora_rank=1 if adapter is None else adapter.rank,
-        lora_targets=() if adapter is None else tuple(adapter.tensors),
+        lora_slots=len(adapters),
+        lora_rank=max((one.rank for one in adapters), default=1),
+        lora_targets=tuple({name: None for one in adapters for name in one.tensors}),
         graph_cache=_graph_folder() if compiles and device.type != "mps" else None,
         tokenizer=loaded.tokenizer,
     )
-    if use.adapter is not None:
-        session.use_adapter(session.load_adapter(use.adapter))
+    use.load_adapters(session)
     if loaded.processor_files:
         session.load_processor = functools.cache(loaded.processor)
     return session, loaded

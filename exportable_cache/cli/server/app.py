@@ -8,7 +8,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -119,19 +119,22 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
     async def health() -> dict[str, Any]:
         return {"status": "ok", "waiting": engine.waiting, "answered": engine.answered}
 
-    def about() -> dict[str, Any]:
+    def about(model: str) -> dict[str, Any]:
         held = completer.max_length
-        fields = {"id": options.model_name, "object": "model", "created": 0, "owned_by": "exportable-cache"}
+        fields = {"id": model, "object": "model", "created": 0, "owned_by": "exportable-cache"}
         return {**fields, "max_model_len": held, "chat": completer.takes_messages}
+
+    #: The adapter of each model name.
+    names = {options.model_name: None, **{f"{options.model_name}:{one}": one for one in completer.adapters}}
 
     @api.get("/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [about()]}
+        return {"object": "list", "data": [about(model) for model in names]}
 
     @api.get("/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
-        named(model)
-        return about()
+        adapter_of(model)
+        return about(model)
 
     @api.get("/cache")
     async def cache() -> dict[str, Any]:
@@ -139,22 +142,24 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
 
     @api.post("/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Any:
-        named(body.model)
+        adapter_of(body.model)
         return await respond(request, body, lambda: completer.encode(body.prompt()))
 
     @api.post("/completions")
     async def complete(request: Request, body: CompletionRequest) -> Any:
-        named(body.model)
+        adapter_of(body.model)
         text = body.text()
         return await respond(request, body, lambda: completer.encode(text) if isinstance(text, str) else text)
 
-    def named(model: str) -> None:
-        if model != options.model_name:
-            raise HTTPException(404, f"there is no model {model!r:.100}; this server has {options.model_name!r}")
+    def adapter_of(model: str) -> str | None:
+        if model not in names:
+            known = ", ".join(map(repr, names))
+            raise HTTPException(404, f"there is no model {model!r:.100}; this server has {known}")
+        return names[model]
 
     async def respond(request: Request, body: ChatRequest | CompletionRequest, ids: Callable[[], list[int]]) -> Any:
-        completion_options: CompletionOptions = body.options(sampling)
-        response = Response(options.model_name, isinstance(body, ChatRequest), TokenTexts(completer.tokenizer))
+        completion_options: CompletionOptions = replace(body.options(sampling), adapter=adapter_of(body.model))
+        response = Response(body.model, isinstance(body, ChatRequest), TokenTexts(completer.tokenizer))
         pieces = engine.run(
             lambda follower: completer.complete(ids(), completion_options, follower), completion_options.constraint
         )
