@@ -138,7 +138,8 @@ void apply_share(void* context, size_t index) {
 
 // Applies a step to `count` rows of some values, in a few shares per thread.
 template <class Step>
-void in_shares(const Step& step, void (*apply)(const Step&, int64_t, int64_t), int64_t count, int64_t values, const Threads& threads) {
+void in_shares(const Step& step, void (*apply)(const Step&, int64_t, int64_t), int64_t count, int64_t values,
+               const Threads& threads) {
   const int64_t wanted = static_cast<int64_t>(threads.count) * kTasksOfThread;
   Shares<Step> work{step, apply, count, std::max<int64_t>(1, (count + wanted - 1) / wanted)};
   run_tasks(threads, (count + work.share - 1) / work.share, apply_share<Step>, &work, count * values > kWorthAThread / 4);

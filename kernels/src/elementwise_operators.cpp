@@ -23,14 +23,16 @@ bool resized(const Tensor& like, Tensor& out) {
   return is_float(out) && executorch::runtime::resize_tensor(out, like.sizes()) == Error::Ok;
 }
 
-Tensor& rms_norm_out(KernelRuntimeContext& context, const Tensor& source, const OptionalTensor weight, double epsilon, Tensor& out) {
+Tensor& rms_norm_out(KernelRuntimeContext& context, const Tensor& source, const OptionalTensor weight, double epsilon,
+                     Tensor& out) {
   ET_KERNEL_CHECK_MSG(context, is_float(source) && source.dim() > 0 && source.size(source.dim() - 1) > 0, InvalidArgument, out,
                       "source must be contiguous float32 of at least one value per row");
   const int64_t size = source.size(source.dim() - 1);
   ET_KERNEL_CHECK_MSG(context, !weight || (is_float(*weight) && weight->dim() == 1 && weight->size(0) == size), InvalidArgument,
                       out, "a weight must be float32 [size]");
   ET_KERNEL_CHECK(context, resized(source, out), InvalidArgument, out);
-  apply_norm({static_cast<int64_t>(source.numel()) / size, size, source.const_data_ptr<float>(), weight ? weight->const_data_ptr<float>() : nullptr,
+  const float* const of_weight = weight ? weight->const_data_ptr<float>() : nullptr;
+  apply_norm({static_cast<int64_t>(source.numel()) / size, size, source.const_data_ptr<float>(), of_weight,
               static_cast<float>(epsilon), out.mutable_data_ptr<float>()},
              runtime_threads());
   return out;
@@ -71,8 +73,8 @@ Tensor& gate_out(KernelRuntimeContext& context, const Tensor& source, const Tens
   ET_KERNEL_CHECK_MSG(context, is_float(source) && is_float(factor) && source.sizes() == factor.sizes(), InvalidArgument, out,
                       "source and factor must be contiguous float32 of the same sizes");
   ET_KERNEL_CHECK(context, resized(source, out), InvalidArgument, out);
-  apply_gate({static_cast<int64_t>(source.numel()), source.const_data_ptr<float>(), factor.const_data_ptr<float>(), static_cast<float>(first),
-              static_cast<float>(third), out.mutable_data_ptr<float>()},
+  apply_gate({static_cast<int64_t>(source.numel()), source.const_data_ptr<float>(), factor.const_data_ptr<float>(),
+              static_cast<float>(first), static_cast<float>(third), out.mutable_data_ptr<float>()},
              runtime_threads());
   return out;
 }

@@ -1,7 +1,9 @@
 // One task of attention, compiled for every instruction set and chosen at run time.
 #include "piece.h"
 
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 // Scalable vectors are excluded, because vectors of unknown length cannot be array elements, as register tiles here are.
@@ -148,23 +150,6 @@ HWY_INLINE void sums_of_tile(const Running& run, int64_t row, int64_t seen, cons
   add_weighted<R>(run.scores + row * kBlock, first, dim, kBlock, Ahead<float>(), run.sums + row * dim, dim);
 }
 
-// `seen(r)` slots of the block are seen by row r or an earlier one.
-template <class Seen>
-void scores_of_many(const Running& run, int64_t rows, const Seen& seen, int64_t stride, int64_t dim) {
-  int64_t r = 0;
-  for (; r + kTileRows <= rows; r += kTileRows) scores_of_tile<kTileRows>(run, r, seen(r + kTileRows - 1), stride, dim);
-  for (; r + 2 <= rows; r += 2) scores_of_tile<2>(run, r, seen(r + 1), stride, dim);
-  for (; r < rows; ++r) scores_of_tile<1>(run, r, seen(r), stride, dim);
-}
-
-template <class Seen>
-void sums_of_many(const Running& run, int64_t rows, const Seen& seen, const Rows<float>& values, int64_t dim) {
-  int64_t r = 0;
-  for (; r + kTileRows <= rows; r += kTileRows) sums_of_tile<kTileRows>(run, r, seen(r + kTileRows - 1), values, dim);
-  for (; r + 2 <= rows; r += 2) sums_of_tile<2>(run, r, seen(r + 1), values, dim);
-  for (; r < rows; ++r) sums_of_tile<1>(run, r, seen(r), values, dim);
-}
-
 // Calls `work(Number<R>, r)` for the tiles of many rows.
 template <class Work>
 HWY_INLINE void by_tiles(int64_t rows, const Work& work) {
@@ -174,9 +159,54 @@ HWY_INLINE void by_tiles(int64_t rows, const Work& work) {
   for (; r < rows; ++r) work(Number<1>(), r);
 }
 
+// `seen(r)` slots of the block are seen by row r or an earlier one.
+template <class Seen>
+void scores_of_many(const Running& run, int64_t rows, const Seen& seen, int64_t stride, int64_t dim) {
+  by_tiles(rows, [&](auto number, int64_t r) HWY_ATTR {
+    scores_of_tile<number.value>(run, r, seen(r + number.value - 1), stride, dim);
+  });
+}
+
+template <class Seen>
+void sums_of_many(const Running& run, int64_t rows, const Seen& seen, const Rows<float>& values, int64_t dim) {
+  by_tiles(rows, [&](auto number, int64_t r) HWY_ATTR {
+    sums_of_tile<number.value>(run, r, seen(r + number.value - 1), values, dim);
+  });
+}
+
+// Factors of a block's slots for many rows by pairs: of scores, and of weights before they are rounded.
+struct Factors {
+  HWY_ALIGN float of_scores[kBlock];
+  HWY_ALIGN float of_weights[kBlock];
+  float of_sums = 1.0f;
+};
+
+// A factor that is not finite makes the total of each row that sees its slot NaN.
+template <class Seen>
+void set_factors(const Running& run, int64_t rows, const Seen& seen, const float* key_scales, int64_t key_stride,
+                 const float* value_scales, int64_t value_stride, int64_t n, Factors& factors) {
+  float most = 0.0f;
+  for (int64_t t = 0; t < kBlock; ++t) {
+    factors.of_scores[t] = t < n ? key_scales[t * key_stride] : 0.0f;
+    factors.of_weights[t] = t < n ? value_scales[t * value_stride] : 0.0f;
+    if (!std::isfinite(factors.of_weights[t])) {
+      for (int64_t r = 0; r < rows; ++r) {
+        if (t < seen(r)) run.total[r] = std::numeric_limits<float>::quiet_NaN();
+      }
+      factors.of_weights[t] = 0.0f;
+    }
+    most = std::max(most, std::fabs(factors.of_weights[t]));
+  }
+  // Weights are at most one.
+  const float by = most > 0.0f ? 32767.0f / most : 0.0f;
+  for (float& factor : factors.of_weights) factor *= by;
+  factors.of_sums = most / 32767.0f;
+}
+
 // Scores of many rows by pairs; `memory` is free.
 template <class Pairs, class T, class Seen>
-void scores_by_pairs(const Running& run, int64_t rows, const Seen& seen, const Rows<T>& keys, int64_t dim, float* memory) {
+void scores_by_pairs(const Running& run, int64_t rows, const Seen& seen, const Rows<T>& keys, int64_t dim, const Factors& factors,
+                     float* memory) {
   columns_of_keys<Pairs>(keys, dim, memory, run.keys);
   const int64_t stride = padded(dim) / 2;
   const auto* const query = reinterpret_cast<const int32_t*>(run.whole_query);
@@ -188,20 +218,23 @@ void scores_by_pairs(const Running& run, int64_t rows, const Seen& seen, const R
       float* const scores = run.scores + r * kBlock + t;
       tile_of_pairs<Pairs, R, wide>(query + r * stride, stride, columns + t, kBlock, (dim + 1) / 2,
                                     [&](int one, int64_t at, V sums) HWY_ATTR {
-                                      const V factor = hn::Set(F(), run.query_factors[r + one]);
-                                      hn::Store(hn::Mul(sums, factor), F(), scores + one * kBlock + at);
+                                      if constexpr (std::is_base_of_v<WholePairs, Pairs>) {
+                                        sums = hn::Mul(sums, hn::Set(F(), run.query_factors[r + one]));
+                                        sums = hn::Mul(sums, hn::Load(F(), factors.of_scores + t + at));
+                                      }
+                                      hn::Store(sums, F(), scores + one * kBlock + at);
                                     });
     }
   });
 }
 
 template <class Pairs, int R, int wide>
-HWY_INLINE void add_pairs(const Running& run, int64_t row, int64_t steps, int64_t column, int64_t dim) {
+HWY_INLINE void add_pairs(const Running& run, int64_t row, int64_t steps, int64_t column, int64_t dim, float of_sums) {
   float* const to = run.sums + row * dim + column;
   const auto* const weights = reinterpret_cast<const int32_t*>(run.whole_weights + row * kBlock);
   tile_of_pairs<Pairs, R, wide>(weights, kBlock / 2, reinterpret_cast<const int32_t*>(run.values) + column, dim, steps,
                                 [&](int one, int64_t at, V sums) HWY_ATTR {
-                                  const V factor = hn::Set(F(), run.weight_factors[row + one]);
+                                  const V factor = hn::Set(F(), of_sums);
                                   float* const sum = to + one * dim + at;
                                   hn::Store(hn::MulAdd(sums, factor, hn::Load(F(), sum)), F(), sum);
                                 });
@@ -209,18 +242,15 @@ HWY_INLINE void add_pairs(const Running& run, int64_t row, int64_t steps, int64_
 
 // Sums of many rows by pairs; `dim` is padded.
 template <class Pairs, class T, class Seen>
-void sums_by_pairs(const Running& run, int64_t rows, const Seen& seen, const Rows<T>& values, int64_t value_dim) {
+void sums_by_pairs(const Running& run, int64_t rows, const Seen& seen, const Rows<T>& values, int64_t value_dim, float of_sums) {
   columns_of_values<Pairs>(values, value_dim, reinterpret_cast<int32_t*>(run.values));
-  for (int64_t r = 0; r < rows; ++r) {
-    run.weight_factors[r] = to_halves(Pairs(), run.scores + r * kBlock, kBlock, 32767.0f, run.whole_weights + r * kBlock);
-  }
   by_tiles(rows, [&](auto number, int64_t r) HWY_ATTR {
     constexpr int R = number.value, wide = kAccumulators / R >= 4 ? 4 : 2;
     const int64_t lanes = static_cast<int64_t>(hn::Lanes(F())), dim = padded(value_dim);
     const int64_t steps = (seen(r + R - 1) + 1) / 2;
     int64_t i = 0;
-    for (; i + wide * lanes <= dim; i += wide * lanes) add_pairs<Pairs, R, wide>(run, r, steps, i, dim);
-    for (; i < dim; i += lanes) add_pairs<Pairs, R, 1>(run, r, steps, i, dim);
+    for (; i + wide * lanes <= dim; i += wide * lanes) add_pairs<Pairs, R, wide>(run, r, steps, i, dim, of_sums);
+    for (; i < dim; i += lanes) add_pairs<Pairs, R, 1>(run, r, steps, i, dim, of_sums);
   });
 }
 
@@ -240,10 +270,11 @@ HWY_INLINE Rows<float> float_rows(const Rows<T>& rows, int64_t dim, float* memor
   return {memory, padded(dim), rows.count};
 }
 
-// Converts the scores of a block to weights. Each step is done for all rows, so that the latencies of reductions across lanes
-// overlap.
-void weigh_rows(const Attention& a, const Piece& piece, const Running& run, const Part& part, int64_t first,
-                int64_t n) {
+// Converts the scores of a block to weights, stored by `store(row, slot, weights)`. Each step is done for all rows, so that the
+// latencies of reductions across lanes overlap. Keys and values are scaled here or, if `are_scaled`, by the caller.
+template <bool are_scaled, class Store>
+void weigh_rows(const Attention& a, const Piece& piece, const Running& run, const Part& part, int64_t first, int64_t n,
+                const Store& store) {
   const Stored& from = *part.stretch.from;
   const int64_t offset = first - part.base, value_dim = padded(a.value_dim);
   const int64_t stored = part.stretch.first_row + offset;
@@ -253,7 +284,7 @@ void weigh_rows(const Attention& a, const Piece& piece, const Running& run, cons
     float* scores = run.scores + r * kBlock;
     const int64_t row = piece.first_row + r;
     const Range seen{part.kept ? 0 : std::clamp<int64_t>(run.seen[r].begin - first, 0, n), seen_end(r)};
-    if (from.key_scale.data) {
+    if (!are_scaled && from.key_scale.data) {
       scale_slots(scores, at<float>(from.key_scale, piece, piece.kv_head, stored), from.key_scale.token_stride,
                   seen.end);
     }
@@ -265,9 +296,10 @@ void weigh_rows(const Attention& a, const Piece& piece, const Running& run, cons
     greatest[r] = greatest_of(scores, seen, run.top[r]);
   }
   for (int64_t r = 0; r < piece.rows; ++r) {
-    weigh(run.scores + r * kBlock, greatest[r], run.top + r, run.total + r, run.sums + r * value_dim, value_dim);
+    weigh(run.scores + r * kBlock, greatest[r], run.top + r, run.total + r, run.sums + r * value_dim, value_dim,
+          [&](int64_t t, V weights) HWY_ATTR { store(r, t, weights); });
   }
-  if (!from.value_scale.data) return;
+  if (are_scaled || !from.value_scale.data) return;
   const float* scales = at<float>(from.value_scale, piece, piece.kv_head, stored);
   for (int64_t r = 0; r < piece.rows; ++r) {
     scale_slots(run.scores + r * kBlock, scales, from.value_scale.token_stride, seen_end(r));
@@ -326,10 +358,18 @@ void attend_part(const Attention& a, const Piece& piece, const Running& run, con
     if (run.by_pairs) {
       with_pairs<T>([&](auto pairs) HWY_ATTR {
         using Pairs = decltype(pairs);
+        Factors factors;
+        if constexpr (kWhole<T>) {
+          set_factors(run, piece.rows, seen, at<float>(from.key_scale, piece, piece.kv_head, stored),
+                      from.key_scale.token_stride, at<float>(from.value_scale, piece, piece.kv_head, stored),
+                      from.value_scale.token_stride, n, factors);
+        }
         const auto rows = rows_of_pairs(keys, a.key_dim, run.keys);
-        scores_by_pairs<Pairs>(run, piece.rows, seen, rows, a.key_dim, run.values);
-        weigh_rows(a, piece, run, part, first, n);
-        sums_by_pairs<Pairs>(run, piece.rows, seen, rows_of_pairs(values, a.value_dim, run.keys), a.value_dim);
+        scores_by_pairs<Pairs>(run, piece.rows, seen, rows, a.key_dim, factors, run.values);
+        weigh_rows<true>(a, piece, run, part, first, n, [&](int64_t r, int64_t t, V weights) HWY_ATTR {
+          store_weights(Pairs(), weights, factors.of_weights + t, run.whole_weights + r * kBlock + t);
+        });
+        sums_by_pairs<Pairs>(run, piece.rows, seen, rows_of_pairs(values, a.value_dim, run.keys), a.value_dim, factors.of_sums);
       });
       continue;
     }
@@ -353,7 +393,9 @@ void attend_part(const Attention& a, const Piece& piece, const Running& run, con
       transpose(wide.first, wide.stride, n, key_dim, run.keys);
       scores_of_many(run, piece.rows, seen, key_dim, a.key_dim);
     }
-    weigh_rows(a, piece, run, part, first, n);
+    weigh_rows<false>(a, piece, run, part, first, n, [&](int64_t r, int64_t t, V weights) HWY_ATTR {
+      hn::Store(weights, F(), run.scores + r * kBlock + t);
+    });
     bool summed = false;
     if constexpr (kWhole<T>) {
       summed = few && fits_whole(a.value_dim);
@@ -400,6 +442,18 @@ void widen_queries(const Attention& a, const Piece& piece, float* query) {
   }
 }
 
+// At the end, because weights are rounded relative to the greatest score.
+void add_sink(const Running& run, int64_t r, float sink, int64_t dim) {
+  if (sink == kNothing) return;
+  if (!(sink > run.top[r])) {
+    run.total[r] += std::exp(sink - run.top[r]);
+    return;
+  }
+  const float shrink = std::exp(run.top[r] - sink);
+  run.total[r] = run.total[r] * shrink + 1.0f, run.top[r] = sink;
+  for (int64_t i = 0; i < dim; ++i) run.sums[r * dim + i] *= shrink;
+}
+
 void attend_piece(const Attention& a, const Piece& piece, float* scratch) {
   const int64_t key_dim = padded(a.key_dim), value_dim = padded(a.value_dim);
   Running run;
@@ -426,10 +480,10 @@ void attend_piece(const Attention& a, const Piece& piece, float* scratch) {
     const float* const row = run.query + r * key_dim;
     int16_t* const to = run.whole_query + r * key_dim;
     if (is_of_integers) {
-      run.query_factors[r] = to_halves(WholePairs(), row, key_dim, most_of_query(a.key_dim), to);
+      run.query_factors[r] = round_to_whole(row, key_dim, most_of_query(a.key_dim), to);
     } else {
 #ifdef EC_PAIRS
-      run.query_factors[r] = to_halves(BFloat16Pairs(), row, key_dim, 0.0f, to);
+      halves_of_row(BFloat16Pairs(), row, key_dim, to);
 #endif
     }
   }
@@ -440,10 +494,6 @@ void attend_piece(const Attention& a, const Piece& piece, float* scratch) {
     const int64_t row = piece.first_row + r;
     seen[r] = seen_by(a, sequence, row / a.groups);
     run.top[r] = kNothing, run.total[r] = 0.0f;
-    if (a.sink.data && piece.first_key == 0) {
-      run.top[r] = *a.sink.at(piece.batch, piece.kv_head * a.groups + row % a.groups, row / a.groups);
-      run.total[r] = 1.0f;
-    }
   }
   std::memset(run.sums, 0, sizeof(float) * piece.rows * value_dim);
   switch (a.stored_dtype) {
@@ -454,6 +504,10 @@ void attend_piece(const Attention& a, const Piece& piece, float* scratch) {
     case Dtype::kInt4: attend_stored<Int4Pair>(a, piece, sequence, run); break;
   }
   for (int64_t r = 0; r < piece.rows; ++r) {
+    if (a.sink.data && piece.first_key == 0) {
+      const int64_t row = piece.first_row + r;
+      add_sink(run, r, *a.sink.at(piece.batch, piece.kv_head * a.groups + row % a.groups, row / a.groups), value_dim);
+    }
     const float* sums = run.sums + r * value_dim;
     if (piece.partial == nullptr) {
       write_row(a, piece, r, sums, run.total[r] == 0.0f ? 0.0f : 1.0f / run.total[r]);

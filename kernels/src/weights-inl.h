@@ -56,8 +56,11 @@ HWY_INLINE float greatest_of(float* scores, Range seen, float top) {
   return hn::GetLane(hn::MaxOfLanes(d, most));
 }
 
-// Converts the scores of one row to weights relative to the maximum so far. Earlier sums are scaled if it has grown.
-HWY_INLINE void weigh(float* scores, float greatest, float* top, float* total, float* sums, int64_t dim) {
+// Converts the scores of one row to weights relative to the maximum so far, stored by `store(slot, weights)`. Earlier sums are
+// scaled if it has grown.
+template <class Store>
+HWY_INLINE void weigh(const float* scores, float greatest, float* top, float* total, float* sums, int64_t dim,
+                      const Store& store) {
   const F d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   if (greatest == kNothing) {
@@ -68,14 +71,14 @@ HWY_INLINE void weigh(float* scores, float greatest, float* top, float* total, f
       odd = hn::IfThenElse(hn::IsNaN(x), x, odd);
     }
     *total += hn::GetLane(hn::SumOfLanes(d, odd));
-    std::memset(scores, 0, sizeof(float) * kBlock);
+    for (int64_t t = 0; t < kBlock; t += lanes) store(t, hn::Zero(d));
     return;
   }
   const V above = hn::Set(d, greatest);
   V sum = hn::Zero(d);
   for (int64_t t = 0; t < kBlock; t += lanes) {
     const V weight = exp_of_low(hn::Sub(hn::Load(d, scores + t), above));
-    hn::Store(weight, d, scores + t);
+    store(t, weight);
     sum = hn::Add(sum, weight);
   }
   const float added = hn::GetLane(hn::SumOfLanes(d, sum));

@@ -2,7 +2,7 @@
 //
 // Queries and weights are rounded to 16 bits per row, and products of two adjacent values are summed in 32 bits: twice the
 // values per vector compared with floats, and no stored value is converted to a float. The error of a query is at most half
-// of 1/32767 of its largest magnitude, that of a weight the same of its block's.
+// of 1/32767 of its largest magnitude. That of a weight is the same of its block's with few rows, and of one with many rows.
 //
 // Many rows take pairs of 16 bits from a copy of the block, in which the pairs of a step are adjacent. Pairs of bfloat16
 // have the same layout.
@@ -269,14 +269,17 @@ HWY_INLINE VI32 pairs_of_rows(WholePairs, const int8_t* first, const int8_t* sec
   return hn::Or(hn::And(low, hn::Set(whole, 0xFFFF)), hn::ShiftLeft<16>(high));
 }
 
-// Rounds float32 values, whose count is a multiple of the lanes, and returns their factor.
-HWY_INLINE float to_halves(WholePairs, const float* numbers, int64_t count, float most, int16_t* to) {
-  return round_to_whole(numbers, count, most, to);
+// Rounds a vector of weights, times a factor, to integers.
+HWY_INLINE void store_weights(WholePairs, V weights, const float* factors, int16_t* to) {
+  const F d;
+  const I32 whole;
+  const hn::Rebind<int16_t, F> halves;
+  const V shift = hn::Set(d, 12582912.0f), shifted = hn::MulAdd(weights, hn::Load(d, factors), shift);
+  hn::StoreU(hn::DemoteTo(halves, hn::Sub(hn::BitCast(whole, shifted), hn::BitCast(whole, shift))), halves, to);
 }
 #ifdef EC_PAIRS
-HWY_INLINE float to_halves(BFloat16Pairs, const float* numbers, int64_t count, float, int16_t* to) {
-  halves_of_row(BFloat16Pairs(), numbers, count, to);
-  return 1.0f;
+HWY_INLINE void store_weights(BFloat16Pairs, V weights, const float*, int16_t* to) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), to_bfloat16(weights));
 }
 #endif
 
@@ -302,7 +305,9 @@ HWY_INLINE void columns_of_values(const Rows<T>& values, int64_t dim, int32_t* c
     int64_t i = 0;
     for (; i + lanes <= dim; i += lanes) hn::Store(pairs_of_rows(Pairs(), first + i, second + i), whole, columns + i);
     if constexpr (sizeof(T) == 1) {
-      for (; i < dim; ++i) columns[i] = (first[i] & 0xFFFF) | static_cast<int32_t>(static_cast<uint32_t>(second[i]) << 16);
+      for (; i < dim; ++i) {
+        columns[i] = (first[i] & 0xFFFF) | static_cast<int32_t>(static_cast<uint32_t>(second[i]) << 16);
+      }
     }
     for (; i < padded(dim); ++i) columns[i] = 0;
   }
