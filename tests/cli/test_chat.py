@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -188,3 +189,22 @@ def test_a_model_without_a_template_is_refused(run, tmp_path: Path) -> None:
     bundle = export(tiny_model("llama"), "fake", 32, tmp_path / "letters", verify=False, tokenizer=tokenizer).path
     result = run("chat", bundle, input="x\n")
     assert result.exit_code == 2 and "chat needs a tokenizer with a chat template" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("shift", "the cache is full: .* more tokens are dropped"),
+        ("drop-turns", "the cache is full: 1 more turns are dropped"),
+        ("restart", "the cache is full: .* more turns are dropped"),
+        ("refuse", "error: the prompt has .* tokens"),
+    ],
+)
+def test_a_full_cache_ends_no_conversation(chat, bundle: Path, policy: str, said: str) -> None:
+    """Check what each policy says, and that only `refuse` refuses."""
+    lines = ["the " * 60] * 12
+    result = chat(bundle, "--on-full", policy, "--max-new-tokens", "4", input="\n".join([*lines, "/context"]) + "\n")
+    assert result.exit_code == 0, result.stderr
+    assert re.search(said, result.stderr), result.stderr
+    assert ("error: " in result.stderr) is (policy == "refuse"), result.stderr
+    assert f" of {DEMO_MAX_CACHE_LEN} tokens" in result.stderr.splitlines()[-1], result.stderr

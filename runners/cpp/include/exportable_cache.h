@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 /* Grows with each addition; another upper half means that callers have to be compiled again. */
-#define EC_ABI_VERSION 0x00010006u
+#define EC_ABI_VERSION 0x00010007u
 
 typedef struct ec_session ec_session;
 
@@ -138,6 +138,9 @@ EC_API ec_status ec_add_input(ec_session* session, const char* name, const void*
 
 /* Roll back the newest tokens. */
 EC_API ec_status ec_rewind(ec_session* session, int64_t tokens);
+
+/* Drop `count` tokens from position `first` on; later tokens move to lower positions. Since version 1.7. */
+EC_API ec_status ec_shift(ec_session* session, int64_t count, int64_t first);
 
 /* Start again at position 0. */
 EC_API ec_status ec_reset(ec_session* session);

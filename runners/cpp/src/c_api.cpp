@@ -172,6 +172,10 @@ ec_status ec_rewind(ec_session* session, int64_t tokens) {
   return session == nullptr ? missing("session") : result_of(session->session.rewind(tokens));
 }
 
+ec_status ec_shift(ec_session* session, int64_t count, int64_t first) {
+  return session == nullptr ? missing("session") : result_of(session->session.shift(count, first));
+}
+
 ec_status ec_reset(ec_session* session) {
   if (session == nullptr) return missing("session");
   session->session.reset();

@@ -60,4 +60,20 @@ Rollback CacheLimits::max_rollback(int64_t length, int64_t max_len_ever) const {
   return {allowed, "the sliding window has overwritten older ones"};
 }
 
+int64_t CacheLimits::max_dropped(int64_t length, int64_t max_len_ever, int64_t first) const {
+  int64_t stays = 0;
+  for (const Ring& ring : rings_) {
+    if (first > 0 && max_len_ever > ring.capacity) stays = std::max(stays, ring.window - 1);
+  }
+  return length - first - stays;
+}
+
+int64_t CacheLimits::ever_after(int64_t max_len_ever, int64_t first, int64_t count) const {
+  int64_t ever = max_len_ever - count;
+  for (const Ring& ring : rings_) {
+    if (first > 0 && max_len_ever > ring.capacity) ever = std::max(ever, first + ring.slots);
+  }
+  return ever;
+}
+
 }  // namespace exportable_cache

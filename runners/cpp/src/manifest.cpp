@@ -420,6 +420,8 @@ Result<Manifest> Manifest::read(const std::string& folder) {
     }
     manifest.methods.push_back(std::move(spec));
   }
+  const Json& shift = program["methods"]["shift"];
+  manifest.shifts = takes(shift, "input_pos") && takes(shift, "first") && takes(shift, "count");
   read_items(program["methods"], manifest, reader);
 
   const Json::Array no_layers;

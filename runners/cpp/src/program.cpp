@@ -23,6 +23,7 @@ std::string shape_text(et::Span<const int32_t> sizes) {
 
 constexpr const char* kEncode = "encode";
 constexpr const char* kEmbed = "embed";
+constexpr const char* kShift = "shift";
 
 int64_t reads(const MethodSpec& method) { return method.kv_read_len.value_or(std::numeric_limits<int64_t>::max()); }
 
@@ -203,6 +204,7 @@ Result<Program> Program::open(const Manifest& manifest) {
   for (const MethodSpec& method : manifest.methods) names.push_back(method.name);
   if (manifest.encoder) names.emplace_back(kEncode);
   if (manifest.embeds) names.emplace_back(kEmbed);
+  if (manifest.shifts) names.emplace_back(kShift);
   for (const ItemSpec& item : manifest.items) names.push_back(item.method);
   Result<std::unique_ptr<Engine>> engine = Engine::open(manifest.program_path(), names);
   if (!engine.ok()) return engine.error();
@@ -217,6 +219,17 @@ Result<Program> Program::open(const Manifest& manifest) {
   }
   if (manifest.embeds) {
     if (const Status status = check_items(**engine, manifest); !status.ok()) return status.error();
+  }
+  if (manifest.shifts) {
+    const auto meta = (*engine)->meta(kShift);
+    bool fits = meta.ok() && meta->num_inputs() == 3 && meta->num_outputs() == 1;
+    for (size_t index = 0; fits && index < 3; ++index) {
+      fits = tensor_problem(meta->input_tensor_meta(index), "a position", {manifest.batch_size}, false).empty();
+    }
+    if (!fits) {
+      return fail(ErrorCode::kBundle, "method 'shift' of ", manifest.program_path(),
+                  " takes or returns something else than the manifest says: copy the bundle again");
+    }
   }
   Program program(manifest.methods, std::move(*engine));
   if (manifest.encoder) {
@@ -263,6 +276,16 @@ int64_t Program::scored_tokens() const {
   int64_t most = 0;
   for (const MethodSpec& method : methods_) most = std::max(most, method.scored_tokens);
   return most;
+}
+
+Status Program::shift(int64_t length, int64_t first, int64_t count) {
+  const auto places = {view(&length, {1}), view(&first, {1}), view(&count, {1})};
+  std::vector<et::EValue> inputs;
+  for (const auto& place : places) inputs.emplace_back(*place);
+  const auto output = engine_->execute(kShift, inputs);
+  if (output.ok()) return {};
+  return fail(ErrorCode::kRuntime, "ExecuTorch failed in method 'shift' at a length of ", length, ": ", describe(output.error()),
+              "; reset() the session");
 }
 
 std::span<uint8_t> Program::cache() const { return engine_->cache(); }

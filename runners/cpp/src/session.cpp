@@ -70,6 +70,27 @@ Status Session::rewind(int64_t tokens) {
   return {};
 }
 
+Status Session::shift(int64_t count, int64_t first) {
+  if (!manifest_.shifts) {
+    return fail(ErrorCode::kBundle, manifest_.folder, " has no method shift, which drops old tokens; export the model with shift=True");
+  }
+  if (count < 1 || first < 0) {
+    return fail(ErrorCode::kInput, "count must be at least 1 and first at least 0, got ", count, " and ", first);
+  }
+  const int64_t most = first > length_ ? 0 : limits_.max_dropped(length_, max_len_ever_, first);
+  if (count > most) {
+    return fail(ErrorCode::kInput, "count must be at most ", most, " from position ", first, " on, got ", count, ": the cache holds ",
+                length_, " tokens, and the newest ones of a sliding window stay; drop fewer tokens, or protect fewer");
+  }
+  if (std::any_of(placed_.begin(), placed_.end(), [first](const Placed& item) { return item.end > first; })) {
+    return fail(ErrorCode::kInput, "first must be after the images, got ", first, "; reset() and feed the tokens to keep");
+  }
+  if (const Status status = program_.shift(length_, first, count); !status.ok()) return status;
+  max_len_ever_ = std::max(limits_.ever_after(max_len_ever_, first, count), length_ - count);
+  length_ -= count;
+  return {};
+}
+
 Result<std::span<const float>> Session::prefill(std::span<const int64_t> tokens, std::optional<int64_t> position) {
   if (const Status status = check_tokens(tokens, manifest_, "tokens"); !status.ok()) return status.error();
   const int64_t start = position.value_or(length_);

@@ -183,6 +183,7 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
      }},
     {"prefill", [](const Fields& fields) { reply(session->prefill(integers(fields[1]), position_of(fields))); }},
     {"decode", [](const Fields& fields) { reply(session->decode(integer(fields[1]), position_of(fields))); }},
+    {"shift", [](const Fields& fields) { reply(session->shift(integer(fields[1]), integer(fields[2]))); }},
     {"rewind", [](const Fields& fields) { reply(session->rewind(integer(fields[1]))); }},
     {"encode_ids", [](const Fields& fields) { reply(session->encode_input(std::span<const int64_t>(integers(fields[1])))); }},
     {"encode_numbers", [](const Fields& fields) {

@@ -30,6 +30,13 @@ class CacheLimits {
   /// overwritten.
   Rollback max_rollback(int64_t length, int64_t max_len_ever) const;
 
+  /// Number of tokens that can be dropped from position `first` on; below 1 if none can. The newest tokens of a window stay if
+  /// there are tokens before `first`, because a ring has lost those.
+  int64_t max_dropped(int64_t length, int64_t max_len_ever, int64_t first) const;
+
+  /// `max_len_ever` after `count` tokens from position `first` on are dropped.
+  int64_t ever_after(int64_t max_len_ever, int64_t first, int64_t count) const;
+
  private:
   // The newest tokens of a layer, in `slots` slots after the first tokens that it may store as well.
   struct Ring {

@@ -108,6 +108,7 @@ struct Manifest {
   std::vector<ItemSpec> items;        // inputs of prompts besides text
   std::optional<EmbedsSpec> embeds{};  // present if there are items
   std::optional<ChatTurns> chat{};
+  bool shifts = false;  // the program has a method `shift`, which drops old tokens
   std::optional<int64_t> start_token{};  // decoder_start_token_id of the generation config
   std::vector<int64_t> end_tokens;  // eos_token_id of the generation config; may be empty
   GenerationSettings settings{};    // its other settings

@@ -83,6 +83,11 @@ class Program {
   /// The last `padding` ids are padding. Nothing is checked here.
   Result<Encoded> encode(const EncoderSpec& encoder, const void* values, std::vector<int32_t> sizes, int32_t padding);
 
+  /// Drop `count` positions of the cache from `first` on, of `length` tokens. Nothing is checked here.
+  ///
+  /// Error kRuntime if ExecuTorch fails, after which the cache is half-written.
+  Status shift(int64_t length, int64_t first, int64_t count);
+
   /// The memory of the cache; see `Engine::cache`.
   std::span<uint8_t> cache() const;
   void clear_cache() const;

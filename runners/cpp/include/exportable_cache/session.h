@@ -104,6 +104,13 @@ class Session {
   /// would end inside an image that must stay whole.
   Status rewind(int64_t tokens);
 
+  /// Drop `count` tokens from position `first` on; later tokens move to lower positions, with their keys rotated to these. A
+  /// returned token that was not fed yet stays pending.
+  ///
+  /// Error kInput if a number is out of range, a sliding window would lack tokens, or images are after the first dropped token;
+  /// kBundle if the program has no such method; kRuntime if ExecuTorch fails.
+  Status shift(int64_t count, int64_t first = 0);
+
   /// Feed a prompt of any length. Long prompts are fed in chunks.
   ///
   /// `position` is that of the first token, by default after all cached tokens. 0 starts a new sequence, an earlier one rewinds to
