@@ -163,7 +163,7 @@ def test_one_token_at_a_time_on_executorch() -> None:
     check(lowered_session(model, "executorch", CAPACITY, prefill_chunk=1, cache_options={"kv_dtype": "int8"}), model)
 
 
-# Prefill lowers with XNNPACK's own partitions to none that could run: see backends/executorch/lowering/delegates.py.
+# Prefill lowers with XNNPACK's own partitions to none that could run: see backends/executorch/delegates/xnnpack.py.
 @pytest.mark.parametrize(
     ("family", "kv_dtype"),
     [

@@ -37,7 +37,7 @@ class Elsewhere(Pt2Backend):
     def runs_here(self, description, options) -> bool:
         return self.here
 
-    def stand_in(self, program: Program, description, options) -> StandIn:
+    def stand_in(self, program: Program, description, options, folder: Path) -> StandIn:
         self.seen = program
         cache = ExportableCache.from_model(program.model, CAPACITY)
         runner = ModuleRunner(program.model, cache, ProgramSpec(description.methods["prefill"].max_length))

@@ -218,13 +218,16 @@ class RunsElsewhere(Protocol):
         """
         ...
 
-    def stand_in(self, program: Program, description: ProgramDescription, options: TargetOptions) -> StandIn:
+    def stand_in(
+        self, program: Program, description: ProgramDescription, options: TargetOptions, folder: Path
+    ) -> StandIn:
         """Return what to verify instead of a program that this machine cannot run.
 
         Args:
             program: The lowered program, or one made again from the model and the manifest.
             description: Description of the lowered program.
             options: Options of the target, as given at export.
+            folder: Folder with the program's files.
 
         Raises:
             VerificationError: If the files were not made from `program`.
@@ -312,6 +315,12 @@ _XNNPACK = TargetDtypes(
 )
 # Core AI's runtime off Macs rounds more than half precision does, and verification refuses it.
 _COREAI = TargetDtypes(torch.float32)
+# GPUs have units of 16 bits, but only float32 was evaluated.
+_MLX = TargetDtypes(torch.float32)
+# The runtime's glue to OpenVINO takes floats of 32 bits only.
+_OPENVINO = TargetDtypes(
+    torch.float32, dict.fromkeys((torch.float16, torch.bfloat16), "ExecuTorch passes OpenVINO float32 only")
+)
 _NATIVE_LINEARS = replace(_XNNPACK, keeps_exact=True)
 _ROUNDED_LINEARS = replace(_NATIVE_LINEARS, rounded=torch.bfloat16)
 
@@ -322,9 +331,12 @@ def target_dtypes(target: str, options: Mapping[str, Any]) -> TargetDtypes:
     Args:
         target: Name of the target.
         options: Options of the target. ExecuTorch's delegate `tensorrt` computes like target `tensorrt`. Programs for
-            its other delegates are verified with XNNPACK.
+            Vulkan and Core ML are verified with XNNPACK.
     """
-    if target == "executorch" and options.get("delegate") != "tensorrt":
+    delegates = {"tensorrt": _TENSORRT, "openvino": _OPENVINO, "mlx": _MLX}
+    if target == "executorch" and options.get("delegate") in delegates:
+        return delegates[options["delegate"]]
+    if target == "executorch":
         if (options.get("linears") or options.get("kernels")) != "native":
             return _XNNPACK
         return _ROUNDED_LINEARS if options.get("compute") == "bfloat16" else _NATIVE_LINEARS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata, util
 from typing import Any
@@ -38,6 +38,7 @@ def doctor(ctx: typer.Context, json: JsonOption = False) -> None:
         ("torch", found.torch),
         ("compiled steps", found.compiled_steps),
         ("executorch", "not installed" if found.executorch is None else f"{found.executorch}{threads}"),
+        ("delegates", "none" if not found.delegates else "\n".join(f"{k}: {v}" for k, v in found.delegates.items())),
         ("native kernels", found.kernels),
         ("runner without torch", found.runner),
         ("tensorrt", "not installed" if found.tensorrt is None else found.tensorrt),
@@ -61,6 +62,7 @@ class Diagnosis:
         compiled_steps: Compiler that `compile=True` uses on the device that commands choose by default.
         executorch: Release of executorch, or None.
         runtime_threads: Threads of ExecuTorch's pool; None without this package's kernels, which report them.
+        delegates: What can be done here with each of ExecuTorch's delegates; empty without executorch.
         kernels: Kernels that compute attention: instruction set and path of native ones.
         runner: Path of the C++ runner's library, or `not built`.
         tensorrt: Name and release of the TensorRT package, or None.
@@ -75,6 +77,7 @@ class Diagnosis:
     compiled_steps: str
     executorch: str | None
     runtime_threads: int | None
+    delegates: dict[str, str]
     kernels: str
     runner: str
     tensorrt: str | None
@@ -99,11 +102,11 @@ def diagnose() -> Diagnosis:
     device = chosen_device()
     compiler = _compiler(device.type)
     release = _release("executorch")
-    kernels = None
+    kernels, delegates = None, {}
     if release is not None:
-        from ..common.compat.executorch import runtime
+        from ..common.compat.executorch import available_backends
 
-        runtime()
+        delegates = _delegates(available_backends())
         kernels = load_native_kernels()
     runner = os.environ.get(RUNNER_VARIABLE) or found_library()
     served = "not loaded; ExecuTorch's are used" if release else "none, because executorch is not installed"
@@ -118,6 +121,7 @@ def diagnose() -> Diagnosis:
         compiled_steps=f"by {compiler} on {device.type}" if compiler else f"none on {device.type}",
         executorch=release,
         runtime_threads=None if kernels is None else kernels.threads,
+        delegates=delegates,
         kernels=served,
         runner="not built" if runner is None else str(runner),
         tensorrt=_tensorrt(),
@@ -126,6 +130,28 @@ def diagnose() -> Diagnosis:
             *_remedies(release, kernels is not None, runner is not None),
         ],
     )
+
+
+def _delegates(available: Collection[str]) -> dict[str, str]:
+    """Return what can be done here with each delegate: lowered, executed, evaluated.
+
+    Args:
+        available: Ids of the delegates that the runtime has.
+    """
+    from ..backends.executorch.delegates.table import DELEGATES
+
+    found = {}
+    for name, delegate in DELEGATES.items():
+        if name == "tensorrt":  # It has a line of its own.
+            continue
+        done = ["lowered"] if delegate.is_lowered_here else []
+        if delegate.backend_id in available:
+            done.append("executed")
+        elif delegate.is_evaluated_here:
+            done.append("evaluated")
+        lacks = not done or (len(done) == 1 and delegate.verified != "lowered")
+        found[name] = ", ".join(done or ["nothing"]) + (f"; {delegate.install} adds more" if lacks else "")
+    return found
 
 
 def _gpus() -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..backends.executorch.delegates.table import DELEGATES
 from ..backends.executorch.options import NATIVE_KERNELS_NEEDED, ExecutorchOptions, needs_native_kernels
 from ..backends.tensorrt.options import TensorRTOptions
 from ..cache.spec import CacheSpec
@@ -64,7 +65,7 @@ _GUIDES = {
     "tensorrt": "docs/guides/tensorrt.md",
 }
 #: Options of single targets with a command-line option; `-O` also takes them.
-_SHORTHANDS = ("delegate", "sm")
+_SHORTHANDS = ("delegate", "sm", "allow_partial")
 #: Other arguments of `export`, and how the command spells them, if it does.
 _OTHERWISE = {
     "model_or_path": "MODEL",
@@ -95,6 +96,7 @@ def export(ctx: typer.Context, model: str, option: list[str] | None, json: bool,
     """Export a model with its cache to a bundle, and verify it."""
     terminal: Terminal = ctx.obj
     named = {name: given.pop(name) for name in _SHORTHANDS}
+    named["allow_partial"] = "true" if named["allow_partial"] else None
     shorthands = [f"{name}={value}" for name, value in named.items() if value is not None]
     options = _target_options([*(option or []), *shorthands])
     given["modalities"] = tuple(given["modalities"] or ())
@@ -204,8 +206,7 @@ def next_steps(bundle: Bundle) -> Iterator[str]:
     from ..program.inputs.multimodal import kinds_taken
 
     manifest, path = bundle.manifest, shlex.quote(str(bundle.path))
-    # ExecuTorch's Python runtime has only this delegate.
-    if manifest.tokenizer is not None and manifest.options.get("delegate", "xnnpack") == "xnnpack":
+    if manifest.tokenizer is not None and DELEGATES[manifest.options.get("delegate", "xnnpack")].verified == "executed":
         kinds = kinds_taken(manifest.description().methods)
         prompt = "--prompt TEXT" if "text" in kinds else f"--{kinds[0]} FILE"
         trust = " --trust" if backend_for(manifest.target).machine_code else ""

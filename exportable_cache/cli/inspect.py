@@ -203,7 +203,7 @@ def opened_elsewhere(manifest: Manifest) -> list[str]:
             'programs = load_pt2("program.pt2").exported_programs',
             'for program in programs.values(): program.constants.update(programs["model"].constants)',
         ]
-    # ExecuTorch's Python runtime has only this delegate.
+    # Others need libraries and variables of their own.
     if manifest.target != "executorch" or manifest.options.get("delegate", "xnnpack") != "xnnpack":
         return []
     lines = [

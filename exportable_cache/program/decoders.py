@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..common.method_io import TensorSpec, name_forward
-from ..errors import InputError
+from ..errors import InputError, UnsupportedModelError
 from ..models.layers.encoder import ENCODER_LENGTH, EncoderStates, run_encoder
 from .methods import ProgramMethod
 from .spec import ProgramSpec
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 DEFAULT_PREFILL_CHUNK = 256
+#: The same where `prefill` takes one length only, because what is left of a prompt is fed token by token.
+FIXED_PREFILL_CHUNK = 32
 #: Smallest length bucket, in slots. Below this, attention costs too little to be worth a method.
 SMALLEST_BUCKET = 128
 
@@ -36,13 +38,21 @@ def methods_for(cache: ExportableCache, spec: ProgramSpec | None = None) -> dict
 
     Raises:
         InputError: If `prefill_chunk`, `score_length` or a bucket exceeds the capacity of a row.
+        UnsupportedModelError: If a layer keeps its whole prompt, and chunks have one length.
     """
     spec = ProgramSpec() if spec is None else spec
     score_length, split = spec.score_length, spec.split
     prefill_chunk = checked_prefill_chunk(cache, spec.prefill_chunk)
+    if spec.fixed_chunk and spec.prefill_chunk is None:
+        prefill_chunk = min(prefill_chunk, FIXED_PREFILL_CHUNK)
+    if spec.fixed_chunk and any(layer.policy.keeps_prompt for layer in cache.layers):
+        raise UnsupportedModelError(
+            "a layer that keeps its whole prompt needs chunks of any length, which this target does not take; export "
+            "for another target"
+        )
     methods = [ProgramMethod("decode", 1, 1)] if split else []
     if split and prefill_chunk > 1:
-        methods.append(ProgramMethod("prefill", 2, prefill_chunk))
+        methods.append(ProgramMethod("prefill", prefill_chunk if spec.fixed_chunk else 2, prefill_chunk))
     if spec.forward or not split:
         # `forward` also scores drafts, because a second method would make runtimes that pack weights hold them twice.
         methods.append(ProgramMethod("forward", 1, prefill_chunk, scored_tokens=min(score_length, prefill_chunk)))

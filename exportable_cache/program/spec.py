@@ -50,6 +50,7 @@ class ProgramSpec:
         forward: If True, add a method `forward` that takes one or more tokens; or a function of the adapted cache.
         split: If True, add the methods `decode` for one token and `prefill` for several; or a function of the adapted
             cache. Without them `forward` serves every step.
+        fixed_chunk: If True, `prefill` takes exactly `prefill_chunk` tokens, and `decode` the rest of a prompt.
         form: Where the state lives.
         logits: Which logits to return.
         modalities: Inputs other than text.
@@ -81,6 +82,7 @@ class ProgramSpec:
     buckets: Sequence[int] = ()
     forward: bool | Callable[[ExportableCache], bool] = False
     split: bool | Callable[[ExportableCache], bool] = True
+    fixed_chunk: bool = False
     form: Form | str = Form.RESIDENT
     logits: Logits | str = Logits.LAST
     modalities: Sequence[Modality] = ()

@@ -354,7 +354,7 @@ def session_to_verify(
     description, options = manifest.description(), backend.options.parse(manifest.options)
     if isinstance(backend, RunsElsewhere) and not backend.runs_here(description, options):
         progress(f"reading the {manifest.target} program", 0, None)
-        stand_in = backend.stand_in(program or program_of(manifest, model), description, options)
+        stand_in = backend.stand_in(program or program_of(manifest, model), description, options, bundle.path)
         return Session.from_bundle(bundle, stand_in.runner), stand_in.remark
     if manifest.ranks is not None:
         size = manifest.ranks.size

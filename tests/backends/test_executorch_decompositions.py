@@ -12,8 +12,8 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 from executorch.exir.backend.utils import get_delegates
 from executorch.runtime import Runtime
 
+from exportable_cache.backends.executorch.delegates.xnnpack import AcyclicXnnpackPartitioner
 from exportable_cache.backends.executorch.lowering import lower
-from exportable_cache.backends.executorch.lowering.delegates import AcyclicXnnpackPartitioner
 from exportable_cache.backends.executorch.lowering.rewrites import RemoveNeedlessCopies
 from exportable_cache.common.compat.executorch import edge_operator
 

@@ -1,12 +1,22 @@
 """Programs for other delegates: what is in the file, what verification says of them, and what is not offered."""
 
+import re
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from exportable_cache import export, load
+from exportable_cache import ExportableCache, export, load
 from exportable_cache.backends import backend_for
-from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
+from exportable_cache.backends.executorch.delegates import table
+from exportable_cache.backends.executorch.delegates.table import DELEGATES
+from exportable_cache.errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError
+from exportable_cache.models.quantization.spec import Quantization
+from exportable_cache.program.decoders import methods_for
+from exportable_cache.program.methods import chunk_sizes
+from exportable_cache.program.spec import ProgramSpec
 
 from ..support.models import tiny_model
 
@@ -14,7 +24,13 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir._serialize._program import deserialize_pte_binary
 
-from exportable_cache.backends.executorch.lowering.delegates import delegate_ids
+from exportable_cache.backends.executorch.delegates.checks import check_cache
+from exportable_cache.backends.executorch.delegates.openvino import keep_state_outside
+from exportable_cache.backends.executorch.delegates.passes import numbers_to_tensors, remainders_to_divisions
+from exportable_cache.backends.executorch.pte.instructions import called_delegates
+from exportable_cache.common.compat.executorch import operator_of
+
+ROOT = Path(__file__).parents[2]
 
 
 def plans(path: Path) -> dict:
@@ -36,7 +52,7 @@ def test_programs_for_devices_are_compiled_and_not_claimed_to_have_run(
     model = tiny_model("llama", num_hidden_layers=1)
     bundle = export(model, "executorch", 32, tmp_path / "out", delegate=delegate, prefill_chunk=1)
     path = bundle.path / "program.pte"
-    assert delegate_ids(path) == {backend}
+    assert called_delegates(path) == {backend}
     plan = plans(path)["decode"]
     assert len(plan.delegates) == calls
     # The cache: written in place by a portable kernel, or state inside the one model.
@@ -63,12 +79,143 @@ def test_methods_that_a_delegate_cannot_share_a_cache_among_are_refused(delegate
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["none", "qnn", "mlx", "openvino", "XNNPACK", ""])
+@pytest.mark.parametrize("name", ["none", "qnn", "XNNPACK", ""])
 def test_other_names_are_refused_with_what_is_offered(name: str) -> None:
-    with pytest.raises(InputError, match=f"delegate must be one of xnnpack, vulkan, coreml, tensorrt, got '{name}'"):
+    offered = "xnnpack, openvino, mlx, vulkan, coreml, tensorrt"
+    with pytest.raises(InputError, match=f"delegate must be one of {offered}, got '{name}'"):
         backend_for("executorch").options.parse({"delegate": name})
 
 
 def test_options_of_one_delegate_are_not_those_of_another() -> None:
     with pytest.raises(InputError, match="delegate 'vulkan' has no option 'llm_runner'; it knows delegate$"):
         backend_for("executorch").options.parse({"delegate": "vulkan", "llm_runner": True})
+
+
+@pytest.mark.parametrize("delegate", ["openvino", "mlx"])
+def test_quantized_weights_are_refused_where_no_delegate_takes_them(delegate: str) -> None:
+    options = backend_for("executorch").options.parse({"delegate": delegate})
+    with pytest.raises(InputError, match=f"quantize must be None for delegate '{delegate}', got '8da4w"):
+        options.check_quantization(Quantization("8da4w"))
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        ({}, r"delegate 'openvino' needs openvino<2026,>=2025.1, which is not installed"),
+        ({"openvino": "2026.1"}, r"delegate 'openvino' needs openvino.*, and 2026.1 is installed"),
+    ],
+)
+def test_a_compiler_that_is_not_installed_is_named_with_its_extra(
+    installed: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(table.metadata, "version", version)
+    with pytest.raises(MissingDependencyError, match=rf"{message}; pip install 'exportable-cache\[openvino\]'"):
+        DELEGATES["openvino"].module()
+    assert not DELEGATES["openvino"].is_lowered_here
+
+
+def test_extras_install_what_delegates_need() -> None:
+    """The table and pyproject.toml name the same packages and releases."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for delegate in DELEGATES.values():
+        for package in delegate.compiler + delegate.evaluator if delegate.extra != "executorch" else ():
+            (extra,) = re.findall(rf"^{delegate.extra} = \[(.*)\]$", project, re.MULTILINE)
+            assert f'"{package}' in extra.replace("[cpu]", ""), package
+
+
+@pytest.mark.parametrize(("chunk", "expected"), [(None, 32), (8, 8), (1, None)])
+def test_chunks_of_one_length(chunk: int | None, expected: int | None) -> None:
+    """A prompt is fed in chunks of exactly that length, and the rest token by token."""
+    cache = ExportableCache.from_model(tiny_model("llama", num_hidden_layers=1), 64)
+    methods = methods_for(cache, ProgramSpec(chunk, fixed_chunk=True))
+    if expected is None:
+        assert list(methods) == ["decode"]
+        return
+    assert (methods["prefill"].min_length, methods["prefill"].max_length) == (expected, expected)
+    assert not methods["prefill"].dynamic_sizes
+    assert chunk_sizes(methods, expected + 3) == [expected, 1, 1, 1]
+
+
+def test_a_capacity_below_the_default_chunk() -> None:
+    """The chunk is then as long as a row."""
+    cache = ExportableCache.from_model(tiny_model("llama", num_hidden_layers=1), 16)
+    assert methods_for(cache, ProgramSpec(fixed_chunk=True))["prefill"].max_length == 16
+
+
+def plan(calls: int, outside: int) -> SimpleNamespace:
+    """Return a lowered program with a method `forward`, as far as `check_cache` reads it."""
+    plan = SimpleNamespace(
+        name="forward",
+        delegates=[None] * calls,
+        non_const_buffer_sizes=[0, 100, outside],
+        operators=[SimpleNamespace(name="aten::scatter")],
+    )
+    return SimpleNamespace(executorch_program=SimpleNamespace(execution_plan=[plan]))
+
+
+@pytest.mark.parametrize(("calls", "outside"), [(2, 0), (1, 64)])
+def test_a_program_that_is_cut_apart_is_refused_with_counts(calls: int, outside: int) -> None:
+    state = [("layers.0.keys", torch.zeros(16)), ("layers.0.cumulative_length", torch.zeros(1))]
+    program = SimpleNamespace(cache=SimpleNamespace(named_state=lambda: state), methods={"forward": None})
+    counts = f"'mlx' splits forward into {calls} calls with {outside} of 64 bytes.*expected 1 call and 0"
+    with pytest.raises(
+        UnsupportedModelError, match=f"{counts}; the runtime would compute aten::scatter;.*--allow-partial"
+    ):
+        check_cache(DELEGATES["mlx"], program, plan(calls, outside))
+    check_cache(DELEGATES["mlx"], program, plan(calls, outside), allow_partial=True)
+    check_cache(DELEGATES["mlx"], program, plan(1, 0))
+
+
+def test_numbers_of_where_are_tensors() -> None:
+    """MLX's compiler takes no others, and would leave the operator to the runtime."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.where(x > 0, 1.0, 2.0), torch.where(x > 0, x, 2.0)
+
+    x = torch.tensor([1.0, -1.0])
+    graph_module = numbers_to_tensors(torch.export.export(Module(), (x,)).graph_module).graph_module
+    calls = [str(operator_of(node.target)) for node in graph_module.graph.nodes if node.op == "call_function"]
+    assert calls.count("aten.where.self") == 2 and not any("where.Scalar" in call for call in calls)
+    assert [one.tolist() for one in graph_module(x)] == [[1.0, 2.0], [1.0, 2.0]]
+
+
+@pytest.mark.parametrize("divisor", [1, 3, 16, 1000, 4096])
+def test_remainders_without_the_operator(divisor: int) -> None:
+    """Integers of both signs give what `torch.remainder` gives, up to a million."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.remainder(x, divisor)
+
+    x = torch.cat([torch.arange(-9000, 9000), torch.arange(10**6 - 5000, 10**6)])
+    graph_module = remainders_to_divisions(torch.export.export(Module(), (x,)).graph_module).graph_module
+    assert not any("remainder" in str(node.target) for node in graph_module.graph.nodes)
+    assert torch.equal(graph_module(x)[0], torch.remainder(x, divisor))
+
+
+def test_state_is_no_constant_of_a_partition() -> None:
+    """ExecuTorch takes a buffer whose new value is computed in two steps for a constant."""
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.zeros(1, 4))
+            self.register_buffer("table", torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            joined = torch.cat([self.state, x], dim=1)
+            self.state.copy_(joined[:, 2:])
+            return joined.sum() * self.table
+
+    program = torch.export.export(Module(), (torch.ones(1, 2),)).run_decompositions({})
+    placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    for node in placeholders.values():
+        node.meta["delegation_tag"] = "tag0"
+    keep_state_outside(program)
+    assert [name for name, node in placeholders.items() if "delegation_tag" not in node.meta] == ["b_state"]

@@ -31,7 +31,7 @@ from exportable_cache.backends.executorch.attention.fused_layouts import (
     NativeLayout,
     fold_of,
 )
-from exportable_cache.backends.executorch.lowering.delegates import LINEAR_ONLY
+from exportable_cache.backends.executorch.delegates.xnnpack import LINEAR_ONLY
 from exportable_cache.cache.layers import layer_from
 
 from .test_executorch import instructions

@@ -12,7 +12,7 @@ from executorch.backends.xnnpack._passes import XNNPACKPassManager
 from executorch.exir import to_edge
 from executorch.runtime import Runtime
 
-from exportable_cache.backends.executorch.lowering.delegates import has_cycle, is_serialisable, partitions_by_level
+from exportable_cache.backends.executorch.delegates.xnnpack import has_cycle, is_serialisable, partitions_by_level
 from exportable_cache.backends.executorch.lowering.lower import lower_programs
 
 

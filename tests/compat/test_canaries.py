@@ -110,6 +110,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "executorch.extension.pybindings.portable_lib._get_operator_names": CALLABLE,
         "executorch.exir.backend.utils.is_same_node.cache_clear": CALLABLE,
         "executorch.exir.backend.utils.WhyNoPartition": CLASS,
+        "executorch.extension.pybindings.portable_lib._get_registered_backend_names": CALLABLE,
         "executorch.exir.EdgeCompileConfig": takes("_check_ir_validity", "_skip_dim_order"),
     },
     "torch_tensorrt": {

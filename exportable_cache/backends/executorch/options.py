@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...common.settings import check_choice, setting
 from ...errors import InputError
 from ...program.spec import ProgramSpec
 from ..tensorrt.options import TensorRTOptions
+from .delegates.table import DELEGATES, Delegate
 
-#: Options by delegate.
-DELEGATES = {
-    "xnnpack": ("compute", "kernels", "linears", "llm_runner", "methods", "score_length", "shift"),
-    "vulkan": (),
-    "coreml": (),
-    "tensorrt": ("opt_length", "sm"),
-}
-#: Delegates that the Python runtime cannot execute.
-DEVICE_ONLY = ("vulkan", "coreml")
+if TYPE_CHECKING:
+    from ...models.quantization.spec import Quantization
+
 METHODS = ("auto", "forward", "split", "both")
 KERNELS = ("executorch", "native")
 LINEARS = ("delegate", "native")
@@ -45,8 +40,10 @@ class ExecutorchOptions(TensorRTOptions):
     """Options of target `executorch`.
 
     Attributes:
-        delegate: `xnnpack` (default), `vulkan`, `coreml`, or `tensorrt`. With `tensorrt` each method is one TensorRT
-            plan with the cache as an input and an output, and the options of target `tensorrt` apply, too.
+        delegate: A key of `DELEGATES`; `xnnpack` by default. With `tensorrt` each method is one TensorRT plan with the
+            cache as an input and an output, and the options of target `tensorrt` apply, too.
+        allow_partial: Accept a program of which the delegate takes several pieces, and the runtime's kernels the rest.
+            The file's description has the number of calls.
         methods: `forward`: one method `forward(input_ids [1, S], input_pos [1])` for any S from 1 to the longest chunk,
             which ExecuTorch's `TextLLMRunner` calls. `split`: `prefill` and `decode`; each packs the weights in memory,
             unless the C++ runtime shares them. `both`. The default is `forward`, or `split` for models with rings that
@@ -72,7 +69,7 @@ class ExecutorchOptions(TensorRTOptions):
 
     delegate: str = setting(
         "xnnpack",
-        "ExecuTorch delegate: xnnpack, vulkan, coreml or tensorrt.",
+        f"ExecuTorch delegate: {', '.join(DELEGATES)}.",
         flags=("--delegate",),
         metavar="NAME",
         choices=tuple(DELEGATES),
@@ -88,10 +85,18 @@ class ExecutorchOptions(TensorRTOptions):
     compute: str = setting("float32", "Type of the inputs of native linear layers.", choices=COMPUTE)
     score_length: int = 0
     shift: bool = setting(False, "Add a method that drops old tokens when the cache is full.", kind=bool)
+    allow_partial: bool = setting(
+        False, "Accept a program that the delegate takes in pieces.", flags=("--allow-partial",), kind=bool
+    )
     llm_runner: bool = setting(False, "Require what ExecuTorch's text runner calls.", kind=bool)
 
     #: Option that lifts the limit of rows, for messages.
     rows_by: ClassVar[str] = "delegate='xnnpack'"
+
+    @property
+    def facts(self) -> Delegate:
+        """Facts about the delegate."""
+        return DELEGATES[self.delegate]
 
     @property
     def max_batch_size(self) -> int | None:
@@ -108,7 +113,16 @@ class ExecutorchOptions(TensorRTOptions):
         """Return the names of the options that apply to the given delegate, and a description of it."""
         delegate = given.get("delegate", "xnnpack")
         check_choice("delegate", delegate, DELEGATES)
-        return ("delegate", *DELEGATES[delegate]), f"target {cls.target!r} with delegate {delegate!r}"
+        return ("delegate", *DELEGATES[delegate].options), f"target {cls.target!r} with delegate {delegate!r}"
+
+    def check_quantization(self, quantization: Quantization) -> None:
+        """See `TargetOptions.check_quantization`."""
+        super().check_quantization(quantization)
+        if self.delegate in ("openvino", "mlx"):
+            raise InputError(
+                f"quantize must be None for delegate {self.delegate!r}, got {str(quantization)!r}; leave it out, or "
+                "use delegate 'xnnpack'"
+            )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,16 +15,17 @@ import ctypes
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from ...common.compat.executorch import load_program, operator_names
+from ...common.compat.executorch import OPENVINO, exact_openvino, load_program, operator_names
 from ...common.native.kernels import kernels_remedy
 from ...errors import BundleError
-from .pte.instructions import called_operators, check_instructions
+from .delegates.checks import check_runs_here
+from .pte.instructions import called_delegates, called_operators, check_instructions
 
 if TYPE_CHECKING:
     import torch
@@ -54,9 +55,11 @@ class ExecutorchRunner:
             # Checked first, because the runtime writes a page to stderr for each missing operator.
             missing = called_operators(path) - operator_names()
             if not missing:
-                self._methods = {name: self._program.load_method(name) for name in description.methods}
+                exact = exact_openvino() if OPENVINO in called_delegates(path) else nullcontext()
+                with exact:
+                    self._methods = {name: self._program.load_method(name) for name in description.methods}
         except (OSError, RuntimeError) as error:
-            _check_runs_here(path)
+            check_runs_here(path)
             remedy = "export the model again"
             if _NO_MEMORY in str(error):
                 remedy = (
@@ -85,25 +88,11 @@ def _missing(path: Path, operators: frozenset[str]) -> BundleError:
             f"{kernels_remedy()}; or make a bundle without them: exportable-cache export MODEL --recipe portable ..."
         )
     else:
-        _check_runs_here(path)
+        check_runs_here(path)
         remedy = "install the release of executorch that it was exported with, or export the model again"
     return BundleError(
         f"the ExecuTorch runtime cannot load {path.name}: it has no kernel for {', '.join(sorted(operators))}; {remedy}"
     )
-
-
-def _check_runs_here(path: Path) -> None:
-    """Raise an error if the file failed to load because the runtime lacks its delegates."""
-    # Imported here, because the exporter's readers of the file take seconds to import.
-    from .lowering.delegates import check_runs_here
-
-    if path.is_file() and path.stat().st_size:
-        try:
-            check_runs_here(path)
-        except BundleError:
-            raise
-        except Exception:  # the readers raise arbitrary errors on a damaged file
-            return
 
 
 class _Blocks:

@@ -8,19 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...cache.attention import MATMUL_ATTENTION
+from ...cache.attention import ATTENTION, MATMUL_ATTENTION
 from ...errors import BundleError
 from ...program.spec import Form
 from ..base import LoweredFile, StandIn
 from ..registry import backend_for
 from .attention import fused_layouts, rows_layout  # noqa: F401  layouts of layers, by which bundles describe them
-from .options import DEVICE_ONLY, ExecutorchOptions
+from .options import ExecutorchOptions
 from .runner import ExecutorchRunner
 
 if TYPE_CHECKING:
     from ...program.program import Program
     from ...program.spec import ProgramSpec
     from ..base import ProgramDescription, Runner
+    from .delegates.table import Delegate
 
 FILE = "program.pte"
 
@@ -51,9 +52,9 @@ class ExecutorchBackend:
             return backend_for("tensorrt").program_spec(asked, options)
         # Batched products, because ExecuTorch has no kernels for experts.
         asked = replace(asked, form=Form.RESIDENT, experts="batched_mm")
-        if options.delegate in DEVICE_ONLY:
+        if options.delegate != "xnnpack":
             # No fused operators, because they would split the delegate's graph at every layer.
-            return replace(asked, attention=MATMUL_ATTENTION)
+            return delegate_program_spec(asked, options.facts)
         if options.kernels == "native" or options.native_linears:
             check_native_kernels()
         if options.native_linears:
@@ -84,6 +85,7 @@ class ExecutorchBackend:
             options.llm_runner,
             native=options.native_linears,
             rounded=options.compute == "bfloat16",
+            allow_partial=options.allow_partial,
         )
         return [LoweredFile(FILE, written)]
 
@@ -98,22 +100,44 @@ class ExecutorchBackend:
 
     def runs_here(self, description: ProgramDescription, options: ExecutorchOptions) -> bool:
         """Return True if the Python runtime executes the delegate."""
-        return options.delegate not in DEVICE_ONLY and options.delegate != "tensorrt"
+        facts = options.facts
+        if facts.name == "mlx":
+            from ...common.compat.executorch import available_backends
 
-    def stand_in(self, program: Program, description: ProgramDescription, options: ExecutorchOptions) -> StandIn:
-        """Return TensorRT networks on the CPU, or the XNNPACK lowering of the program for other delegates."""
-        delegate = options.delegate
-        if delegate in DEVICE_ONLY:
-            from .lowering.delegates import not_executed_remark
+            return facts.backend_id in available_backends()
+        return facts.verified == "executed"
+
+    def stand_in(
+        self, program: Program, description: ProgramDescription, options: ExecutorchOptions, folder: Path
+    ) -> StandIn:
+        """Return the delegate's graph on the CPU, or the XNNPACK lowering of the program for other delegates."""
+        facts = options.facts
+        if facts.name == "mlx":
+            from .delegates.mlx_evaluator import REMARK, MLXEvaluator
+
+            facts.check_installed(facts.evaluator)
+            return StandIn(MLXEvaluator(folder / FILE, description), REMARK)
+        if facts.verified == "lowered":
+            from .delegates.checks import not_executed_remark
             from .lowering.lower import write_program
 
             with tempfile.TemporaryDirectory() as temporary:
                 path = Path(temporary) / FILE
                 write_program(program, path)
-                return StandIn(ExecutorchRunner(path, description), not_executed_remark(delegate))
+                return StandIn(ExecutorchRunner(path, description), not_executed_remark(facts))
         from ..tensorrt.target import network_stand_in, program_networks
 
         return network_stand_in(description, program_networks(program, options, in_place=False))
+
+
+def delegate_program_spec(asked: ProgramSpec, facts: Delegate) -> ProgramSpec:
+    """Return the spec of a program for a delegate other than XNNPACK and TensorRT."""
+    if facts.lengths == "forward":
+        return replace(asked, attention=ATTENTION, forward=True, split=False)
+    asked = replace(asked, attention=MATMUL_ATTENTION)
+    if facts.lengths == "one":
+        return asked
+    return replace(asked, fixed_chunk=True)
 
 
 backend = ExecutorchBackend()

@@ -85,7 +85,9 @@ class TensorRTBackend:
 
         return runs_here(record for _, record in records_of(description.details).values())
 
-    def stand_in(self, program: Program, description: ProgramDescription, options: TensorRTOptions) -> StandIn:
+    def stand_in(
+        self, program: Program, description: ProgramDescription, options: TensorRTOptions, folder: Path
+    ) -> StandIn:
         """Return the networks on the CPU."""
         return network_stand_in(description, program_networks(program, options))
 

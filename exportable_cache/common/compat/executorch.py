@@ -9,12 +9,16 @@
 | `DelegateCall`, `InstructionArguments` in the same package | delegates cannot be reordered |
 | `executorch.exir._serialize._program.deserialize_pte_binary` | memory plans in a file cannot be read back |
 | `executorch.extension.pybindings._portable_lib`, `_C` from 1.5 on | opening a `.pte` takes 2.4 s more processor time |
+| `_get_registered_backend_names` of these | delegates that do not run here are not named |
+| `executorch.backends.openvino.partitioner` | OpenVINO's compiler needs nncf |
+| `executorch.backends.mlx.serialization.generate`, `data/bin/flatc`, generated modules | no programs for MLX off Macs |
 | `_load_program` and `_get_operator_names` of these | no `.pte` runs; a file that no runtime loads is written |
 | `EdgeCompileConfig(_check_ir_validity=..., _skip_dim_order=...)` | native operators fail a check |
 | `NodeVisitor.convert_to_qc4w` of XNNPACK's compiler | 4-bit weights of equal layers cannot be found in its output |
 | `executorch.exir._serialize._named_data_store.NamedDataStoreOutput` | equal layers are lowered separately |
 | `executorch.exir.backend.utils.is_same_node`, `WhyNoPartition` | a process keeps the weights of all its exports |
 | `LoweredBackendModule._named_data_store_output`, `ExecutorchProgramManager._named_data` | the same |
+| `aten._to_copy` | integers cannot be divided in delegates |
 | `_schema`, `_overloadname` of an operator | its edge operator cannot be found |
 | `_op` of an operator of the edge dialect | native operators are not recognised after lowering |
 | `GraphModule._set_replace_hook` | deep programs take longer to write |
@@ -23,9 +27,15 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import os
+import shutil
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module, metadata, util
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -48,6 +58,12 @@ _KERNELS = {
     "executorch.extension.llm.custom_ops": "*custom_ops_aot_lib.*",
     "executorch.kernels.quantized": "*quantized_ops_aot_lib.*",
 }
+#: Id of OpenVINO's delegate.
+OPENVINO = "OpenvinoBackend"
+#: Variable with the newest instruction set that oneDNN uses, and the last one without products in 16 bits.
+_ONEDNN, _WITHOUT_BFLOAT16 = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI"
+#: Variable with the path of OpenVINO's library for C, which the runtime loads.
+_OPENVINO = "OPENVINO_LIB_PATH"
 _REMEDY = "pip install 'exportable-cache[executorch]'"
 #: Release series of torch that each series of executorch runs with: first the one that it is compiled against, then
 #: others that the tests ran. Its wheels have no upper bound, so pip may install a newer torch whose classes have other
@@ -105,6 +121,11 @@ def runtime() -> ModuleType:
     name = next((name for name in _EXTENSIONS if util.find_spec(name) is not None), None)
     if name is None:
         raise MissingDependencyError(f"the installed executorch has no Python runtime; {_REMEDY}")
+    # The public module looks for it, too. The runtime loads it when it first meets the delegate.
+    openvino = util.find_spec("openvino")
+    for folder in () if openvino is None else openvino.submodule_search_locations or ():
+        for library in sorted(Path(folder, "libs").glob("libopenvino_c.so*"))[:1]:
+            os.environ.setdefault(_OPENVINO, str(library))
     extension = import_module(name)
     for package, pattern in _KERNELS.items():
         torch.ops.load_library(str(_library(package, pattern)))
@@ -189,14 +210,166 @@ def delegate_calls(plan: Any) -> list[Any]:
 
 def deserialized_program(data: bytes) -> Any:
     """Return the program of a `.pte` as dataclasses of its schema."""
+    return deserialized_file(data).program
+
+
+def deserialized_file(data: bytes) -> Any:
+    """Return a `.pte` as its program and its named data, dataclasses of its schema."""
     from executorch.exir._serialize._program import deserialize_pte_binary
 
-    return deserialize_pte_binary(data).program
+    return deserialize_pte_binary(data)
+
+
+def openvino_partitioner() -> Any:
+    """Return the class of OpenVINO's partitioner, without its package's quantizer, which needs nncf and 20 others."""
+    name = "executorch.backends.openvino"
+    if name in sys.modules:
+        return import_module(f"{name}.partitioner").OpenvinoPartitioner
+    spec = util.find_spec(name)
+    if spec is None:
+        raise MissingDependencyError(f"the installed executorch has no compiler for OpenVINO; {_REMEDY}")
+    # Its modules are imported from a package that has not run, and which a later import runs.
+    sys.modules[name] = util.module_from_spec(spec)
+    try:
+        return import_module(f"{name}.partitioner").OpenvinoPartitioner
+    finally:
+        del sys.modules[name]
+
+
+_MLX = "executorch.backends.mlx.serialization"
+
+
+@functools.cache
+def prepare_mlx_schema() -> Path:
+    """Make MLX's compiler importable, whose schema only the wheel for Macs has as Python code.
+
+    The wheel's generator makes it, in a temporary folder, because the installed package may not be writable. The folder
+    lasts as long as the process, because generated code imports parts of itself when it is used.
+
+    Returns:
+        Folder of the package `executorch.backends.mlx` or of its generated part.
+
+    Raises:
+        MissingDependencyError: If the wheel has no MLX, or the generator fails.
+    """
+    found = util.find_spec("executorch.backends")
+    folders = () if found is None else found.submodule_search_locations or ()
+    package = next((Path(one, "mlx") for one in folders if Path(one, "mlx", "serialization").is_dir()), None)
+    if package is None:
+        raise MissingDependencyError(f"the installed executorch has no compiler for MLX; {_REMEDY}")
+    if (package / "serialization" / "mlx_graph_schema.py").exists():
+        return package
+    generated = Path(tempfile.mkdtemp(prefix="exportable_cache_mlx_"), "mlx")
+    atexit.register(shutil.rmtree, generated.parent, ignore_errors=True)
+    code = generated / "serialization"
+    shutil.copytree(package / "serialization", code, ignore=shutil.ignore_patterns("__pycache__"))
+    # It also writes C++ over templates, which the wheel lacks.
+    (generated / "runtime").mkdir()
+    for name in ("MLXLoader.h.tmpl", "MLXLoader.cpp.tmpl"):
+        (code / name).touch()
+    compiler = package.parents[1] / "data" / "bin" / ("flatc.exe" if os.name == "nt" else "flatc")
+    command = [sys.executable, str(code / "generate.py"), "--flatc", str(compiler)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode or not (code / "_generated" / "mlx_delegate" / "MLXGraph.py").exists():
+        reason = (done.stderr.strip() or done.stdout.strip() or "no reason").splitlines()[-1]
+        raise MissingDependencyError(f"executorch's generator of MLX's schema failed: {reason}; {_REMEDY}")
+    spec = util.spec_from_file_location(_MLX, code / "__init__.py", submodule_search_locations=[str(code)])
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[_MLX] = module = util.module_from_spec(spec)
+    try:
+        import_module("executorch.backends.mlx")
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[_MLX]
+        raise
+    return generated
+
+
+def mlx_graph(payload: bytes) -> tuple[Any, Callable[[Any, Any, Any], Iterator[tuple[str, dict[str, Any]]]]]:
+    """Return a reader of an MLX delegate's graph, and a function that yields the instructions of a chain.
+
+    The function takes a chain's reader, and what makes references to tensors and to numbers from their indices. It
+    yields the name of each operator, and its operands by name.
+    """
+    folder = prepare_mlx_schema()
+    serialization = import_module(f"{_MLX}.mlx_graph_serialize")
+    names = import_module(f"{_MLX}._generated_serializers").MLX_OP_TYPE_NAMES
+    spec = util.spec_from_file_location("_exportable_cache_mlx_fields", folder / "_generated_inspector.py")
+    assert spec is not None
+    assert spec.loader is not None
+    fields = util.module_from_spec(spec)
+    spec.loader.exec_module(fields)
+    offset, size, _, _ = serialization.parse_header(payload)
+
+    def code_of(name: str) -> Any:
+        return getattr(import_module(f"{_MLX}._generated.mlx_delegate.{name}"), name)
+
+    def described(chain: Any, tensor: Any, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        for index in range(chain.InstructionsLength()):
+            instruction = chain.Instructions(index)
+            name, table = names[instruction.OpType()], instruction.Op()
+            node = code_of(name)()
+            node.Init(table.Bytes, table.Pos)
+            operands = {
+                key: _mlx_operand(node, accessor, kind, tensor, value)
+                for key, accessor, kind in fields.OP_NODE_FIELDS[name]
+            }
+            yield name.removesuffix("Node"), operands
+
+    return code_of("MLXGraph").GetRootAs(payload[offset : offset + size], 0), described
+
+
+def _mlx_operand(node: Any, accessor: str, kind: str, tensor: Any, value: Any) -> Any:
+    """Return an operand of an instruction, whose kind is one of the generated table."""
+    read = getattr(node, accessor)
+    if kind.endswith("_list"):
+        count = getattr(node, f"{accessor}Length")()
+        return [_mlx_single(read(index), kind.removesuffix("_list"), tensor, value) for index in range(count)]
+    return _mlx_single(read(), kind, tensor, value)
+
+
+def _mlx_single(found: Any, kind: str, tensor: Any, value: Any) -> Any:
+    if found is None or kind in ("scalar", "int"):
+        return found
+    if kind == "string":
+        return found.decode()
+    if kind in ("tid", "vid"):
+        return (tensor if kind == "tid" else value)(found.Idx())
+    if kind == "int_or_vid_or_tid":
+        by_kind = (found.Literal, lambda: value(found.Vid().Idx()), lambda: tensor(found.Tid().Idx()))
+        return by_kind[found.Kind()]()
+    if found.IsVid():
+        return value(found.Vid().Idx())
+    return tensor(found.Tid().Idx()) if kind == "vid_or_tid" else found.Literal()
 
 
 def operator_names() -> set[str]:
     """Return the operators that the installed runtime has kernels for."""
     return set(runtime()._get_operator_names())
+
+
+def available_backends() -> set[str]:
+    """Return the ids of the delegates that the installed runtime has, with the libraries that they load."""
+    registered = set(runtime()._get_registered_backend_names())
+    # Not by the runtime's own check, which loads each library and writes to stderr.
+    return registered if os.environ.get(_OPENVINO) else registered - {OPENVINO}
+
+
+@contextmanager
+def exact_openvino() -> Iterator[None]:
+    """Let OpenVINO, if it is first loaded in this block, compute in float32 on processors with units for bfloat16.
+
+    Its default there is bfloat16. ExecuTorch (1.4.1) imports a compiled model without options, and the file does not
+    keep those it was compiled with (docs/guides/delegates.md). OpenVINO reads the variable once.
+    """
+    before = os.environ.get(_ONEDNN)
+    os.environ.setdefault(_ONEDNN, _WITHOUT_BFLOAT16)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_ONEDNN, None)
 
 
 def edge_config(skip_dim_order: bool = False, kept: Sequence[Any] = ()) -> Any:
@@ -227,6 +400,13 @@ def edge_operator(target: Any) -> Any:
         return target
     library, name = target._schema.name.split("::")
     return getattr(getattr(getattr(ops.edge, library), name), target._overloadname)
+
+
+def cast_operator() -> Any:
+    """Return the edge operator that converts a tensor to a dtype."""
+    import torch
+
+    return edge_operator(torch.ops.aten._to_copy.default)
 
 
 def call_delegate_operator() -> Any:

@@ -19,6 +19,8 @@ from torch.export import ExportedProgram
 from ....common.compat.executorch import edge_config, release_program
 from ....errors import ExportableCacheError, InputError, UnsupportedModelError, describe_trace_error
 from ..dedup.segment_calls import ClonedSegments
+from ..delegates.checks import check_cache, check_methods, delegated_calls
+from ..delegates.table import DELEGATES
 from ..graph_edits import drop_provenance
 from ..native.experts import experts_to_native
 from ..native.linears import linears_to_native, tables_to_native
@@ -26,7 +28,6 @@ from ..native.operators import round_attention
 from ..pte.kernels import check_kernels
 from ..pte.rewrite import make_largest_first, write_pte
 from ..quantized import FoldedLinears, UnfoldLinears, fuse_quantized_embeddings
-from .delegates import BACKEND_IDS, check_cache, check_methods, delegated_calls, partitioners_for
 from .insertions import replace_placeholders
 from .patches import patch_exporter
 from .rewrites import (
@@ -77,7 +78,7 @@ def to_edge(
     Args:
         programs: Exported programs by method name.
         constant_methods: Values that methods of the file return, by name.
-        delegate: A key of `options.DELEGATES`.
+        delegate: A key of `DELEGATES`.
         native: Use native operators for linear layers, and for embedding tables that 16 bits hold without loss.
         rounded: Round the inputs of native layers with bfloat16 weights, and of attention, to bfloat16.
     """
@@ -118,24 +119,24 @@ def _rewritten(program: ExportedProgram, rewrites: Sequence[Rewrite]) -> Exporte
 def _partitioned(
     programs: dict[str, ExportedProgram], delegate: str, constant_methods: Mapping[str, Any] | None = None
 ) -> EdgeProgramManager:
-    partitioners = partitioners_for(delegate)
-    methods = dict(constant_methods or {})
-    passes = [UnfoldLinears(), RemoveNeedlessCopies()] if delegate == "xnnpack" else []
-    kept = partitioners[0].kept_operators(programs.values()) if delegate == "xnnpack" else None
+    module = DELEGATES[delegate].module()
+    partitioner, methods = module.partitioner(), dict(constant_methods or {})
+    passes = [UnfoldLinears(), RemoveNeedlessCopies()] if delegate == "xnnpack" else getattr(module, "passes", list)()
+    kept = partitioner.kept_operators(programs.values()) if delegate == "xnnpack" else None
     # No validity check, because cache writes are not core operators; no dim orders, because these would copy the cache.
     config = edge_config(skip_dim_order=True, kept=kept or ())
     if kept is None:
         edge = exir.to_edge_transform_and_lower(
             programs,
             transform_passes=[drop_provenance, *passes],
-            partitioner=partitioners,
+            partitioner=[partitioner],
             compile_config=config,
             constant_methods=methods,
         )
     else:
         # Equivalent, with one decomposition instead of three, because the kept operators are known.
         edge = exir.to_edge(programs, methods, config).transform([drop_provenance, *passes])
-        edge = edge.to_backend(partitioners[0])
+        edge = edge.to_backend(partitioner)
     for name in programs:
         drop_provenance(edge.exported_program(name).graph_module)
     return edge
@@ -194,16 +195,18 @@ def write_program(
     for_llm_runner: bool = False,
     native: bool = False,
     rounded: bool = False,
+    allow_partial: bool = False,
 ) -> str:
     """Lower a program for a delegate and write it.
 
     Args:
         program: Program to lower.
         path: File to write.
-        delegate: A key of `options.DELEGATES`.
+        delegate: A key of `DELEGATES`.
         for_llm_runner: Require what ExecuTorch's `TextLLMRunner` reads.
         native: Use native operators for linear layers and embedding tables.
         rounded: Round the inputs of native layers with bfloat16 weights, and of attention, to bfloat16.
+        allow_partial: See `check_cache`.
 
     Returns:
         Description of the file's contents for people.
@@ -211,13 +214,14 @@ def write_program(
     Raises:
         UnsupportedModelError: If ExecuTorch cannot lower the model, or lacks a kernel for one of its operators.
     """
-    check_methods(delegate, program)
+    facts = DELEGATES[delegate]
+    check_methods(facts, program)
     lowered = _lowered(program, delegate, for_llm_runner, native, rounded)
     holds = f"methods {', '.join(program.methods)}, weights, one cache"
     if delegate != "xnnpack":
-        check_cache(delegate, program, lowered)
+        check_cache(facts, program, lowered, allow_partial)
         calls = ", ".join(f"{count} in {name}" for name, count in delegated_calls(lowered).items())
-        holds += f"; calls of {BACKEND_IDS[delegate]}: {calls}"
+        holds += f"; calls of {facts.backend_id}: {calls}"
     write_pte(lowered, path)
     make_largest_first(path)
     release_program(lowered)

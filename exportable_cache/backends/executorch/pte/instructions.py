@@ -182,6 +182,20 @@ def called_operators(path: Path) -> frozenset[str]:
         return frozenset(f"{operator.text(0)}.{operator.text(1)}".rstrip(".") for operator in operators)
 
 
+def called_delegates(path: Path) -> frozenset[str]:
+    """Return the ids of the delegates that the methods of a program call, such as "XnnpackBackend".
+
+    Args:
+        path: File whose flatbuffer was verified.
+
+    Raises:
+        BundleError: As `check_instructions`.
+        OSError: If the file cannot be read.
+    """
+    with _opened(path) as program:
+        return frozenset(one.text(0) for plan in program.tables(_PLANS) for one in plan.tables(_DELEGATES))
+
+
 def method_names(path: Path) -> frozenset[str]:
     """Return the names of the methods of a program, with those that return a constant, such as "get_vocab_size".
 

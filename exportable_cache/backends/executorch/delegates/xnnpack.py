@@ -1,17 +1,9 @@
-"""Delegates that a program can be lowered to, their partitioners, and checks of the result.
-
-XNNPACK's partitions are made free of circular dependencies, and skip compiler passes that they do not need.
-"""
+"""The delegate XNNPACK. Its partitions are free of circular dependencies, and skip compiler passes they do not need."""
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
-from importlib import util
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,152 +14,19 @@ from executorch.exir.backend.canonical_partitioners.pattern_op_partitioner impor
 )
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, PartitionResult
-from executorch.runtime import Runtime
 from torch.fx import Node
 from torch.fx.passes.infra.partitioner import Partition
 
-from ....common.compat.executorch import extended_header, flat_program
-from ....errors import BundleError, MissingDependencyError, UnsupportedModelError
-from ..options import DEVICE_ONLY
-
 if TYPE_CHECKING:
-    from executorch.exir import ExecutorchProgramManager
     from torch.export import ExportedProgram
     from torch.fx import Graph
 
     from ....common.compat.torch import OpOverload
-    from ....program.program import Program
 
 
-#: Ids of delegates in the file, by name.
-BACKEND_IDS = {"xnnpack": "XnnpackBackend", "vulkan": "VulkanBackend", "coreml": "CoreMLBackend"}
-
-_HEADER_BYTES = 64
-
-
-def partitioners_for(delegate: str) -> list[Any]:
-    """Return the partitioners of a delegate.
-
-    Raises:
-        MissingDependencyError: If its compiler is not installed.
-    """
-    if delegate == "vulkan":
-        from executorch.backends.vulkan.partitioner.vulkan_partitioner import VulkanPartitioner
-
-        return [VulkanPartitioner()]
-    if delegate == "coreml":
-        return [_core_ml_partitioner()]
-
-    return [AcyclicXnnpackPartitioner()]
-
-
-def _core_ml_partitioner() -> Any:
-    if util.find_spec("coremltools") is None:
-        raise MissingDependencyError(
-            "delegate 'coreml' needs coremltools, which is not installed; pip install coremltools"
-        )
-    with _quiet():
-        import coremltools
-        from executorch.backends.apple.coreml.compiler import CoreMLBackend
-        from executorch.backends.apple.coreml.partition import CoreMLPartitioner
-
-    specs = CoreMLBackend.generate_compile_specs(
-        # The first version with state inside a model.
-        minimum_deployment_target=coremltools.target.iOS18,
-        compute_precision=coremltools.precision.FLOAT32,
-    )
-    return CoreMLPartitioner(compile_specs=specs, take_over_mutable_buffer=True)
-
-
-def check_methods(delegate: str, program: Program) -> None:
-    """Refuse methods that a delegate's compiler does not take.
-
-    Raises:
-        UnsupportedModelError: If the delegate compiles only a static decode step, and the program has other methods.
-    """
-    if delegate in DEVICE_ONLY and list(program.methods) != ["decode"]:
-        raise UnsupportedModelError(
-            f"methods must be decode only for delegate {delegate!r}, got {', '.join(program.methods)}; "
-            "export with prefill_chunk=1 (--prefill-chunk 1), so that prompts are fed token by token"
-        )
-
-
-def check_cache(delegate: str, program: Program, lowered: ExecutorchProgramManager) -> None:
-    """Refuse a program whose cache is not where the delegate is known to keep it.
-
-    Raises:
-        UnsupportedModelError: If a part of the cache is elsewhere.
-    """
-    if delegate not in DEVICE_ONLY:
-        return
-    cache_bytes = sum(
-        tensor.nbytes for name, tensor in program.cache.named_state() if not name.endswith(".cumulative_length")
-    )
-    (plan,) = (plan for plan in lowered.executorch_program.execution_plan if plan.name == "decode")
-    # Arenas after that of the activations hold the mutable buffers.
-    outside = sum(plan.non_const_buffer_sizes[2:])
-    expected = 0 if delegate == "coreml" else cache_bytes
-    if outside != expected or (delegate == "coreml" and len(plan.delegates) != 1):
-        raise UnsupportedModelError(
-            f"delegate {delegate!r} splits this model into {len(plan.delegates)} calls with {outside} of {cache_bytes} "
-            f"bytes of the cache outside them, expected {expected}; no runtime is known to run that correctly: "
-            "export for delegate 'xnnpack'"
-        )
-
-
-def delegated_calls(lowered: ExecutorchProgramManager) -> dict[str, int]:
-    """Return the number of delegate calls by method."""
-    return {plan.name: len(plan.delegates) for plan in lowered.executorch_program.execution_plan if plan.delegates}
-
-
-def delegate_ids(path: Path) -> set[str]:
-    """Return the ids of the delegates that a `.pte` calls.
-
-    Raises:
-        BundleError: If the file is not a program.
-    """
-    with path.open("rb") as file:
-        header = extended_header(file.read(_HEADER_BYTES))
-        if header is None:
-            raise BundleError(
-                f"the ExecuTorch runtime cannot load {path.name}: the file has no program; export the model again"
-            )
-        file.seek(0, os.SEEK_SET)
-        table = file.read(header.segment_base_offset or header.program_size)
-    program = flat_program(table)
-    plans = [program.ExecutionPlan(index) for index in range(program.ExecutionPlanLength())]
-    return {plan.Delegates(index).Id().decode() for plan in plans for index in range(plan.DelegatesLength())}
-
-
-def check_runs_here(path: Path) -> None:
-    """Refuse a file for delegates that this machine's runtime lacks.
-
-    Raises:
-        BundleError: If a delegate is missing.
-    """
-    available = set(Runtime.get().backend_registry.registered_backend_names)
-    missing = sorted(delegate_ids(path) - available)
-    if missing:
-        raise BundleError(
-            f"{path.name} is for {', '.join(missing)}, which the ExecuTorch runtime of this machine lacks (it has "
-            f"{', '.join(sorted(available))}); run it on a device that has it, or export for delegate 'xnnpack'"
-        )
-
-
-def not_executed_remark(delegate: str) -> str:
-    """Return the remark of a verification for a delegate that this machine cannot execute."""
-    remark = (
-        f"the XNNPACK lowering of the same exported program was run; the program for {BACKEND_IDS[delegate]} is "
-        "not executed here"
-    )
-    return f"{remark}, and keeps its cache in float16" if delegate == "coreml" else remark
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def partitioner() -> AcyclicXnnpackPartitioner:
+    """Return the partitioner of the delegate."""
+    return AcyclicXnnpackPartitioner()
 
 
 #: Read by backends/xnnpack/xnnpack_preprocess.py; the runtime ignores it.

@@ -1,0 +1,103 @@
+"""Programs for the delegate MLX: what is in the file, and its evaluation where the package `mlx` is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+from exportable_cache import export, load
+from exportable_cache.backends.executorch.delegates import mlx_evaluator, table
+from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.errors import BundleError, MissingDependencyError, VerificationError
+from exportable_cache.verification.verify import verify
+
+from ..support.models import tiny_model
+
+pytest.importorskip("executorch", reason="the executorch extra is not installed")
+
+HAS_MLX = importlib.util.find_spec("mlx") is not None
+needs_mlx = pytest.mark.skipif(not HAS_MLX, reason="the mlx extra is not installed")
+#: One ring and one full layer.
+FAMILY = "gemma3_text"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Return a bundle of a hybrid that was not verified."""
+    folder = tmp_path_factory.mktemp("mlx") / "bundle"
+    return export(tiny_model(FAMILY), "executorch", 48, folder, delegate="mlx", prefill_chunk=8, verify=False)
+
+
+def test_the_delegate_has_the_whole_method_and_its_state(bundle: Bundle) -> None:
+    """The check of the lowering accepts one call and no state outside; the description says so."""
+    assert list(bundle.manifest.program.methods) == ["forward"]
+    assert bundle.manifest.files["program.pte"].holds.endswith("calls of MLXBackend: 1 in forward")
+    assert bundle.manifest.verification is None
+
+
+@pytest.mark.skipif("sys.platform == 'darwin'", reason="the wheel for Macs runs it")
+def test_it_does_not_run_here(bundle: Bundle) -> None:
+    """The error names the delegate."""
+    with pytest.raises(
+        BundleError, match="program.pte is for MLXBackend, which the ExecuTorch runtime of this machine"
+    ):
+        load(bundle.path)
+
+
+def test_without_mlx_nothing_is_verified(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the extra, and no report is made."""
+
+    version = table.metadata.version
+
+    def missing(name: str) -> str:
+        if name == "mlx":
+            raise table.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(table.metadata, "version", missing)
+    monkeypatch.setattr("exportable_cache.common.compat.executorch.available_backends", set)
+    with pytest.raises(MissingDependencyError, match=r"needs mlx<1,>=0.29, .*pip install 'exportable-cache\[mlx\]'"):
+        verify(bundle, tiny_model(FAMILY))
+
+
+@needs_mlx
+def test_a_hybrid_past_its_window_is_verified(bundle: Bundle) -> None:
+    """The logits of the evaluated file are the model's, and the report says what was run."""
+    report = verify(bundle, tiny_model(FAMILY))
+    assert report.passed and report.max_difference < 1e-4
+    assert report.remark == mlx_evaluator.REMARK
+
+
+@needs_mlx
+def test_a_wrong_graph_is_not_verified(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evaluator's logits come from the graph: with another softmax they differ."""
+    monkeypatch.setitem(mlx_evaluator.OPERATORS, "Softmax", lambda mx, node: mx.softmax(2 * node.x, axis=node.axis))
+    monkeypatch.setitem(mlx_evaluator.OPERATORS, "Sdpa", lambda mx, node: 2 * node.q)
+    assert not verify(bundle, tiny_model(FAMILY)).passed
+
+
+@needs_mlx
+def test_an_instruction_that_is_not_known_is_named(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is verified then."""
+    monkeypatch.delitem(mlx_evaluator.OPERATORS, "Addmm")
+    with pytest.raises(VerificationError, match="does not know the operator Addmm.*--no-verify"):
+        verify(bundle, tiny_model(FAMILY))
+
+
+@needs_mlx
+@pytest.mark.parametrize(("index", "size"), [(7, 7), (-8, 7)])
+def test_indices_out_of_range_are_refused(index: int, size: int) -> None:
+    """MLX does not check them, and would read other memory."""
+    import mlx.core
+
+    with pytest.raises(ValueError, match=f"indices must be from -{size} to {size - 1}, got {index} to {index}"):
+        mlx_evaluator._checked(mlx.core, mlx.core.array([index]), size)
+
+
+def test_a_method_in_pieces_is_not_verified() -> None:
+    """Only a program that is one call is evaluated."""
+    plan = SimpleNamespace(name="forward", delegates=[1, 2], chains=[SimpleNamespace(instructions=[1, 2, 3])])
+    with pytest.raises(VerificationError, match="'forward' has 3 instructions and 2 calls.*--no-verify"):
+        mlx_evaluator._call(plan)
