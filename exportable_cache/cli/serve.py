@@ -86,7 +86,7 @@ def serve(
         typer.Option(
             "--adapter",
             metavar="NAME=FILE",
-            help="LoRA adapter for requests of the model MODEL:NAME; may be repeated.",
+            help="Adapter for requests of the model MODEL:NAME; may be repeated.",
             show_default=False,
         ),
     ] = None,

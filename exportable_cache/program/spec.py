@@ -93,7 +93,7 @@ class ProgramSpec:
     adapt: Callable[[PreTrainedModel, ExportableCache], ExportableCache] | None = None
     lora_slots: int = setting(
         0,
-        "Room for N LoRA adapters, which a running session switches between.",
+        "Slots for N LoRA adapters that a session can switch.",
         flags=("--lora-slots",),
         metavar="N",
         kind=int,

@@ -91,7 +91,7 @@ class Quantization:
     linear: str | None = setting(
         None,
         "Weights of linear layers: 8da4w is 4 bits with 8-bit activations, 8da8w 8 bits with them, 8w 8 and "
-        "4w 4 bits alone, fp8 float8 with float8 activations, keep the checkpoint's integers.",
+        "4w 4 bits alone, fp8 float8 with float8 activations, keep the stored form.",
         keyword="quantize",
         flags=("--quantize", "--qlinear"),
         choices=tuple(LINEAR_SCHEMES),
