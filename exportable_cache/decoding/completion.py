@@ -6,13 +6,14 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..errors import CacheFullError, InputError, UnsupportedModelError
 from ..generation.constraint import Constraint, ConstraintCompiler, Follower
 from ..generation.sampling_options import SamplingOptions
 from ..generation.text import TextPieces, encode_ids
+from ..generation.token_text import TokenTexts
 from ..session.checks import check_stops
 from .context import Context
 
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..generation.checkpoint_settings import CheckpointSettings
-    from ..generation.sampling import Sampler
+    from ..generation.sampling import Sampler, TokenBias
     from ..models.tokenizers.text import TextTokenizer
     from ..session.session import Session
 
 FinishReason = Literal["stop", "length"]
 
+#: Token of a piece without one.
+NO_TOKEN = -1
 #: Longest chunk of a prompt, because a completion can be cancelled only between chunks.
 MOST_A_CHUNK = 256
 
@@ -38,7 +41,8 @@ class Piece:
     Attributes:
         text: Text that it completes. A character of several tokens comes with its last token.
         token: Token id.
-        logprob: Log probability under the model, before temperature and other settings; None unless requested.
+        logprob: Log probability under the model, before temperature and other settings; None unless requested, and for
+            the first token of a prompt.
         alternatives: The most probable tokens at its index, each with its log probability.
     """
 
@@ -61,6 +65,11 @@ class CompletionOptions:
         continues: True if the text continues that of the prompt, so that it may begin with a space. False for a text of
             its own, such as the response to chat messages.
         adapter: Name of a LoRA adapter of the session; None for the one that the session uses.
+        shown: Special tokens that are part of the text; others are left out.
+        echo: True to yield the tokens of the prompt first. `max_new_tokens` may then be 0.
+        logit_bias: Numbers to be added to the logits of tokens, by token id.
+        presence_penalty: Number that is subtracted from the logits of tokens that were generated.
+        frequency_penalty: Number that is subtracted from a token's logit each time that it was generated.
 
     Raises:
         InputError: If a value is out of range.
@@ -73,13 +82,23 @@ class CompletionOptions:
     constraint: Constraint | None = None
     continues: bool = False
     adapter: str | None = None
+    shown: tuple[str, ...] = ()
+    echo: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("alternatives", 0)):
+        for name, least in (("max_new_tokens", 0 if self.echo else 1), ("alternatives", 0)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise InputError(f"{name} must be an int of at least {least}, or None, got {value!r}")
         check_stops(self.stop)
+
+    @property
+    def changes_logits(self) -> bool:
+        """True if `logit_bias` or a penalty has an effect."""
+        return bool(self.logit_bias or self.presence_penalty or self.frequency_penalty)
 
 
 class Choice(NamedTuple):
@@ -114,6 +133,7 @@ class Completion(Iterator[Piece]):
         new_tokens: Number of tokens generated so far.
         finish_reason: "stop" for an end token, a stop text or a complete constraint, "length" for the limit of tokens;
             None before the end.
+        bias: Additions to the logits, once a token was chosen with them.
         is_given_up: True once the completion was cancelled.
         when_given_up: Function that ends the running step; a completer sets it.
     """
@@ -127,10 +147,12 @@ class Completion(Iterator[Piece]):
         self.limit = completer.limit(len(ids), options.max_new_tokens)
         self.reused_tokens, self.new_tokens = 0, 0
         self.finish_reason: FinishReason | None = None
+        self.bias: TokenBias | None = None
         self.when_given_up: Callable[[], None] = lambda: None
         self._given_up = threading.Event()
         before = self.ids if options.continues else ()
-        self._texts, self._taken = TextPieces(completer.tokenizer, completer.end_tokens, options.stop, before), 0
+        self._texts = TextPieces(completer.tokenizer, completer.end_tokens, options.stop, before, options.shown)
+        self._taken = 0
         self._pieces = self._run(completer)
 
     def __next__(self) -> Piece:
@@ -176,6 +198,18 @@ class Completion(Iterator[Piece]):
         if self.is_given_up:
             raise Cancelled
 
+    def allowed(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return a function that changes logits [1, vocab] as the options say; None if they change nothing."""
+        from ..generation.sampling import TokenBias
+
+        options, follower = self.options, self.follower
+        if self.bias is None and options.changes_logits:
+            self.bias = TokenBias(options.logit_bias, options.presence_penalty, options.frequency_penalty)
+        bias = self.bias
+        if bias is None:
+            return None if follower is None else follower.only_allowed
+        return bias if follower is None else lambda logits: follower.only_allowed(bias(logits))
+
     def take(self, choice: Choice) -> tuple[Piece, FinishReason | None]:
         """Return the piece of the next token, and why it is the last one; None if another token follows it.
 
@@ -193,6 +227,13 @@ class Completion(Iterator[Piece]):
         return Piece(text, choice.token, choice.logprob, choice.alternatives), reason
 
     def _run(self, completer: AnyCompleter) -> Generator[Piece]:
+        if self.options.echo:
+            yield from completer.prompt_pieces(self)
+            if self.limit == 0 or self.is_given_up:
+                self.finish_reason = "length"
+                # The reason comes with a piece.
+                yield Piece("", NO_TOKEN)
+                return
         with closing(completer.pieces(self)) as pieces:
             for piece, reason in pieces:
                 self.new_tokens += 1
@@ -254,6 +295,33 @@ class AnyCompleter(Context):
         It ends without a further piece if the completion is given up. Closing it ends the step that is running.
         """
 
+    def score(self, completion: Completion) -> Iterator[tuple[float, tuple[tuple[int, float], ...]]]:
+        """Yield the log probability and the alternatives of each token of a completion's prompt but the first.
+
+        Raises:
+            Cancelled: If the completion is given up.
+            InputError: If the completer cannot do it.
+        """
+        raise InputError(
+            f"log probabilities of a prompt need one row, got {self.rows}; leave echo or logprobs out, or start the "
+            "server without --rows"
+        )
+
+    def prompt_pieces(self, completion: Completion) -> Generator[Piece]:
+        """Yield the tokens of a completion's prompt, with log probabilities if these are requested."""
+        alternatives, texts = completion.options.alternatives, TokenTexts(self.tokenizer)
+        pieces = TextPieces(self.tokenizer, shown=frozenset(map(texts.text, texts.specials)))
+        ids = completion.ids
+        nothing = ((None, ()) for _ in ids)
+        scores = nothing if alternatives is None else self.score(completion)
+        try:
+            for index, token in enumerate(ids):
+                logprob, found = (None, ()) if index == 0 else next(scores)
+                text = pieces.push(token) + (pieces.finish() if index == len(ids) - 1 else "")
+                yield Piece(text, token, logprob, found)
+        except Cancelled:
+            return
+
     @property
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end a generation, from the model's generation config or else its tokenizer."""
@@ -264,13 +332,12 @@ class AnyCompleter(Context):
         """True if the tokenizer has a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
-    def encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the token ids of text or of chat messages.
-
-        Raises:
-            InputError: See `encode_ids`.
-        """
-        return encode_ids(self.tokenizer, prompt, split_special_tokens=self._split_special_tokens)
+    def encode(
+        self, prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), starts: bool = True
+    ) -> list[int]:
+        """Return the token ids of text or of chat messages; see `encode_ids` for the arguments and errors."""
+        split = self._split_special_tokens
+        return encode_ids(self.tokenizer, prompt, starts=starts, split_special_tokens=split, tools=tools)
 
     def complete(
         self,
@@ -299,6 +366,9 @@ class AnyCompleter(Context):
             known = ", ".join(self.adapters) or "none"
             raise InputError(f"adapter must be one that was loaded ({known}), or None, got {options.adapter!r}")
         self.limit(len(ids), options.max_new_tokens)
+        wrong = next((token for token in options.logit_bias if not 0 <= token < self._vocab_size), None)
+        if wrong is not None:
+            raise InputError(f"logit_bias must be for token ids from 0 to {self._vocab_size - 1}, got {wrong}")
         return Completion(self, ids, options, follower)
 
     def follow(self, constraint: Constraint) -> Follower:
@@ -349,7 +419,8 @@ class AnyCompleter(Context):
             return default if asked is None else asked
         if self.on_full == "shift":
             # A response has an end: where the cache is full, or after half a cache if that is later.
-            return asked or default or max(most + 1 - prompt, most // 2)
+            least = default or max(most + 1 - prompt, most // 2)
+            return least if asked is None else asked
         self.check_fits(prompt)
         if asked is not None and prompt + asked > most + 1:
             raise CacheFullError(
@@ -473,6 +544,27 @@ class Completer(AnyCompleter):
             self.session.use_adapter(adapter)
             self._adapter = adapter
 
+    def score(self, completion: Completion) -> Iterator[tuple[float, tuple[tuple[int, float], ...]]]:
+        """See `AnyCompleter.score`."""
+        import torch
+
+        session, ids = self.session, completion.ids
+        self._use(completion.options.adapter)
+        self._held = None
+        session.reset()
+        every = torch.tensor([ids], device=session.device)
+        size, begin, end = max(session.score_length, 1), 0, 1
+        while end < len(ids):
+            completion.check_not_cancelled()
+            # The last token has no logits to give here.
+            logits = session.score(every[:, begin:end])[0] if end - begin > 1 else session.prefill(every[:, begin:end])
+            for token, row in zip(ids[begin + 1 : end + 1], logits, strict=True):
+                logprob, found = _logprobs(row, token, completion.options.alternatives)
+                assert logprob is not None
+                yield logprob, found
+            begin, end = end, min(end + size, max(end + 1, len(ids) - 1))
+        self._held = list(ids[: self.length])
+
     def feed(self, ids: list[int], before_chunk: Callable[[], None] = lambda: None) -> tuple[int, torch.Tensor]:
         """Feed the rest of a prompt, and return the number of tokens reused and logits [1, vocab].
 
@@ -560,7 +652,9 @@ def chosen_piece(
         logits: [1, vocab].
     """
     follower = completion.follower
-    token = int(sampler.choose(logits, None if follower is None else follower.only_allowed)[0])
+    token = int(sampler.choose(logits, completion.allowed())[0])
+    if completion.bias is not None:
+        completion.bias.see(token)
     if follower is not None and token not in ends:
         follower.take(token)
     completes = follower is not None and follower.ended

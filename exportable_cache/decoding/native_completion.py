@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
+from heapq import nlargest
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from .completion import AnyCompleter, Choice, Completion, FinishReason, Piece, check_decoder
+from .completion import AnyCompleter, Choice, Completion, CompletionOptions, FinishReason, Piece, check_decoder
 
 if TYPE_CHECKING:
     from ..generation.checkpoint_settings import CheckpointSettings
+    from ..generation.constraint import Follower
     from ..session.native import NativeSession
 
 #: Seconds between two attempts to cancel, because one that comes before the runner begins has no effect.
@@ -71,6 +75,36 @@ class NativeCompleter(AnyCompleter):
         finally:
             if self._running is running:
                 self._stop()
+
+    def complete(
+        self,
+        ids: Sequence[int],
+        options: CompletionOptions = CompletionOptions(),  # noqa: B008
+        follower: Follower | None = None,
+    ) -> Completion:
+        """See `AnyCompleter.complete`."""
+        if options.changes_logits:
+            raise InputError(
+                "logit_bias and penalties need torch's runtime, got the native runner; leave them out, or set "
+                "EXPORTABLE_CACHE_RUNTIME=torch"
+            )
+        return super().complete(ids, options, follower)
+
+    def score(self, completion: Completion) -> Iterator[tuple[float, tuple[tuple[int, float], ...]]]:
+        """See `AnyCompleter.score`."""
+        self._stop()
+        self._held = None
+        self.session.reset()
+        ids, alternatives = completion.ids, completion.options.alternatives or 0
+        for token, target in pairwise(ids):
+            completion.check_not_cancelled()
+            logits = self.session.prefill([token])
+            # Without numpy, which takes longer to import than most prompts to score.
+            most = max(logits)
+            total = most + math.log(math.fsum(math.exp(one - most) for one in logits))
+            best = nlargest(alternatives, range(len(logits)), key=logits.__getitem__)
+            yield logits[target] - total, tuple((index, logits[index] - total) for index in best)
+        self._held = list(ids[: self.session.length])
 
     def close(self) -> None:
         """See `AnyCompleter.close`; a running generation is ended."""

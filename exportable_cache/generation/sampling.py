@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -159,6 +159,34 @@ def draw(probabilities: torch.Tensor, tokens: torch.Tensor, uniform: torch.Tenso
 def sample(logits: torch.Tensor, generator: torch.Generator | None = None, **options: Any) -> torch.Tensor:
     """Choose one token per row: int64 [batch] from logits [batch, vocab]; `options` are those of `Sampling`."""
     return Sampling(**options).choose(logits, generator)
+
+
+class TokenBias:
+    """Additions to the logits of one row, as OpenAI's API has them.
+
+    Args:
+        bias: Numbers to be added, by token id.
+        presence: Number that is subtracted for a token that was seen.
+        frequency: Number that is subtracted each time that a token was seen.
+    """
+
+    def __init__(self, bias: Mapping[int, float], presence: float, frequency: float) -> None:
+        self._bias, self._presence, self._frequency = bias, presence, frequency
+        self._counts: dict[int, int] = {}
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits [1, vocab] with the additions."""
+        added = dict(self._bias)
+        for token, count in self._counts.items():
+            added[token] = added.get(token, 0.0) - self._presence - count * self._frequency
+        if not added:
+            return logits
+        tokens = torch.tensor([[*added]], device=logits.device)
+        return logits.scatter_add(1, tokens, logits.new_tensor([[*added.values()]]))
+
+    def see(self, token: int) -> None:
+        """Count a generated token."""
+        self._counts[token] = self._counts.get(token, 0) + 1
 
 
 class Sampler:

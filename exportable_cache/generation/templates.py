@@ -45,6 +45,7 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase | TextTokenizer,
     messages: Sequence[Mapping[str, Any]],
     template: str | Mapping[str, str] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Render the chat template over messages, up to where the assistant begins, as `apply_chat_template` does.
 
@@ -52,7 +53,10 @@ def render_chat(
         tokenizer: Its special tokens are variables of the template.
         messages: `[{"role": "user", "content": "hello"}]`. The template sees JSON: any other object is replaced by the
             name of its type.
-        template: Another one than the tokenizer's, as processors have; of several by name the one called `default`.
+        template: Another one than the tokenizer's, as processors have; of several by name the one called `default`, or
+            `tool_use` with tools.
+        tools: Tools that the template describes to the model: `[{"type": "function", "function": {"name": "add",
+            "description": "...", "parameters": {...}}}]`.
 
     Returns:
         The text. The template has written its special tokens, so it is encoded with `add_special_tokens=False`.
@@ -60,16 +64,16 @@ def render_chat(
     Raises:
         InputError: If there is no template, it refuses the messages, or it takes too much time or memory.
     """
-    text = _chosen(tokenizer.chat_template if template is None else template)
+    text = _chosen(tokenizer.chat_template if template is None else template, bool(tools))
     variables = {
-        # Keys without a value are left out: many templates write "None" for them.
-        "messages": [_with_reasoning(_plain({k: v for k, v in one.items() if v is not None})) for one in messages],
-        "tools": None,
+        "messages": [_with_reasoning(_plain(_given(one))) for one in messages],
+        "tools": _plain(tools) or None,
         "documents": None,
         "add_generation_prompt": True,
         **_plain(tokenizer.special_tokens_map),
     }
-    request = {"variables": variables, "most": MOST_CHARACTERS + _OF_MESSAGES * _characters(variables["messages"])}
+    characters = _characters(variables["messages"]) + _characters(variables["tools"])
+    request = {"variables": variables, "most": MOST_CHARACTERS + _OF_MESSAGES * characters}
     try:
         _, rendered = _RENDERING.call(MOST_SECONDS, request, text.encode("utf-8", "surrogatepass"))
     except WorkEnded as error:
@@ -106,7 +110,18 @@ def apply_chat_template(processor: ProcessorMixin, messages: Sequence[Mapping[st
     )
 
 
-def _chosen(template: Any) -> str:
+def _given(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a message that have a value, because many templates write "None" for others.
+
+    A message with tool calls keeps a content of None, because templates look for it.
+    """
+    calls = message.get("tool_calls")
+    return {key: value for key, value in message.items() if value is not None or (key == "content" and calls)}
+
+
+def _chosen(template: Any, has_tools: bool = False) -> str:
+    if isinstance(template, Mapping) and has_tools and "tool_use" in template:
+        template = template["tool_use"]
     if isinstance(template, Mapping):
         if "default" not in template:
             raise InputError(

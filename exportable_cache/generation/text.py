@@ -43,6 +43,7 @@ def encode_ids(
     *,
     starts: bool = True,
     split_special_tokens: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Return the token ids of a prompt; there may be none.
 
@@ -53,6 +54,7 @@ def encode_ids(
         starts: True if text begins a sequence, and so gets the tokenizer's special tokens (templates write their own).
         split_special_tokens: True to treat control tokens in messages as text, so that a user cannot forge another
             turn. In a prompt of text they are always tokens.
+        tools: Tools that the template describes to the model, see `render_chat`.
 
     Raises:
         InputError: If the prompt is neither, is not valid Unicode, or the tokenizer has no chat template for messages,
@@ -70,15 +72,17 @@ def encode_ids(
                 "pass the prompt as text, or set tokenizer.chat_template before exporting"
             )
         messages = [dict(message) for message in cast(Sequence[Mapping[str, Any]], prompt)]
-        texts = list(_texts(messages))
+        texts = [*_texts(messages), *_texts(tools)]
         # One by one, because an error gives the offset in the message.
         for text in texts:
             check_text(text)
         check_cost(tokenizer, "\n".join(texts))
         with tokenizer_errors(_ENCODE):
             control = ControlTokens(tokenizer)
-            marked = control.marked(messages) if split_special_tokens else MarkedMessages(messages)
-        rendered = render_chat(tokenizer, marked.messages)
+            every = [*messages, {"tools": list(tools)}]
+            marked = control.marked(every) if split_special_tokens else MarkedMessages(every)
+        *said, described = marked.messages
+        rendered = render_chat(tokenizer, said, tools=described["tools"])
         check_text(rendered)
         check_cost(tokenizer, rendered)
         with tokenizer_errors(_ENCODE):
@@ -123,6 +127,7 @@ class TextPieces:
         end_tokens: Tokens that end the text.
         stop_strings: Strings that end the text with the token that completes them.
         after: Tokens whose text the row's text continues; see `TextStream`.
+        shown: Special tokens that are part of the text; others are left out.
 
     Attributes:
         ended: True once the text has ended.
@@ -134,8 +139,9 @@ class TextPieces:
         end_tokens: Collection[int] = (),
         stop_strings: Sequence[str] = (),
         after: Sequence[int] = (),
+        shown: Collection[str] = (),
     ) -> None:
-        self._stream = TextStream(tokenizer, after)
+        self._stream, self._shown = TextStream(tokenizer, after), shown
         self._stops = StopStrings(stop_strings)
         self._end_tokens = end_tokens
         self.ended = False
@@ -147,7 +153,9 @@ class TextPieces:
         if token in self._end_tokens:
             return self.finish()
         special = self._stream.special(token)
-        if special is not None:
+        if special is not None and special[0] in self._shown:
+            piece = self._stops.push(self._stream.settled() + special[0])
+        elif special is not None:
             piece = self._stops.hide(*special)
         else:
             text = self._stream.push(token)

@@ -155,6 +155,12 @@ class TextStream:
         return text
 
     @tokenizer_errors(_DECODE)
+    def settled(self) -> str:
+        """Return the text that is still held back, because text of another kind follows; more tokens may follow."""
+        self.ahead = ""
+        return self._joiner.flush()
+
+    @tokenizer_errors(_DECODE)
     def finish(self) -> str:
         """Return the text that is still held back."""
         self.ahead = ""
@@ -169,6 +175,9 @@ class _Joiner(Protocol):
     def push(self, token: int) -> str: ...
     def settle(self) -> None:
         """Keep only what decides how the next text begins."""
+
+    def flush(self) -> str:
+        """Return the text that is held back; the next token does not begin a text."""
 
     def finish(self) -> str: ...
 
@@ -192,6 +201,8 @@ class _Bytes:
         text = self._characters.decode(b"", final=True)
         self._characters.reset()
         return text
+
+    flush = finish
 
 
 class _Pieces:
@@ -227,6 +238,10 @@ class _Pieces:
     def settle(self) -> None:
         tail = 0 if self._is_broken else len(self._characters.getstate()[0])
         self._run = self._run[len(self._run) - tail :]
+
+    def flush(self) -> str:
+        text, self._rest, self._is_first = self._end_run() + self._rest, "", False
+        return text
 
     def finish(self) -> str:
         text = self._end_run()
@@ -301,6 +316,8 @@ class _Windows:
         self._context, self._held, self.ahead = [], [], ""
         self._characters.reset()
         return piece
+
+    flush = finish
 
     def _cut(self, piece: str) -> str:
         """Return the text of all but the newest few tokens, if the newest read alike after a shorter context."""

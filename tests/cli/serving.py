@@ -139,12 +139,18 @@ def queued(address: str) -> int:
     return health(address)["waiting"]
 
 
-def begun_and_left(address: str, body: dict[str, Any], read: int, until: Callable[[], bool] = lambda: True) -> None:
+def begun_and_left(
+    address: str,
+    body: dict[str, Any],
+    read: int,
+    until: Callable[[], bool] = lambda: True,
+    path: str = "/v1/completions",
+) -> None:
     """Send a request, read some bytes of the response, and disconnect as soon as a condition holds."""
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         text = json.dumps(body)
-        head = ["POST /v1/completions HTTP/1.1", f"Host: {host}", "Content-Type: application/json"]
+        head = [f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json"]
         head.append(f"Content-Length: {len(text)}")
         connection.sendall("\r\n".join([*head, "", text]).encode())
         if read:

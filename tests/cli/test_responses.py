@@ -13,14 +13,14 @@ from exportable_cache.generation.token_text import TokenTexts
 from tests.decoding.byte_tokenizer import byte_tokenizer
 from tests.decoding.test_token_text import LLAMA, with_decoder
 
-ASKED = SimpleNamespace(finish_reason="length", prompt_tokens=1, new_tokens=1, reused_tokens=0)
+ASKED = SimpleNamespace(finish_reason="length", ids=[1], prompt_tokens=1, new_tokens=1, reused_tokens=0)
 
 
 def logprobs(tokenizer: Any, chat: bool, *pieces: Piece) -> Any:
     answer = Response("m", chat, TokenTexts(tokenizer))
     for piece in pieces:
         answer.add(piece)
-    return answer.whole(ASKED)["choices"][0]["logprobs"]
+    return answer.whole([ASKED])["choices"][0]["logprobs"]
 
 
 def test_parts_of_characters_have_their_own_bytes() -> None:

@@ -98,6 +98,36 @@ def test_text_completions(client, server_bundle: Path) -> None:
     assert stopped.choices[0].text == text[:2] and stopped.choices[0].finish_reason == "stop"
 
 
+def test_prompts_with_log_probabilities(client, server_bundle: Path) -> None:
+    """Log-likelihood tasks of lm_eval send lists of token ids with `echo`."""
+    asked = {"model": "demo", "temperature": 0, "logprobs": 2}
+    answer = client.completions.create(**asked, prompt=QUESTION, max_tokens=5)
+    ids = load(server_bundle).text_tokenizer(QUESTION)["input_ids"]
+    text, new = answer.choices[0].text, answer.choices[0].logprobs
+    known = load(server_bundle).text_tokenizer(QUESTION + text)["input_ids"]
+    both = client.completions.create(**asked, prompt=[known, ids[:3]], max_tokens=0, echo=True).choices
+    scores = both[0].logprobs
+    assert both[0].text == QUESTION + text and scores.token_logprobs[0] is None is scores.top_logprobs[0]
+    assert scores.token_logprobs[-5:] == pytest.approx(new.token_logprobs, abs=1e-4)
+    assert scores.token_logprobs[1:3] == pytest.approx(both[1].logprobs.token_logprobs[1:], abs=1e-4)
+    echoed = client.completions.create(**asked, prompt=QUESTION, max_tokens=5, echo=True).choices[0]
+    assert echoed.text == QUESTION + text and len(echoed.logprobs.tokens) == len(ids) + 5
+
+
+def test_logits_are_biased(client, server_address: str, request: pytest.FixtureRequest) -> None:
+    asked = {"model": "demo", "prompt": QUESTION, "max_tokens": 4, "temperature": 0}
+    if request.node.callspec.params["server_address"] == "native":
+        with pytest.raises(openai.BadRequestError, match="logit_bias and penalties need torch's runtime"):
+            client.completions.create(**asked, presence_penalty=1)
+        return
+    chosen = client.completions.create(**asked, logit_bias={"7": 100}, logprobs=0).choices[0]
+    token = post(server_address, "/detokenize", {"tokens": [7]})[1]["content"]
+    assert chosen.text == token * 4
+    # Each time that the token was generated makes it less likely, until another one is chosen.
+    mixed = client.completions.create(**asked, logit_bias={"7": 20}, frequency_penalty=2, extra_body={"n": 2})
+    assert [choice.index for choice in mixed.choices] == [0, 1]
+
+
 def test_the_model_is_there_by_its_name(client) -> None:
     (listed,) = client.models.list().data
     assert client.models.retrieve(listed.id) == listed
@@ -111,6 +141,9 @@ def test_a_seed_draws_the_same(client) -> None:
     assert texts[0] == texts[1] != texts[2]
     narrow = client.completions.create(**asked, extra_body={"top_k": 1, "min_p": 0.1}).choices[0].text
     assert narrow == client.completions.create(**{**asked, "temperature": 0}).choices[0].text
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 
 def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
@@ -133,15 +166,17 @@ def test_an_answer_has_the_form_that_was_asked_for(client, greedy_answer: str) -
         ("chat/completions", {**CHAT, "model": "gpt"}, 404, "there is no model 'gpt'; this server has 'demo'"),
         ("chat/completions", {**CHAT, "messages": []}, 400, "messages must be a list of at least 1, got []"),
         ("chat/completions", {"model": "demo"}, 400, "messages must be given, got nothing; send it"),
-        ("chat/completions", {**CHAT, "n": 2}, 400, "n must be 1 or null, got 2; send one request for each response"),
+        ("chat/completions", {**CHAT, "n": 0}, 400, "n must be at least 1, got 0"),
+        ("chat/completions", {**CHAT, "n": 129}, 400, "n must be at most 128, got 129"),
         (
             "chat/completions",
             {**CHAT, "tools": [{"type": "function"}]},
             400,
-            "tools are not supported, so leave it out",
+            "tools.0.function must be given",
         ),
-        ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, 'tool_choice must be "none" or "auto" or null'),
-        ("chat/completions", {**CHAT, "presence_penalty": 1}, 400, "presence_penalty must be 0 or null, got 1; use"),
+        ("chat/completions", {**CHAT, "tools": [TOOL]}, 400, "this model's chat template does not describe tools"),
+        ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, 'must be "auto" or "none" without tools'),
+        ("chat/completions", {**CHAT, "presence_penalty": 3}, 400, "presence_penalty must be at most 2.0, got 3"),
         (
             "chat/completions",
             {**CHAT, "modalities": ["text", "audio"]},
@@ -165,8 +200,10 @@ def test_an_answer_has_the_form_that_was_asked_for(client, greedy_answer: str) -
         ),
         ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs must be combined with logprobs"),
         ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs must be at most 20"),
-        ("chat/completions", {**CHAT, "frequency_penalty": 1}, 400, "frequency_penalty must be 0 or null"),
-        ("chat/completions", {**CHAT, "logit_bias": {"5": 1}}, 400, "logit_bias must be {} or null, got {'5': 1}"),
+        ("chat/completions", {**CHAT, "frequency_penalty": -3}, 400, "frequency_penalty must be at least -2.0"),
+        ("chat/completions", {**CHAT, "logit_bias": {"x": 1}}, 400, "logit_bias.x must be an object with token ids"),
+        ("chat/completions", {**CHAT, "logit_bias": {"5": 101}}, 400, "logit_bias.5 must be a number from -100 to 100"),
+        ("chat/completions", {**CHAT, "logit_bias": [5]}, 400, "logit_bias must be an object of at most 300 token ids"),
         ("chat/completions", {**CHAT, "store": True}, 400, "store must be false or null, got True"),
         ("chat/completions", {**CHAT, "messages": [{"role": "", "content": "x"}]}, 400, "messages.0.role must be text"),
         (
@@ -214,11 +251,11 @@ def test_an_answer_has_the_form_that_was_asked_for(client, greedy_answer: str) -
         ("completions", {**TEXT, "prompt": [True]}, 400, "prompt must be text or a list of token ids"),
         ("completions", {**TEXT, "prompt": ""}, 400, "the prompt is empty"),
         ("completions", {**TEXT, "prompt": [10**9]}, 400, "got 1000000000"),
-        ("completions", {**TEXT, "prompt": ["x", "y"]}, 400, "got 2 prompts"),
+        ("completions", {**TEXT, "prompt": ["x", 5]}, 400, "prompt.1 must be text or a list of token ids, got 5"),
         ("completions", {**TEXT, "\ud800": 1}, 400, "\\ud800 must be left out"),
         ("chat/completions", {**CHAT, "response_format": schema_of({"\ud800": 1})}, 400, "cannot be enforced"),
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "\ud800": 1}]}, 400, "UTF-8"),
-        ("completions", {**TEXT, "prompt": [[5], [6]]}, 400, "got 2 prompts"),
+        ("completions", {**TEXT, "prompt": ["x"] * 129}, 400, "prompt must be at most 128 prompts"),
         ("completions", {**TEXT, "prompt": "\ud800"}, 400, "must be UTF-8"),
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}, 400, "must be UTF-8"),
         ("completions", {**TEXT, "max_tokens": 1000}, 400, f"the cache holds {MAX_CACHE_LEN}; request at most"),
@@ -232,13 +269,13 @@ def test_an_answer_has_the_form_that_was_asked_for(client, greedy_answer: str) -
         ("completions", {**TEXT, "seed": 2**70}, 400, "seed must be"),
         ("completions", {**TEXT, "logprobs": 21}, 400, "logprobs must be at most 20"),
         ("completions", {**TEXT, "best_of": 2}, 400, "best_of must be 1"),
-        ("completions", {**TEXT, "echo": True}, 400, "echo must be false"),
+        ("completions", {**TEXT, "max_tokens": 0}, 400, "max_tokens must be at least 1 without echo, got 0"),
         ("completions", {**TEXT, "suffix": "y"}, 400, 'suffix must be ""'),
         ("completions", b"{", 400, "the body must be valid JSON"),
         ("completions", b"\xff\xfe", 400, "the body must be valid JSON"),
         ("completions", b"[" * 100_000, 400, "error parsing the body"),
         ("completions", b" " * (9 * 2**20), 413, "Too Large"),
-        ("embeddings", TEXT, 404, "Not Found"),
+        ("embeddings", TEXT, 404, "embeddings are not supported"),
     ],
 )
 def test_what_is_refused_says_why(server_address: str, path: str, body: Any, status: int, message: str) -> None:

@@ -5,28 +5,43 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...decoding.completion import AnyCompleter, Completion, CompletionOptions, Piece
 from ...errors import CacheFullError, DeviceMemoryError, ExportableCacheError, InputError
+from ...generation.constraint import Constraint, Follower
+from ...generation.response_template import TemplateParser
 from ...generation.sampling_options import SamplingOptions
 from ...generation.token_text import TokenTexts
+from ...generation.tool_calls import Dialect, ResponseParser
+from ...models.tokenizers.text import tokenizer_errors
 from .engine import Busy, Engine
+from .items import Items, ItemsRequest
 from .origins import AllowedOrigins, OriginGuard
-from .responses import Response, error_of
-from .schema import ChatRequest, CompletionRequest, default_sampling, message_of
+from .responses import Answer, Parser, Response, error_of
+from .schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    default_sampling,
+    message_of,
+)
 
 Result = TypeVar("Result")
 
@@ -37,6 +52,8 @@ _MOST_CONNECTIONS = 512
 #: Seconds that running responses get to finish when the server stops.
 _GRACE = 5
 _CLIENT_CLOSED = 499
+#: Tokens of a prompt that are looked at for whether the response begins within reasoning.
+_PROMPT_END = 16
 _DONE = b"data: [DONE]\n\n"
 #: The page may only contact its own server, and no other site may embed it.
 _PAGE_HEADERS = {
@@ -91,6 +108,7 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
     """
     engine = Engine(completer, options.most_waiting)
     sampling = options.sampling or default_sampling(completer.settings)
+    dialect, texts = Dialect.of(completer.tokenizer), TokenTexts(completer.tokenizer)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -103,7 +121,9 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
             raise HTTPException(401, "the API key is missing or wrong; send Authorization: Bearer KEY")
 
     app = FastAPI(title="exportable-cache", lifespan=lifespan, openapi_url=None)
+    keyed = APIRouter(dependencies=[Depends(with_key)])
     api = APIRouter(prefix="/v1", dependencies=[Depends(with_key)])
+    counts = Counts()
     app.state.engine = engine
     _handle_errors(app, completer, options)
     # The middleware that is added last is outermost.
@@ -143,13 +163,59 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
     @api.post("/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Any:
         adapter_of(body.model)
-        return await respond(request, body, lambda: completer.encode(body.prompt()))
+        return await respond(request, body, await chat_jobs(body))
 
     @api.post("/completions")
     async def complete(request: Request, body: CompletionRequest) -> Any:
+        chosen = replace(body.options(sampling), adapter=adapter_of(body.model))
+        jobs = [job(prompt, one, Answer()) for prompt in body.prompts() for one in body.choices(chosen)]
+        return await respond(request, body, jobs)
+
+    @api.post("/responses")
+    async def respond_with_items(request: Request, body: ItemsRequest) -> Any:
         adapter_of(body.model)
-        text = body.text()
-        return await respond(request, body, lambda: completer.encode(text) if isinstance(text, str) else text)
+        (only,), items = await chat_jobs(body.chat()), Items(body)
+        pieces = _pieces(engine, [only], counts)
+        first = await _unless_disconnected(request, anext(pieces))
+        events = _item_events(items, only.answer, first, pieces)
+        if body.stream:
+            return StreamingResponse(
+                _named_events(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            )
+        return await _unless_disconnected(request, _last_response(events))
+
+    @api.post("/embeddings")
+    async def embed() -> None:
+        raise HTTPException(404, "embeddings are not supported, because this server generates text; use another server")
+
+    @keyed.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        given = body.input()
+        if isinstance(given, str):
+            ids = await engine.prepare(partial(completer.encode, given, starts=body.add_special_tokens))
+        else:
+            ids = await engine.prepare(_encoded, completer, given.prompts(), given.plain_tools())
+        return {"tokens": ids, "count": len(ids), "max_model_len": completer.max_length}
+
+    @keyed.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        def decoded() -> str:
+            with tokenizer_errors("the tokenizer cannot decode these tokens", "send ids from its vocabulary"):
+                return str(completer.tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+        text = await engine.prepare(decoded)
+        return {"prompt": text, "content": text}
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(_metrics(counts, engine, completer), media_type=_METRICS_TYPE)
+
+    def job(prompt: str | list[int], chosen: CompletionOptions, answer: Answer) -> Job:
+        def begin(follower: Follower | None) -> Completion:
+            ids = completer.encode(prompt) if isinstance(prompt, str) else prompt
+            return completer.complete(ids, chosen, follower)
+
+        return Job(begin, answer, chosen.constraint)
 
     def adapter_of(model: str) -> str | None:
         if model not in names:
@@ -157,12 +223,35 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
             raise HTTPException(404, f"there is no model {model!r:.100}; this server has {known}")
         return names[model]
 
-    async def respond(request: Request, body: ChatRequest | CompletionRequest, ids: Callable[[], list[int]]) -> Any:
-        completion_options: CompletionOptions = replace(body.options(sampling), adapter=adapter_of(body.model))
-        response = Response(body.model, isinstance(body, ChatRequest), TokenTexts(completer.tokenizer))
-        pieces = engine.run(
-            lambda follower: completer.complete(ids(), completion_options, follower), completion_options.constraint
-        )
+    async def chat_jobs(body: ChatRequest) -> list[Job]:
+        tools, described = body.used_tools(), body.plain_tools()
+        if described and not dialect.takes_tools:
+            raise InputError(
+                "tools must be left out, because this model's chat template does not describe tools; describe them "
+                "in a message"
+            )
+        engine.check_room()
+        chosen = replace(body.options(sampling), adapter=adapter_of(body.model))
+        ids = await engine.prepare(_encoded, completer, body.prompts(), described)
+        if dialect.is_plain and not tools:
+            return [job(ids, one, Answer()) for one in body.choices(chosen)]
+        thought = dialect.thinks("".join(map(texts.text, ids[-_PROMPT_END:])))
+        schemas = {tool.function.name: tool.function.parameters for tool in tools}
+        is_strict = any(tool.function.strict for tool in tools)
+        parallel = body.parallel_tool_calls is not False
+        form = chosen.constraint
+        if body.must_call or is_strict or (form is not None and (thought or dialect.format.name == "harmony")):
+            form = dialect.form(schemas, required=body.must_call, parallel=parallel, content=form, thought=thought)
+        chosen = replace(chosen, constraint=form, shown=dialect.tokens)
+        make: Callable[[], Parser] = partial(ResponseParser, dialect, schemas, thought, None if parallel else 1)
+        if dialect.template is not None:
+            prompt = completer.tokenizer.decode(ids, skip_special_tokens=False)
+            make = partial(TemplateParser, dialect.template, str(prompt), [tool.plain() for tool in tools])
+        return [job(ids, one, Answer(await engine.prepare(make))) for one in body.choices(chosen)]
+
+    async def respond(request: Request, body: ChatRequest | CompletionRequest, jobs: list[Job]) -> Any:
+        response = Response(body.model, isinstance(body, ChatRequest), texts, [job.answer for job in jobs])
+        pieces = _pieces(engine, jobs, counts)
         # Wait for the first piece before sending a status, because errors occur before it.
         first = await _unless_disconnected(request, anext(pieces))
         if body.stream:
@@ -172,39 +261,229 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
         return await _unless_disconnected(request, _whole(response, first, pieces))
 
     app.include_router(api)
+    app.include_router(keyed)
     return app
 
 
-async def _whole(
-    response: Response, first: tuple[Completion, Piece], pieces: AsyncIterator[tuple[Completion, Piece]]
-) -> dict[str, Any]:
-    completion, piece = first
-    response.add(piece)
-    async with aclosing(pieces):  # type: ignore[type-var]
-        async for _, piece in pieces:
-            response.add(piece)
-    return response.whole(completion)
+@dataclass
+class Job:
+    """A completion to run for one choice of a response.
+
+    Attributes:
+        begin: See `Engine.run`.
+        answer: Takes the pieces.
+        form: See `Engine.run`.
+        is_new: True before the first piece.
+    """
+
+    begin: Callable[[Follower | None], Completion]
+    answer: Answer
+    form: Constraint | None = None
+    is_new: bool = True
 
 
-async def _events(
-    response: Response, first: tuple[Completion, Piece], pieces: AsyncIterator[tuple[Completion, Piece]], usage: bool
-) -> AsyncIterator[bytes]:
-    completion, piece = first
-    async with aclosing(pieces):  # type: ignore[type-var]
+@dataclass
+class Counts:
+    """Sums over all requests, for `/metrics`. The names are those of the metrics, without their prefix."""
+
+    generations_total: int = 0
+    stopped_total: int = 0
+    prompt_tokens_total: int = 0
+    cached_prompt_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    first_token_seconds_sum: float = 0.0
+    first_token_seconds_count: int = 0
+    generation_seconds_sum: float = 0.0
+    generation_seconds_count: int = 0
+
+    def first_token(self, seconds: float) -> None:
+        """Count the time to a first token, with that in the queue."""
+        self.first_token_seconds_sum += seconds
+        self.first_token_seconds_count += 1
+
+    def ended(self, completion: Completion, seconds: float) -> None:
+        """Count a completion that ended, or that a client left."""
+        self.generations_total += 1
+        self.stopped_total += completion.finish_reason is None
+        self.prompt_tokens_total += completion.prompt_tokens
+        self.cached_prompt_tokens_total += completion.reused_tokens
+        self.generated_tokens_total += completion.new_tokens
+        self.generation_seconds_sum += seconds
+        self.generation_seconds_count += 1
+
+
+#: Descriptions of the metrics, by name; the kind of each is that of Prometheus.
+_METRICS = {
+    "generations_total": ("counter", "Generations that ended."),
+    "stopped_total": ("counter", "Generations that ended because the client left, or by an error."),
+    "prompt_tokens_total": ("counter", "Tokens of prompts."),
+    "cached_prompt_tokens_total": ("counter", "Tokens of prompts that the cache held already."),
+    "generated_tokens_total": ("counter", "Generated tokens."),
+    "first_token_seconds": ("summary", "Seconds from a request to its first token."),
+    "generation_seconds": ("summary", "Seconds from a request to its last token."),
+    "requests_waiting": ("gauge", "Requests in the queue."),
+    "cache_tokens": ("gauge", "Tokens that the cache holds."),
+    "cache_tokens_limit": ("gauge", "Tokens that the cache can hold."),
+}
+_METRICS_TYPE = "text/plain; version=0.0.4"
+
+
+def _metrics(counts: Counts, engine: Engine, completer: AnyCompleter) -> str:
+    """Return the metrics in Prometheus' text format."""
+    values = {**asdict(counts), "requests_waiting": engine.waiting, "cache_tokens": completer.length}
+    values["cache_tokens_limit"] = math.inf if completer.max_length is None else completer.max_length
+    lines = []
+    for name, (kind, about) in _METRICS.items():
+        lines += [f"# HELP exportable_cache_{name} {about}", f"# TYPE exportable_cache_{name} {kind}"]
+        parts = [f"{name}_sum", f"{name}_count"] if kind == "summary" else [name]
+        lines += [f"exportable_cache_{part} {str(values[part]).replace('inf', '+Inf')}" for part in parts]
+    return "\n".join([*lines, ""])
+
+
+class _Step(NamedTuple):
+    """A piece of the choice at an index."""
+
+    choice: int
+    completion: Completion
+    piece: Piece
+
+
+async def _pieces(engine: Engine, jobs: list[Job], counts: Counts) -> AsyncIterator[_Step]:
+    """Yield the pieces of all choices, of as many at a time as the session has rows."""
+    workers = min(engine.completer.rows, len(jobs))
+    if workers == 1:
+        for choice, job in enumerate(jobs):
+            async with aclosing(_steps(engine, choice, job, counts)) as steps:  # type: ignore[type-var]
+                async for step in steps:
+                    yield step
+        return
+    found: asyncio.Queue[_Step | Exception | None] = asyncio.Queue(1)
+    numbered = iter(enumerate(jobs))
+
+    async def work() -> None:
         try:
-            head = response.first()
-            if head is not None:
-                yield _event(head)
-            yield _event(response.chunk(completion, piece))
+            for choice, job in numbered:
+                async with aclosing(_steps(engine, choice, job, counts)) as steps:  # type: ignore[type-var]
+                    async for step in steps:
+                        await found.put(step)
+        except Exception as error:
+            await found.put(error)
+        else:
+            await found.put(None)
+
+    tasks = [asyncio.ensure_future(work()) for _ in range(workers)]
+    try:
+        while workers:
+            one = await found.get()
+            if isinstance(one, Exception):
+                raise one
+            if one is None:
+                workers -= 1
+            else:
+                yield one
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _steps(engine: Engine, choice: int, job: Job, counts: Counts) -> AsyncIterator[_Step]:
+    """Yield the pieces of one choice, and count them."""
+    start, completion = time.monotonic(), None
+    try:
+        async with aclosing(engine.run(job.begin, job.form)) as pieces:  # type: ignore[type-var]
             async for completion, piece in pieces:
-                yield _event(response.chunk(completion, piece))
+                if job.is_new:
+                    counts.first_token(time.monotonic() - start)
+                    job.is_new = False
+                yield _Step(choice, completion, piece)
+    finally:
+        if completion is not None:
+            counts.ended(completion, time.monotonic() - start)
+
+
+async def _after(first: _Step, pieces: AsyncIterator[_Step]) -> AsyncIterator[_Step]:
+    async with aclosing(pieces):  # type: ignore[type-var]
+        yield first
+        async for step in pieces:
+            yield step
+
+
+async def _item_events(
+    items: Items, answer: Answer, first: _Step, pieces: AsyncIterator[_Step]
+) -> AsyncIterator[dict[str, Any]]:
+    for event in items.begin():
+        yield event
+    async with aclosing(_after(first, pieces)) as steps:  # type: ignore[type-var]
+        async for _, completion, piece in steps:
+            for event in items.add(answer.add(piece, completion.finish_reason is not None)):
+                yield event
+    for event in items.finish(completion):
+        yield event
+
+
+async def _named_events(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    async with aclosing(events):  # type: ignore[type-var]
+        try:
+            async for event in events:
+                yield f"event: {event['type']}\n".encode() + _event(event)
+        except ExportableCacheError as error:
+            yield b"event: error\n" + _event(
+                {"type": "error", "code": "server_error", "message": str(error), "param": None}
+            )
+
+
+async def _last_response(events: AsyncIterator[dict[str, Any]]) -> Any:
+    async with aclosing(events):  # type: ignore[type-var]
+        async for event in events:
+            last = event
+    return last["response"]
+
+
+async def _whole(response: Response, first: _Step, pieces: AsyncIterator[_Step]) -> dict[str, Any]:
+    completions: dict[int, Completion] = {}
+    async with aclosing(_after(first, pieces)) as steps:  # type: ignore[type-var]
+        async for index, completion, piece in steps:
+            completions[index] = completion
+            response.add(piece, completion.finish_reason is not None, index)
+    return response.whole([completions[choice] for choice in sorted(completions)])
+
+
+async def _events(response: Response, first: _Step, pieces: AsyncIterator[_Step], usage: bool) -> AsyncIterator[bytes]:
+    completions: dict[int, Completion] = {}
+    async with aclosing(_after(first, pieces)) as steps:  # type: ignore[type-var]
+        try:
+            async for index, completion, piece in steps:
+                head = None if index in completions else response.first(index)
+                if head is not None:
+                    yield _event(head)
+                completions[index] = completion
+                for chunk in response.chunks(completion, piece, index):
+                    yield _event(chunk)
         except ExportableCacheError as error:
             # The status is already sent, so the error is an event, as in the API.
             yield _event(error_of(str(error), "server_error"))
             return
     if usage:
-        yield _event(response.last(completion))
+        yield _event(response.last([completions[choice] for choice in sorted(completions)]))
     yield _DONE
+
+
+def _encoded(completer: AnyCompleter, forms: list[list[dict[str, Any]]], tools: list[dict[str, Any]]) -> list[int]:
+    """Return the token ids of the first form of messages that the chat template takes.
+
+    Raises:
+        InputError: If it takes none, with the reason why it refuses the first one.
+    """
+    for form in forms[:-1]:
+        try:
+            return completer.encode(form, tools)
+        except InputError as error:
+            reason = error
+            with suppress(InputError):
+                return completer.encode(forms[-1], tools)
+            raise reason from None
+    return completer.encode(forms[-1], tools)
 
 
 def _event(document: dict[str, Any]) -> bytes:

@@ -52,9 +52,22 @@ class Engine:
         """Number of requests in the queue."""
         return self._waiting
 
+    def check_room(self) -> None:
+        """Check that the queue has room.
+
+        Raises:
+            Busy: If it is full.
+        """
+        if self._waiting >= self._most_waiting and (self._rows.locked() or self._forms.locked()):
+            raise Busy
+
     async def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call a function in the session's thread, between steps."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
+
+    async def prepare(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function in the thread that tokenizes prompts, while steps run."""
+        return await asyncio.get_running_loop().run_in_executor(self._beginning, function, *arguments)
 
     async def run(
         self, begin: Callable[[Follower | None], Completion], form: Constraint | None = None
@@ -68,8 +81,7 @@ class Engine:
         Raises:
             Busy: If the queue is full.
         """
-        if self._waiting >= self._most_waiting and (self._rows.locked() or self._forms.locked()):
-            raise Busy
+        self.check_room()
         loop = asyncio.get_running_loop()
         follower: Follower | None = None
         completion: Completion | None = None
@@ -83,7 +95,7 @@ class Engine:
             finally:
                 self._waiting -= 1
             try:
-                completion = await loop.run_in_executor(self._beginning, begin, follower)
+                completion = await self.prepare(begin, follower)
                 while (piece := await self.call(next, completion, None)) is not None:
                     yield completion, piece
             finally:

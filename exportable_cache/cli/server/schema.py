@@ -7,6 +7,7 @@ https://platform.openai.com/docs/api-reference/chat/create and .../completions/c
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -146,7 +147,7 @@ Number = Annotated[float | None, BeforeValidator(not_bool)]
 
 #: Sampling of requests by the API's defaults.
 DEFAULT_SAMPLING = SamplingOptions(temperature=1.0)
-_MOST_ALTERNATIVES = 20
+_MOST_ALTERNATIVES, _MOST_BIASES = 20, 300
 
 
 def default_sampling(checkpoint: CheckpointSettings) -> SamplingOptions:
@@ -157,10 +158,11 @@ def default_sampling(checkpoint: CheckpointSettings) -> SamplingOptions:
 #: Values of `top_k` that other servers use for all tokens.
 _ALL_TOKENS = (0, -1)
 
-_One = Annotated[Any, only(1, fix="send one request for each response")]
-_NoPenalty = Annotated[Any, only(0, fix="use repetition_penalty, or leave it out")]
-_NoTools = Annotated[Any, only([], fix="tools are not supported, so leave it out and describe them in a message")]
-_NoChoice = Annotated[Any, only("none", "auto", fix="tools are not supported, so leave it out")]
+_MOST_CHOICES = 128
+_Choices = Annotated[Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None, BeforeValidator(not_bool)]
+_Penalty = Annotated[Annotated[float, Field(ge=-2, le=2)] | None, BeforeValidator(not_bool)]
+_NoFunctions = Annotated[Any, only([], fix="functions were replaced by tools, so send tools")]
+_NoCall = Annotated[Any, only("none", "auto", fix="it was replaced by tool_choice, so send that")]
 #: A field that does not affect the response.
 _Unused = Any
 #: Limit of new tokens.
@@ -191,15 +193,37 @@ def _content(value: Any) -> Any:
     return "".join(part["text"] for part in value)
 
 
-def _prompt(value: Any) -> str | list[int]:
-    """Return a prompt, also from a list of one prompt."""
-    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
-        if len(value) != 1:
-            refuse("one prompt", value, f"got {len(value)} prompts; send one request for each")
-        value = value[0]
-    if isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value)):
-        return value
-    refuse("text or a list of token ids", value, "send text")
+def _prompts(value: Any) -> list[str | list[int]]:
+    """Return the prompts of a request: one, or a list of them."""
+    several = isinstance(value, list) and bool(value) and isinstance(value[0], (str, list))
+    prompts = value if several else [value]
+    if len(prompts) > _MOST_CHOICES:
+        refuse(f"at most {_MOST_CHOICES} prompts", value, "send several requests")
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) and not (
+            isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        ):
+            refuse("text or a list of token ids", prompt, "send text", f".{index}" if several else "")
+    return prompts
+
+
+def _bias(value: Any) -> dict[int, float]:
+    """Return numbers to be added to logits, by token id."""
+    found: dict[int, float] = {}
+    if not isinstance(value or {}, dict) or len(value or {}) > _MOST_BIASES:
+        refuse(f"an object of at most {_MOST_BIASES} token ids", value, "send token ids and numbers")
+    for token, number in (value or {}).items():
+        if not str(token).isdecimal() or len(str(token)) > 9:
+            refuse("an object with token ids as names", token, "see /tokenize for ids", f".{str(token)[:80]}")
+        if type(number) not in (int, float) or not -100 <= number <= 100:
+            refuse("a number from -100 to 100", number, "send a smaller one", f".{token}")
+        found[int(token)] = float(number)
+    return found
+
+
+def _seed(seed: int, index: int) -> int:
+    """Return the seed of the choice at `index`, in the range of seeds."""
+    return seed + index if seed + index < 2**64 else seed - index
 
 
 def _none_for_false(value: Any) -> Any:
@@ -214,18 +238,159 @@ class StreamOptions(Fields):
     include_obfuscation: bool | None = None
 
 
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_MOST_TOOLS = 128
+_MOST_DEPTH = 64
+_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+#: Keywords of JSON Schema whose value is a schema, maps names to schemas, or lists schemas.
+_SCHEMA = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_SCHEMAS = ("properties", "$defs", "definitions", "patternProperties")
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+
+
+def _tool_name(value: Any) -> str:
+    if not isinstance(value, str) or not _TOOL_NAME.fullmatch(value):
+        refuse("1 to 64 letters, digits, dots, dashes and underscores", value, "rename the tool")
+    return value
+
+
+def _parameters(value: Any) -> dict[str, Any]:
+    """Return the schema of a tool's arguments; without one, any object."""
+    if value is None:
+        return {"type": "object", "properties": {}}
+    if not isinstance(value, dict) or value.get("type", "object") != "object":
+        refuse('a JSON schema with type "object"', value, "describe the arguments as the properties of an object")
+    _check_schema(value, "", 0)
+    return value
+
+
+def _check_schema(schema: Any, at: str, depth: int) -> None:
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict) or depth > _MOST_DEPTH:
+        refuse(f"a JSON schema of at most {_MOST_DEPTH} levels", schema, "correct the schema", at)
+    kinds = schema.get("type", [])
+    for kind in [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else [None]:
+        if kind not in _TYPES:
+            refuse(f"one of {', '.join(_TYPES)}", kinds, "correct the schema", f"{at}.type")
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        refuse("a list of names", required, "correct the schema", f"{at}.required")
+    for name in _SCHEMA:
+        # A list of schemas for items is that of older drafts.
+        if name in schema and not isinstance(schema[name], list):
+            _check_schema(schema[name], f"{at}.{name}", depth + 1)
+    for name in _SCHEMAS:
+        if not isinstance(schema.get(name, {}), dict):
+            refuse("an object of schemas", schema[name], "correct the schema", f"{at}.{name}")
+        for key, one in schema.get(name, {}).items():
+            _check_schema(one, f"{at}.{name}.{key}", depth + 1)
+    for name in _SCHEMA_LISTS:
+        if not isinstance(schema.get(name, []), list):
+            refuse("a list of schemas", schema[name], "correct the schema", f"{at}.{name}")
+        for index, one in enumerate(schema.get(name, [])):
+            _check_schema(one, f"{at}.{name}.{index}", depth + 1)
+
+
+class Function(Fields):
+    """A function that the model may call."""
+
+    name: Annotated[str, PlainValidator(_tool_name)]
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], PlainValidator(_parameters)] = Field(
+        default_factory=lambda: _parameters(None)
+    )
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    """A tool: a function."""
+
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tool for chat templates."""
+        about = {"description": self.function.description or ""}
+        return {
+            "type": "function",
+            "function": {"name": self.function.name, **about, "parameters": self.function.parameters},
+        }
+
+
+class _Named(Fields):
+    name: str
+
+
+class NamedTool(Fields):
+    """The tool that a response must call."""
+
+    type: Literal["function"]
+    function: _Named
+
+
+def _choice(value: Any) -> str | NamedTool:
+    if value is None or value in ("none", "auto", "required"):
+        return value or "auto"
+    if not isinstance(value, dict) or value.get("type") != "function":
+        fix = 'send {"type": "function", "function": {"name": ...}} for one tool'
+        refuse('"none", "auto", "required" or a tool', value, fix)
+    return NamedTool.model_validate(value)
+
+
+class CalledFunction(Fields):
+    """The function of a call, with its arguments as JSON. Fields that clients add are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Fields):
+    """A call of a tool in an earlier message. Fields that clients add are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self, parsed: bool) -> dict[str, Any]:
+        """Return the call for chat templates, with its arguments as an object if `parsed`."""
+        arguments: Any = self.function.arguments
+        if parsed:
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                # A call that was cut off, which the model gets to see.
+                pass
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class Message(Fields):
-    """A message of a conversation. Further fields (`name`, `tool_calls`) are passed to the chat template."""
+    """A message of a conversation. Further fields (`name`) are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[Any, PlainValidator(_content)] = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """Return the message for chat templates."""
-        content = {"content": self.content} if "content" in self.model_fields_set else {}
-        return {"role": self.role, **content, **(self.model_extra or {})}
+    def plain(self, parsed: bool = True) -> dict[str, Any]:
+        """Return the message for chat templates.
+
+        Args:
+            parsed: True if the arguments of calls are objects and not JSON, see `ChatRequest.prompts`.
+        """
+        fields = {"content": self.content} if "content" in self.model_fields_set else {}
+        if self.tool_calls:
+            fields["content"] = (self.content or "") if parsed else self.content
+            fields["tool_calls"] = [call.plain(parsed) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
+        return {"role": self.role, **fields, **(self.model_extra or {})}
 
 
 class JsonSchema(Fields):
@@ -302,10 +467,10 @@ class _Request(Fields):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Limit = None
-    n: _One = None
-    presence_penalty: _NoPenalty = None
-    frequency_penalty: _NoPenalty = None
-    logit_bias: Annotated[Any, only({}, fix="tokens cannot be weighted, so leave it out")] = None
+    n: _Choices = None
+    presence_penalty: _Penalty = None
+    frequency_penalty: _Penalty = None
+    logit_bias: Annotated[Any, PlainValidator(_bias)] = {}
     user: _Unused = None
     service_tier: _Unused = None
     safety_identifier: _Unused = None
@@ -313,7 +478,9 @@ class _Request(Fields):
     prompt_cache_options: _Unused = None
     prompt_cache_retention: _Unused = None
 
-    def _options(self, default: SamplingOptions, limit: int | None, alternatives: int | None) -> CompletionOptions:
+    def _options(
+        self, default: SamplingOptions, limit: int | None, alternatives: int | None, echo: bool = False
+    ) -> CompletionOptions:
         common = {"repetition_penalty": self.repetition_penalty, "seed": self.seed}
         top_k = 0 if self.top_k in _ALL_TOKENS else self.top_k
         limits = {"top_k": top_k, "top_p": self.top_p, "min_p": self.min_p}
@@ -324,7 +491,24 @@ class _Request(Fields):
             sampling = default.over(temperature=0, **common)
         else:
             sampling = default.over(temperature=self.temperature, **limits, **common)
-        return CompletionOptions(sampling, limit, self.stop, alternatives)
+        return CompletionOptions(
+            sampling,
+            limit,
+            self.stop,
+            alternatives,
+            echo=echo,
+            logit_bias=self.logit_bias,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+        )
+
+    def choices(self, options: CompletionOptions) -> list[CompletionOptions]:
+        """Return the options of each of `n` choices, which differ in their seeds."""
+        seed = options.sampling.seed
+        return [
+            options if seed is None else replace(options, sampling=replace(options.sampling, seed=_seed(seed, index)))
+            for index in range(self.n or 1)
+        ]
 
 
 class ChatRequest(_Request):
@@ -335,10 +519,11 @@ class ChatRequest(_Request):
     logprobs: bool | None = None
     top_logprobs: Annotated[_Alternatives, BeforeValidator(not_bool)] = None
     response_format: ResponseFormat | None = None
-    tools: _NoTools = None
-    functions: _NoTools = None
-    tool_choice: _NoChoice = None
-    function_call: _NoChoice = None
+    tools: Annotated[list[Tool], Field(max_length=_MOST_TOOLS)] | None = None
+    tool_choice: Annotated[Any, PlainValidator(_choice)] = "auto"
+    parallel_tool_calls: bool | None = None
+    functions: _NoFunctions = None
+    function_call: _NoCall = None
     modalities: Annotated[Any, only(["text"], fix="this server returns only text, so leave it out")] = None
     audio: Annotated[Any, only(fix="this server returns only text, so leave it out")] = None
     moderation: Annotated[Any, only(fix="responses are not moderated, so leave it out")] = None
@@ -346,7 +531,6 @@ class ChatRequest(_Request):
     reasoning_effort: Annotated[Any, only(fix="describe it in a message, or leave it out")] = None
     verbosity: Annotated[Any, only("medium", fix="describe the length in a message, or leave it out")] = None
     store: Annotated[Any, only(False, fix="responses are not stored, so leave it out")] = None
-    parallel_tool_calls: _Unused = None
     prediction: _Unused = None
     metadata: _Unused = None
 
@@ -366,27 +550,112 @@ class ChatRequest(_Request):
         form = self.response_format
         return options if form is None else replace(options, constraint=form.constraint())
 
-    def prompt(self) -> list[dict[str, Any]]:
-        """Return the messages for chat templates."""
-        return [message.plain() for message in self.messages]
+    def prompts(self) -> list[list[dict[str, Any]]]:
+        """Return the messages for chat templates, the most common form first.
+
+        Most templates take the arguments of calls as objects, and a few (DeepSeek's) as text.
+
+        Raises:
+            InputError: If the result of a tool has no call.
+        """
+        names: dict[str, str] = {}
+        for index, message in enumerate(self.messages):
+            names |= {call.id: call.function.name for call in message.tool_calls or ()}
+            if message.role == "tool" and message.tool_call_id not in names:
+                raise InputError(
+                    f"messages.{index}.tool_call_id must be the id of a call in an earlier message, got "
+                    f"{shown(message.tool_call_id)}; send the assistant's message with its tool_calls, too"
+                )
+        has_calls = any(message.tool_calls for message in self.messages)
+        forms = [[message.plain(parsed) for message in self.messages] for parsed in (True, False)[: 1 + has_calls]]
+        for said in (one for form in forms for one in form if one["role"] == "tool"):
+            said.setdefault("name", names[said["tool_call_id"]])
+        return forms
+
+    def used_tools(self) -> list[Tool]:
+        """Return the tools that the response may call.
+
+        Raises:
+            InputError: If two tools have one name, or `tool_choice` names another one.
+        """
+        tools = list(self.tools or ())
+        names = [tool.function.name for tool in tools]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise InputError(f"tools must have different names, got {twice!r} twice; rename one")
+        if self.tool_choice == "none":
+            return []
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            if name not in names:
+                raise InputError(
+                    f"tool_choice must name one of the tools, got {shown(name)}; send one of "
+                    f"{', '.join(names)[:200] or 'no tool'}"
+                )
+            return [tool for tool in tools if tool.function.name == name]
+        if self.tool_choice == "required" and not tools:
+            raise InputError('tool_choice must be "auto" or "none" without tools, got "required"; send tools')
+        return tools
+
+    @property
+    def must_call(self) -> bool:
+        """True if the response must be a call."""
+        return self.tool_choice not in ("none", "auto")
+
+    def plain_tools(self) -> list[dict[str, Any]]:
+        """Return the tools for chat templates."""
+        return [] if self.tool_choice == "none" else [tool.plain() for tool in self.tools or ()]
 
 
 class CompletionRequest(_Request):
     """A request of `POST /v1/completions`."""
 
-    #: Text, or token ids.
-    prompt: Annotated[Any, PlainValidator(_prompt)]
-    max_tokens: Limit = 16
+    #: Text or token ids, or a list of either.
+    prompt: Annotated[Any, PlainValidator(_prompts)]
+    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(not_bool)] = 16
     logprobs: Annotated[_Alternatives, BeforeValidator(_none_for_false)] = None
-    echo: Annotated[Any, only(False, fix="prepend the prompt to the response yourself, or leave it out")] = None
-    best_of: _One = None
+    echo: bool | None = None
+    best_of: Annotated[Any, only(1, fix="send n, and choose one of the responses")] = None
     suffix: Annotated[Any, only("", fix="text after the response is not supported, so leave it out")] = None
 
     def options(self, default: SamplingOptions) -> CompletionOptions:
         """Return the options of the completion, see `ChatRequest.options`."""
-        return replace(self._options(default, self.max_tokens, self.logprobs), continues=True)
+        if self.max_tokens == 0 and not self.echo:
+            raise InputError("max_tokens must be at least 1 without echo, got 0; send echo=true for the prompt alone")
+        return replace(self._options(default, self.max_tokens, self.logprobs, bool(self.echo)), continues=True)
 
-    def text(self) -> str | list[int]:
-        """Return the prompt."""
-        prompt: str | list[int] = self.prompt
-        return prompt
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts."""
+        prompts: list[str | list[int]] = self.prompt
+        return prompts
+
+
+class TokenizeRequest(Fields):
+    """A request of `POST /tokenize`, in the fields of vLLM (`prompt`, `messages`) and llama.cpp (`content`)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=_MOST_TOOLS)] | None = None
+    add_special_tokens: bool = True
+
+    def input(self) -> str | ChatRequest:
+        """Return the text, or the messages as a request.
+
+        Raises:
+            InputError: If there is not exactly one.
+        """
+        given = [value for value in (self.prompt, self.content, self.messages) if value is not None]
+        if len(given) != 1:
+            raise InputError(f"one of prompt, content and messages must be given, got {len(given)} of them")
+        if isinstance(given[0], str):
+            return given[0]
+        return ChatRequest(model=self.model or "", messages=given[0], tools=self.tools)
+
+
+class DetokenizeRequest(Fields):
+    """A request of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0), BeforeValidator(not_bool)]], FailFast()]

@@ -151,6 +151,12 @@ class TextTokenizer:
             raise InputError(f"cannot read {path}: {first_line(error)}; export the model again") from error
 
     @cached_property
+    def response_template(self) -> dict[str, Any] | None:
+        """The description of responses for transformers' `parse_response`, if the tokenizer has one."""
+        found = self._config.get("response_template")
+        return found if isinstance(found, dict) else None
+
+    @cached_property
     def chat_control_tokens(self) -> list[str] | None:
         """The added tokens that the template writes, if the tokenizer lists them."""
         return self._config.get("chat_control_tokens")
