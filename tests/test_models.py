@@ -16,10 +16,11 @@ from exportable_cache.common.tensors import parse_dtype
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models.loading.loading import load_config, load_model
 from exportable_cache.models.loading.tokenizer import load_tokenizer
-from exportable_cache.models.positions import check_positions
+from exportable_cache.models.positions import check_positions, position_limit
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
 from .support.models import tiny_model
+from .support.multimodal import tiny_multimodal
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +243,17 @@ def test_positions_of_a_table_are_a_limit(family: str) -> None:
     for held, text in ((33, "33"), (None, "any number of")):
         with pytest.raises(InputError, match=f"at most 32 tokens, .*, got {text}; use a max_cache_len of at most 32"):
             check_positions(model, held)
+
+
+def test_a_table_of_an_image_encoder_is_no_limit() -> None:
+    """The encoder of DeepSeek OCR 2 has a table of queries with as many rows as its tiny decoder has positions."""
+    model = tiny_multimodal("qwen2_5_vl")
+    limit = position_limit(model.config)
+    model.model.visual.queries = torch.nn.Embedding(limit, 4)
+    check_positions(model, limit + 1)
+    model.model.language_model.places = torch.nn.Embedding(limit, 4)
+    with pytest.raises(InputError, match=f"at most {limit} tokens, .*places"):
+        check_positions(model, limit + 1)
 
 
 def test_computed_positions_are_none() -> None:

@@ -212,7 +212,7 @@ class ItemEntry(Entry):
     fixed: dict[str, FixedEntry] = {}
     positions: list[list[int]] = []
     advance: int = 0
-    sees: Literal["", "item", "sliding item", "prompt"] = ""
+    sees: Literal["", "item", "sliding item", "whole item", "items", "prompt"] = ""
     apart: bool = False
     tiles: int = Field(0, ge=0)
 

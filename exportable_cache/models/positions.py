@@ -270,7 +270,14 @@ def _position_tables(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
         tokens = model.get_input_embeddings()
     except NotImplementedError:  # see `specs.vocab_size_of`
         tokens = None
+    config = model.config
+    # Tables of image and audio encoders are not the decoder's: DeepSeek OCR 2 has one of 256 queries.
+    is_wrapped = not config.is_encoder_decoder and config.get_text_config(decoder=True) is not config
+    decoder = model.get_decoder() if is_wrapped else model
+    own = set(decoder.modules())
     for name, module in model.named_modules():
+        if module not in own:
+            continue
         if isinstance(module, torch.nn.Embedding) and module is not tokens:
             yield name, module.num_embeddings
         plain = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}

@@ -62,7 +62,8 @@ class ItemFacts:
             they increase by one like those of text.
         advance: Offset from an item's start to the position of the token after it, if `positions` is not empty.
         sees: What an item's tokens attend to besides earlier tokens: "item" for the tokens of the same item, "sliding
-            item" for these in sliding-attention layers only, "prompt" for the whole prompt, "" for nothing.
+            item" for these in sliding-attention layers only, "whole item" for these also beyond a sliding window,
+            "items" for those of all items of the prompt, "prompt" for the whole prompt, "" for nothing.
         tiles: Tiles per item that cross-attention masks separately; 0 if embeddings replace placeholders instead.
         apart: True if the frames of a video are separate items of one frame in a prompt.
     """

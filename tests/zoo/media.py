@@ -40,8 +40,9 @@ from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
 from ..support.sessions import describe
+from . import check
 from .architectures import Architecture, architectures
-from .build import tiny_model
+from .build import encoder_inputs, tiny_model, tokens
 from .check import TOLERANCE, Outcome, _outcome_of, write_json
 from .media_items import TOWERS, axis_of, item, kinds_of, seen_by
 from .media_table import take_up_media, write_media_table
@@ -75,7 +76,7 @@ def check_media(row: Architecture, kind: str, target: str, model: PreTrainedMode
     start = time.monotonic()
     try:
         model = tiny_media_model(row) if model is None else model
-        outcome = _run(model, kind, target)
+        outcome = _run_encoder(model, target) if is_encoder_input(model, kind) else _run(model, kind, target)
     except Exception as error:  # any model's code runs here
         outcome = _outcome_of(error)
     outcome.seconds = round(time.monotonic() - start, 1)
@@ -110,6 +111,19 @@ def _run(model: PreTrainedModel, kind: str, target: str) -> Outcome:
     limit = TOLERANCE * max(1.0, max(expected.abs().max().item() for expected in references) / 10)
     mechanism = mechanism_of(modality)
     return Outcome("pass" if difference <= limit else "wrong", difference, mechanism)
+
+
+def is_encoder_input(model: PreTrainedModel, kind: str) -> bool:
+    """Return True if items are the input of an encoder, so that a prompt has one and no placeholders."""
+    return model.config.is_encoder_decoder and model.main_input_name in item(model, kind)
+
+
+def _run_encoder(model: PreTrainedModel, target: str) -> Outcome:
+    """Check a model whose encoder takes the item, as the zoo of architectures does."""
+    ids, inputs = tokens(model), encoder_inputs(model)
+    outcome = check._run(model, target, (ids, inputs, check._references(model, ids, inputs, {})), {})
+    outcome.reason = "encoder"
+    return outcome
 
 
 def mechanism_of(modality: Modality) -> str:

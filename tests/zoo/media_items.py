@@ -213,6 +213,12 @@ _OWN: dict[tuple[str, str], Callable[[PreTrainedModel], Item]] = {
         (name, "image"): _unit(1, 3, 16, 32 * 16, target_sizes=[[4, 8]])
         for name in "minicpm_ocr minicpmv4_6 minicpmv4_7".split()
     },
+    # Six embeddings of four patches each, of 27 by 27 patches.
+    ("molmo2", "image"): lambda _: {
+        "pixel_values": torch.randn(1, 729, 588),
+        "image_token_pooling": torch.arange(24).reshape(6, 4) * 30,
+        "image_grids": torch.tensor([[2, 3, 0, 0]]),
+    },
     ("nemotron_h_omni", "image"): _unit(24, 768, image_grid_hw=[[4, 6]]),
     ("qwen2_5_omni_thinker", "video"): _timed,
     ("qwen3_omni_moe_thinker", "video"): _timed,
@@ -224,7 +230,7 @@ _OWN: dict[tuple[str, str], Callable[[PreTrainedModel], Item]] = {
         }
         for name in ("granite_speech", "granite_speech_plus")
     },
-    ("nemo_speechlm", "audio"): _audio((1, 64, 80), 64),
+    ("nemo_speechlm", "audio"): _audio((1, 64, 16), 64),
     ("qwen3_asr", "audio"): _audio((1, 16, 100), 100),
 }
 
@@ -293,6 +299,26 @@ TOWERS: dict[str, dict[str, Any]] = {
     "exaone4_5_vision": {**_WINDOWED, "num_key_value_heads": 4},
     **{name: {"input_dim": 40} for name in ("granite_speech_encoder", "granite_speech_plus_encoder")},
     "deepseek_vl_hybrid": {},
+    # Convolutions end in as many channels as the encoder behind them takes.
+    **{
+        f"{name}_sam_vision_model": {
+            "global_attn_indexes": [1],
+            "image_size": 64,
+            "patch_size": 4,
+            "output_channels": 64,
+            "downsample_channels": [64, 64],
+        }
+        for name in ("deepseek_ocr2", "unlimited_ocr")
+    },
+    "fast_vlm": {
+        "vision_config": {
+            "model_type": "convnext",
+            "hidden_size": 64,
+            "hidden_sizes": [8, 8, 8, 64],
+            "depths": [1, 1, 1, 1],
+            "image_size": 64,
+        }
+    },
     "sam_vision_model": {"global_attn_indexes": [1], "output_channels": 64, "patch_size": 8, "image_size": 32},
     "granite_docling_vision": {"scale_factor": 2},
     "granite_docling": {"scale_factor": 2},

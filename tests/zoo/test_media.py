@@ -28,6 +28,8 @@ MECHANISMS = {
     "features beside, of every token": ("gemma4", "image"),
     "cross-attention, between layers of self-attention": ("mllama", "image"),
     "a prompt that sees itself": ("paligemma", "image"),
+    "an item that sees itself beyond the window": ("gemma4_unified", "image"),
+    "items that see each other": ("molmo2", "image"),
     "positions by tokens around items": ("qwen2_5_omni_thinker", "video"),
     "frames of sound with lengths": ("qwen2_audio", "audio"),
 }

@@ -22,6 +22,8 @@ MAIN_INPUTS = {
     AUDIO: ("input_features", "input_values", "audio_input_features", "audio_input_ids"),
 }
 _GRID = "image_grid_thw"
+#: Arguments with indices into the patches of all items of a prompt, int64 [embeddings, pooled], -1 for none (Molmo 2).
+PATCH_INDICES = ("image_token_pooling", "video_token_pooling")
 #: Argument with the frames, rows and columns of patches of each video.
 VIDEO_GRID = "video_grid_thw"
 
@@ -169,3 +171,8 @@ def placeholders_of(config: PreTrainedConfig, kind: str) -> list[int]:
         f"the config of {config.model_type!r} has no placeholder token for {kind} ({', '.join(names)}), so its "
         "mechanism is not supported; leave out modalities to run its text decoder"
     )
+
+
+def shifted_indices(indices: torch.Tensor, count: int, patches: int) -> torch.Tensor:
+    """Return `PATCH_INDICES` of one item, repeated for `count` items of `patches` patches each."""
+    return torch.cat([torch.where(indices < 0, indices, indices + item * patches) for item in range(count)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from transformers.masking_utils import create_causal_mask, sliding_window_overlay
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sliding_window_overlay
 
 from ...common.compat.transformers import cache_name
 
@@ -40,7 +40,8 @@ def image_masks(
         cache: The cache before the step.
         image_ids: int64 [batch, length], an index per image, -1 on text. An image never spans two steps.
         input_pos: int64 [batch], the position of each row's first token.
-        sees: See `ItemFacts.sees`; "sliding item" leaves full attention causal (gemma4/modeling_gemma4.py).
+        sees: See `ItemFacts.sees`; "sliding item" leaves full attention causal (gemma4/modeling_gemma4.py), and "whole
+            item" applies the window to earlier tokens only (gemma4_unified/modeling_gemma4_unified.py).
     """
     arguments: dict[str, Any] = {
         "config": config,
@@ -52,13 +53,20 @@ def image_masks(
     full = None if sees == "sliding item" else same
     masks = {"full_attention": create_causal_mask(**arguments, position_ids=None, or_mask_function=full)}
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        masks["sliding_attention"] = create_causal_mask(
-            **arguments,
-            position_ids=None,
-            or_mask_function=same,
-            and_mask_function=sliding_window_overlay(config.sliding_window),
-            layer_idx=config.layer_types.index("sliding_attention"),
-        )
+        index = config.layer_types.index("sliding_attention")
+        if sees == "whole item":
+            # Its window is part of the causal mask, so it does not limit `or_mask_function`.
+            masks["sliding_attention"] = create_sliding_window_causal_mask(
+                **arguments, position_ids=None, or_mask_function=same, layer_idx=index
+            )
+        else:
+            masks["sliding_attention"] = create_causal_mask(
+                **arguments,
+                position_ids=None,
+                or_mask_function=same,
+                and_mask_function=sliding_window_overlay(config.sliding_window),
+                layer_idx=index,
+            )
     # Models with one layer type take a single mask.
     return masks if getattr(config, "layer_types", None) else masks["full_attention"]
 

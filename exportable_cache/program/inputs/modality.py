@@ -17,7 +17,7 @@ from ...common.method_io import TensorSpec, name_forward
 from ...errors import InputError, UnsupportedModelError, first_line
 from ..items import ExtraFeature, FixedInput, ItemFacts
 from ..methods import ProgramMethod
-from .examples import VIDEO_GRID, checked_example, placeholders_of
+from .examples import PATCH_INDICES, VIDEO_GRID, checked_example, placeholders_of, shifted_indices
 from .front import count_tokens, handed_to_decoder
 from .known_values import KnownValues
 from .probe import Probed, frames_lie_apart, probe, prompt_with
@@ -264,13 +264,17 @@ def joined_items(items: Sequence[Mapping[str, torch.Tensor]], axis: int) -> dict
     mains = [value for value in items[0].values() if value.is_floating_point()]
     if axis and any(value.shape[0] != 1 or value.dim() < 3 for value in mains):
         return None
-    return {
+    joined = {
         name: torch.cat(
             [item[name] for item in items],
             dim=axis if value.dim() > 1 and (axis == 1 or value.is_floating_point()) else 0,
         )
         for name, value in items[0].items()
     }
+    for name in PATCH_INDICES:
+        if name in joined:
+            joined[name] = shifted_indices(items[0][name], len(items), mains[0].shape[:2].numel())
+    return joined
 
 
 def _features(

@@ -42,6 +42,8 @@ _AROUND = {
     "audio": (("audio_start_token_id", "boa_token_id"), ("audio_end_token_id", "eoa_token_id", "eoa_token_index")),
 }
 _TEXT = (61, 83, 71, 97)
+#: Names of rules of full and of sliding attention (see `_rules`) -> the value of `ItemFacts.sees` for both.
+_BY_LAYERS = {("", "item"): "sliding item", ("item", "whole item"): "whole item"}
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,9 @@ def probe(
     _check_taken_again(model, refuse, one, extra_features)
     positions, advance = _positions(model, refuse, one, two, tokens, (single, pair))
     sees = {_seen(refuse, given, pieces, tokens, model) for pieces, given in ((single, one), (pair, two))}
+    if sees == {"item", "items"}:
+        # One item follows both rules.
+        sees = {"items"}
     if len(sees) > 1:
         refuse("its attention mask changes its rule with the prompt")
     return Probed(extra_features, positions, advance, sees.pop())
@@ -358,8 +363,9 @@ def _seen(
         if name is None:
             refuse(f"its mask of {kind} follows an unknown rule")
         found[kind] = name or ""
-    if found == {"full_attention": "", "sliding_attention": "item"}:
-        return "sliding item"
+    named = _BY_LAYERS.get((found.get("full_attention"), found.get("sliding_attention")))
+    if named is not None and len(found) == 2:
+        return named
     if len(set(found.values())) > 1:
         refuse(f"its masks of {', '.join(by_type)} follow different rules")
     return next(iter(found.values()))
@@ -372,4 +378,11 @@ def _rules(length: int, spans: Sequence[tuple[int, int]], window: int | None) ->
     same = torch.zeros(length, length, dtype=torch.bool)
     for start, end in spans:
         same[start:end, start:end] = True
-    return {"": causal & near, "item": (causal | same) & near, "prompt": near}
+    is_item = same.any(-1)
+    return {
+        "": causal & near,
+        "item": (causal | same) & near,
+        "whole item": causal & near | same,
+        "items": (causal | is_item[:, None] & is_item) & near,
+        "prompt": near,
+    }

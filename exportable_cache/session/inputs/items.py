@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 
 from ...common.method_io import TensorSpec
 from ...errors import BundleError, InputError
-from ...program.inputs.examples import VIDEO_GRID
+from ...program.inputs.examples import PATCH_INDICES, VIDEO_GRID, shifted_indices
 from ...program.items import CROSS_MASK, ITEM_STATES, ITEMS_SEEN
 from ..images import Placed, PlacedImages, seen_tiles
 from .encoder import check_tensors
@@ -135,6 +136,9 @@ class ItemStage:
             frames = torch.cat([torch.ones_like(tensor[:, :1]), tensor[:, 1:]], dim=1)
             tensor = frames.repeat_interleave(tensor[:, 0], dim=0)
         wanted = fixed.flatten().repeat(items)
+        if name in PATCH_INDICES:
+            patches = math.prod(int(size) for size in self.method.inputs[0].shape[:2])
+            wanted = shifted_indices(fixed, items, patches).flatten() if items else wanted
         if tensor.numel() == wanted.numel() and bool((tensor.flatten() == wanted).all()):
             return
         each = tensor.reshape(-1, fixed.shape[-1]) if tensor.numel() % fixed.shape[-1] == 0 else tensor

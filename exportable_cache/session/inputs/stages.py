@@ -185,7 +185,8 @@ class ItemPositions:
         self.longest_step = max((step.max_length for step in steps if not step.takes_ids), default=0)
         self.stays_whole = IMAGE_IDS.name in extra
         self.has_axes = POSITIONS in extra
-        self.sees_prompt = any(one.method.item is not None and one.method.item.sees == "prompt" for one in stages)
+        rules = {one.method.item.sees for one in stages if one.method.item is not None}
+        self.sees_prompt, self.sees_items = "prompt" in rules, "items" in rules
         axes = int(extra[POSITIONS].shape[0]) if self.has_axes else 0
         self.patterns = [_pattern(stage, axes) for stage in stages]
         # A method without `item` is from an older bundle, whose items are all seen.
@@ -207,7 +208,7 @@ class ItemPositions:
                 f"rows must have equal length if the tokens of their items attend to each other, got "
                 f"{list(rows.lengths)}; pass rows of equal length"
             )
-        whole_chunks(self._ids(rows), self.longest_step)
+        self._sizes(rows)
 
     def extend(self, steps: Steps, prompt: Prompt, stepper: ProgramStepper) -> Steps:
         """Add the image indices, rotary positions and chunk sizes that this program takes with embeddings."""
@@ -217,7 +218,7 @@ class ItemPositions:
         extra, sizes, placed = {}, None, None
         if self.stays_whole:
             ids = self._ids(rows)
-            sizes = whole_chunks(ids, self.longest_step)
+            sizes = self._sizes(rows)
             extra[IMAGE_IDS.name] = ids.to(self.device)
             placed = placed_images(image_ids(self._kinds(rows) >= 0))
         if self.has_axes:
@@ -249,8 +250,19 @@ class ItemPositions:
         return torch.isin(self._kinds(rows), self.seen)
 
     def _ids(self, rows: TokenRows) -> torch.Tensor:
+        """Return equal values for tokens that see each other, -1 for others: int64 [batch, length]."""
         seen = self._is_seen(rows)
+        if self.sees_items:
+            return torch.where(seen, 0, -1)
         return torch.zeros_like(rows.ids) if self.sees_prompt and seen.any() else image_ids(seen)
+
+    def _sizes(self, rows: TokenRows) -> Any:
+        """Return the sizes of the steps of a prompt, in which tokens that see each other are in one step."""
+        ids = self._ids(rows)
+        if self.sees_items and bool((ids >= 0).any()):
+            places = (ids >= 0).any(0).nonzero().flatten()
+            ids[:, int(places[0]) : int(places[-1]) + 1] = 0
+        return whole_chunks(ids, self.longest_step)
 
 
 def _pattern(stage: ItemStage, axes: int) -> Pattern:
