@@ -21,11 +21,11 @@ from ..models.loading.prequantized import stored_quantization
 from ..models.loading.tokenizer import has_tokenizer
 from ..models.loading.without_weights import model_without_weights
 from ..models.positions import check_rope
-from ..models.quantization.quantize import check_quantizable
-from ..models.quantization.sizes import coverage_of, float_bytes, quantized_bytes
+from ..models.quantization.sizes import coverage_of
 from ..models.quantization.spec import KEEP_SCHEME, quantization_of
 from ..program.spec import ProgramSpec
-from .plan import RecipeSize, plan_cache, sizes_of_recipes
+from .dtypes import DtypeChoice
+from .plan import RecipeSize, plan_cache, sizes_of_recipes, weights_bytes
 from .recipes import fill_options, remark_of
 from .spec import ExportSpec, Split, options_of
 from .steps import resolve, run
@@ -280,18 +280,16 @@ def preview(spec: ExportSpec) -> DryRun:
     # Shapes only, also for a live model, so that no tensor is copied.
     model: Any = model_without_weights(config)
     weights = made.weights_bytes
+    coverage = None
     if model is not None:
         check_rope(model, made.max_length, resolved.program.takes_lengths)
-    coverage = None
-    if spec.quantization is not None:
-        weights = None
+    if spec.quantization is not None and spec.quantization.linear == KEEP_SCHEME:
         # The integers that are kept are known once the weights are read.
-        if model is not None and spec.quantization.linear != KEEP_SCHEME:
-            check_quantizable(model, spec.quantization)
-            weights = quantized_bytes(model, spec.quantization, dtype)
+        weights = None
+    elif model is not None:
+        weights = weights_bytes(model, resolved.dtype or DtypeChoice(dtype, dtype), spec.quantization)
+        if spec.quantization is not None:
             coverage = coverage_of(model, spec.quantization, dtype)
-    elif model is not None and resolved.dtype is not None and resolved.dtype.kept:
-        weights = float_bytes(model, dtype, resolved.dtype.stored)
     stored = stored_quantization(config)
     remarks = [] if stored is None else [stored.remark.replace("were dequantised", "would be dequantised")]
     remarks += [made.positions] if made.positions else []

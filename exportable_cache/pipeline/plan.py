@@ -204,7 +204,7 @@ def plan_cache(
         "max_cache_len": spec.max_cache_len,
         "batch_size": spec.batch_size,
         "dtype": dtype_name(chosen),
-        "weights_bytes": None if model is None else _weights_bytes(model, choice, quantization),
+        "weights_bytes": None if model is None else weights_bytes(model, choice, quantization),
         "target": target,
         "recipe": filled.recipe or None,
         "stored_dtype": None if stored is None else dtype_name(stored),
@@ -359,7 +359,7 @@ def _sizes(
         of_recipe = replace(spec, kv_dtype=filled.settings["kv_dtype"])
         cache = sum(layer_spec.build(of_recipe, choice.chosen, "meta").nbytes for layer_spec in layer_specs)
         try:
-            weights = None if model is None else _weights_bytes(model, choice, filled.quantization)
+            weights = None if model is None else weights_bytes(model, choice, filled.quantization)
         except (InputError, UnsupportedModelError):
             weights = None
         sizes[name] = RecipeSize(weights, cache)
@@ -415,7 +415,8 @@ def _layer_specs(config: PreTrainedConfig, model: PreTrainedModel | None, spec: 
     return found
 
 
-def _weights_bytes(model: PreTrainedModel, choice: DtypeChoice, quantization: Quantization | None) -> int:
+def weights_bytes(model: PreTrainedModel, choice: DtypeChoice, quantization: Quantization | None) -> int:
+    """Return the bytes of a model's weights in an export, from shapes alone."""
     if quantization is not None:
         check_quantizable(model, quantization)
         return quantized_bytes(model, quantization, choice.chosen)

@@ -54,6 +54,11 @@ class Architecture:
         return getattr(transformers, self.class_name)
 
     @property
+    def shrinks(self) -> type[transformers.PreTrainedConfig]:
+        """Class of the config that the tiny model is made from."""
+        return self.model_class.config_class
+
+    @property
     def name(self) -> str:
         """Unique: `causal-whisper` is the decoder alone, `speech-whisper` the encoder-decoder."""
         return f"{self.group}-{self.model_type}"

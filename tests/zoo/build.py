@@ -41,7 +41,7 @@ DECODERS = {
 
 def tiny_model(architecture: Architecture, window: int = WINDOW) -> PreTrainedModel:
     """A random model in eval mode, every parameter off its initial zero or one; the same weights for every window."""
-    return initialised(architecture, tiny_config(architecture.model_class.config_class, window, architecture.fields))
+    return initialised(architecture, tiny_config(architecture.shrinks, window, architecture.fields))
 
 
 def made(architecture: Architecture, config: PreTrainedConfig) -> PreTrainedModel:

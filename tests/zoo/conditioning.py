@@ -79,7 +79,7 @@ def model_without_choices(architecture: Architecture) -> PreTrainedModel:
     Raises:
         ValueError: If its config says of no number how many are chosen.
     """
-    config = tiny_config(architecture.model_class.config_class, published=architecture.fields)
+    config = tiny_config(architecture.shrinks, published=architecture.fields)
     if not _choose_all(config):
         raise ValueError(f"{architecture.name}: no field of its config says how many experts or keys are chosen")
     return initialised(architecture, config)

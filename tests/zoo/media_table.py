@@ -9,6 +9,7 @@ from typing import Any
 import transformers
 
 from .check import write_json
+from .support_table import write_support
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "media.md"
 TARGETS = ("eager", "pt2", "executorch")
@@ -26,7 +27,7 @@ and masks are made from the configs (`tests/zoo/media_items.py`); no processor h
 Mechanisms: *places*, embeddings replace placeholder tokens; *sizes*, grids, sizes or masks belong to an item and determine the program;
 *features beside*, the decoder takes features in addition to the embeddings, by layer or for each token; *axes*, positions have several
 axes; *sees item*, *sees prompt*, tokens of an item, or of the whole prompt, see each other; *cross-attention*, layers between those of
-self-attention attend to items. An empty cell was not run, because pt2 and ExecuTorch run what passes in eager sessions. If a reason is
+self-attention attend to items; *encoder*, the item is the input of an encoder-decoder's encoder, so a prompt has one. An empty cell was not run, because pt2 and ExecuTorch run what passes in eager sessions. If a reason is
 about shapes or a missing argument, the input made from the config may be wrong: a processor's output was not tried.
 
 """
@@ -59,6 +60,8 @@ def write_media_table(results: Path, document: Path = DOCUMENT) -> None:
         for name, kinds in found.items()
     }
     document.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
+    if document == DOCUMENT:
+        write_support()
 
 
 def take_up_media(results: Path, document: Path = DOCUMENT) -> None:

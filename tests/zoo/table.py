@@ -18,6 +18,7 @@ from .overrides import OVERRIDES
 from .published import Checkpoint, checkpoints
 from .published.table import lines_of
 from .shrink import HIDDEN, VOCAB, WINDOW
+from .support_table import write_support
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
 STATUSES = ("pass", "refused", "wrong", "error")
@@ -54,6 +55,8 @@ def write_table(folder: Path, document: Path = DOCUMENT) -> None:
     every: dict[Architecture, dict[str, Any]] = {**results, **published}
     lines = ",\n".join(f"{json.dumps(row.name)}: {json.dumps(_kept(facts))}" for row, facts in every.items())
     document.with_suffix(".json").write_text(f"{{\n{lines}\n}}\n")
+    if document == DOCUMENT:
+        write_support()
 
 
 def _kept(facts: dict[str, Any]) -> dict[str, Any]:

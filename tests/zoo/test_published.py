@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 from transformers import PreTrainedConfig
 
+from exportable_cache import ExportableCache, export
 from exportable_cache.pipeline.plan import plan
 
 from .build import LENGTH, encoder_inputs, encoder_options, tiny_model
@@ -33,7 +37,7 @@ ROWS = [
 
 
 def shrunk(row: Checkpoint) -> PreTrainedConfig:
-    return tiny_config(row.model_class.config_class, published=row.fields)
+    return tiny_config(row.shrinks, published=row.fields)
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -55,6 +59,30 @@ def test_a_plan_is_what_is_allocated(row: Checkpoint) -> None:
     model = tiny_model(row)
     options = encoder_options(model, encoder_inputs(model))
     assert sizes_of_plan(plan(model.config, LENGTH, **options)) == sizes_of_model(model, **options)
+
+
+@pytest.mark.usefixtures("fake_backend")
+@pytest.mark.parametrize("row", ROWS)
+def test_a_dry_run_is_what_is_written(row: Checkpoint, tmp_path: Path) -> None:
+    """The bytes that `--dry-run` gives from the config are those of the bundle that is then written."""
+    model = tiny_model(row)
+    options = {**encoder_options(model, encoder_inputs(model)), "verify": False}
+    # LongRoPE and dynamic NTK end at the border, because this target takes no lengths.
+    found = export(model, "fake", BORDER, tmp_path / "x", dry_run=True, **options)
+    manifest = export(model, "fake", BORDER, tmp_path / "x", **options).manifest
+    assert (found.weights_bytes, found.cache_bytes) == (manifest.weights_bytes, manifest.cache_bytes)
+    assert found.least_memory_bytes == found.weights_bytes + found.cache_bytes
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_plan_at_true_size_is_what_is_allocated(row: Checkpoint) -> None:
+    """A cache of the true size has the planned bytes, on the meta device, which allocates nothing."""
+    config = row.config()
+    if config.is_encoder_decoder:
+        pytest.skip("the cache of an encoder-decoder is made from its encoder")
+    made = plan(config, LENGTH, dtype="bfloat16")
+    cache = ExportableCache.from_config(config, LENGTH, dtype=torch.bfloat16, device="meta")
+    assert made.refusal is None and made.cache_bytes == cache.nbytes == sum(layer.bytes for layer in made.layers)
 
 
 #: Bytes of a cache of 4,096 tokens in bfloat16: layers, keys and values, heads, size of a head, tokens, bytes.

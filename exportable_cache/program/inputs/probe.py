@@ -363,7 +363,7 @@ def _seen(
         if name is None:
             refuse(f"its mask of {kind} follows an unknown rule")
         found[kind] = name or ""
-    named = _BY_LAYERS.get((found.get("full_attention"), found.get("sliding_attention")))
+    named = _BY_LAYERS.get((found.get("full_attention", "-"), found.get("sliding_attention", "-")))
     if named is not None and len(found) == 2:
         return named
     if len(set(found.values())) > 1:

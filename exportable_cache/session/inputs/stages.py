@@ -256,7 +256,7 @@ class ItemPositions:
             return torch.where(seen, 0, -1)
         return torch.zeros_like(rows.ids) if self.sees_prompt and seen.any() else image_ids(seen)
 
-    def _sizes(self, rows: TokenRows) -> Any:
+    def _sizes(self, rows: TokenRows) -> list[int]:
         """Return the sizes of the steps of a prompt, in which tokens that see each other are in one step."""
         ids = self._ids(rows)
         if self.sees_items and bool((ids >= 0).any()):

@@ -24,7 +24,7 @@ from exportable_cache.models.loading.without_weights import model_without_weight
 from exportable_cache.models.positions import check_positions
 from exportable_cache.models.quantization.sizes import float_bytes
 
-from ..architectures import Architecture, architectures
+from ..architectures import GROUPS, Architecture, architectures
 
 FOLDER = Path(__file__).parent
 #: Tokens of the caches whose sizes are told.
@@ -49,6 +49,11 @@ class Checkpoint(Architecture):
     def name(self) -> str:
         """See `Architecture.name`."""
         return f"published-{self.checkpoint.replace('/', '--')}"
+
+    @property
+    def shrinks(self) -> type[PreTrainedConfig]:
+        """See `Architecture.shrinks`."""
+        return self.config_class
 
     def config(self) -> PreTrainedConfig:
         """Return the config at its true size."""
@@ -84,10 +89,16 @@ def checkpoints() -> tuple[Checkpoint, ...]:
             model_type = listed["model_type"]
             if model_type not in CONFIG_MAPPING:
                 continue
-            row = rows[model_type]
+            row = rows.get(model_type) or _of_shared_class(model_type)
             facts = listed["checkpoint"], listed["source"], _with_factors(listed["config"])
             found.append(Checkpoint(model_type, row.group, row.class_name, *facts))
     return tuple(found)
+
+
+def _of_shared_class(model_type: str) -> Architecture:
+    """Return the row of a type whose class belongs to another type, such as InternLM 3, which is a Llama."""
+    group, class_name = next((group, mapping[model_type]) for group, mapping in GROUPS.items() if model_type in mapping)
+    return Architecture(model_type, group, class_name)
 
 
 def checkpoint(name: str) -> Checkpoint:

@@ -1,0 +1,94 @@
+"""The section `Models` of docs/support.md, from docs/architectures.json and docs/media.json."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "support.md"
+_TARGETS = ("eager", "compiled", "pt2", "executorch")
+_PEERS = {
+    "static_cache": "`StaticCache`, eager",
+    "exporter": "`TorchExportableModuleForDecoderOnlyLM`",
+    "dynamo": "`DynamoExporter`, static cache",
+}
+
+
+def write_support(document: Path = DOCUMENT) -> None:
+    """Write the section of models from the results that docs/ has, and leave the rest of the document unchanged."""
+    text = document.read_text()
+    document.write_text(text[: text.index("## Models")] + "\n".join(_lines()) + "\n")
+
+
+def _lines() -> list[str]:
+    found = _of("architectures")
+    rows = {name: facts["targets"] for name, facts in found.items()}
+    published = {name: facts for name, facts in rows.items() if name.startswith("published-")}
+    types = {name: facts for name, facts in rows.items() if name not in published}
+    media = _of("media")
+    anchor = f"architectures.md#published-checkpoints-{len(published)}"
+    shown = "eager", "pt2", "executorch"
+    by_type = {name: {target: {"status": _best(kinds, target)} for target in shown} for name, kinds in media.items()}
+    pt2 = _statuses(types, "pt2")
+    return [
+        "## Models",
+        "",
+        f"| | models | {' | '.join(_named(target) for target in _TARGETS)} |",
+        "|---|---|---|---|---|---|",
+        f"| [generative architectures](architectures.md) of transformers 5.23 | {_row(types)} |",
+        f"| [published checkpoints]({anchor}), shrunk | {_row(published)} |",
+        f"| [model types with images, video or audio](media.md) | {_row(by_type)} |",
+        "",
+        "A pass means that the logits of a tiny random model equal the eager model's to 1e-4. The others are refused "
+        "with a",
+        "reason, or were not run, and none gives wrong logits. Four architectures, whose tokens are several ids, run "
+        "as programs but not as",
+        "bundles.",
+        "",
+        "With the same tokens and tolerance, transformers 5.23 itself gives:",
+        "",
+        "| | architectures | pass | wrong logits | error |",
+        "|---|---|---|---|---|",
+        *(f"| {title} | {_peer(types, peer)} |" for peer, title in _PEERS.items()),
+        f"| **exportable_cache**, `pt2` | {pt2.total()} | {pt2['pass']} | {pt2['wrong']} | {pt2['error']} "
+        f"({pt2['refused']} refused) |",
+    ]
+
+
+def _of(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DOCUMENT.parent / f"{name}.json").read_text())
+    return found
+
+
+def _named(target: str) -> str:
+    return target if target in ("eager", "compiled") else f"`{target}`"
+
+
+def _statuses(rows: dict[str, Any], target: str) -> Counter[str]:
+    return Counter(facts[target]["status"] for facts in rows.values() if target in facts)
+
+
+def _row(rows: dict[str, Any]) -> str:
+    """Return the number of rows, and how many pass on each target; `-` where a target was not run."""
+    counts = [_statuses(rows, target) for target in _TARGETS]
+    cells = [
+        "-"
+        if not count
+        else str(count["pass"])
+        if count.total() == len(rows)
+        else f"{count['pass']} of {count.total()}"
+        for count in counts
+    ]
+    return " | ".join([str(len(rows)), *cells])
+
+
+def _peer(rows: dict[str, Any], peer: str) -> str:
+    count = _statuses(rows, peer)
+    return f"{count.total()} | {count['pass']} | {count['wrong']} | {count['error']}"
+
+
+def _best(kinds: dict[str, Any], target: str) -> str:
+    """Return `pass` if one kind of a model type passes on a target."""
+    return "pass" if any(kind.get(target, {}).get("status") == "pass" for kind in kinds.values()) else "refused"
