@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session, export, load
+from exportable_cache.backends.executorch.attention.fused_layouts import NativeLatentLayout
+from exportable_cache.cache.layers import CacheLayer, RowSizes
+from exportable_cache.cache.policies import FullPolicy
+from exportable_cache.cache.shift import Rotation
+from exportable_cache.cache.storage import FloatStorage
 from exportable_cache.errors import InputError, UnsupportedModelError
+from exportable_cache.models.rotations import in_layout
+from exportable_cache.program.shift import ShiftModule
 
 from .support.kinds import kind_model
 from .support.models import WINDOW, among, tiny_model, tokens
@@ -37,6 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm, partial": ("stablelm", {}),
     "granite": ("granite", {}),
     "smollm3, some layers without positions": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "bloom, ALiBi": ("bloom", {"n_layer": 2, "n_head": 4}),
     "phi3, longrope below its border": (
         "phi3",
         {**_FULL, "rope_parameters": {**ROPES["longrope phi3"][1]["rope_parameters"], **_BORDER}, **_BORDER},
@@ -144,6 +152,23 @@ def test_windows_keep_the_tokens_that_they_see() -> None:
         # Without protected tokens there are none that could be lost.
         session.shift(24)
         assert session.length.tolist() == [6]
+
+
+def test_latents_move_in_the_layout_of_native_operators() -> None:
+    """Check that latents and their rotated part move in one tensor as they do in two."""
+    latent, pairs, count = 16, 4, 11
+    portable = CacheLayer(FullPolicy(SLOTS), FloatStorage("float32"), RowSizes(1, 1, latent, 2 * pairs))
+    for tensor in (portable.keys, portable.values):
+        tensor.copy_(torch.randn_like(tensor))
+    native = NativeLatentLayout().fused(portable)
+    native.keys.copy_(torch.cat([portable.keys, portable.values], dim=-1)[0, :, :, None])
+    rotation = Rotation(0, pairs, tensor="values")
+    numbers = [torch.tensor([number]) for number in (SLOTS, PROTECTED, count)]
+    for layer in (portable, native):
+        moved = in_layout(rotation, layer, latent)
+        assert ShiftModule(ExportableCache([layer]), [moved], [torch.full((pairs,), 0.3)])(*numbers)[0] == 29
+    expected = torch.cat([portable.keys, portable.values], dim=-1)[0, 0, : SLOTS - count]
+    torch.testing.assert_close(native.keys[0, : SLOTS - count, 0], expected)
 
 
 def test_rows_move_together_and_compiled_steps_go_on() -> None:

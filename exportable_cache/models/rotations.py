@@ -68,16 +68,16 @@ def find_rotations(model: PreTrainedModel, cache: ExportableCache) -> tuple[list
                     "rotation by their position (learned positions, for example); reset() the session when its cache "
                     "is full"
                 )
-            found.append(_in_layout(chosen, kept, stored))
+            found.append(in_layout(chosen, kept, stored["keys"].shape[-1]))
         rotations.append(found[0] if found else None)
     return rotations, frequencies
 
 
-def _in_layout(rotation: Rotation, layer: CacheLayer, stored: dict[str, torch.Tensor]) -> Rotation:
-    """Return the rotation of a layer whose layout may keep keys and values in one tensor."""
+def in_layout(rotation: Rotation, layer: CacheLayer, head_dim: int) -> Rotation:
+    """Return the rotation of a layer whose layout may keep values after the `head_dim` elements of keys."""
     if rotation.tensor in layer.state:
         return rotation
-    start = rotation.start + stored["keys"].shape[-1]
+    start = rotation.start + head_dim
     return Rotation(rotation.index, rotation.pairs, start, rotation.interleaved, rotation.tensor)
 
 
@@ -106,7 +106,7 @@ def _rows_at(model: PreTrainedModel, positions: torch.Tensor) -> list[dict[str, 
             model(_tokens(1, codebooks, cache.device), **{cache_argument(model): cache}, **options)
             kept = cache.layers[first]
             slot = place % (kept.capacity or 1)
-            rows.append({name: getattr(kept, name)[:, :, slot].cpu() for name in _names(kept)})
+            rows.append({name: getattr(kept, name)[:, :, slot].clone().cpu() for name in _names(kept)})
         found[first] = {name: torch.cat([one[name] for one in rows]) for name in rows[0]}
         return found
 
