@@ -45,6 +45,8 @@ def test_the_command_says_where_it_listens_and_ends_when_interrupted(demo_bundle
 
 def test_a_place_that_is_taken_and_an_extra_that_is_missing(run, tmp_path: Path, monkeypatch) -> None:
     bundle = export("demo", "fake", 128, tmp_path / "demo", prefill_chunk=16, verify=False).path
+    result = run("serve", bundle, "--rows", 4)
+    assert result.exit_code == 2 and "leave it out, or export the model with --batch-size 4" in result.stderr
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = run("serve", bundle, "--port", taken.getsockname()[1])
     assert result.exit_code == 2

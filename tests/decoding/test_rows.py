@@ -88,6 +88,21 @@ def test_a_continued_prompt_is_not_fed_again(model: Any, has_prefill: bool) -> N
     assert third.reused_tokens == (12 if is_full else 0)
 
 
+def test_a_free_row_keeps_only_what_the_steps_of_others_leave(model: Any) -> None:
+    """Full layers keep their slots, but states, and rings that are full, have taken up tokens of no request."""
+    batch = batch_of(model, 2, False)
+    first = batch.submit(tokens(12), 3)
+    list(batch.run())
+    batch.submit(torch.flip(tokens(9, seed=5), dims=[1]), 4)
+    list(batch.run())
+    longer = torch.cat([first.input_ids, torch.tensor([[*first.tokens[:-1], 5]])], dim=1)
+    second = batch.submit(longer, 5)
+    list(batch.run())
+    assert second.tokens == alone(model, longer, 5)
+    is_full = all(layer.max_length is not None for layer in batch.decode.layers)
+    assert second.reused_tokens == (14 if is_full else 0)
+
+
 def test_a_fork_copies_the_row_that_it_continues(model: Any) -> None:
     batch = batch_of(model, 3, True)
     first = batch.submit(tokens(12), 20)
