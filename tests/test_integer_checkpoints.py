@@ -204,7 +204,7 @@ def _nan(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _uneven(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{LAYER}.g_idx"][0] = 1
+    tensors[f"{LAYER}.g_idx"][:] = 1
 
 
 @pytest.mark.parametrize(
@@ -213,16 +213,17 @@ def _uneven(tensors: dict[str, torch.Tensor]) -> None:
         (_cut, rf"{LAYER}: g_idx must be \[120\], got \[128\]"),
         (_without("qzeros"), f"{LAYER}: qzeros is missing"),
         (_without("scales"), f"{LAYER}: scales is missing"),
+        (_without("g_idx"), f"{LAYER}: g_idx is missing, and config.json says desc_act"),
         (_nan, f"{LAYER}: scales must be finite, got infinities or not-a-number"),
         (_uneven, f"{LAYER}: the group index must have each of 4 groups 32 times"),
     ],
-    ids=["cut", "no-zeros", "no-scales", "nan", "uneven"],
+    ids=["cut", "no-zeros", "no-scales", "no-index", "nan", "uneven"],
 )
 def test_damaged_layers_are_refused_by_name(
     change: Callable[[dict[str, torch.Tensor]], None], message: str, tmp_path: Path
 ) -> None:
     """Check that each fault of a layer is one sentence with the layer and the remedy."""
-    checkpoints.write_gptq(tmp_path, checkpoints.wide_model(intermediate_size=128))
+    checkpoints.write_gptq(tmp_path, checkpoints.wide_model(intermediate_size=128), act_order=True)
     changed(tmp_path, change)
     with pytest.raises(InputError, match=f"the weights of {message}.*download the checkpoint again"):
         load_model(tmp_path)
@@ -260,6 +261,26 @@ def test_a_compressed_layer_that_the_config_does_not_describe_is_refused(tmp_pat
     with pytest.raises(
         InputError, match="those of 4 bits in groups of 32, and config.json says 4 bits in groups of 64"
     ):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("int8", "weight_scale", "weight_scale is missing"),
+        ("fp8", "weight_scale", "weight_scale is missing"),
+        ("int4-zeros", "weight_zero_point", "weight_zero_point is missing, and config.json says that weights are not"),
+        ("nvfp4", "weight_global_scale", "weight_global_scale must be one number"),
+    ],
+)
+def test_a_compressed_layer_without_one_of_its_tensors_is_refused(
+    kind: str, name: str, message: str, tmp_path: Path
+) -> None:
+    """Check that integers are not taken for weights, nor a layer read with another scale."""
+    pytest.importorskip("compressed_tensors")
+    checkpoints.write_compressed(tmp_path, kind)
+    changed(tmp_path, _without(name))
+    with pytest.raises(InputError, match=f"{LAYER}: {message}"):
         load_model(tmp_path)
 
 

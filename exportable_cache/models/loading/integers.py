@@ -133,6 +133,8 @@ class _Layer:
 
     def finite(self, scales: torch.Tensor) -> torch.Tensor:
         """Return scales, after checking that they are finite."""
+        if not scales.is_floating_point():
+            raise self.error(f"scales must be of a float dtype, got {_described(scales)}")
         if not scales.float().isfinite().all():
             raise self.error("scales must be finite, got infinities or not-a-number")
         return scales
@@ -228,6 +230,8 @@ def gptq_form(layer: _Layer, fields: Mapping[str, Any]) -> _Form:
     _check_form(layer, fields, form, groups)
     layer.check("qweight", (inputs * bits // _WORD, outputs))
     layer.check("qzeros", (groups, outputs * bits // _WORD))
+    if fields.get("desc_act") and "g_idx" not in layer:
+        raise layer.error("g_idx is missing, and config.json says desc_act")
     layer.check("g_idx", (inputs,))
     return form
 
@@ -283,8 +287,11 @@ def read_awq(layer: _Layer, fields: Mapping[str, Any]) -> IntegerWeight:
 def _check_scheme(layer: _Layer, fields: Mapping[str, Any], bits: int, size: int | None) -> None:
     """Check that the config has a scheme of some bits, and of a group size unless it is None."""
     said = [(one.get("num_bits"), one.get("group_size")) for one in schemes_of(fields)]
-    sizes = {None, -1, 0} if size is None else {size}
-    if said and not any(one[0] == bits and one[1] in sizes for one in said):
+    sizes = (None, -1, 0) if size is None else (size,)
+    fitting = [one for one in schemes_of(fields) if one.get("num_bits") == bits and one.get("group_size") in sizes]
+    if fitting and "weight_zero_point" not in layer and all(one.get("symmetric") is False for one in fitting):
+        raise layer.error("weight_zero_point is missing, and config.json says that weights are not symmetric")
+    if said and not fitting:
         found = f"{bits} bits" + (f" in groups of {size}" if size else "")
         schemes = ", ".join(f"{of} bits in groups of {group}" for of, group in said)
         raise layer.error(f"their shapes are those of {found}, and config.json says {schemes}")
@@ -351,6 +358,8 @@ def _read_unpacked(layer: _Layer, fields: Mapping[str, Any]) -> IntegerWeight | 
     (outputs, inputs), zeros = weight.shape, layer.optional("weight_zero_point")
     if weight.dtype != torch.int8:
         blocks = next((one["block_structure"] for one in schemes_of(fields) if one.get("block_structure")), None)
+        if not weight.is_floating_point() or (not blocks and scale.shape[0] not in (1, outputs)):
+            raise layer.error(f"weight_scale {list(scale.shape)} does not fit a weight {_described(weight)}")
         rows, columns = blocks or (-(-outputs // scale.shape[0]), -(-inputs // scale.shape[1]))
         spread = scale.float().repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
         if spread.shape != weight.shape:
@@ -378,6 +387,8 @@ def _read_float4(layer: _Layer, packed: torch.Tensor) -> torch.Tensor:
     values = torch.tensor(_FLOAT4)[unpack(packed.view(torch.int32), 4, 2 * packed.shape[1]).int()]
     if len(scale) != len(packed) or values.shape[1] % scale.shape[1]:
         raise layer.error(f"weight_scale {list(scale.shape)} does not fit weight_packed {list(packed.shape)}")
+    if scale.dtype == torch.float8_e4m3fn and (whole is None or whole.numel() != 1):
+        raise layer.error("weight_global_scale must be one number")
     factors = (scale.float() - 127).exp2() if scale.dtype == torch.uint8 else layer.finite(scale).float()
     if whole is not None:
         factors = factors / layer.finite(whole).float()
@@ -410,8 +421,12 @@ def check_shards(shards: Iterable[Path], method: str, fields: Mapping[str, Any])
             if last in NAMES[method]:
                 layers.setdefault(layer, {})[last] = tensor
     for name, tensors in layers.items():
-        if set(tensors) != {"weight"}:
+        if set(tensors) != {"weight"} or not _is_plain(tensors["weight"]):
             _FORMS[method](_Layer(name, tensors), fields)
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    return weight.is_floating_point() and weight.element_size() > 1
 
 
 def _header(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -576,6 +591,10 @@ class _Dequantize(ConversionOps):
         except ExportableCacheError as error:
             self._config.reading.problem = self._config.reading.problem or error
             raise
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
+            layer = _Layer(full_layer_name or "", {})
+            self._config.reading.problem = self._config.reading.problem or layer.error(first_line(error))
+            raise
 
     def _converted(self, given: dict[str, Any], target: str, model: Any) -> dict[str, Any]:
         names = dict.fromkeys((*NAMES[self._config.method], "weight"))
@@ -604,7 +623,7 @@ class _Dequantize(ConversionOps):
         self, name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype, target: str | None = None
     ) -> torch.Tensor:
         config = self._config
-        if set(tensors) == {"weight"}:
+        if set(tensors) == {"weight"} and _is_plain(tensors["weight"]):
             return tensors["weight"].to(dtype)
         found = _READERS[config.method](_Layer(name, tensors), config.fields)
         if isinstance(found, torch.Tensor):

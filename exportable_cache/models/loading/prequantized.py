@@ -87,7 +87,9 @@ def stored_quantization(config: PreTrainedConfig) -> StoredQuantization | None:
         return StoredQuantization("bitsandbytes", 4 if fields.get("load_in_4bit") else 8)
     if method == "compressed-tensors":
         weights = [(one.get("num_bits"), one.get("group_size")) for one in schemes_of(fields)]
-        return StoredQuantization(method, *(weights[0] if len(set(weights)) == 1 else (None, None)))
+        return StoredQuantization(
+            method, *(weights[0] if weights and weights.count(weights[0]) == len(weights) else (None, None))
+        )
     if method == "torchao":
         return StoredQuantization(method, *_torchao_sizes(fields))
     known = {"fp8": (8, None), "mxfp4": (4, 32)}.get(method, (fields.get("bits"), fields.get("group_size")))
