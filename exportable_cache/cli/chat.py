@@ -154,7 +154,7 @@ class _Conversation:
 
         Raises:
             CacheFullError: If the message does not fit, even alone.
-            InputError: If the system prompt fills more than half of the cache, or a text cannot be encoded.
+            InputError: If a text cannot be encoded.
         """
         from ..decoding.context import fitting_turns
 
@@ -164,13 +164,17 @@ class _Conversation:
             first, other = (completer.encode([*self._system, {"role": "user", "content": text}]) for text in "ab")
             pairs = enumerate(zip(first, other, strict=False))
             protected = next((index for index, (one, two) in pairs if one != two), min(len(first), len(other)))
-            completer.use(self.on_full, protected)
+            on_full = self.on_full
+            if on_full == "shift" and most is not None and protected > most // 2:
+                self.terminal.note(f"the system prompt takes {protected} of {most} tokens, so whole turns are dropped")
+                on_full = "drop-turns"
+            completer.use(on_full, protected)
             self.is_protected = True
         # A quarter of the cache is left for the response where no limit was given.
         reserve = self.options.max_new_tokens or (0 if most is None else most // 4)
         messages = [*self.messages, message]
         ids, dropped = fitting_turns(completer.encode, completer, self._system, messages, reserve, self.dropped)
-        if most is not None and self.on_full == "shift" and len(ids) > most:
+        if most is not None and completer.on_full == "shift" and len(ids) > most:
             completer.check_fits(len(completer.encode([*self._system, message])))
         if dropped > self.dropped:
             self.terminal.note(f"the cache is full: {dropped - self.dropped} more turns are dropped")

@@ -208,3 +208,12 @@ def test_a_full_cache_ends_no_conversation(chat, bundle: Path, policy: str, said
     assert re.search(said, result.stderr), result.stderr
     assert ("error: " in result.stderr) is (policy == "refuse"), result.stderr
     assert f" of {DEMO_MAX_CACHE_LEN} tokens" in result.stderr.splitlines()[-1], result.stderr
+
+
+def test_a_long_system_prompt_is_kept(chat, bundle: Path) -> None:
+    """Check that turns are dropped where the system prompt leaves too little room to shift."""
+    lines = ["the " * 60] * 4
+    result = chat(bundle, "--system", "the " * 300, "--max-new-tokens", "4", input="\n".join(lines) + "\n")
+    assert result.exit_code == 0 and "error: " not in result.stderr, result.stderr
+    assert f"of {DEMO_MAX_CACHE_LEN} tokens, so whole turns are dropped" in result.stderr, result.stderr
+    assert "more turns are dropped" in result.stderr, result.stderr
