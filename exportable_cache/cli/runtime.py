@@ -350,7 +350,7 @@ def open_completer(
         completer = Completer(session, split_special_tokens)
     else:
         from ..decoding.batching import BatchCompleter, ContinuousBatch
-        from ..session.opening import open_batch
+        from ..session.opening import open_rows
 
         if session.adapters:
             raise InputError(
@@ -360,7 +360,8 @@ def open_completer(
         if opened.model is None:
             batch = ContinuousBatch(None, session, prefix_bytes)
         else:
-            batch = open_batch(session, opened.model, opening.model, rows, prefix_bytes)
+            decode = open_rows(session, opened.model, opening.model, rows)
+            batch = ContinuousBatch(session, decode, prefix_bytes)
         completer = BatchCompleter(batch, split_special_tokens)
         with terminal.progress("measuring how long prompts take"):
             chunk = batch.pace()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..common.progress import Progress
-    from ..decoding.batching import ContinuousBatch
     from ..models.loading.loading import LoadedModel
     from .session import Session
 
@@ -166,22 +165,18 @@ def open_model(
     return session, loaded
 
 
-def open_batch(
-    session: Session, model: PreTrainedModel, options: ModelOptions, rows: int, prefix_bytes: int
-) -> ContinuousBatch:
-    """Return a batch that decodes several rows of a model, next to a session of one row, which feeds their prompts.
+def open_rows(session: Session, model: PreTrainedModel, options: ModelOptions, rows: int) -> Session:
+    """Return a session that decodes several rows of a model, next to a session of one row, which feeds their prompts.
 
     Args:
         session: The session that `open_model` returned.
         model: Its model.
         options: Its options.
         rows: Number of rows.
-        prefix_bytes: See `ContinuousBatch`.
 
     Raises:
         DeviceMemoryError: If the rows do not fit the device.
     """
-    from ..decoding.batching import ContinuousBatch
     from ..models.cache_factory import ExportableCache
     from ..models.positions import default_cache_len
     from .session import Session
@@ -191,8 +186,7 @@ def open_batch(
     cache = ExportableCache.from_model_spec(model, spec, attn_implementation=None)
     compiles = session.target == "compiled"
     folder = _graph_folder() if compiles and session.device.type != "mps" else None
-    decode = Session.from_model(model, cache, compile=compiles, graph_cache=folder, tokenizer=session.tokenizer)
-    return ContinuousBatch(session, decode, prefix_bytes)
+    return Session.from_model(model, cache, compile=compiles, graph_cache=folder, tokenizer=session.tokenizer)
 
 
 def _can_compile(device: torch.device, is_required: bool) -> bool:

@@ -19,7 +19,7 @@ pytest.importorskip("openai", reason="the test extra is not installed")
 
 from exportable_cache.decoding import BatchCompleter, ContinuousBatch
 from exportable_cache.demo import demo_path
-from exportable_cache.session.opening import ModelOptions, open_batch, open_model
+from exportable_cache.session.opening import ModelOptions, open_model, open_rows
 
 from ..support.waiting import wait_until
 from .serving import MAX_CACHE_LEN, health, served
@@ -143,7 +143,7 @@ def test_a_live_model_answers_all_at_once() -> None:
     """For twenty seconds, with a prefix tree that evicts all the time."""
     options = ModelOptions(max_cache_len=MAX_CACHE_LEN, device="cpu", compile=False)
     session, loaded = open_model(str(demo_path()), options)
-    batch = open_batch(session, loaded.model, options, rows=5, prefix_bytes=2**20)
+    batch = ContinuousBatch(session, open_rows(session, loaded.model, options, rows=5), prefix_bytes=2**20)
     with served(BatchCompleter(batch)) as address:
         _, wrong = under_load(address, requests(24), time.monotonic() + 20, 10**6)
     assert wrong == [] and batch.active == batch.waiting == 0
