@@ -15,7 +15,7 @@ from exportable_cache.backends.executorch.delegates.table import DELEGATES
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError
 from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.program.decoders import methods_for
-from exportable_cache.program.methods import chunk_sizes
+from exportable_cache.program.methods import ProgramMethod, chunk_sizes
 from exportable_cache.program.spec import ProgramSpec
 
 from ..support.models import tiny_model
@@ -24,6 +24,7 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir._serialize._program import deserialize_pte_binary
 
+from exportable_cache.backends.executorch.delegates import openvino
 from exportable_cache.backends.executorch.delegates.checks import check_cache
 from exportable_cache.backends.executorch.delegates.openvino import keep_state_outside
 from exportable_cache.backends.executorch.delegates.passes import numbers_to_tensors, remainders_to_divisions
@@ -219,3 +220,27 @@ def test_state_is_no_constant_of_a_partition() -> None:
         node.meta["delegation_tag"] = "tag0"
     keep_state_outside(program)
     assert [name for name, node in placeholders.items() if "delegation_tag" not in node.meta] == ["b_state"]
+
+
+@pytest.mark.skipif("sys.platform == 'win32'", reason="processes end by signals on POSIX only")
+def test_a_program_that_crashes_openvino_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The method that was called last is named."""
+    program = SimpleNamespace(
+        cache=SimpleNamespace(max_length=64), methods=methods_by_name("decode", "prefill"), model=torch.nn.Identity()
+    )
+    monkeypatch.setattr(openvino, "_CHILD", "print('prefill', flush=True); import os; os.kill(os.getpid(), 11)")
+    with pytest.raises(
+        UnsupportedModelError, match="OpenVINO cannot run method 'prefill' of Identity: ends with SIGSEGV; export for"
+    ):
+        openvino.check_calls(Path("program.pte"), program)
+    child = "import sys, json; path, calls = json.load(sys.stdin); sys.exit(str((calls[0], calls[1], calls[-1])))"
+    monkeypatch.setattr(openvino, "_CHILD", child)
+    called = r"\(\['prefill', 8, 0\], \['prefill', 8, 8\], \['decode', 1, 55\]\); export for"
+    with pytest.raises(UnsupportedModelError, match=called):
+        openvino.check_calls(Path("program.pte"), program)
+
+
+def methods_by_name(*names: str) -> dict[str, ProgramMethod]:
+    """Return methods of one token, and of 8."""
+    lengths = {"decode": 1, "prefill": 8}
+    return {name: ProgramMethod(name, lengths[name], lengths[name]) for name in names}

@@ -87,6 +87,10 @@ class ExecutorchBackend:
             rounded=options.compute == "bfloat16",
             allow_partial=options.allow_partial,
         )
+        if options.delegate == "openvino":
+            from .delegates.openvino import check_calls
+
+            check_calls(folder / FILE, program)
         return [LoweredFile(FILE, written)]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:

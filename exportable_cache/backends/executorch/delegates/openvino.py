@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from executorch.exir.backend.compile_spec_schema import CompileSpec
@@ -13,10 +18,30 @@ from torch.fx import GraphModule
 from torch.fx.passes.infra.pass_base import PassResult
 
 from ....common.compat.executorch import exact_openvino, openvino_partitioner
+from ....errors import UnsupportedModelError
 from .passes import numbers_to_tensors, remainders_to_divisions
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+
+    from ....program.program import Program
+
+#: Number of single tokens in the trial, which lead past a short window.
+_STEPS = 40
+_CHILD = """
+import json, sys
+from pathlib import Path
+import torch
+from exportable_cache.common.compat.executorch import exact_openvino, load_program
+
+path, calls = json.load(sys.stdin)
+program = load_program(Path(path))
+with exact_openvino():
+    methods = {name: program.load_method(name) for name, _, _ in calls}
+for name, length, position in calls:
+    print(name, flush=True)
+    methods[name]([torch.zeros(1, length, dtype=torch.int64), torch.tensor([position])])
+"""
 
 
 def partitioner() -> Any:
@@ -53,3 +78,37 @@ def keep_state_outside(program: ExportedProgram) -> None:
 def passes() -> list[Callable[[GraphModule], PassResult]]:
     """Return passes over edge programs, before they are partitioned."""
     return [numbers_to_tensors, remainders_to_divisions]
+
+
+def check_calls(path: Path, program: Program) -> None:
+    """Feed a prompt and single tokens in another process, because OpenVINO crashes on some programs (2025.4.1).
+
+    Args:
+        path: The `.pte`.
+        program: The program that it was made from.
+
+    Raises:
+        UnsupportedModelError: If the process ends, or a call fails.
+    """
+    most, calls = program.cache.max_length or _STEPS, []
+    position = 0
+    for name in ("prefill", "prefill", *["decode"] * _STEPS):
+        method = program.methods.get(name)
+        if method is not None and position + method.max_length <= most:
+            calls.append((name, method.max_length, position))
+            position += method.max_length
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD],
+        input=json.dumps([str(path), calls]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        name = next((line for line in reversed(done.stdout.splitlines()) if line in program.methods), "")
+        code = -done.returncode
+        crash = f"ends with {signal.Signals(code).name}" if code > 0 else (done.stderr.strip() or "no reason")[-200:]
+        raise UnsupportedModelError(
+            f"OpenVINO cannot run method {name!r} of {type(program.model).__name__}: {crash}; export for delegate "
+            "'xnnpack'"
+        )
