@@ -204,6 +204,12 @@ def test_clients_that_leave_amid_reasoning_or_a_call(serve: Serve, path: str) ->
     assert client.chat.completions.create(**ASKED, max_tokens=1).usage.completion_tokens == 1
 
 
+def test_the_developer_is_the_system_to_most_templates(serve: Serve) -> None:
+    client, completer = serve(HERMES, "x")
+    client.chat.completions.create(model="demo", messages=[{"role": "developer", "content": "be short"}])
+    assert completer.prompts[-1] == "[system]be short>"
+
+
 def tool_of(**function: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "a", **function}}]}
 

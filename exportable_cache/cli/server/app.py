@@ -475,15 +475,17 @@ def _encoded(completer: AnyCompleter, forms: list[list[dict[str, Any]]], tools: 
     Raises:
         InputError: If it takes none, with the reason why it refuses the first one.
     """
-    for form in forms[:-1]:
-        try:
-            return completer.encode(form, tools)
-        except InputError as error:
-            reason = error
+    if "developer" not in str(completer.tokenizer.chat_template):
+        # OpenAI's newer name of the role, which only few templates know.
+        names = {"developer": "system"}
+        forms = [[{**one, "role": names.get(one["role"], one["role"])} for one in form] for form in forms]
+    try:
+        return completer.encode(forms[0], tools)
+    except InputError:
+        for form in forms[1:]:
             with suppress(InputError):
-                return completer.encode(forms[-1], tools)
-            raise reason from None
-    return completer.encode(forms[-1], tools)
+                return completer.encode(form, tools)
+        raise
 
 
 def _event(document: dict[str, Any]) -> bytes:
