@@ -2,6 +2,7 @@
 
     python benchmarks/four_bits.py                         # the demo model, on questions of its task
     python benchmarks/four_bits.py --encoder FOLDER        # a trained encoder, on sentences
+    python benchmarks/four_bits.py --calibrate             # the demo model with GPTQ, calibrated on other questions
     python benchmarks/four_bits.py --parts FOLDER          # what each part of 8da4w does to a causal model, alone
 
 One model gives one number, which chance moves by a third. So columns are permuted randomly before they are grouped, and
@@ -142,6 +143,56 @@ def compare(model: PreTrainedModel, outputs: Callable[[], torch.Tensor], draws: 
         print(f"| `{name}` | {means[0]:.2%} | {' | '.join(cells)} | {means[3]:.1%} |")
 
 
+def gptq(weight: torch.Tensor, products: torch.Tensor, signed: bool, damping: float = 0.01) -> torch.Tensor:
+    """Round columns in order, and change the later ones to make up for the error (https://arxiv.org/abs/2210.17323).
+
+    Args:
+        weight: [outputs, inputs].
+        products: float64 [inputs, inputs], sums of the products of inputs over the calibration tokens.
+        signed: See `round_groups`, which chooses the scale of each group when its first column is reached.
+        damping: Share of the mean diagonal that is added to the diagonal.
+    """
+    left, inputs = weight.double(), weight.shape[1]
+    products = products + damping * products.diagonal().mean() * torch.eye(inputs, dtype=torch.double)
+    inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(products)), upper=True)
+    result = torch.empty_like(left)
+    for start in range(0, inputs, GROUP):
+        group = left[:, start : start + GROUP].float().contiguous()
+        scale = round_groups(group, GROUP, torch.bfloat16, signed).scales.double()[:, 0]
+        for column in range(start, start + GROUP):
+            result[:, column] = (left[:, column] / scale).round().clamp(-8, 7) * scale
+            error = (left[:, column] - result[:, column]) / inverse[column, column]
+            left[:, column + 1 :] -= error[:, None] * inverse[column, column + 1 :]
+    return result.float()
+
+
+@torch.no_grad()
+def calibrated() -> None:
+    """Print a row for each method with and without GPTQ, for the demo model and its own order of columns."""
+    (model, outputs), tokenizer = demo(), AutoTokenizer.from_pretrained(demo_path())
+    layers = rounded_layers(model)
+    weights, exact, rng = [layer.weight.data.clone() for layer in layers], outputs(), random.Random(77)
+    products = {layer: torch.zeros(2 * layer.weight.shape[1:], dtype=torch.double) for layer in layers}
+
+    def note(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        rows = inputs[0].flatten(0, -2).double()
+        products[layer] += rows.T @ rows
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    for question in (make_question(rng) for _ in range(64)):
+        model(tokenizer(question.prompt + question.answer, return_tensors="pt").input_ids)
+    for hook in hooks:
+        hook.remove()
+    print("| scales | distance | KL divergence | same argmax |\n|---|---|---|---|")
+    for signed in (False, True):
+        for name in ("`signed_mse`" if signed else "`mse`", "with GPTQ"):
+            for layer, weight in zip(layers, weights, strict=True):
+                rounded = gptq(weight, products[layer], signed) if name == "with GPTQ" else mse(weight, signed)
+                layer.weight.data = rounded
+            found = Distance.of(outputs(), exact)
+            print(f"| {name} | {found.rms:.3f} | {found.divergence:.5f} | {found.agreement:.1%} |", flush=True)
+
+
 @torch.no_grad()
 def parts(folder: Path) -> None:
     """Print what each part of 8da4w with 8-bit embeddings does alone to a causal model, on random tokens."""
@@ -184,10 +235,13 @@ def parts(folder: Path) -> None:
 def main(
     draws: Annotated[int, typer.Option(help="Orders of the columns.", min=2)] = 12,
     encoder_folder: Annotated[Path | None, typer.Option("--encoder", help="Folder of a trained encoder.")] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Compare with GPTQ on the demo model.")] = False,
     parts_folder: Annotated[Path | None, typer.Option("--parts", help="Folder of a causal model.")] = None,
 ) -> None:
     """Print a table."""
-    if parts_folder is not None:
+    if calibrate:
+        calibrated()
+    elif parts_folder is not None:
         parts(parts_folder)
     else:
         compare(*(demo() if encoder_folder is None else encoder(encoder_folder)), draws)
