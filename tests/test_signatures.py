@@ -61,6 +61,7 @@ DICTATED = {
     "models/scans.py:delta_rule": "operands of transformers' torch_chunk_gated_delta_rule",
     "models/scans.py:selective_scan": "operands of transformers' mamba_selective_scan",
     "models/scans.py:state_space_scan": "operands of transformers' mamba_chunk_scan_combined",
+    "cli/adapter.py:adapter": "typer: its parameters are the command's options",
     "cli/bench.py:bench": "typer: its parameters are the command's options",
     "cli/chat.py:chat": "typer: its parameters are the command's options",
     "cli/perplexity.py:perplexity": "typer: its parameters are the command's options",

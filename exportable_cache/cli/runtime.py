@@ -307,14 +307,25 @@ def _no_processor() -> ProcessorMixin:
     raise AssertionError("the native runner takes no files")
 
 
+class Batching(NamedTuple):
+    """Limits of completions that run at a time.
+
+    Attributes:
+        rows: Number of completions of a model. A bundle has the rows of its export.
+        prefix_bytes: See `ContinuousBatch`.
+    """
+
+    rows: int = 1
+    prefix_bytes: int = 0
+
+
 def open_completer(
     terminal: Terminal,
     name: str,
     opening: Opening,
     split_special_tokens: bool,
     use: Use | None = None,
-    rows: int = 1,
-    prefix_bytes: int = 0,
+    batching: Batching | None = None,
 ) -> AnyCompleter:
     """Open a bundle or a model, and return what completes prompts over it; settings that are not followed are noted.
 
@@ -324,13 +335,14 @@ def open_completer(
         opening: See `open_session`.
         split_special_tokens: See `AnyCompleter`.
         use: See `open_session`.
-        rows: Number of completions of a model that run at a time. A bundle has the rows of its export.
-        prefix_bytes: See `ContinuousBatch`.
+        batching: Limits of completions that run at a time; one by default.
 
     Raises:
         BundleError, InputError, MissingDependencyError: See `open_session` and `Completer`.
     """
     from ..session.native import NativeSession
+
+    rows, prefix_bytes = batching or Batching()
 
     if rows != 1 and not opening.is_model(name):
         raise InputError(

@@ -23,7 +23,7 @@ from .options import (
     at_least,
 )
 from .output.terminal import Terminal
-from .runtime import Opening, open_completer, opens
+from .runtime import Batching, Opening, open_completer, opens
 from .sampling import GivenSampling
 
 
@@ -130,7 +130,9 @@ def serve(
     importing = Thread(target=_import_server)
     importing.start()
     use = Use(adapters=_adapters(adapter or []))
-    completer = open_completer(terminal, folder, opening, split_special_tokens, use, rows, prefix_cache * 2**20)
+    completer = open_completer(
+        terminal, folder, opening, split_special_tokens, use, Batching(rows, prefix_cache * 2**20)
+    )
     importing.join()
     from .server.app import ServerOptions, make_app, run
     from .server.schema import default_sampling

@@ -17,8 +17,6 @@ namespace {
 
 using OptionalTensor = executorch::aten::optional<Tensor>;
 
-bool is_float(const Tensor& tensor) { return tensor.scalar_type() == ScalarType::Float && is_contiguous(tensor); }
-
 bool resized(const Tensor& like, Tensor& out) {
   return is_float(out) && executorch::runtime::resize_tensor(out, like.sizes()) == Error::Ok;
 }
@@ -90,7 +88,7 @@ Tensor& narrowed_out(KernelRuntimeContext& context, const Tensor& source, Tensor
   return out;
 }
 
-constexpr const char kFloat16[] = "exportable_cache::to_float16.out", kBFloat16[] = "exportable_cache::to_bfloat16.out";
+constexpr const char kToFloat16[] = "exportable_cache::to_float16.out", kToBFloat16[] = "exportable_cache::to_bfloat16.out";
 constexpr const char kNorm[] = "exportable_cache::rms_norm.out", kRotate[] = "exportable_cache::rotate.out",
                      kGate[] = "exportable_cache::gate.out";
 
@@ -99,8 +97,8 @@ constexpr const char kNorm[] = "exportable_cache::rms_norm.out", kRotate[] = "ex
 void register_elementwise_operators() {
   using executorch::extension::make_boxed_kernel;
   using executorch::runtime::register_kernel;
-  (void)register_kernel(make_boxed_kernel(kFloat16, EXECUTORCH_FN(narrowed_out<ScalarType::Half>, kFloat16)));
-  (void)register_kernel(make_boxed_kernel(kBFloat16, EXECUTORCH_FN(narrowed_out<ScalarType::BFloat16>, kBFloat16)));
+  (void)register_kernel(make_boxed_kernel(kToFloat16, EXECUTORCH_FN(narrowed_out<ScalarType::Half>, kToFloat16)));
+  (void)register_kernel(make_boxed_kernel(kToBFloat16, EXECUTORCH_FN(narrowed_out<ScalarType::BFloat16>, kToBFloat16)));
   (void)register_kernel(make_boxed_kernel(kNorm, EXECUTORCH_FN(rms_norm_out, kNorm)));
   (void)register_kernel(make_boxed_kernel(kRotate, EXECUTORCH_FN(rotate_out, kRotate)));
   (void)register_kernel(make_boxed_kernel(kGate, EXECUTORCH_FN(gate_out, kGate)));

@@ -47,8 +47,6 @@ void* scratch_of(size_t bytes) {
   return memory.data() + (kAlignment - beyond) % kAlignment;
 }
 
-bool is_float(const Tensor& tensor) { return tensor.scalar_type() == ScalarType::Float && is_contiguous(tensor); }
-
 // Number of inputs of layers with a source; 0 if it does not fit.
 int64_t inputs_of(KernelRuntimeContext& context, const Tensor& source) {
   const size_t dims = static_cast<size_t>(source.dim());

@@ -33,6 +33,9 @@ inline bool is_contiguous(const Tensor& tensor) {
   return executorch::runtime::is_contiguous_dim_order(tensor.dim_order().data(), tensor.dim());
 }
 
+// True if contiguous float32.
+inline bool is_float(const Tensor& tensor) { return tensor.scalar_type() == ScalarType::Float && is_contiguous(tensor); }
+
 // True if contiguous, with four dimensions.
 inline bool is_cache_shaped(const Tensor& tensor) { return tensor.dim() == 4 && is_contiguous(tensor); }
 

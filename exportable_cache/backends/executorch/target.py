@@ -83,8 +83,7 @@ class ExecutorchBackend:
             folder / FILE,
             options.delegate,
             options.llm_runner,
-            native=options.native_linears,
-            rounded=options.compute == "bfloat16",
+            compute=options.compute if options.native_linears else None,
             allow_partial=options.allow_partial,
         )
         if options.delegate == "openvino":

@@ -193,8 +193,7 @@ def write_program(
     path: Path,
     delegate: str = "xnnpack",
     for_llm_runner: bool = False,
-    native: bool = False,
-    rounded: bool = False,
+    compute: str | None = None,
     allow_partial: bool = False,
 ) -> str:
     """Lower a program for a delegate and write it.
@@ -204,8 +203,8 @@ def write_program(
         path: File to write.
         delegate: A key of `DELEGATES`.
         for_llm_runner: Require what ExecuTorch's `TextLLMRunner` reads.
-        native: Use native operators for linear layers and embedding tables.
-        rounded: Round the inputs of native layers with bfloat16 weights, and of attention, to bfloat16.
+        compute: None for ExecuTorch's operators for linear layers and embedding tables. Otherwise native ones are used,
+            and "bfloat16" rounds the inputs of layers with bfloat16 weights, and of attention, to bfloat16.
         allow_partial: See `check_cache`.
 
     Returns:
@@ -216,7 +215,7 @@ def write_program(
     """
     facts = DELEGATES[delegate]
     check_methods(facts, program)
-    lowered = _lowered(program, delegate, for_llm_runner, native, rounded)
+    lowered = _lowered(program, delegate, for_llm_runner, compute is not None, compute == "bfloat16")
     holds = f"methods {', '.join(program.methods)}, weights, one cache"
     if delegate != "xnnpack":
         check_cache(facts, program, lowered, allow_partial)
