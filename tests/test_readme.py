@@ -193,7 +193,8 @@ def test_python_blocks_of_live_models_run(tmp_path: Path) -> None:
         for path in pages
         for index, code in enumerate(blocks(path, "python"))
         if not re.search(
-            r"\bexport\(|artifacts/|compile=True\)|compile=True, |NotImplementedError|openai|openvino|peft|pipeline\(", code
+            r"\bexport\(|artifacts/|compile=True\)|compile=True, |NotImplementedError|openai|openvino|peft|pipeline\(",
+            code,
         )
     }
     assert {"add-a-layer 0", "batch 2", "parallel 0", "prefixes 0", "pytree 0", "speculate 0"} <= set(found)
