@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.models.loading import prequantized
+from exportable_cache.models.loading import integers, prequantized
 from exportable_cache.models.loading.integers import unpack
 from exportable_cache.models.loading.loading import load_model
+from exportable_cache.models.loading.location import Location
 
 from .support import checkpoints
 
@@ -132,7 +134,8 @@ def test_numbers_of_any_width_are_unpacked(bits: int) -> None:
 def test_zero_points_of_the_other_convention_are_refused(version: str, said: str, tmp_path: Path) -> None:
     """Check that a config which names the wrong convention is refused with the right one."""
     checkpoints.write_gptq(tmp_path, version=version)
-    fields = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "checkpoint_format": said}
+    # Without `sym`, and in capitals, which hubs have, too.
+    fields = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": said.upper()}
     checkpoints.edit_config(tmp_path, quantization_config=fields)
     with pytest.raises(
         InputError, match=f"config.json says '{said}'.*off by one.*set checkpoint_format to '{version}'"
@@ -203,6 +206,10 @@ def _nan(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{LAYER}.scales"][0, 0] = float("nan")
 
 
+def _huge(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.scales"] = torch.full_like(tensors[f"{LAYER}.scales"].float(), 3e38)
+
+
 def _uneven(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{LAYER}.g_idx"][:] = 1
 
@@ -215,9 +222,10 @@ def _uneven(tensors: dict[str, torch.Tensor]) -> None:
         (_without("scales"), f"{LAYER}: scales is missing"),
         (_without("g_idx"), f"{LAYER}: g_idx is missing, and config.json says desc_act"),
         (_nan, f"{LAYER}: scales must be finite, got infinities or not-a-number"),
+        (_huge, f"{LAYER}: weights must be finite in torch.float32, got infinities"),
         (_uneven, f"{LAYER}: the group index must have each of 4 groups 32 times"),
     ],
-    ids=["cut", "no-zeros", "no-scales", "no-index", "nan", "uneven"],
+    ids=["cut", "no-zeros", "no-scales", "no-index", "nan", "huge", "uneven"],
 )
 def test_damaged_layers_are_refused_by_name(
     change: Callable[[dict[str, torch.Tensor]], None], message: str, tmp_path: Path
@@ -245,6 +253,61 @@ def test_a_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
     with pytest.raises(InputError, match="has no file model-2.safetensors, which model.safetensors.index.json names"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 200_000, "cannot read model.safetensors.index.json of .*download it again"),
+        ('{"weight_map": {"a": "../secret"}}', "must name files of the checkpoint, got '../secret'; download it again"),
+        ('{"weight_map": {"a": "/secret"}}', "must name files of the checkpoint, got '/secret'; download it again"),
+    ],
+    ids=["nested", "parent", "absolute"],
+)
+def test_an_index_that_is_no_list_of_the_folder_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    """Check that an index neither exhausts the stack nor names files elsewhere."""
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(InputError, match=message):
+        integers._shards(Location(str(tmp_path), "tiny", True))
+
+
+@pytest.mark.parametrize("shape", [[2**63, 0], [0, 2**64 - 1]])
+def test_shapes_that_no_tensor_has_are_refused(shape: list[int], tmp_path: Path) -> None:
+    """Check that an empty tensor of a shape beyond 64 bits is refused by the file's name."""
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(InputError, match="cannot read model.safetensors: .*download it again"):
+        integers.check_shards([path], "gptq", GPTQ)
+
+
+BLOCKS = {"config_groups": {"a": {"weights": {"num_bits": 8, "block_structure": [2**62, 2**62]}}}}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "extra", "message"),
+    [
+        (torch.int8, {"weight_zero_point": torch.full((4, 1), 200, dtype=torch.uint8)}, "weight_zero_point must be"),
+        (torch.int8, {"weight_zero_point": torch.full((4, 1), 0.5)}, "weight_zero_point must be integers from -128"),
+        (torch.int8, {"weight_scale": torch.ones(4, 0)}, "weight_scale must be a matrix"),
+        (torch.float8_e4m3fn, {"weight_scale": torch.ones(5, 1)}, r"weight_scale \[5, 1\] does not fit"),
+    ],
+    ids=["range", "float", "empty", "blocks"],
+)
+def test_layers_of_8_bits_that_do_not_fit_are_refused(
+    dtype: torch.dtype, extra: dict[str, torch.Tensor], message: str
+) -> None:
+    """Check zero points before they are cast, and scales before they are spread."""
+    tensors = {"weight": torch.ones(4, 8).to(dtype), "weight_scale": torch.ones(4, 1), **extra}
+    with pytest.raises(InputError, match=f"the weights of a: {message}"):
+        integers.read_compressed(integers._Layer("a", tensors), BLOCKS)
+
+
+def test_groups_and_blocks_larger_than_the_layer_are_those_of_the_layer() -> None:
+    """Check that no memory is taken for inputs which a layer does not have."""
+    assert integers._group_size({"group_size": 2**62}, 64, 1) == 64
+    tensors = {"weight": torch.ones(4, 8).to(torch.float8_e4m3fn), "weight_scale": torch.full((1, 1), 2.0)}
+    assert torch.equal(integers.read_compressed(integers._Layer("a", tensors), BLOCKS), torch.full((4, 8), 2.0))
 
 
 def test_a_compressed_layer_that_the_config_does_not_describe_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import PureWindowsPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -191,6 +192,17 @@ def _zero_points(zeros: torch.Tensor) -> torch.Tensor | None:
     return zeros.contiguous() if bool(zeros.any()) else None
 
 
+def _as_int8(layer: _Layer, zeros: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return zero points as int8, after checking that they are signed integers of some bits."""
+    end = 2 ** (bits - 1)
+    is_integer = zeros.dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+    if not is_integer or bool(((zeros.long() < -end) | (zeros.long() >= end)).any()):
+        raise layer.error(
+            f"weight_zero_point must be integers from {-end} to {end - 1}, got others ({_described(zeros)})"
+        )
+    return zeros.to(torch.int8)
+
+
 def _ordered(layer: _Layer, integers: torch.Tensor, groups: torch.Tensor | None, form: _Form) -> tuple:
     """Return integers sorted by group, and the input of each column or None."""
     plain = torch.arange(form.inputs) // form.size
@@ -215,7 +227,8 @@ def _group_size(fields: Mapping[str, Any], inputs: int, groups: int) -> int:
     said = fields.get("group_size")
     if fields.get("dynamic"):
         return -(-inputs // groups)
-    return said if isinstance(said, int) and said > 0 else max(1, inputs)
+    # At most the inputs, because scales are spread over the whole of each group.
+    return min(said if isinstance(said, int) and said > 0 else inputs, max(1, inputs)) or 1
 
 
 def gptq_form(layer: _Layer, fields: Mapping[str, Any]) -> _Form:
@@ -246,7 +259,8 @@ def read_gptq(layer: _Layer, fields: Mapping[str, Any]) -> IntegerWeight:
     zeros = stored if is_v2 else (stored + 1) & (2**form.bits - 1)
     zeros = _signed(zeros, form.bits).T
     beside = -1 if is_v2 else 1
-    if fields.get("sym") and bool((zeros == beside).all()):
+    # A config without `sym` is checked, too, because random zero points are never all the same.
+    if fields.get("sym") is not False and bool((zeros == beside).all()):
         named, other = ("gptq_v2", "gptq") if is_v2 else ("gptq", "gptq_v2")
         raise InputError(
             f"the zero points of {layer.name} are those of checkpoint_format {other!r} for symmetric weights, and "
@@ -311,7 +325,7 @@ def read_compressed(layer: _Layer, fields: Mapping[str, Any]) -> IntegerWeight |
     if zeros is not None and zeros.dtype == torch.int32:
         zeros = _signed(unpack(zeros.T, form.bits, form.outputs), form.bits).T
     integers, order = _ordered(layer, integers, layer.optional("weight_g_idx"), form)
-    found = None if zeros is None else _zero_points(zeros.to(torch.int8))
+    found = None if zeros is None else _zero_points(_as_int8(layer, zeros, form.bits))
     return IntegerWeight(integers, scales, found, order, form.bits, form.size)
 
 
@@ -355,15 +369,20 @@ def _read_unpacked(layer: _Layer, fields: Mapping[str, Any]) -> IntegerWeight | 
         raise layer.error("weight must be a matrix, with a weight_scale")
     scale = layer.finite(scale)
     scale = scale.reshape(1, 1) if scale.numel() == 1 else scale[:, None] if scale.dim() == 1 else scale
+    if scale.dim() != 2 or not scale.numel():
+        raise layer.error(f"weight_scale must be a matrix, got {_described(scale)}")
     (outputs, inputs), zeros = weight.shape, layer.optional("weight_zero_point")
     if weight.dtype != torch.int8:
         blocks = next((one["block_structure"] for one in schemes_of(fields) if one.get("block_structure")), None)
         if not weight.is_floating_point() or (not blocks and scale.shape[0] not in (1, outputs)):
             raise layer.error(f"weight_scale {list(scale.shape)} does not fit a weight {_described(weight)}")
-        rows, columns = blocks or (-(-outputs // scale.shape[0]), -(-inputs // scale.shape[1]))
-        spread = scale.float().repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
-        if spread.shape != weight.shape:
+        rows, columns = (
+            _block(layer, blocks, weight) if blocks else (-(-outputs // scale.shape[0]), -(-inputs // scale.shape[1]))
+        )
+        # Before they are spread, because a damaged scale would take any amount of memory.
+        if (-(-outputs // max(1, rows)), -(-inputs // max(1, columns))) != tuple(scale.shape):
             raise layer.error(f"weight_scale {list(scale.shape)} does not fit a weight {list(weight.shape)}")
+        spread = scale.float().repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
         return weight.float() * spread
     if scale.shape[0] not in (1, outputs) or inputs % scale.shape[1]:
         raise layer.error(f"weight_scale {list(scale.shape)} does not fit a weight {list(weight.shape)}")
@@ -373,9 +392,16 @@ def _read_unpacked(layer: _Layer, fields: Mapping[str, Any]) -> IntegerWeight | 
     found = (
         None
         if zeros is None
-        else _zero_points(zeros.to(torch.int8).reshape(-1, 1 if zeros.numel() == 1 else shape[1]).expand(shape))
+        else _zero_points(_as_int8(layer, zeros, 8).reshape(-1, 1 if zeros.numel() == 1 else shape[1]).expand(shape))
     )
     return IntegerWeight(weight, scale.expand(shape).contiguous(), found, None, 8, inputs // shape[1])
+
+
+def _block(layer: _Layer, said: Any, weight: torch.Tensor) -> list[int]:
+    """Return rows and columns of a block, at most those of the weight."""
+    if not isinstance(said, (list, tuple)) or len(said) != 2 or not all(isinstance(of, int) and of > 0 for of in said):
+        raise layer.error(f"block_structure must be two positive integers, got {said!r:.100}")
+    return [min(of, max(1, size)) for of, size in zip(said, weight.shape, strict=True)]
 
 
 def _read_float4(layer: _Layer, packed: torch.Tensor) -> torch.Tensor:
@@ -440,8 +466,11 @@ def _header(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 dtype = _DTYPES.get(part.get_dtype())
                 if dtype is not None:
                     yield name, torch.empty(part.get_shape(), dtype=dtype, device="meta")
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"cannot read {path.name}: {error}; it is truncated or damaged, download it again") from error
+    # The others are torch's, of shapes that no tensor has.
+    except (SafetensorError, OSError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputError(
+            f"cannot read {path.name}: {first_line(error)}; it is truncated or damaged, download it again"
+        ) from error
 
 
 _DTYPES = {
@@ -515,10 +544,17 @@ def _shards(location: Location) -> list[Path]:
         return []
     try:
         names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InputError(
             f"cannot read {_INDEX} of {location.source!r}: {first_line(error)}; download it again"
         ) from error
+    # By the rules of Windows, because they include the separators of other systems.
+    paths = ((name, PureWindowsPath(name)) for name in names)
+    outside = next((name for name, path in paths if path.anchor or ".." in path.parts), None)
+    if outside is not None:
+        raise InputError(
+            f"{_INDEX} of {location.source!r} must name files of the checkpoint, got {outside!r:.99}; download it again"
+        )
     found = {name: file_in(location, name) for name in names}
     missing = [name for name, path in found.items() if path is None]
     if missing:
@@ -591,7 +627,7 @@ class _Dequantize(ConversionOps):
         except ExportableCacheError as error:
             self._config.reading.problem = self._config.reading.problem or error
             raise
-        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
+        except (RuntimeError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
             layer = _Layer(full_layer_name or "", {})
             self._config.reading.problem = self._config.reading.problem or layer.error(first_line(error))
             raise
@@ -626,11 +662,13 @@ class _Dequantize(ConversionOps):
         if set(tensors) == {"weight"} and _is_plain(tensors["weight"]):
             return tensors["weight"].to(dtype)
         found = _READERS[config.method](_Layer(name, tensors), config.fields)
-        if isinstance(found, torch.Tensor):
-            return found.to(dtype)
-        if config.keep and target is not None:
+        if isinstance(found, IntegerWeight) and config.keep and target is not None:
             config.reading.weights[target] = found
-        return found.dequantize(dtype)
+        weight = found.to(dtype) if isinstance(found, torch.Tensor) else found.dequantize(dtype)
+        # By the extremes, because a mask of each weight would take memory.
+        if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():
+            raise _Layer(name, {}).error(f"weights must be finite in {dtype}, got infinities or not-a-number")
+        return weight
 
 
 def _parameter(model: Any, name: str) -> torch.Tensor:

@@ -156,7 +156,7 @@ def _unknown_form(method: str, fields: Mapping[str, Any]) -> str:
 
 def gptq_format(fields: Mapping[str, Any]) -> str:
     """Return how a GPTQ config says that zero points are stored: `gptq`, `gptq_v2`, or the name of another packing."""
-    return str(fields.get("checkpoint_format") or fields.get("format") or "gptq")
+    return str(fields.get("checkpoint_format") or fields.get("format") or "gptq").lower()
 
 
 def schemes_of(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
