@@ -40,7 +40,7 @@ def test_other_targets_keep_the_stored_dtype_unless_weights_are_quantised(stored
     for target, options in (("pt2", {}), ("aoti", {}), ("tensorrt", {}), ("executorch", {"delegate": "tensorrt"})):
         assert choose_dtype(stored, None, target, options).chosen == stored
         # Kernels of torch and XNNPACK compute in float32; TensorRT dequantises weights to the dtype of the program.
-        quantised = stored if target == "tensorrt" else torch.float32
+        quantised = stored if "tensorrt" in (target, *options.values()) else torch.float32
         assert choose_dtype(stored, None, target, options, quantized=True).chosen == quantised
         assert choose_dtype(stored, torch.float16, target, options).chosen == torch.float16
 

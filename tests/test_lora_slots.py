@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from exportable_cache import export, load
+from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
 from exportable_cache.models.loading.adapters import read_lora
 from exportable_cache.models.lora import remove_slots, slots_of
@@ -309,7 +310,7 @@ def test_adapter_files_belong_to_their_program(
 ) -> None:
     """A file loads into the program that it was made for, and into no other."""
     session, path = load(bundle), tmp_path / "one.adapter"
-    slots = session._adapters.checked()
+    slots = Bundle.open(bundle).manifest.program.lora.described()
     write_adapter_file(path, read_lora(folders["one"]), slots, session.fingerprint, None)
     assert session.load_adapter(path) == "one"
     session.use_adapter("one")
@@ -350,7 +351,7 @@ def test_an_adapter_is_signed(bundle: Path, folders: dict[str, Path], tmp_path: 
         keys.append(tmp_path / name)
         keys[-1].write_bytes(pem)
     session, path = load(bundle), tmp_path / "one.adapter"
-    slots, adapter = session._adapters.checked(), read_lora(folders["one"])
+    slots, adapter = Bundle.open(bundle).manifest.program.lora.described(), read_lora(folders["one"])
     write_adapter_file(path, adapter, slots, session.fingerprint, None)
     with pytest.raises(BundleError, match=r"must be signed by .*it has no one.adapter.sig"):
         session.load_adapter(path, key=keys[0])

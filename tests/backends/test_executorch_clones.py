@@ -158,7 +158,7 @@ def test_what_is_lowered_does_not_grow_with_the_layers(cloned, native: bool) -> 
 def test_layers_of_our_own_operators_are_lowered_once_too(cloned) -> None:
     """A segment first; a program whose layers are each lowered has no other before it, and holds their operators."""
     sizes = sizes_of(LAYERS, native=True)
-    assert len(sizes) == 2 and abs(sizes[1] - cloned[1][1]) < sizes[0] / 2
+    assert len(sizes) == 2 and sizes[1] - cloned[1][1] < sizes[0] / 2
 
 
 @pytest.mark.full
