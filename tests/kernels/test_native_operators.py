@@ -309,12 +309,38 @@ def test_steps_between_linear_layers_become_native(norm: type[torch.nn.Module], 
         torch.testing.assert_close(found, wanted)
 
 
+class UnequalAngles(torch.nn.Module):
+    """A rotation by cosines and sines of different batch sizes."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Take [2, 2, 5, 8] twice."""
+        return x * y[:1, :1] + torch.cat([-x[..., 4:], x[..., :4]], -1) * y[:, :1]
+
+
+def test_a_rotation_by_unequal_angles_stays_as_it_is() -> None:
+    """Check that the operator is not called with angles which it refuses."""
+    program = steps_to_native(torch.export.export(UnequalAngles(), (torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8))))
+    assert not [node for node in program.graph.nodes if "exportable_cache" in str(node.target)]
+
+
+def test_a_gate_of_a_huge_value_is_finite() -> None:
+    """Check a value whose square is infinite."""
+    huge = torch.tensor([1e20, float("inf")])
+    assert torch.equal(torch.ops.exportable_cache.gate(huge, torch.ones(2), 1.0, 0.0), huge)
+
+
 class Unlike(torch.nn.Module):
     """Steps that differ from those of the native operators in one thing each."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Take [1, 2, 5, 8] twice."""
         turned = torch.cat([-x[..., 4:], x[..., :4]], -1)
+        odd = x[..., :7]
+        changed = x.clone()
+        gated = torch.nn.functional.silu(changed)
+        changed[0].add_(1)
+        scaled = torch.nn.functional.silu(y)
+        scaled[:, :1].mul_(2)
         return (
             x * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-3),
             x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + 1e-3),
@@ -324,10 +350,19 @@ class Unlike(torch.nn.Module):
             torch.nn.functional.gelu(x) * y,
             torch.nn.functional.silu(x) * y[..., :1],
             (torch.nn.functional.silu(x.double()) * y.double()).float(),
+            torch.add(x * y[:, :1], turned * x[:, :1], alpha=2),
+            x * torch.rsqrt(torch.add(x.pow(2).mean(-1, keepdim=True), 1e-3, alpha=2)),
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True, dtype=torch.float64) + 1e-3),
+            odd * y[:, :1, :, 1:] + torch.cat([-odd[..., 3:], odd[..., :3]], -1) * y[:, :1, :, 1:],
+            gated * y,
+            scaled * x,
         )
 
 
 def test_other_steps_stay_as_they_are() -> None:
     given = (torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))
+    expected = Unlike()(*given)
     program = steps_to_native(torch.export.export(Unlike(), given))
+    for found, wanted in zip(program.module()(*given), expected, strict=True):
+        torch.testing.assert_close(found, wanted, equal_nan=True)
     assert not [node for node in program.graph.nodes if "exportable_cache" in str(node.target)]

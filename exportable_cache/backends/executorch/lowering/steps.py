@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import pi, sqrt
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
-from ....common.compat.torch import METADATA_ASSERTION
+from ....common.compat.torch import METADATA_ASSERTION, gives_views, writes_in_place
 from ..graph_edits import insert_call, replace_call
 from ..native.linears import define_operator
 from .rewrites import rotated_halves
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+    from torch.fx import Graph
 
 _ATEN = torch.ops.aten
 _ADD, _MULTIPLY = _ATEN.add.Tensor, _ATEN.mul.Tensor
@@ -62,7 +65,9 @@ def rotate(source: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, tokens_fi
 
 def gate(source: torch.Tensor, factor: torch.Tensor, first: float, third: float) -> torch.Tensor:
     """Compute `source * sigmoid(source * (first + third * source**2)) * factor` in plain operators."""
-    return source * torch.sigmoid(source * (first + third * source * source)) * factor
+    # Without a third power if its factor is 0, because 0 times infinity is not a number.
+    slope = first + third * source * source if third else first
+    return source * torch.sigmoid(source * slope) * factor
 
 
 def _narrowed(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -97,6 +102,8 @@ _Found = tuple[Any, tuple[Any, ...]]
 def steps_to_native(program: ExportedProgram) -> ExportedProgram:
     """Rewrite each float32 RMS norm, rotation, gate and conversion to 16 bits as a native operator, in place."""
     graph = program.graph
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    memory, writes = _shared_memory(graph)
     # From the end, because a norm with a weight contains one without. Nothing reads that one afterwards, as conversions
     # that are not read, and checks of what every node states, are erased.
     for node in reversed(list(graph.nodes)):
@@ -104,7 +111,7 @@ def steps_to_native(program: ExportedProgram) -> ExportedProgram:
             graph.erase_node(node)
             continue
         found = next(filter(None, (match(node) for match in _MATCHES)), None) if node.users else None
-        if found is None:
+        if found is None or _is_changed(node, found[1], order, memory, writes):
             continue
         with graph.inserting_before(node):
             result = insert_call(graph, found[0], *found[1])
@@ -113,6 +120,55 @@ def steps_to_native(program: ExportedProgram) -> ExportedProgram:
     graph.eliminate_dead_code()
     program.graph_module.recompile()
     return program
+
+
+def _shared_memory(graph: Graph) -> tuple[dict[Node, Node], list[tuple[Node, Node]]]:
+    """Return the first node of the memory of each node, and the calls that change memory, with its first node."""
+    memory: dict[Node, Node] = {}
+    writes = []
+    for node in graph.nodes:
+        memory[node] = node
+        if not isinstance(node.target, OpOverload):
+            if node.target is getitem:
+                memory[node] = memory[node.args[0]]
+            continue
+        given = [memory[one] for one in node.all_input_nodes]
+        # The schemas of conversions do not say that they may return their argument.
+        if given and (gives_views(node.target) or node.target in _CONVERSIONS):
+            memory[node] = given[0]
+        if writes_in_place(node.target):
+            writes += [(node, one) for one in given]
+    return memory, writes
+
+
+def _is_changed(
+    node: Node,
+    arguments: tuple[Any, ...],
+    order: dict[Node, int],
+    memory: dict[Node, Node],
+    writes: list[tuple[Node, Node]],
+) -> bool:
+    """Return True if a call between the parts of a pattern changes what one of them reads.
+
+    Args:
+        node: Last part of the pattern.
+        arguments: Arguments of the native operator, where the pattern begins.
+        order: Indices of all nodes.
+        memory: See `_shared_memory`.
+        writes: See `_shared_memory`.
+    """
+    if not writes:
+        return False
+    ends = {one for one in arguments if isinstance(one, Node)}
+    parts, waiting = {node}, [node]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in parts and source not in ends and source in order:
+                parts.add(source)
+                waiting.append(source)
+    start = min(order[part] for part in parts)
+    held = {memory[part] for part in parts | ends if part in memory}
+    return any(start < order[call] < order[node] and one in held for call, one in writes)
 
 
 def _dtype_of(node: Any) -> torch.dtype | None:
@@ -132,10 +188,14 @@ def _operand(node: Any) -> Any:
     return node
 
 
-def _call(node: Any, target: object) -> tuple[Any, ...]:
-    """Return the arguments of a call of the target, without conversions to the same type; empty for other calls."""
+def _call(node: Any, target: object, *keywords: str) -> tuple[Any, ...]:
+    """Return the arguments of a call of the target, without conversions to the same type; empty for other calls.
+
+    Calls with keyword arguments, such as the factor of a sum, are other calls, except for `keywords`.
+    """
     node = _operand(node)
-    return tuple(map(_operand, node.args)) if isinstance(node, Node) and node.target is target else ()
+    is_call = isinstance(node, Node) and node.target is target and node.kwargs.keys() <= set(keywords)
+    return tuple(map(_operand, node.args)) if is_call else ()
 
 
 def _both(node: Any, target: object) -> tuple[tuple[Any, Any], ...]:
@@ -178,6 +238,8 @@ def _rotation(node: Node) -> _Found | None:
             for known, cos in _both(plain, _MULTIPLY):
                 if source is None or known is not source or not (_is_angle(cos, source) and _is_angle(sin, source)):
                     continue
+                if cos.meta["val"].shape != sin.meta["val"].shape or source.meta["val"].shape[-1] % 2:
+                    continue
                 views = _call(source, _ATEN.transpose.int)
                 tokens_first = views[1:] == (1, 2)
                 arguments = (views[0] if tokens_first else source, cos, sin, tokens_first)
@@ -195,7 +257,7 @@ def _is_angle(node: Any, source: Node) -> bool:
 
 def _gate(node: Node) -> _Found | None:
     for activation, factor in _both(node, _MULTIPLY):
-        silu, gelu = _call(activation, _ATEN.silu.default), _call(activation, _ATEN.gelu.default)
+        silu, gelu = _call(activation, _ATEN.silu.default), _call(activation, _ATEN.gelu.default, "approximate")
         is_tanh = bool(gelu) and _operand(activation).kwargs.get("approximate") == "tanh"
         if not (silu or is_tanh) or not _is_float(factor):
             continue
