@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "half.h"
 #include "linear_tasks.h"
@@ -73,10 +74,11 @@ void rotate(const Rotation& r, int64_t first, int64_t last) {
   }
 }
 
-// x * sigmoid(x * (first + third * x^2)).
+// x * sigmoid(x * (first + third * x^2)). The square is bounded, because infinity times a `third` of 0 is not a number.
 HWY_INLINE V gated(V x, V first, V third) {
   const F d;
-  const V one = hn::Set(d, 1.0f), z = hn::Mul(x, hn::MulAdd(hn::Mul(x, x), third, first));
+  const V one = hn::Set(d, 1.0f), square = hn::Min(hn::Mul(x, x), hn::Set(d, std::numeric_limits<float>::max()));
+  const V z = hn::Mul(x, hn::MulAdd(square, third, first));
   const V power = exp_of_low(hn::Neg(hn::Abs(z)));
   const V above = hn::IfThenElse(hn::Lt(z, hn::Zero(d)), power, one);
   return hn::Mul(x, hn::Div(above, hn::Add(one, power)));

@@ -110,7 +110,11 @@ bool shows_not_a_number() {
   std::vector<float> source(40, 1.0f), factor(40, 1.0f), out(40);
   source[33] = std::numeric_limits<float>::quiet_NaN();
   apply_gate({40, source.data(), factor.data(), 1.0f, 0.0f, out.data()}, Threads{});
-  const bool in_gate = std::isnan(out[33]) && !std::isnan(out[32]);
+  bool in_gate = std::isnan(out[33]) && !std::isnan(out[32]);
+  // A square that is infinite gives none, in whole vectors and after them.
+  std::vector<float> huge(40, 1e20f);
+  apply_gate({39, huge.data(), factor.data(), 1.0f, 0.0f, out.data()}, Threads{});
+  in_gate = in_gate && out[0] == 1e20f && out[38] == 1e20f;
   apply_norm({2, 20, source.data(), nullptr, 1e-6f, out.data()}, Threads{});
   return in_gate && std::isnan(out[20]) && !std::isnan(out[19]);
 }
