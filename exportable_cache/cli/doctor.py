@@ -38,7 +38,7 @@ def doctor(ctx: typer.Context, json: JsonOption = False) -> None:
         ("torch", found.torch),
         ("compiled steps", found.compiled_steps),
         ("executorch", "not installed" if found.executorch is None else f"{found.executorch}{threads}"),
-        ("delegates", "none" if not found.delegates else "\n".join(f"{k}: {v}" for k, v in found.delegates.items())),
+        *((f"delegate {delegate}", done) for delegate, done in found.delegates.items()),
         ("native kernels", found.kernels),
         ("runner without torch", found.runner),
         ("tensorrt", "not installed" if found.tensorrt is None else found.tensorrt),
@@ -150,7 +150,8 @@ def _delegates(available: Collection[str]) -> dict[str, str]:
         elif delegate.is_evaluated_here:
             done.append("evaluated")
         lacks = not done or (len(done) == 1 and delegate.verified != "lowered")
-        found[name] = ", ".join(done or ["nothing"]) + (f"; {delegate.install} adds more" if lacks else "")
+        needs = f"it needs {delegate.missing}; " if delegate.missing else ""
+        found[name] = ", ".join(done or ["nothing"]) + (f"; {needs}{delegate.install}" if lacks else "")
     return found
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from exportable_cache.backends.executorch.delegates import table
 from exportable_cache.cli import doctor as doctor_file
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
@@ -108,3 +109,13 @@ def test_it_says_what_lacks_for_a_gpu(packages: dict[str, str], monkeypatch: pyt
     monkeypatch.setattr("exportable_cache.common.devices.shutil.which", lambda name: None)
     assert doctor_file._compiler("cpu") == ""
     assert list(doctor_file._gpu_remedies("cpu", "")) == ["for compiled steps of models: install g++ (apt install g++)"]
+
+
+def test_each_delegate_has_a_row_with_what_it_needs(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that a delegate does not take is shown."""
+    version = table.metadata.version
+    monkeypatch.setattr(table.metadata, "version", lambda name: "2026.1" if name == "openvino" else version(name))
+    shown = run("doctor").stdout
+    assert "\\n" not in shown and "delegate xnnpack" in shown
+    found = json.loads(run("doctor", "--json").stdout)["delegates"]["openvino"]
+    assert "it needs openvino<2026,>=2025.1, and 2026.1 is installed; pip install" in found

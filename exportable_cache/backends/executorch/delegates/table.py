@@ -69,6 +69,11 @@ class Delegate:
         return f"pip install 'exportable-cache[{self.extra}]'"
 
     @property
+    def missing(self) -> str:
+        """Packages that are missing or of another release, with what is installed; "" if all are there."""
+        return ", ".join(_wrong(self.compiler + self.evaluator))
+
+    @property
     def is_lowered_here(self) -> bool:
         """True if the packages of its compiler are installed."""
         return next(_wrong(self.compiler), None) is None
