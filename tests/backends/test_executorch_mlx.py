@@ -6,6 +6,7 @@ import importlib.util
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from exportable_cache import export, load
 from exportable_cache.backends.executorch.delegates import mlx_evaluator, table
@@ -94,6 +95,42 @@ def test_indices_out_of_range_are_refused(index: int, size: int) -> None:
 
     with pytest.raises(ValueError, match=f"indices must be from -{size} to {size - 1}, got {index} to {index}"):
         mlx_evaluator._checked(mlx.core, mlx.core.array([index]), size)
+
+
+@pytest.mark.parametrize(
+    ("operator", "fields", "message"),
+    [
+        ("Slice", {"axis": 0, "start": 0, "stop": 3, "step": 0}, "step must be at least 1, got 0"),
+        ("SliceUpdate", {"axis": 0, "start": 0, "stop": 3, "step": 0}, "step must be at least 1, got 0"),
+        ("Conv1D", {"stride": 0, "dilation": 1, "groups": 1}, "stride must be at least 1, got 0"),
+        ("Conv1D", {"stride": 1, "dilation": 1, "groups": 0}, "groups must be at least 1, got 0"),
+        ("GatherMm", {"lhs_indices": mlx_evaluator.Tensor(1), "rhs_indices": None}, "indices must be from -2 to 1"),
+        ("GatherMm", {"lhs_indices": None, "rhs_indices": mlx_evaluator.Tensor(1)}, "indices must be from -2 to 1"),
+        ("Tile", {"reps": [2**30, 8]}, "does not allocate"),
+        ("Repeat", {"repeats": 2**30, "axis": 0}, "does not allocate"),
+        ("BroadcastTo", {"shape": [2**30, -1, -1, -1]}, "does not allocate"),
+        ("ARange", {"start": 0, "stop": 2**31 - 1, "step": 1, "scalar_type": 4}, "does not allocate"),
+        ("AsStrided", {"shape": [2**31 - 1], "strides": [0], "offset": 0}, "does not allocate"),
+    ],
+)
+def test_operands_that_would_end_the_process_are_refused(operator: str, fields: dict, message: str) -> None:
+    """MLX would divide by zero, read other memory, or allocate without limit. Tensors are torch's here."""
+    graph = object.__new__(mlx_evaluator.Graph)
+    graph.tensors = {0: torch.zeros(2, 3, 3), 1: torch.tensor([10**6]), 2: SimpleNamespace(shape=(2, 3, 3), size=18)}
+    x = mlx_evaluator.Tensor(2 if operator == "AsStrided" else 0)
+    node = mlx_evaluator.Node(operator, {**dict.fromkeys(("x", "dst", "update", "w", "a", "b"), x), **fields}, graph)
+    with pytest.raises(ValueError, match=message):
+        mlx_evaluator.OPERATORS[operator](torch, node)
+
+
+def test_a_main_chain_that_is_not_there_is_a_damaged_file() -> None:
+    """The error names the file."""
+    graph = object.__new__(mlx_evaluator.Graph)
+    graph.inputs, graph.outputs, graph.chains, graph.main = [], [], [], 99
+    evaluator = object.__new__(mlx_evaluator.MLXEvaluator)
+    evaluator._name, evaluator._calls, evaluator._graphs = "program.pte", {"forward": []}, {"forward": graph}
+    with pytest.raises(BundleError, match="program.pte cannot be read: .*; export the model again"):
+        evaluator.run("forward")
 
 
 def test_a_method_in_pieces_is_not_verified() -> None:

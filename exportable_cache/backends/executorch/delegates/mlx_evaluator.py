@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -198,7 +199,8 @@ class MLXEvaluator:
 
     def __init__(self, path: Path, description: ProgramDescription) -> None:
         self.methods = description.methods
-        try:
+        self._name = path.name
+        with _readable(self._name):
             file = deserialized_file(path.read_bytes())
             plans = {plan.name: plan for plan in file.program.execution_plan}
             named = file.named_data
@@ -208,15 +210,28 @@ class MLXEvaluator:
             self._graphs = {
                 name: Graph(payloads[plans[name].delegates[0].processed.index].data, data) for name in self.methods
             }
-        except ExportableCacheError:
-            raise
-        except Exception as error:  # readers raise arbitrary errors on a damaged file
-            raise BundleError(f"{path.name} cannot be read: {first_line(error)}; export the model again") from error
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Run a method, see `Runner.run`."""
-        outputs = self._graphs[method].run([inputs[index] for index in self._calls[method]])
-        return outputs[0] if self.methods[method].is_step else tuple(outputs)
+        """Run a method, see `Runner.run`.
+
+        Raises:
+            BundleError: If the graph refers to what it does not have.
+            VerificationError: If an instruction is not known here, or fails.
+        """
+        with _readable(self._name):
+            outputs = self._graphs[method].run([inputs[index] for index in self._calls[method]])
+            return outputs[0] if self.methods[method].is_step else tuple(outputs)
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Convert the arbitrary errors that a damaged file causes in the block."""
+    try:
+        yield
+    except ExportableCacheError:
+        raise
+    except Exception as error:
+        raise BundleError(f"{name} cannot be read: {first_line(error)}; export the model again") from error
 
 
 def _call(plan: Any) -> list[int]:
@@ -295,14 +310,26 @@ def _index_copy(mx: Any, node: Node) -> Any:
     return _written(mx, node.dst, axis, _checked(mx, node.indices, node.dst.shape[axis]), node.update)
 
 
+def _positive(node: Node, *names: str) -> None:
+    """Check operands that MLX divides by: it ends the process if they are 0."""
+    for name in names:
+        if getattr(node, name) <= 0:
+            raise ValueError(f"{name} must be at least 1, got {getattr(node, name)}")
+
+
+def _steps(node: Node) -> slice:
+    _positive(node, "step")
+    return slice(node.start, node.stop, node.step)
+
+
 def _slice_update(mx: Any, node: Node) -> Any:
     axis = node.axis % node.dst.ndim
-    return _written(mx, node.dst, axis, slice(node.start, node.stop, node.step), node.update)
+    return _written(mx, node.dst, axis, _steps(node), node.update)
 
 
 def _slice(mx: Any, node: Node) -> Any:
     axis = node.axis % node.x.ndim
-    return node.x[tuple([slice(None)] * axis) + (slice(node.start, node.stop, node.step),)]
+    return node.x[tuple([slice(None)] * axis) + (_steps(node),)]
 
 
 def _scatter_add(mx: Any, node: Node) -> Any:
@@ -325,7 +352,7 @@ def _as_strided(mx: Any, node: Node) -> Any:
     last = node.offset + sum((size - 1) * step for size, step in zip(node.shape, node.strides, strict=True))
     if min((*node.strides, *node.shape, node.offset), default=0) < 0 or last >= node.x.size:
         raise ValueError(f"a view to element {last} of {node.x.size} is out of range")
-    return mx.as_strided(node.x, node.shape, node.strides, node.offset)
+    return mx.as_strided(node.x, node.graph.bounded(node.shape), node.strides, node.offset)
 
 
 def _split(mx: Any, node: Node) -> Any:
@@ -338,7 +365,36 @@ def _split(mx: Any, node: Node) -> Any:
 def _broadcast(mx: Any, node: Node) -> Any:
     shape, given = node.shape, node.x.shape
     added = len(shape) - len(given)
-    return mx.broadcast_to(node.x, [given[at - added] if size == -1 else size for at, size in enumerate(shape)])
+    shape = [given[at - added] if size == -1 else size for at, size in enumerate(shape)]
+    return mx.broadcast_to(node.x, node.graph.bounded(shape))
+
+
+def _tile(mx: Any, node: Node) -> Any:
+    node.graph.bounded([*node.x.shape, *node.reps])
+    return mx.tile(node.x, node.reps)
+
+
+def _repeat(mx: Any, node: Node) -> Any:
+    node.graph.bounded([*node.x.shape, node.repeats])
+    return mx.repeat(node.x, node.repeats, axis=node.axis)
+
+
+def _arange(mx: Any, node: Node) -> Any:
+    node.graph.bounded([math.ceil((node.stop - node.start) / node.step)])
+    return mx.arange(node.start, node.stop, node.step, _dtype(node))
+
+
+def _conv1d(mx: Any, node: Node) -> Any:
+    _positive(node, "stride", "dilation", "groups")
+    return mx.conv1d(node.x, node.w, node.stride, node.padding, node.dilation, node.groups)
+
+
+def _gather_mm(mx: Any, node: Node) -> Any:
+    indices = [
+        None if index is None else _checked(mx, index, math.prod(operand.shape[:-2]))
+        for index, operand in ((node.lhs_indices, node.a), (node.rhs_indices, node.b))
+    ]
+    return mx.gather_mm(node.a, node.b, *indices, sorted_indices=node.sorted_indices)
 
 
 def _attention(mx: Any, node: Node) -> Any:
@@ -436,7 +492,6 @@ OPERATORS: dict[str, Callable[[Any, Node], Any]] = {
     **_names("Partition", lambda name: lambda mx, node: getattr(mx, name)(node.x, node.kth, axis=node.axis)),
     **_names("Argmax Argmin", lambda name: lambda mx, node: getattr(mx, name)(node.x, node.axis, node.keepdims)),
     **_names("Tril Triu", _same("x", "k")),
-    **_names("Tile", _same("x", "reps")),
     **_names("Transpose", _same("x", "perm")),
     **_names("ExpandDims", _same("x", "axis")),
     **_names("Reshape", _same("x", "shape")),
@@ -445,7 +500,7 @@ OPERATORS: dict[str, Callable[[Any, Node], Any]] = {
     **_names("Roll", _same("x", "shift", "axes")),
     **_names("Round", _same("x", "decimals")),
     **_names("Clip", _same("x", "a_min", "a_max")),
-    "Conv1D": lambda mx, node: mx.conv1d(node.x, node.w, node.stride, node.padding, node.dilation, node.groups),
+    "Conv1D": _conv1d,
     "Noop": lambda mx, node: None,
     "IdCopy": lambda mx, node: node.x,
     "Neg": lambda mx, node: mx.negative(node.x),
@@ -475,6 +530,9 @@ OPERATORS: dict[str, Callable[[Any, Node], Any]] = {
     "Split": _split,
     "AsStrided": _as_strided,
     "BroadcastTo": _broadcast,
+    "Tile": _tile,
+    "Repeat": _repeat,
+    "ARange": _arange,
     "Squeeze": _squeeze,
     "Pad": lambda mx, node: mx.pad(
         node.x,
@@ -489,18 +547,14 @@ OPERATORS: dict[str, Callable[[Any, Node], Any]] = {
     "Gelu": _gelu,
     "Softmax": lambda mx, node: mx.softmax(node.x, axis=node.axis, precise=node.precise),
     "Cumsum": lambda mx, node: mx.cumsum(node.x, axis=node.axis, reverse=node.reverse, inclusive=node.inclusive),
-    "Repeat": lambda mx, node: mx.repeat(node.x, node.repeats, axis=node.axis),
     "AsType": lambda mx, node: node.x.astype(_dtype(node)),
-    "ARange": lambda mx, node: mx.arange(node.start, node.stop, node.step, _dtype(node)),
     "Full": lambda mx, node: _full(mx, node.graph.bounded(node.shape), node.v, _dtype(node)),
     "FullLike": lambda mx, node: _full(mx, node.x.shape, node.v, _dtype(node) or node.x.dtype),
     "Tri": lambda mx, node: mx.tri(*node.graph.bounded([node.n, node.m]), node.k, _dtype(node)),
     "QuantizedMatmul": lambda mx, node: mx.quantized_matmul(
         node.x, node.w, node.scales, node.biases, node.transpose, node.group_size, node.bits, node.mode
     ),
-    "GatherMm": lambda mx, node: mx.gather_mm(
-        node.a, node.b, node.lhs_indices, node.rhs_indices, sorted_indices=node.sorted_indices
-    ),
+    "GatherMm": _gather_mm,
     "Scan": _scan,
     "If": _branch,
 }
