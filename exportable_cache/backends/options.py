@@ -59,6 +59,18 @@ class TargetOptions:
             InputError: If they do not.
         """
 
+    def check_export(self, prefill_chunk: int | None, verify: bool) -> None:
+        """Check what an export with these options needs, before a model is loaded.
+
+        Args:
+            prefill_chunk: Requested chunk of a prompt, None for the default.
+            verify: True if the program is verified.
+
+        Raises:
+            InputError: If the options do not support the chunk.
+            MissingDependencyError: If a package is missing.
+        """
+
     def to_dict(self) -> dict[str, Any]:
         """Return the options that were given, for the manifest."""
         return {

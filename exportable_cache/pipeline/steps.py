@@ -163,6 +163,7 @@ def resolve(spec: ExportSpec) -> Resolved:
         MissingDependencyError: If the target's options or the checkpoint need a package that is not installed.
     """
     backend = backend_for(spec.target)
+    options_of(spec).check_export(spec.program.prefill_chunk, spec.verify)
     program_spec = backend.program_spec(spec.program, options_of(spec))
     check_free(output_of(spec), spec.overwrite)
     config = load_config(spec.model_or_path)

@@ -73,11 +73,21 @@ def test_programs_for_devices_are_compiled_and_not_claimed_to_have_run(
 
 @pytest.mark.parametrize("delegate", ["coreml", "vulkan"])
 def test_methods_that_a_delegate_cannot_share_a_cache_among_are_refused(delegate: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        UnsupportedModelError, match=f"methods must be decode only for delegate {delegate!r}.*prefill_chunk=1"
-    ):
-        export(tiny_model("llama", num_hidden_layers=1), "executorch", 32, tmp_path / "out", delegate=delegate)
+    """They are refused before the model is loaded: there is none."""
+    with pytest.raises(InputError, match=f"prefill_chunk must be 1 for delegate {delegate!r}, got the default"):
+        export(tmp_path / "none", "executorch", 32, tmp_path / "out", delegate=delegate)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("delegate", ["openvino", "mlx"])
+def test_packages_are_missed_before_a_model_is_loaded(
+    delegate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler, and the evaluator if the program is verified."""
+    monkeypatch.setattr("exportable_cache.common.compat.executorch.available_backends", set)
+    monkeypatch.setattr(table, "_wrong", lambda packages: iter(packages))
+    with pytest.raises(MissingDependencyError, match=f"delegate {delegate!r} needs {delegate}<"):
+        export(tmp_path / "none", "executorch", 32, tmp_path / "out", delegate=delegate)
 
 
 @pytest.mark.parametrize("name", ["none", "qnn", "XNNPACK", ""])

@@ -124,6 +124,21 @@ class ExecutorchOptions(TensorRTOptions):
                 "use delegate 'xnnpack'"
             )
 
+    def check_export(self, prefill_chunk: int | None, verify: bool) -> None:
+        """See `TargetOptions.check_export`."""
+        facts = self.facts
+        if facts.lengths == "one" and prefill_chunk != 1:
+            raise InputError(
+                f"prefill_chunk must be 1 for delegate {facts.name!r}, got {prefill_chunk or 'the default'}; pass "
+                "prefill_chunk=1 (--prefill-chunk 1), so that prompts are fed token by token"
+            )
+        facts.check_installed(facts.compiler)
+        if verify and facts.evaluator:
+            from ...common.compat.executorch import available_backends
+
+            if facts.backend_id not in available_backends():
+                facts.check_installed(facts.evaluator)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         ProgramSpec(score_length=self.score_length)
