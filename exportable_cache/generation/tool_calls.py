@@ -126,18 +126,22 @@ def _read_json(name: str, text: str, tools: Tools) -> list[Call] | None:
     return calls
 
 
-_PARAMETER = _pattern(r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>\s*(?=<parameter=|\Z)")
+_PARAMETER = _pattern(r"\s*<parameter=(?P<key>[^>\n]+)>\n?")
+_PARAMETER_END = _pattern(r"\n?</parameter>\s*(?=<parameter=|\Z)")
 
 
 def _read_xml(name: str, text: str, tools: Tools) -> list[Call] | None:
     """Read `<parameter=key>value</parameter>`; the schema says which values are JSON."""
     arguments: dict[str, Any] = {}
     done = 0
-    for found in _PARAMETER.finditer(text):
-        if text[done : found.start()].strip():
+    # Two patterns, because one with the value between them would search to the end of the text for each key.
+    while (found := _PARAMETER.match(text, done)) is not None:
+        end = _PARAMETER_END.search(text, found.end())
+        if end is None:
             return None
-        arguments[found["key"]] = _typed(found["value"], _property(tools[name], found["key"]))
-        done = found.end()
+        value = text[found.end() : end.start()]
+        arguments[found["key"]] = _typed(value, _property(tools[name], found["key"]))
+        done = end.end()
     if text[done:].strip():
         return None
     return [(name, json.dumps(arguments, ensure_ascii=False))]
@@ -561,6 +565,12 @@ class Dialect:
         return " ".join(shown)
 
 
+#: Longest beginning of a part, in characters. It is matched again with each piece of text.
+_LONGEST_HEAD = 1024
+#: Parts that are not valid, after which a response has no further calls. Each is read to the end of the response.
+_MOST_FAILURES = 32
+
+
 class ResponseParser:
     """Splits a response into parts. The parts of a text do not depend on how it is cut into pieces.
 
@@ -589,7 +599,7 @@ class ResponseParser:
         calls = bool(tools) or dialect.format.name == "harmony"
         self._heads = (*(dialect.format.heads if calls else ()), *thoughts)
         self._opens = dialect.format.opens if calls else ()
-        self._text, self._calls = "", 0
+        self._text, self._calls, self._failures = "", 0, 0
         # Space that is content only if no other part follows it; space after other parts belongs to the format.
         self._space, self._strips = "", False
         self._head = Head(_pattern(""), "content")
@@ -651,8 +661,10 @@ class ResponseParser:
         for head in self._heads:
             if self._where not in head.where or (is_full and head.kind in ("json", "value", "body")):
                 continue
-            match = head.pattern.match(self._text, partial=not final)
+            match = head.pattern.match(self._text, 0, _LONGEST_HEAD, partial=not final)
             if match is None or (not match.partial and not self._is_known(head, match)):
+                continue
+            if match.partial and len(self._text) >= _LONGEST_HEAD:
                 continue
             if match.partial:
                 return
@@ -765,6 +777,9 @@ class ResponseParser:
         calls = self._head.read(self._name, body, self._tools) if body or end else None
         if calls is None:
             # Not a call: its first character is text, and another part may begin within it.
+            self._failures += 1
+            if self._failures == _MOST_FAILURES:
+                self._opens = ()
             text = self._opening + self._text
             yield from self._content(text[:1])
             self._text, self._state = text[1:], self._read_content

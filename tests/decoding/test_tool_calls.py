@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from exportable_cache.generation import tool_calls
 from exportable_cache.generation.constraint import Constraint
 from exportable_cache.generation.tool_calls import FORMATS, Dialect, ResponseParser
 from tests.cli.scripted import byte_level_tokenizer
@@ -189,6 +190,33 @@ def test_pieces_and_cuts_change_nothing(
         assert parsed(name, list(text[:end])) == cut
         # A call that is passed on stays one, and its arguments grow.
         assert [one[0] for one in cut[2]] == [one[0] for one in whole[2][: len(cut[2])]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama", " " * 4000),
+        ("mistral", "[TOOL_CALLS] [" * 300),
+        ("hermes", "<tool_call>{" * 300),
+        ("hermes", "<tool_call><function=weather>" + "<parameter=a>" * 300 + "</function></tool_call>"),
+    ],
+)
+def test_a_response_of_beginnings_is_text_and_read_a_few_times(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server parses in its event loop, so work must not grow with the square of the length."""
+    read = []
+    find = tool_calls._JsonEnd.find
+    monkeypatch.setattr(tool_calls._JsonEnd, "find", lambda self, text: read.append(len(text)) or find(self, text))
+    parser = ResponseParser(Dialect(FORMAT[name], THOUGHTS), TOOLS)
+    parts = []
+    for index in range(0, len(text), 4):
+        parts += parser.feed(text[index : index + 4])
+        if name == "llama":
+            assert len(parser._text) <= tool_calls._LONGEST_HEAD
+    parts += parser.finish()
+    assert "".join(part.text for part in parts) == text and {part.kind for part in parts} == {"content"}
+    assert sum(read) <= (tool_calls._MOST_FAILURES + 1) * len(text)
 
 
 def test_a_response_that_begins_within_reasoning() -> None:
