@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import random
@@ -17,12 +18,14 @@ from exportable_cache import export, load
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 pytest.importorskip("openai", reason="the test extra is not installed")
 
-from exportable_cache.decoding import BatchCompleter, ContinuousBatch
+from exportable_cache.cli.server.app import ServerOptions, make_app
+from exportable_cache.cli.server.engine import Engine
+from exportable_cache.decoding import BatchCompleter, Completer, CompletionOptions, ContinuousBatch
 from exportable_cache.demo import demo_path
 from exportable_cache.session.opening import ModelOptions, open_model, open_rows
 
 from ..support.waiting import wait_until
-from .serving import MAX_CACHE_LEN, health, served
+from .serving import CHAT, MAX_CACHE_LEN, health, served
 
 WORDS = ["amber", "paper", "stone", "river", "it rested.", "the code of", "is 4821.", "is 77."]
 CLIENTS = 16
@@ -136,6 +139,57 @@ def test_as_many_requests_begin_as_there_are_rows(rows_bundle: Path) -> None:
         for thread in threads:
             thread.join()
     assert len(found) == 3 and len(set(found)) == 1 and found[0]
+
+
+def test_a_client_that_does_not_read_holds_up_no_other_one(server_bundle: Path) -> None:
+    completer = Completer(load(server_bundle))
+    engine = Engine(completer, 4)
+
+    def run() -> Any:
+        return engine.run(lambda _: completer.complete([5, 6, 7], CompletionOptions(max_new_tokens=5)))
+
+    async def both() -> tuple[list[Any], list[Any]]:
+        unread = run()
+        first = await anext(unread)
+        other = await asyncio.wait_for(taken(run()), 30)
+        return [first, *await taken(unread)], other
+
+    async def taken(pieces: Any) -> list[Any]:
+        return [one async for one in pieces]
+
+    unread, other = asyncio.run(both())
+    engine.close()
+    assert [piece.token for _, piece in unread] == [piece.token for _, piece in other]
+    # Each piece comes with the state at that piece, though the completion had ended before it was taken.
+    assert [completion.new_tokens for completion, _ in unread] == list(range(1, len(unread) + 1))
+    assert [completion.finish_reason is None for completion, _ in unread] == [True] * (len(unread) - 1) + [False]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_client_that_leaves_does_not_wait_for_its_prompts_tokens(server_bundle: Path, path: str) -> None:
+    completer, is_released, sent = Completer(load(server_bundle)), threading.Event(), []
+    completer.encode = lambda *_, **__: [5] * is_released.wait(60)  # type: ignore[method-assign]
+    app = make_app(completer, ServerOptions("demo"))
+    received = iter([{"type": "http.request", "body": json.dumps(CHAT).encode(), "more_body": False}])
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+
+    async def receive() -> Any:
+        return next(received, {"type": "http.disconnect"})
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("status"))
+
+    async def ends() -> None:
+        try:
+            await asyncio.wait_for(app(scope, receive, send), 30)
+            assert not is_released.is_set()
+        finally:
+            is_released.set()
+
+    asyncio.run(ends())
+    app.state.engine.close()
+    assert sent[0] == 499
 
 
 @pytest.mark.full

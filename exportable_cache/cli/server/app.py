@@ -163,7 +163,7 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
     @api.post("/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Any:
         adapter_of(body.model)
-        return await respond(request, body, await chat_jobs(body))
+        return await respond(request, body, await _unless_disconnected(request, chat_jobs(body)))
 
     @api.post("/completions")
     async def complete(request: Request, body: CompletionRequest) -> Any:
@@ -174,7 +174,7 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
     @api.post("/responses")
     async def respond_with_items(request: Request, body: ItemsRequest) -> Any:
         adapter_of(body.model)
-        (only,), items = await chat_jobs(body.chat()), Items(body)
+        (only,), items = await _unless_disconnected(request, chat_jobs(body.chat())), Items(body)
         pieces = _pieces(engine, [only], counts)
         first = await _unless_disconnected(request, anext(pieces))
         events = _item_events(items, only.answer, first, pieces)
@@ -189,21 +189,25 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
         raise HTTPException(404, "embeddings are not supported, because this server generates text; use another server")
 
     @keyed.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
+        engine.check_room()
         given = body.input()
         if isinstance(given, str):
-            ids = await engine.prepare(partial(completer.encode, given, starts=body.add_special_tokens))
+            encoding = engine.prepare(partial(completer.encode, given, starts=body.add_special_tokens))
         else:
-            ids = await engine.prepare(_encoded, completer, given.prompts(), given.plain_tools())
+            encoding = engine.prepare(_encoded, completer, given.prompts(), given.plain_tools())
+        ids = await _unless_disconnected(request, encoding)
         return {"tokens": ids, "count": len(ids), "max_model_len": completer.max_length}
 
     @keyed.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, Any]:
+        engine.check_room()
+
         def decoded() -> str:
             with tokenizer_errors("the tokenizer cannot decode these tokens", "send ids from its vocabulary"):
                 return str(completer.tokenizer.decode(body.tokens, skip_special_tokens=False))
 
-        text = await engine.prepare(decoded)
+        text = await _unless_disconnected(request, engine.prepare(decoded))
         return {"prompt": text, "content": text}
 
     @app.get("/metrics")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
 from ...decoding.completion import AnyCompleter, Completion, Piece
@@ -14,6 +15,8 @@ from ...generation.constraint import Constraint, Follower
 Result = TypeVar("Result")
 #: Limit of requests whose constraints are compiled or followed at a time, because each has a process.
 _MOST_FORMS = 4
+#: Limit of pieces that wait for a client, because a completion without a limit of tokens may never end.
+_MOST_PIECES = 2**16
 
 
 class Busy(Exception):
@@ -72,7 +75,9 @@ class Engine:
     async def run(
         self, begin: Callable[[Follower | None], Completion], form: Constraint | None = None
     ) -> AsyncIterator[tuple[Completion, Piece]]:
-        """Yield the pieces of a response, each with its completion.
+        """Yield the pieces of a response, each with a copy of its completion as it was at that piece.
+
+        The completion does not wait for the caller, because a client that does not read would hold a row.
 
         Args:
             begin: Makes the completion from the follower of `form`; it also tokenizes the prompt.
@@ -81,6 +86,30 @@ class Engine:
         Raises:
             Busy: If the queue is full.
         """
+        found: asyncio.Queue[tuple[Completion, Piece] | None] = asyncio.Queue(_MOST_PIECES)
+
+        async def feed() -> None:
+            try:
+                async with aclosing(self._run(begin, form)) as pieces:  # type: ignore[type-var]
+                    async for completion, piece in pieces:
+                        await found.put((copy.copy(completion), piece))
+            except Exception:
+                await found.put(None)
+                raise
+            await found.put(None)
+
+        feeding = asyncio.ensure_future(feed())
+        try:
+            while (one := await found.get()) is not None:
+                yield one
+            await feeding
+        finally:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+
+    async def _run(
+        self, begin: Callable[[Follower | None], Completion], form: Constraint | None
+    ) -> AsyncIterator[tuple[Completion, Piece]]:
         self.check_room()
         loop = asyncio.get_running_loop()
         follower: Follower | None = None
