@@ -6,7 +6,6 @@ import http.client
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from exportable_cache import load
+from exportable_cache.decoding import Completer
 
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 pytest.importorskip("openai", reason="the test extra is not installed")
@@ -335,7 +335,16 @@ def test_a_form_without_end_holds_up_no_other_request_and_not_the_end(server_bun
         with suppress(http.client.HTTPException, OSError):  # the server may end first
             replies.append(post(address, "/v1/chat/completions", {**CHAT, "response_format": ENDLESS}))
 
-    with served(load(server_bundle)) as address:
+    completer, short_is_answered = Completer(load(server_bundle)), threading.Event()
+    follow = completer.follow
+
+    def held(form: Any) -> Any:
+        # The short request must come before the end of the compilation, however slow the machine is.
+        assert "allOf" not in str(form) or short_is_answered.wait(60)
+        return follow(form)
+
+    completer.follow = held  # type: ignore[method-assign]
+    with served(completer) as address:
         # What compiles forms is started.
         assert post(
             address, "/v1/chat/completions", {**CHAT, "response_format": schema_of({"const": 1}), "max_tokens": 4}
@@ -344,9 +353,9 @@ def test_a_form_without_end_holds_up_no_other_request_and_not_the_end(server_bun
         for one in asking:
             one.start()
         wait_until(lambda: queued(address) == 2)
-        start = time.monotonic()
         status, _ = post(address, "/v1/chat/completions", {**CHAT, "max_tokens": 2})
-        assert status == 200 and time.monotonic() - start < 2 and not replies
+        assert status == 200 and not replies
+        short_is_answered.set()
         for one in asking:
             one.join()
         assert {status for status, _ in replies} == {400}
@@ -354,8 +363,7 @@ def test_a_form_without_end_holds_up_no_other_request_and_not_the_end(server_bun
         last = threading.Thread(target=ask)
         last.start()
         wait_until(lambda: queued(address) == 1)
-        start = time.monotonic()
-    assert time.monotonic() - start < 8
+    # The server has ended, as `served` checks.
     last.join()
 
 
