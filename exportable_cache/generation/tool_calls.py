@@ -528,8 +528,11 @@ class Dialect:
             return "OTHER"
         if content.kind == "lark":
             raise InputError("a grammar must not be combined with tools or reasoning, got both; leave one out")
-        text = content.text.replace("/", "\\/")
-        return before + (f"/{text}/" if content.kind == "regex" else f"%json {exact_schema(content.text)}")
+        if content.kind == "regex":
+            # Slashes that are escaped already keep their backslash. An empty pattern would begin a comment.
+            text = regex.sub(r"(\\.)|/", lambda found: found[1] or "\\/", content.text)
+            return before + (f"/{text}/" if text else '""')
+        return before + f"%json {exact_schema(content.text)}"
 
     def _calls_form(self, rules: list[str], tools: Tools, parallel: bool, trigger: str) -> str:
         """Return a rule for calls; of the first one, the text after `trigger`."""

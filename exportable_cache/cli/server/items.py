@@ -141,7 +141,8 @@ class ItemsRequest(Fields):
                 output = _text(item.get("output"), f"input.{index}.output")
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
             elif kind == "reasoning":
-                parts = [part for part in item.get("content") or () if isinstance(part, dict)]
+                given = item.get("content")
+                parts = [part for part in given if isinstance(part, dict)] if isinstance(given, list) else []
                 reasoning = "".join(str(part.get("text", "")) for part in parts) or None
                 continue
             else:
