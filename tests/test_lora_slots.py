@@ -229,6 +229,42 @@ def test_sessions_of_one_model_share_its_adapters(
     one.decode(ids[:, 0])
 
 
+def test_no_session_uses_a_slot_of_another_adapter(folders: dict[str, Path]) -> None:
+    """Other sessions and forks continue without an adapter after it was unloaded and its slot was used again."""
+    from types import SimpleNamespace
+
+    from exportable_cache.decoding.completion import Completer
+
+    model, ids = tiny_model("llama"), tokens(LENGTH)
+    one, two = (Session.from_model(model, max_cache_len=CAPACITY, lora_slots=2, lora_rank=4) for _ in range(2))
+    base = one.prefill(ids)
+    for session in (one, two):
+        session.use_adapter(session.load_adapter(folders["two"]))
+    fork = two.fork()
+    completer: Any = SimpleNamespace(session=two, _own=two.stepper.adapters, _used=None, _held=None)
+    Completer._use(completer, "two")
+    completer._held = [1]
+    Completer._use(completer, None)
+    assert completer._held == [1]
+    two.load_adapter(folders["two"])
+    Completer._use(completer, None)
+    assert completer._held is None
+    one.unload_adapter("two")
+    one.load_adapter(folders["one"])
+    for session in (two, fork):
+        session.reset()
+        assert torch.equal(session.prefill(ids), base)
+
+
+def test_adapters_that_a_dtype_does_not_hold_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Finite values can be infinite after the scale and in the program's dtype."""
+    config = json.loads((folders["one"] / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 1e300}))
+    save_file(load_file(folders["one"] / "adapter_model.safetensors"), tmp_path / "adapter_model.safetensors")
+    with pytest.raises(InputError, match=r"must have values that float32 holds, got larger ones in model.layers.0"):
+        live().load_adapter(tmp_path)
+
+
 def test_programs_refuse_what_they_have_no_slots_for(folders: dict[str, Path], tmp_path: Path) -> None:
     """Each refusal names the value and the remedy."""
     with pytest.raises(InputError, match="has no slots for adapters; export, or make the session, with lora_slots=1"):
@@ -265,9 +301,13 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda config, _: config.update(bias="all"), "bias='all', changed biases"),
         (lambda config, _: config.update(init_lora_weights="pissa_niter_4"), "which changes the base model; save it"),
         (lambda config, _: config.update(lora_alpha="much"), "must have a number as lora_alpha of .*, got 'much'"),
-        (lambda config, _: config.update(alpha_pattern={"(": 1}), "must have a number as lora_alpha"),
+        (lambda config, _: config.update(alpha_pattern={r"((\w|\.)+)+!": 8}), "alpha_pattern of layer names .*got"),
+        (lambda _, tensors: tensors.update({NAME: tensors[NAME].to(torch.float8_e5m2)}), "16, 32 or 64 bits, got"),
         (lambda config, _: config.update(lora_alpha=float("inf")), "must have a finite lora_alpha, got inf"),
-        (lambda _, tensors: tensors[NAME].fill_(torch.nan), "must have finite values, got others in .*lora_A"),
+        (
+            lambda _, tensors: tensors[NAME].fill_(torch.nan),
+            "must have finite values of 16, 32 or 64 bits, got others in .*lora_A",
+        ),
         (lambda _, tensors: tensors.pop(NAME), "must have lora_A and lora_B of .*q_proj, got .*lora_B"),
         (lambda _, tensors: tensors.clear(), "has no tensors; save it again"),
         (

@@ -41,7 +41,7 @@ def adapter(
 ) -> None:
     """Make the file of an adapter for a bundle, and verify the bundle with it."""
     terminal: Terminal = ctx.obj
-    path = output or folder.with_name(f"{folder.resolve().name}.adapter")
+    path = output or folder.resolve().with_name(f"{folder.resolve().name}.adapter")
     report = None
     with terminal.progress("loading libraries") as progress:
         from ..bundle.bundle import Bundle

@@ -127,9 +127,9 @@ def serve(
     hosts, origins = tuple(allow_host or ()), tuple(allow_origin or ())
     # Checked before the bundle is opened, which may take long.
     AllowedOrigins.of(host, api_key is not None, hosts, origins)
+    use = Use(adapters=_adapters(adapter or []))
     importing = Thread(target=_import_server)
     importing.start()
-    use = Use(adapters=_adapters(adapter or []))
     completer = open_completer(
         terminal, folder, opening, split_special_tokens, use, Batching(rows, prefix_cache * 2**20)
     )

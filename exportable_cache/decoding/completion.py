@@ -64,7 +64,8 @@ class CompletionOptions:
         constraint: JSON schema or pattern that the completion must match, which then also ends it; None for any text.
         continues: True if the text continues that of the prompt, so that it may begin with a space. False for a text of
             its own, such as the response to chat messages.
-        adapter: Name of a LoRA adapter of the session; None for the one that the session uses.
+        adapter: Name of a LoRA adapter of the session; None for the one that the session used when the
+            completer was made.
         shown: Special tokens that are part of the text; others are left out.
         echo: True to yield the tokens of the prompt first. `max_new_tokens` may then be 0.
         logit_bias: Numbers to be added to the logits of tokens, by token id.
@@ -483,7 +484,8 @@ class Completer(AnyCompleter):
         assert session.text_tokenizer is not None
         super().__init__(session.text_tokenizer, session.vocab_size, split_special_tokens)
         self.session = session
-        self._adapter: str | None = None
+        self._own = session.stepper.adapters
+        self._used = [(one, one.loads) for one in self._own if one.slot]
 
     @property
     def settings(self) -> CheckpointSettings:
@@ -539,10 +541,14 @@ class Completer(AnyCompleter):
 
     def _use(self, adapter: str | None) -> None:
         """Use an adapter. Tokens that were computed with another one are not used again."""
-        if adapter != self._adapter:
-            self._held = None
+        stepper = self.session.stepper
+        if adapter is None:
+            stepper.adapters = self._own
+        else:
             self.session.use_adapter(adapter)
-            self._adapter = adapter
+        used = [(one, one.loads) for one in stepper.adapters if one.slot]
+        if used != self._used:
+            self._held, self._used = None, used
 
     def score(self, completion: Completion) -> Iterator[tuple[float, tuple[tuple[int, float], ...]]]:
         """See `AnyCompleter.score`."""

@@ -253,7 +253,8 @@ def check_fits(slots: LoraSlots, tensors: Mapping[str, tuple[torch.Tensor, torch
         what: Name of the adapter, for messages.
 
     Raises:
-        InputError: If it changes a layer without a slot, was trained for another model, or has a larger rank.
+        InputError: If it changes a layer without a slot, was trained for another model, has a larger rank, or values
+            that are not finite in the program's dtype.
     """
     known = {one.name: one for one in slots.targets}
     for name, (a, b) in tensors.items():
@@ -267,6 +268,12 @@ def check_fits(slots: LoraSlots, tensors: Mapping[str, tuple[torch.Tensor, torch
             raise InputError(
                 f"{what} must have {target.inputs} inputs and {target.outputs} outputs in {name}, got {a.shape[1]} and "
                 f"{b.shape[0]}; it was trained for another model"
+            )
+        dtype: torch.dtype = getattr(torch, slots.dtype)
+        if not all(bool(torch.isfinite(one.to(dtype)).all()) for one in (a, b)):
+            raise InputError(
+                f"{what} must have values that {slots.dtype} holds, got larger ones in {name} (its scale included); "
+                "train it again, or use a model in float32"
             )
         if a.shape[0] > slots.rank:
             raise InputError(

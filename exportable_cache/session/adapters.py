@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..bundle import signing
 from ..common.fs.tensor_files import damaged_if_malformed, read_tensors, write_tensors
 from ..errors import InputError
-from ..models.loading.adapters import LoraWeights, read_lora
+from ..models.loading.adapters import LORA_DTYPES, LoraWeights, read_lora
 from ..models.lora import WRITE_ADAPTER, LoraSlots, check_fits, lora_layers, packed, slots_of
 
 if TYPE_CHECKING:
@@ -118,12 +118,29 @@ def read_adapter(
         if tensors:
             raise ValueError(f"{min(tensors)!r:.80} is not a tensor of an adapter")
         for name, pair in pairs.items():
-            if any(one.dim() != 2 or not one.is_floating_point() for one in pair):
+            if any(one.dim() != 2 or one.dtype not in LORA_DTYPES for one in pair):
                 raise ValueError(f"{name!r:.80} must have two matrices of floats")
             if pair[0].shape[0] != pair[1].shape[1] or not all(bool(torch.isfinite(one).all()) for one in pair):
                 raise ValueError(f"{name!r:.80} must have finite matrices of one rank")
         check_fits(slots, pairs, f"the adapter in {given}")
         return LoraWeights(metadata["name"], pairs)
+
+
+@dataclass(eq=False)
+class LoadedAdapter:
+    """An adapter in a slot. Steps read the slot here, so that no row uses a slot after it was given to another adapter.
+
+    Attributes:
+        slot: Index of the slot; 0 after the adapter was unloaded.
+        loads: Number of times that the slot's content changed.
+    """
+
+    slot: int = 0
+    loads: int = 0
+
+
+#: The model itself.
+_NONE = LoadedAdapter()
 
 
 @dataclass(eq=False)
@@ -133,12 +150,12 @@ class SessionAdapters:
     Attributes:
         slots: The program's slots; None if it was made without.
         device: Device of the program's inputs.
-        names: Slot of each adapter, from 1 on.
+        names: The adapters that are loaded, by name.
     """
 
     slots: LoraSlots | None
     device: torch.device | str = "cpu"
-    names: dict[str, int] = field(default_factory=dict)
+    names: dict[str, LoadedAdapter] = field(default_factory=dict)
 
     @classmethod
     def of_model(cls, model: nn.Module, device: torch.device | str) -> SessionAdapters:
@@ -171,37 +188,40 @@ class SessionAdapters:
             InputError: If every slot is used.
         """
         slots = self.checked()
-        free = sorted(set(range(1, slots.slots + 1)) - set(self.names.values()))
+        free = sorted(set(range(1, slots.slots + 1)) - {one.slot for one in self.names.values()})
         if name not in self.names and not free:
             raise InputError(
                 f"the program has {slots.slots} slots for adapters, which hold {', '.join(self.names)}; unload one of "
                 "them first, or export with more lora_slots (--lora-slots)"
             )
-        slot = self.names.get(name) or free[0]
-        self._write(runner, slot, packed(slots, adapter.tensors))
-        self.names[name] = slot
+        loaded = self.names.get(name) or LoadedAdapter(free[0])
+        self._write(runner, loaded.slot, packed(slots, adapter.tensors))
+        loaded.loads += 1
+        self.names[name] = loaded
 
     def unload(self, runner: Runner, name: str) -> None:
-        """Empty the slot of an adapter.
+        """Empty the slot of an adapter. Rows of all sessions that use it continue without an adapter.
 
         Raises:
             InputError: If there is no adapter of this name.
         """
-        slot = self.slot_of(name)
-        self._write(runner, slot, packed(self.checked(), {}))
+        loaded = self.named(name)
+        self._write(runner, loaded.slot, packed(self.checked(), {}))
         del self.names[name]
+        loaded.slot = 0
+        loaded.loads += 1
 
     def _write(self, runner: Runner, slot: int, tensors: list[torch.Tensor]) -> None:
         runner.run(WRITE_ADAPTER, *(tensor.to(self.device) for tensor in (torch.tensor([slot]), *tensors)))
 
-    def slot_of(self, name: str | None) -> int:
-        """Return the slot of an adapter, or 0 for None, the model itself.
+    def named(self, name: str | None) -> LoadedAdapter:
+        """Return an adapter by its name; None for the model itself.
 
         Raises:
             InputError: If there is no adapter of this name.
         """
         if name is None:
-            return 0
+            return _NONE
         if name not in self.names:
             known = ", ".join(self.names) or "none"
             raise InputError(
@@ -220,7 +240,7 @@ class SessionAdapters:
             raise InputError(
                 f"adapter must be one name, or {stepper.batch_size} for the rows, got {len(names)}; pass one a row"
             )
-        stepper.use_adapters([self.slot_of(name) for name in names])
+        stepper.adapters = tuple(self.named(name) for name in names)
 
 
 #: The adapters of live models, by the slots of their first layer.

@@ -518,9 +518,7 @@ class Session:
             InputError: If no adapter has this name.
         """
         with self.stepper.guard:
-            slot = self._adapters.slot_of(name)
             self._adapters.unload(self.runner, name)
-            self.stepper.use_adapters([0 if one == slot else one for one in self.stepper.adapters.tolist()])
 
     def use_adapter(self, name: str | None | Sequence[str | None]) -> None:
         """Run the next steps with a loaded adapter; None for the model itself.

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..models.positions import RopeRule
     from ..parallel.ranks import Ranks
     from ..program.methods import ProgramMethod
+    from .adapters import LoadedAdapter
     from .checks import ProgramLimits
     from .images import PlacedImages
 
@@ -62,7 +63,7 @@ class ProgramStepper:
         steps_per_launch: Number of decode steps that a loop runs at once.
         ranks: Processes that the model is split over; None for a program of one process.
         rope: Rule by which the factors of RoPE change; None if no row gets that far.
-        adapters: Slot of each row's adapter, int64 [batch] on the host; 0 for the model itself.
+        adapters: Each row's adapter; empty for the model itself.
         max_length: Tokens that a row can hold; None if all layers are rings.
         least_rollback: Label of the layer that can take back the fewest tokens, such as `layer 2 (ring)`, and how many.
         chooses_in_graph: True if decode steps can choose the next tokens inside their graph.
@@ -84,7 +85,7 @@ class ProgramStepper:
         self.steps_per_launch = 1
         self.ranks: Ranks | None = None
         self.rope: RopeRule | None = None
-        self.use_adapters([0] * limits.batch_size)
+        self.adapters: tuple[LoadedAdapter, ...] = ()
         self.max_length = min((layer.max_length for layer in layers if layer.max_length is not None), default=None)
         far = 2**40
         self.least_rollback = min(
@@ -99,10 +100,10 @@ class ProgramStepper:
         self.runner = runner
         self.chooses_in_graph = isinstance(runner, ChoosesInGraph) and self.limits.codebooks is None
 
-    def use_adapters(self, slots: Sequence[int]) -> None:
-        """Run the next steps with the adapters in these slots, one per row; 0 is the model itself."""
-        self.adapters = torch.tensor(slots, dtype=torch.int64)
-        self.is_adapted = any(slots)
+    @property
+    def is_adapted(self) -> bool:
+        """True if a row uses an adapter."""
+        return any(one.slot for one in self.adapters)
 
     @property
     def equal_rows(self) -> bool:
@@ -446,7 +447,7 @@ class ProgramStepper:
             elif spec.name == ITEMS_SEEN and spec.name not in extra:
                 inputs.append(state.seen_tiles(int(spec.shape[1]), fed.shape[1]).to(self.device))
             elif spec.name == ADAPTERS.name:
-                inputs.append(self.adapters.to(self.device))
+                inputs.append(torch.tensor([one.slot for one in self.adapters], device=self.device))
             else:
                 inputs.append(extra[spec.name])
         return method.name, inputs

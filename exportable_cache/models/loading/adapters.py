@@ -196,6 +196,8 @@ _UNSUPPORTED = {
 }
 #: Ways of starting the training that also change the base model's weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+#: Dtypes of an adapter's tensors, because torch computes little in others.
+LORA_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MERGE = "merge it at export instead (lora=, --lora)"
 
 
@@ -229,8 +231,11 @@ def read_lora(folder: str | os.PathLike) -> LoraWeights:
         if half not in ("lora_A", "lora_B") or tensor.dim() != 2:
             what = "embeddings" if "embedding" in half else "other tensors than those of linear layers"
             raise UnsupportedModelError(f"the adapter in {path} has {key!r}, {what}, which slots do not hold; {_MERGE}")
-        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-            raise InputError(f"the adapter in {path} must have finite values, got others in {key!r}; train it again")
+        if tensor.dtype not in LORA_DTYPES or not bool(torch.isfinite(tensor).all()):
+            raise InputError(
+                f"the adapter in {path} must have finite values of 16, 32 or 64 bits, got others in {key!r}; save it "
+                "again"
+            )
         halves.setdefault(layer, {})[half] = tensor
     tensors = {}
     for layer, pair in halves.items():
@@ -273,14 +278,50 @@ def _adapter_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise InputError(f"cannot read {file}: {first_line(error)}; copy the adapter again") from error
 
 
+#: Parts of a pattern of layer names. Others are refused, because a regular expression of a stranger can run forever.
+_PART = re.compile(r"\\d\+|\.\*|\\?\.|[\w-]")
+
+
+def _matches(path: Path, pattern: str, layer: str) -> bool:
+    r"""Return True if a layer's name, or its end after a dot, matches a pattern as peft matches it.
+
+    Raises:
+        InputError: If the pattern has more than names, dots, `\d+` and `.*`.
+    """
+    parts = _PART.findall(pattern.removeprefix("^"))
+    if "".join(parts) != pattern.removeprefix("^"):
+        raise InputError(
+            f"{path / ADAPTER_CONFIG} must have an alpha_pattern of layer names with at most \\d+ and .*, got "
+            f"{pattern!r:.80}; write the names of the layers"
+        )
+    # Offsets where the parts so far can end, so that the time grows only with the product of both lengths.
+    ends = {0} if pattern.startswith("^") else {0, *(at + 1 for at, one in enumerate(layer) if one == ".")}
+    for part in parts:
+        if not ends:
+            return False
+        if part == ".*":
+            ends = {*range(min(ends), len(layer) + 1)}
+        elif part == r"\d+":
+            found: set[int] = set()
+            for at, one in enumerate(layer):
+                if one.isdecimal() and (at in ends or at in found):
+                    found.add(at + 1)
+            ends = found
+        else:
+            ends = {at + 1 for at in ends if at < len(layer) and (part == "." or layer[at] == part[-1])}
+    return len(layer) in ends
+
+
 def _scale(path: Path, config: Mapping[str, Any], layer: str, rank: int) -> float:
     """Return the factor of a layer's product, as peft computes it."""
     alpha: Any = config.get("lora_alpha")
     patterns = config.get("alpha_pattern") or {}
     try:
-        alpha = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), alpha)
+        alpha = next((value for key, value in patterns.items() if _matches(path, key, layer)), alpha)
         scale = float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError, re.error) as error:
+    except InputError:
+        raise
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
         raise InputError(
             f"{path / ADAPTER_CONFIG} must have a number as lora_alpha of {layer}, got {alpha!r}; save it again"
         ) from error
