@@ -15,7 +15,7 @@ from exportable_cache.cache.policies import FullPolicy
 from exportable_cache.cache.shift import Rotation
 from exportable_cache.cache.storage import FloatStorage
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.models.rotations import in_layout
+from exportable_cache.models.rotations import find_rotations, in_layout
 from exportable_cache.program.shift import ShiftModule
 
 from .support.kinds import kind_model
@@ -102,6 +102,19 @@ def test_logits_after_shifts_are_those_of_the_model_over_the_kept_keys(name: str
         assert _difference(session, oracle) < 5e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_bias_in_one_pair_does_not_hide_the_rotation_of_the_others(dtype: torch.dtype) -> None:
+    """Check Qwen2's keys, whose bias in the slowest pair is hundreds of times as large as the other elements."""
+    model, plain = (tiny_model("qwen2") for _ in range(2))
+    for layer in model.model.layers:
+        bias = layer.self_attn.k_proj.bias.detach().view(-1, layer.self_attn.head_dim)
+        bias[:, [bias.shape[1] // 2 - 1, -1]] = 150.0
+    found, expected = (
+        find_rotations(one, ExportableCache.from_model(one, SLOTS))[0] for one in (model.to(dtype), plain)
+    )
+    assert found == expected and None not in found
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -122,6 +135,10 @@ def test_models_that_cannot_be_shifted_are_refused(name: str, reason: str) -> No
             session.shift(4)
         assert session.length.tolist() == [20]
         session.decode(tokens(1)[0])
+        # The answer is kept, so the model is not run again to find it.
+        model.register_forward_pre_hook(lambda *_: pytest.fail("the model was probed again"))
+        with pytest.raises(UnsupportedModelError, match=reason):
+            session.shift(4)
 
 
 @pytest.mark.parametrize(

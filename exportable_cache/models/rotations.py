@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Positions at which a token's rows are compared, besides the last one of the cache.
 _PROBED = (1, 0, 2, 13, 37)
-#: Largest difference of a rotated row, as a share of the largest element, by dtype.
+#: Largest difference of a rotated row, as a share of the pair that an element belongs to, by dtype.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -54,15 +54,17 @@ def find_rotations(model: PreTrainedModel, cache: ExportableCache) -> tuple[list
     for index, (kept, stored) in enumerate(zip(cache.layers, keys, strict=True)):
         found: list[Rotation] = []
         for tensor, rows in stored.items():
-            if rows.shape[-1] == 0 or _differs(rows, rows[:1]) <= tolerance:
+            if rows.shape[-1] == 0:
                 continue
-            fitting = (
-                one
-                for one in _candidates(tensor, rows, frequencies)
-                if _fits(one, rows, positions, frequencies, tolerance)
-            )
-            chosen = next(fitting, None)
-            if chosen is None or found:
+            wide = rows if rows.dtype == torch.float64 else rows.to(torch.float32)
+            # No rotation is the first, and wins a tie. The closest is taken, because several can be within tolerance.
+            possible = [None, *_candidates(tensor, wide, frequencies)]
+            distances = [_distance(one, wide, positions, frequencies) for one in possible]
+            best = min(distances)
+            chosen = possible[distances.index(best)]
+            if chosen is None and best <= tolerance:
+                continue
+            if chosen is None or not best <= tolerance or found:
                 raise UnsupportedModelError(
                     f"{type(model).__name__} cannot shift its context, because {tensor} of layer {index} are not a "
                     "rotation by their position (learned positions, for example); reset() the session when its cache "
@@ -148,26 +150,25 @@ def _candidates(tensor: str, rows: torch.Tensor, frequencies: Sequence[torch.Ten
     for index, one in enumerate(frequencies):
         pairs = len(one)
         for start in sorted({0, size - 2 * pairs}):
-            if start >= 0:
+            if start >= 0 and start + 2 * pairs <= size:
                 yield Rotation(index, pairs, start, False, tensor)
                 yield Rotation(index, pairs, start, True, tensor)
 
 
-def _fits(
-    rotation: Rotation,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    frequencies: Sequence[torch.Tensor],
-    tolerance: float,
-) -> bool:
-    """Return True if each row [positions, heads, dim] is the first one, rotated to its position."""
-    if rotation.start + 2 * rotation.pairs > rows.shape[-1]:
-        return False
-    cosine, sine = turns(frequencies[rotation.index], positions[:1].expand_as(positions), positions)
-    found = rotated(rows[:1].expand_as(rows), cosine[:, None], sine[:, None], rotation)
-    return _differs(found, rows) <= tolerance
+def _distance(
+    rotation: Rotation | None, rows: torch.Tensor, positions: torch.Tensor, frequencies: Sequence[torch.Tensor]
+) -> float:
+    """Return the largest difference of rows [positions, heads, dim] from the first one, rotated to their positions.
 
-
-def _differs(found: torch.Tensor, rows: torch.Tensor) -> float:
-    largest = rows.abs().max().clamp(min=torch.finfo(rows.dtype).tiny)
-    return float((found - rows).abs().max() / largest)
+    Each element is compared with its own pair, because keys with a large bias in one pair would hide the others. Pairs
+    that are far smaller than most count as a quarter of the median, which bounds the share of rounding.
+    """
+    found, sizes = rows[:1].expand_as(rows), rows.abs()
+    if rotation is not None:
+        cosine, sine = turns(frequencies[rotation.index], positions[:1].expand_as(positions), positions)
+        found = rotated(found, cosine[:, None], sine[:, None], rotation)
+        # A quarter of a turn exchanges the elements of each pair.
+        sizes = torch.hypot(rows, rotated(rows, torch.zeros(()), torch.ones(()), rotation))
+    sizes = sizes.amax(dim=0)
+    least = (sizes.median() / 4).clamp(min=torch.finfo(rows.dtype).tiny)
+    return float(((found - rows).abs() / sizes.maximum(least)).max())

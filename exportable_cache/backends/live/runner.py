@@ -120,6 +120,7 @@ class ModuleRunner:
         self._threads = torch.get_num_threads()
         # These run eagerly, because TorchDynamo cannot trace a model that is left before its decoder, or a decoder that
         # gets extra inputs.
+        self._shift_refusal: tuple[type[InputError | UnsupportedModelError], str] | None = None
         self._uncompiled = {
             name
             for name, method in self.methods.items()
@@ -166,8 +167,16 @@ class ModuleRunner:
 
     def make_shift(self) -> None:
         """See `MakesShift.make_shift`. The method runs uncompiled, because it is called once in thousands of steps."""
+        if self._shift_refusal is not None:
+            kind, message = self._shift_refusal
+            raise kind(message)
         if SHIFT.name not in self.methods:
-            self.modules[SHIFT.name] = shift_module(self._model, self._cache)
+            try:
+                self.modules[SHIFT.name] = shift_module(self._model, self._cache)
+            except (InputError, UnsupportedModelError) as error:
+                # Not the error itself, whose traceback would keep this runner alive.
+                self._shift_refusal = type(error), str(error)
+                raise
             self.methods[SHIFT.name] = SHIFT
             self._uncompiled.add(SHIFT.name)
 
