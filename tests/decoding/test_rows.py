@@ -249,6 +249,26 @@ def test_an_eviction_during_a_generation_changes_no_row(llama: Any) -> None:
     assert request.tokens == alone(llama, longer, 20)
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_the_sequence_that_was_not_used_for_longest_is_evicted(llama: Any, is_read: bool) -> None:
+    """To read a sequence, or to add it again, is a use."""
+    session = live_session(llama, False, CAPACITY)
+    tree = PrefixTree(session.layers, 10**9)
+    first, second, third = ([token] * 8 for token in (1, 2, 3))
+
+    def add(ids: list[int]) -> None:
+        session.reset()
+        session.prefill(torch.tensor([ids]))
+        tree.add(ids, row_of(session, 0))
+
+    add(first)
+    tree.most_bytes = 2 * tree.nbytes
+    add(second)
+    tree.read(first) if is_read else add(first)
+    add(third)
+    assert [tree.common(ids) for ids in (first, second, third)] == [8, 0, 8]
+
+
 def test_a_limit_of_no_bytes_keeps_nothing(llama: Any) -> None:
     batch = batch_of(llama, 1, True, prefix_bytes=0)
     for _ in range(2):

@@ -20,7 +20,7 @@ TOOLS: dict[str, dict[str, Any]] = {
         "required": ["city"],
         "additionalProperties": False,
     },
-    "add": {"type": "object", "properties": {"a": {"type": "number"}}},
+    "add": {"type": "object", "properties": {"a": {"type": "number"}, "note": {"type": ["string", "null"]}}},
 }
 THINK = ("<think>", "</think>")
 THOUGHTS = (THINK, ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
@@ -46,6 +46,13 @@ RESPONSES: list[tuple[str, str, str, str, list[tuple[str, Any]]]] = [
         "",
         "",
         [("weather", {"city": "12 </p", "days": 3})],
+    ),
+    (
+        "hermes",
+        "<tool_call><function=add><parameter=a>1</parameter><parameter=note>12</parameter></function></tool_call>",
+        "",
+        "",
+        [("add", {"a": 1, "note": "12"})],
     ),
     (
         "hermes",
