@@ -84,6 +84,8 @@ def test_the_events_of_a_stream_make_the_response(address: str) -> None:
         ({"temperature": -1}, "temperature must be"),
         ({"inpt": 1}, "did you mean input?"),
         ({"model": "x"}, "there is no model 'x'"),
+        ({"metadata": {"a": "\ud800"}}, "must be valid UTF-8"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "messages must be a list"),
     ],
 )
 def test_what_is_wrong_is_named(address: str, more: dict[str, Any], says: str) -> None:

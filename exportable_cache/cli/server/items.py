@@ -5,6 +5,7 @@ https://platform.openai.com/docs/api-reference/responses. Nothing is stored, so 
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -83,7 +84,9 @@ class ItemsRequest(Fields):
 
         Raises:
             InputError: If an item, a tool or another field is not supported.
+            UnicodeEncodeError: If a text is not UTF-8, because responses repeat fields.
         """
+        json.dumps(self.model_dump(), ensure_ascii=False).encode()
         tools = [self._tool(index, tool) for index, tool in enumerate(self.tools or ())]
         fields: dict[str, Any] = {
             "model": self.model,
