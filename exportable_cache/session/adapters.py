@@ -17,6 +17,7 @@ from ..common.fs.tensor_files import damaged_if_malformed, read_tensors, write_t
 from ..errors import InputError
 from ..models.loading.adapters import LORA_DTYPES, LoraWeights, read_lora
 from ..models.lora import WRITE_ADAPTER, LoraSlots, check_fits, lora_layers, packed, slots_of
+from .state import LoadedAdapter
 
 if TYPE_CHECKING:
     from torch import nn
@@ -124,19 +125,6 @@ def read_adapter(
                 raise ValueError(f"{name!r:.80} must have finite matrices of one rank")
         check_fits(slots, pairs, f"the adapter in {given}")
         return LoraWeights(metadata["name"], pairs)
-
-
-@dataclass(eq=False)
-class LoadedAdapter:
-    """An adapter in a slot. Steps read the slot here, so that no row uses a slot after it was given to another adapter.
-
-    Attributes:
-        slot: Index of the slot; 0 after the adapter was unloaded.
-        loads: Number of times that the slot's content changed.
-    """
-
-    slot: int = 0
-    loads: int = 0
 
 
 #: The model itself.

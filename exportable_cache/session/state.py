@@ -104,6 +104,19 @@ class RopeState:
         )
 
 
+@dataclass(eq=False)
+class LoadedAdapter:
+    """An adapter in a slot. Steps read the slot here, so that no row uses a slot after it was given to another adapter.
+
+    Attributes:
+        slot: Index of the slot; 0 after the adapter was unloaded.
+        loads: Number of times that the slot's content changed.
+    """
+
+    slot: int = 0
+    loads: int = 0
+
+
 @dataclass(frozen=True)
 class SequenceState:
     """The rows of a session without their keys and values. Every change returns a new state.

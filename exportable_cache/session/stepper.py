@@ -22,7 +22,7 @@ from .checks import check_chunks, check_no_autocast, check_room, check_rows_may_
 from .guard import Generation, StepGuard
 from .images import shifted
 from .rows import Steps, TokenRows
-from .state import RopeState, SequenceState
+from .state import LoadedAdapter, RopeState, SequenceState
 
 if TYPE_CHECKING:
     from ..backends.base import Runner
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ..models.positions import RopeRule
     from ..parallel.ranks import Ranks
     from ..program.methods import ProgramMethod
-    from .adapters import LoadedAdapter
     from .checks import ProgramLimits
     from .images import PlacedImages
 
