@@ -14,10 +14,9 @@ from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
-from ....common.compat.torch import METADATA_ASSERTION, gives_views, writes_in_place
+from ....common.compat.torch import METADATA_ASSERTION, OpOverload, gives_views, writes_in_place
 from ..graph_edits import insert_call, replace_call
 from ..native.linears import define_operator
 from .rewrites import rotated_halves
