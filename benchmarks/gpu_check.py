@@ -255,6 +255,8 @@ def _ways() -> dict[str, Callable[[Oracle], tuple[bool | None, str]]]:
         "draft model": _drafted,
         "saved and loaded": _saved,
         "forked": _forked,
+        "shifted, eager and compiled": _shifted,
+        "adapters swapped, compiled": _adapted,
         "beams of 3": _beams,
         "sampled, eager and compiled": _sampled,
         "offloaded to the host": lambda oracle: oracle.both(oracle.session(cache_offload="host")),
@@ -355,6 +357,61 @@ def _forked(oracle: Oracle) -> tuple[bool, str]:
     found = fork.decode(oracle.sequence[:, 20])[0].float()
     difference = (found - oracle.logits[20]).abs().max().item()
     return difference <= ALLOWED, f"max |logit difference| {difference:.1e} after the other one's step"
+
+
+def _shifted(oracle: Oracle) -> tuple[bool, str]:
+    """Drop old tokens three times, and compare the steps after that with those of a session on the CPU."""
+    import torch
+
+    found = []
+    for device, compile in (("cpu", False), (oracle.device, False), (oracle.device, "wait")):
+        there = Oracle(oracle.make, device) if device != oracle.device else oracle
+        session, logits = there.session(64, compile=compile), []
+        session.prefill(there.prompt)
+        for _ in range(3):
+            session.shift(8, first=4)
+            logits += [session.decode(there.sequence[:, index]) for index in range(12)]
+        found.append(torch.cat(logits).float().cpu())
+    difference = max((one - found[0]).abs().max().item() for one in found[1:])
+    return difference <= ALLOWED, f"max |logit difference| {difference:.1e} from the CPU's session after 3 shifts"
+
+
+def _adapted(oracle: Oracle) -> tuple[bool, str]:
+    """Swap two random adapters in one compiled session, and compare with models that have them merged."""
+    import torch
+    from safetensors.torch import save_file
+
+    session, expected = oracle.session(compile="wait", lora_slots=2, lora_rank=4), {None: oracle.logits[19:-1]}
+    generator = torch.Generator().manual_seed(3)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("first", "second"):
+            model, tensors = oracle.make(), {}
+            for path, layer in model.named_modules():
+                if path.endswith(("q_proj", "v_proj")):
+                    a = torch.randn(4, layer.in_features, generator=generator) / layer.in_features**0.5
+                    b = torch.randn(layer.out_features, 4, generator=generator) / 2
+                    layer.weight.data += 2 * b @ a
+                    prefix = f"base_model.model.{path}"
+                    tensors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+            place = Path(folder) / name
+            place.mkdir()
+            save_file(tensors, place / "adapter_model.safetensors")
+            config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+            (place / "adapter_config.json").write_text(json.dumps(config))
+            session.load_adapter(place)
+            with torch.no_grad():
+                logits = model.to(oracle.device)(oracle.sequence, use_cache=False).logits[0].float()
+            expected[name] = logits[19:-1]
+    difference = 0.0
+    for name in (None, "first", "second", "first", None):
+        session.reset()
+        session.use_adapter(name)
+        difference = max(difference, (oracle.logits_of(session) - expected[name]).abs().max().item())
+    apart = min(
+        (expected[one] - expected[two]).abs().max().item() for one, two in ((None, "first"), ("first", "second"))
+    )
+    said = f"max |logit difference| {difference:.1e} over 5 swaps, of adapters {apart:.1e} apart"
+    return difference <= ALLOWED and apart > 10 * ALLOWED, said
 
 
 def _beams(oracle: Oracle) -> tuple[bool, str]:

@@ -3,6 +3,7 @@
     python export_scripts/check_tensorrt_on_gpu.py                                  # the demo model
     python export_scripts/check_tensorrt_on_gpu.py Qwen/Qwen3-0.6B --dtype float16 --max-cache-len 4096 --json gpu.json
     python export_scripts/check_tensorrt_on_gpu.py --shape llama-1b --dtype float16 --max-cache-len 4096 # random
+    python export_scripts/check_tensorrt_on_gpu.py --shape llama-1b --dtype float16 --quantize 4w --engines-only
 
 It needs one of the extras `tensorrt` and `tensorrt-rtx`, and torch with CUDA. It prints PASSED or FAILED for each of
 
@@ -13,8 +14,9 @@ It needs one of the extras `tensorrt` and `tensorrt-rtx`, and torch with CUDA. I
 - in place: a decode step changes the expected slot of each cache, and no other byte;
 - without torch: a process that imports no torch generates the same tokens over cuda-bindings, where that is installed;
 
-and then, whether these failed or not, tokens per second, compared with eager, `torch.compile` and CUDA graphs. It exits
-with 1 if anything failed, and with 2 without a GPU. Shapes are those of `benchmarks/loop.py`.
+and then, whether these failed or not, tokens per second, compared with eager, `torch.compile` and CUDA graphs of the
+model in float; `--engines-only` leaves those out. Logits of quantised weights are compared with the model that has the
+same ones. It exits with 1 if anything failed, and with 2 without a GPU. Shapes are those of `benchmarks/loop.py`.
 """
 
 from __future__ import annotations
@@ -90,13 +92,27 @@ def compute_capability() -> int:
     return 10 * major + minor
 
 
-def build(model: PreTrainedModel, max_cache_len: int, folder: Path) -> Bundle:
-    """Export for this GPU, or portably if plans cannot be built for it by name."""
-    from exportable_cache.backends.tensorrt.options import CAPABILITIES
+def build(model: PreTrainedModel, max_cache_len: int, folder: Path, quantize: str | None = None) -> Bundle:
+    """Export for this GPU, or portably if plans cannot be built for it by name (float8 has no portable plan)."""
+    from exportable_cache.backends.tensorrt.options import CAPABILITIES, LEAST_FLOAT8
 
     here = compute_capability()
-    options = {"sm": str(here)} if here in CAPABILITIES else {}
-    return export(model, "tensorrt", max_cache_len, folder, verify=False, **options)
+    options = {"sm": str(here)} if here in CAPABILITIES else {"sm": str(LEAST_FLOAT8)} if quantize == "fp8" else {}
+    return export(model, "tensorrt", max_cache_len, folder, verify=False, quantize=quantize, **options)
+
+
+def quantized_like(bundle: Bundle, model: PreTrainedModel) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return a copy of the model with the weights that the bundle has, and its limits as fields of `VerifySpec`."""
+    from exportable_cache.models.quantization.quantize import quantize
+    from exportable_cache.models.quantization.spec import Quantization
+    from exportable_cache.verification.tolerance import tolerances_of
+
+    made = bundle.manifest.quantization
+    assert made is not None
+    spec = Quantization(made.linear, made.group_size, made.embeddings, made.scales or "absmax", made.experts)
+    copy = quantize(model, spec, dtype=getattr(torch, bundle.manifest.dtype)).model.to("cuda")
+    largest, rms = tolerances_of(copy, spec)
+    return copy, {"tolerance": largest, "rms_tolerance": rms}
 
 
 def check_aliases(runner: Any, checks: Checks) -> None:
@@ -283,7 +299,9 @@ def engine_step(runner: Any, captured: bool) -> Step:
     return run
 
 
-def forms_of(make: Callable[[], PreTrainedModel], max_cache_len: int, engines: Any | None) -> dict[str, Step]:
+def forms_of(
+    make: Callable[[], PreTrainedModel], max_cache_len: int, engines: Any | None, compared: bool = True
+) -> dict[str, Step]:
     """Return each way of decoding, over two copies of the model on the GPU.
 
     A runner of ours keeps the copy whose attention it switched.
@@ -292,14 +310,17 @@ def forms_of(make: Callable[[], PreTrainedModel], max_cache_len: int, engines: A
         make: Returns a copy of the model.
         max_cache_len: Slots of a full-attention layer.
         engines: Runner of the TensorRT program; None if it was not opened.
+        compared: False leaves out the ways without TensorRT.
     """
-    theirs, ours = (make().to("cuda") for _ in range(2))
-    forms = {
-        "transformers eager, DynamicCache": dynamic_step(theirs),
-        "torch.compile": compiled_step(ours, max_cache_len, "default"),
-        "torch.compile, reduce-overhead": compiled_step(ours, max_cache_len, "reduce-overhead"),
-        "eager step as a CUDA graph": graphed_step(ours, max_cache_len),
-    }
+    forms = {}
+    if compared:
+        theirs, ours = (make().to("cuda") for _ in range(2))
+        forms = {
+            "transformers eager, DynamicCache": dynamic_step(theirs),
+            "torch.compile": compiled_step(ours, max_cache_len, "default"),
+            "torch.compile, reduce-overhead": compiled_step(ours, max_cache_len, "reduce-overhead"),
+            "eager step as a CUDA graph": graphed_step(ours, max_cache_len),
+        }
     if engines is not None:
         forms["TensorRT, launched"] = engine_step(engines, captured=False)
         forms["TensorRT, CUDA graph"] = engine_step(engines, captured=True)
@@ -347,6 +368,8 @@ def main(
     ] = None,
     max_cache_len: Annotated[int, typer.Option(help="Slots of a full-attention layer.")] = 512,
     output: Annotated[Path | None, typer.Option(help="Folder to keep the bundle in.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="Scheme of the weights: 4w, 8w or fp8.")] = None,
+    engines_only: Annotated[bool, typer.Option("--engines-only", help="Time only TensorRT.")] = False,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of the timing; 0 for none.")] = 10,
     steps: Annotated[int, typer.Option(help="Decode steps of each form per round.")] = 32,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write everything here.")] = None,
@@ -373,15 +396,22 @@ def main(
     with tempfile.TemporaryDirectory() as temporary:
         try:
             start = time.perf_counter()
-            bundle = build(reference, max_cache_len, output or Path(temporary) / "bundle")
+            bundle = build(reference, max_cache_len, output or Path(temporary) / "bundle", quantize)
             record["build_seconds"] = time.perf_counter() - start
-            console.print(f"built {', '.join(bundle.manifest.files)} in {record['build_seconds']:.1f} s")
+            record["plan_bytes"] = sum(path.stat().st_size for path in bundle.path.glob("*.plan"))
+            size = f"{record['plan_bytes'] / 2**20:.1f} MiB of plans"
+            console.print(f"built {', '.join(bundle.manifest.files)} in {record['build_seconds']:.1f} s, {size}")
+            limits: dict[str, Any] = {}
+            if quantize is not None:
+                reference, limits = quantized_like(bundle, reference)
+            before = torch.cuda.mem_get_info()[0]
             session = Session.from_bundle(bundle)
-            checks.add("load", True, f"{len(session.runner.methods)} engines")
+            record["gpu_bytes"] = before - torch.cuda.mem_get_info()[0]
+            checks.add("load", True, f"{len(session.runner.methods)} engines, {record['gpu_bytes'] / 2**20:.1f} MiB")
             if reference.dtype != torch.float32:
                 # A CPU takes minutes for a prompt in 16 bits, and a GPU in float32 may multiply in TF32.
                 reference.to("cuda")
-            report = replace(verify_session(session, reference), remark=remark_of(session.runner))
+            report = replace(verify_session(session, reference, **limits), remark=remark_of(session.runner))
             record["verification"] = report.to_dict()
             checks.add("logits", report.passed, str(report))
             check_aliases(session.runner, checks)
@@ -392,11 +422,13 @@ def main(
         except ExportableCacheError as error:
             checks.add("load" if "load" not in checks.results else "run", False, str(error))
         # Timed even if a check failed: the difference of a dtype says nothing of its speed.
-        if rounds:
+        if rounds and (session is not None or not engines_only):
             positions = sorted({min(100, max_cache_len // 2), max_cache_len - 2})
-            forms = forms_of(make, max_cache_len, None if session is None else session.runner)
+            engines = None if session is None else session.runner
+            forms = forms_of(make, max_cache_len, engines, compared=not engines_only)
             record["milliseconds"] = timed(forms, positions, rounds, steps)
-            title = f"{name}, {record['dtype']}, cache {max_cache_len}, one row, {record['machine']['gpu']}: median"
+            weights, gpu = quantize or record["dtype"], record["machine"]["gpu"]
+            title = f"{name}, {weights}, cache {max_cache_len}, one row, {gpu}: median"
             console.print(speed_table(record["milliseconds"], title))
     record["checks"] = checks.results
     if json_path is not None:
