@@ -1,14 +1,15 @@
 """Reading text with tokenizer.json alone, where that is what transformers' tokenizer does."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from exportable_cache import export, load
 from exportable_cache.errors import InputError
-from exportable_cache.models.tokenizers.text import TextTokenizer, reads_alike
+from exportable_cache.models.tokenizers.text import LONG_TEXT, TextTokenizer, encoded, most_characters, reads_alike
 from tests.decoding.byte_tokenizer import END, SIZE, byte_tokenizer
 from tests.support.models import tiny_model
 
@@ -60,6 +61,61 @@ def test_text_goes_through_the_file_alone_as_through_the_tokenizer(tmp_path: Pat
 def test_a_tokenizer_that_does_more_than_its_file_is_kept_whole(tmp_path: Path, kind: type) -> None:
     tokenizer = kind(tokenizer_object=byte_tokenizer().backend_tokenizer, eos_token=END)
     assert not reads_alike(saved(tokenizer, tmp_path), tokenizer)
+
+
+def test_a_long_text_is_encoded_without_pythons_lock_to_the_same_ids() -> None:
+    backend = byte_tokenizer().backend_tokenizer
+    text = "the \u00e9 code " * (LONG_TEXT // 10)
+
+    class Batches:
+        """A tokenizer whose `encode`, which holds the lock, fails."""
+
+        encode_batch, encode_batch_fast = backend.encode_batch, backend.encode_batch_fast
+
+    for adds in (True, False):
+        expected = backend.encode(text, add_special_tokens=adds)
+        assert encoded(Batches(), text, add_special_tokens=adds).ids == expected.ids  # type: ignore[arg-type]
+    assert encoded(Batches(), text, offsets=True).offsets == expected.offsets  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        encoded(Batches(), "short")  # type: ignore[arg-type]
+
+
+def _backend(vocab: dict[str, int] | None = None, **parts: Any) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a token for each byte, a token of 5 characters, and the given parts."""
+    known = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=known | {"abcde": 256} if vocab is None else vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel()
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "most"),
+    [
+        (_backend(), 5),
+        (_backend(normalizer=normalizers.NFC()), 20),
+        (_backend(normalizer=normalizers.Replace("ab", "x")), None),
+        (_backend(normalizer=normalizers.Replace(Regex("a+"), "x")), None),
+        (_backend(normalizer=normalizers.Sequence([normalizers.Replace(" ", "_"), normalizers.Prepend("_")])), 5),
+        (_backend(normalizer=normalizers.Strip()), None),
+        (_backend({"a": 0, "abcde": 1}), None),
+        (
+            _backend(
+                {f"<0x{byte:02X}>": byte for byte in range(256)},
+                pre_tokenizer=pre_tokenizers.Split(" ", "merged_with_previous"),
+            ),
+            6,
+        ),
+        (_backend(pre_tokenizer=pre_tokenizers.Split(" ", "removed")), None),
+    ],
+)
+def test_the_most_characters_of_a_token(tokenizer: PreTrainedTokenizerFast, most: int | None) -> None:
+    """There is no limit where a tokenizer drops characters, or makes one unknown token of many."""
+    assert most_characters(tokenizer) == most
+    if most is not None:
+        tokenizer.add_tokens([AddedToken("<x>", rstrip=True)])
+        assert most_characters(tokenizer) is None
 
 
 def test_without_a_file_or_with_a_damaged_one(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from ..generation.constraint import Constraint, ConstraintCompiler, Follower
 from ..generation.sampling_options import SamplingOptions
 from ..generation.text import TextPieces, encode_ids
 from ..generation.token_text import TokenTexts
+from ..models.tokenizers.text import most_characters
 from ..session.checks import check_stops
 from .context import Context
 
@@ -273,6 +274,8 @@ class AnyCompleter(Context):
         self._vocab_size, self._split_special_tokens = vocab_size, split_special_tokens
         self._constraints: ConstraintCompiler | None = None
         self._compiling = threading.Lock()
+        # The most characters of a token: None before they are counted, 0 for no limit.
+        self._most_characters: int | None = None
 
     @property
     @abstractmethod
@@ -339,6 +342,23 @@ class AnyCompleter(Context):
         """Return the token ids of text or of chat messages; see `encode_ids` for the arguments and errors."""
         split = self._split_special_tokens
         return encode_ids(self.tokenizer, prompt, starts=starts, split_special_tokens=split, tools=tools)
+
+    def check_characters(self, count: int) -> None:
+        """Check that the tokens of so many characters may fit, because encoding a long text takes long.
+
+        Raises:
+            CacheFullError: If they cannot.
+        """
+        most = self.max_length
+        if most is None or self.on_full != "refuse":
+            return
+        if self._most_characters is None:
+            self._most_characters = most_characters(self.tokenizer) or 0
+        if self._most_characters and count > most * self._most_characters:
+            raise CacheFullError(
+                f"the prompt has {count} characters, but a cache of {most} tokens holds at most "
+                f"{most * self._most_characters}; shorten it, or export with a larger max_cache_len"
+            )
 
     def complete(
         self,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ..errors import InputError
-from ..models.tokenizers.text import plain_backend
+from ..models.tokenizers.text import encoded, plain_backend
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -115,7 +115,7 @@ class ControlTokens:
                 parts += [piece[done:start], copy.aliases[name]]
                 done = end
             parts.append(piece[done:])
-        ids = copy.tokenizer.encode("".join(parts), add_special_tokens=False).ids
+        ids = encoded(copy.tokenizer, "".join(parts)).ids
         self._check_text(token for token in ids if token not in copy.tokens)
         return [copy.tokens.get(token, token) for token in ids]
 
@@ -182,7 +182,7 @@ class _Known:
 
     def find(self, text: str) -> list[tuple[int, int, str]]:
         """Return first and last index and the name of each control token in a text."""
-        found = self._finder.encode(text, add_special_tokens=False)
+        found = encoded(self._finder, text, offsets=True)
         return [(start, end, name) for (start, end), name in zip(found.offsets, found.tokens, strict=True)]
 
     def is_token(self, text: str) -> bool:

@@ -72,7 +72,7 @@ def render_chat(
         "add_generation_prompt": True,
         **_plain(tokenizer.special_tokens_map),
     }
-    characters = _characters(variables["messages"]) + _characters(variables["tools"])
+    characters = characters_of(variables["messages"]) + characters_of(variables["tools"])
     request = {"variables": variables, "most": MOST_CHARACTERS + _OF_MESSAGES * characters}
     try:
         _, rendered = _RENDERING.call(MOST_SECONDS, request, text.encode("utf-8", "surrogatepass"))
@@ -143,12 +143,12 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _characters(value: Any) -> int:
+def characters_of(value: Any) -> int:
     """Return the number of characters of all texts in a value."""
     if isinstance(value, str):
         return len(value)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(_characters, parts))
+    return sum(map(characters_of, parts))
 
 
 def _plain(value: Any) -> Any:

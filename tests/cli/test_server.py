@@ -415,6 +415,22 @@ def test_an_overflow_is_said_as_clients_know_it(server_address: str) -> None:
             assert error["message"].startswith(begins)
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(server_address: str) -> None:
+    """The longest token of the demo has 8 characters. White space at the ends may be dropped by a template."""
+    most = MAX_CACHE_LEN * 8
+    says = f"the prompt has {most + 1} characters, but a cache of {MAX_CACHE_LEN} tokens holds at most {most}; shorten"
+    content = "x" * (most + 1) + " " * 9
+    for path, asked in (
+        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": content}]}),
+        ("completions", {**TEXT, "prompt": "x" * (most + 1)}),
+    ):
+        status, document = post(server_address, f"/v1/{path}", asked)
+        assert (status, document["error"]["code"]) == (400, "context_length_exceeded")
+        assert says in document["error"]["message"]
+    fits = post(server_address, "/v1/completions", {**TEXT, "prompt": "x" * most})[1]["error"]["message"]
+    assert f"the prompt has {most} tokens" in fits
+
+
 def test_a_body_that_is_not_said_to_be_json_is_refused(server_address: str) -> None:
     """What a page of somebody else can send without being asked."""
     assert post(server_address, "/v1/completions", TEXT, {"Content-Type": "text/plain"})[0] == 400

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from exportable_cache import load
+from exportable_cache.decoding import Completer
+from exportable_cache.models.tokenizers.text import LONG_TEXT
 
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 pytest.importorskip("openai", reason="the test extra is not installed")
@@ -65,6 +67,33 @@ def test_a_key_and_a_full_queue(server_bundle: Path) -> None:
         for thread in threads:
             thread.join(20)
         assert len(answers) == 2 and answers[0] == answers[1]
+
+
+def test_a_long_text_delays_no_short_one(server_bundle: Path) -> None:
+    completer = Completer(load(server_bundle))
+    encode, begins, goes_on, found = completer.encode, threading.Event(), threading.Event(), []
+
+    def waits(prompt: Any, *given: Any, **options: Any) -> list[int]:
+        if len(prompt) >= LONG_TEXT:
+            begins.set()
+            assert goes_on.wait(60)
+        return encode(prompt, *given, **options)
+
+    completer.encode = waits  # type: ignore[method-assign]
+    with served(completer) as address:
+        body = {"prompt": "x" * LONG_TEXT}
+        long = threading.Thread(target=lambda: found.append(post(address, "/tokenize", body)[1]["count"]))
+        long.start()
+        assert begins.wait(60)
+        try:
+            assert client_of(address).completions.create(**TEXT, max_tokens=3, temperature=0).choices
+            chat = {**TEXT, "messages": [{"role": "user", "content": QUESTION}]}
+            del chat["prompt"]
+            assert client_of(address).chat.completions.create(**chat, max_tokens=3).choices and not found
+        finally:
+            goes_on.set()
+            long.join(60)
+    assert found == [LONG_TEXT]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -27,6 +27,7 @@ from ...errors import CacheFullError, DeviceMemoryError, ExportableCacheError, I
 from ...generation.constraint import Constraint, Follower
 from ...generation.response_template import TemplateParser
 from ...generation.sampling_options import SamplingOptions
+from ...generation.templates import characters_of
 from ...generation.token_text import TokenTexts
 from ...generation.tool_calls import Dialect, ResponseParser
 from ...models.tokenizers.text import tokenizer_errors
@@ -168,8 +169,7 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
     @api.post("/completions")
     async def complete(request: Request, body: CompletionRequest) -> Any:
         chosen = replace(body.options(sampling), adapter=adapter_of(body.model))
-        jobs = [job(prompt, one, Answer()) for prompt in body.prompts() for one in body.choices(chosen)]
-        return await respond(request, body, jobs)
+        return await respond(request, body, await _unless_disconnected(request, text_jobs(body, chosen)))
 
     @api.post("/responses")
     async def respond_with_items(request: Request, body: ItemsRequest) -> Any:
@@ -193,9 +193,10 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
         engine.check_room()
         given = body.input()
         if isinstance(given, str):
-            encoding = engine.prepare(partial(completer.encode, given, starts=body.add_special_tokens))
+            encode = partial(completer.encode, given, starts=body.add_special_tokens)
+            encoding = engine.prepare(encode, characters=len(given))
         else:
-            encoding = engine.prepare(_encoded, completer, given.prompts(), given.plain_tools())
+            encoding = encoded(given)
         ids = await _unless_disconnected(request, encoding)
         return {"tokens": ids, "count": len(ids), "max_model_len": completer.max_length}
 
@@ -214,12 +215,22 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
     async def metrics() -> PlainTextResponse:
         return PlainTextResponse(_metrics(counts, engine, completer), media_type=_METRICS_TYPE)
 
-    def job(prompt: str | list[int], chosen: CompletionOptions, answer: Answer) -> Job:
-        def begin(follower: Follower | None) -> Completion:
-            ids = completer.encode(prompt) if isinstance(prompt, str) else prompt
-            return completer.complete(ids, chosen, follower)
+    def job(ids: list[int], chosen: CompletionOptions, answer: Answer) -> Job:
+        return Job(lambda follower: completer.complete(ids, chosen, follower), answer, chosen.constraint)
 
-        return Job(begin, answer, chosen.constraint)
+    async def text_jobs(body: CompletionRequest, chosen: CompletionOptions) -> list[Job]:
+        engine.check_room()
+        jobs: list[Job] = []
+        for prompt in body.prompts():
+            if isinstance(prompt, str):
+                await engine.prepare(completer.check_characters, len(prompt))
+                prompt = await engine.prepare(completer.encode, prompt, characters=len(prompt))
+            jobs += [job(prompt, one, Answer()) for one in body.choices(chosen)]
+        return jobs
+
+    async def encoded(body: ChatRequest) -> list[int]:
+        forms, tools = body.prompts(), body.plain_tools()
+        return await engine.prepare(_encoded, completer, forms, tools, characters=characters_of([forms[0], tools]))
 
     def adapter_of(model: str) -> str | None:
         if model not in names:
@@ -236,7 +247,8 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
             )
         engine.check_room()
         chosen = replace(body.options(sampling), adapter=adapter_of(body.model))
-        ids = await engine.prepare(_encoded, completer, body.prompts(), described)
+        await engine.prepare(completer.check_characters, body.least_characters)
+        ids = await encoded(body)
         if dialect.is_plain and not tools:
             return [job(ids, one, Answer()) for one in body.choices(chosen)]
         thought = dialect.thinks("".join(map(texts.text, ids[-_PROMPT_END:])))

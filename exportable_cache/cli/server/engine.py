@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ...decoding.completion import AnyCompleter, Completion, Piece
 from ...generation.constraint import Constraint, Follower
+from ...models.tokenizers.text import LONG_TEXT
 
 Result = TypeVar("Result")
 #: Limit of requests whose constraints are compiled or followed at a time, because each has a process.
@@ -44,8 +45,10 @@ class Engine:
         self._waiting = 0
         self._rows = asyncio.Semaphore(completer.rows)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="session")
-        # Another thread, because tokenizing a long prompt would delay the steps of other requests.
+        # Another thread, because tokenizing a prompt would delay the steps of other requests. Long prompts have their
+        # own, because others would wait for them.
         self._beginning = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
         # Constraints are compiled while a request waits, because refusing one may take seconds.
         self._forms = asyncio.Semaphore(_MOST_FORMS)
         self._compiler = ThreadPoolExecutor(_MOST_FORMS, thread_name_prefix="forms")
@@ -68,9 +71,16 @@ class Engine:
         """Call a function in the session's thread, between steps."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
-    async def prepare(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function in the thread that tokenizes prompts, while steps run."""
-        return await asyncio.get_running_loop().run_in_executor(self._beginning, function, *arguments)
+    async def prepare(self, function: Callable[..., Result], *arguments: Any, characters: int = 0) -> Result:
+        """Call a function in a thread that tokenizes prompts, while steps run.
+
+        Args:
+            function: The function.
+            arguments: Its arguments.
+            characters: Length of the prompt, which chooses the thread.
+        """
+        thread = self._beginning if characters < LONG_TEXT else self._long
+        return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
 
     async def run(
         self, begin: Callable[[Follower | None], Completion], form: Constraint | None = None
@@ -80,7 +90,7 @@ class Engine:
         The completion does not wait for the caller, because a client that does not read would hold a row.
 
         Args:
-            begin: Makes the completion from the follower of `form`; it also tokenizes the prompt.
+            begin: Makes the completion from the follower of `form`.
             form: Constraint of the response.
 
         Raises:
@@ -139,7 +149,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the processes that follow constraints, and the threads after the running step."""
-        for pool in (self._compiler, self._beginning):
+        for pool in (self._compiler, self._beginning, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
         self.completer.close()
         self._worker.shutdown(wait=True, cancel_futures=True)

@@ -572,6 +572,12 @@ class ChatRequest(_Request):
             said.setdefault("name", names[said["tool_call_id"]])
         return forms
 
+    @property
+    def least_characters(self) -> int:
+        """The number of characters that any chat template keeps. Some shorten messages of the assistant."""
+        said = [one.content for one in self.messages if one.role != "assistant" and isinstance(one.content, str)]
+        return sum(len(text.strip()) for text in said)
+
     def used_tools(self) -> list[Tool]:
         """Return the tools that the response may call.
 

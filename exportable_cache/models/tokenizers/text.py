@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ContextDecorator
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ExportableCacheError, InputError, first_line
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 
@@ -93,7 +93,7 @@ class TextTokenizer:
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
         """Return the ids of a text under `input_ids`."""
         with tokenizer_errors("the tokenizer cannot encode the text"):
-            return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+            return {"input_ids": encoded(self._tokenizer, text, add_special_tokens=add_special_tokens).ids}
 
     def decode(
         self, tokens: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool = False
@@ -177,6 +177,68 @@ class TextTokenizer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.whole, name)
+
+
+def encoded(backend: Tokenizer, text: str, add_special_tokens: bool = False, offsets: bool = False) -> Encoding:
+    """Encode a text, and let other threads of Python run during that of a long one.
+
+    Args:
+        backend: The tokenizer.
+        text: The text.
+        add_special_tokens: True to add the special tokens of a sequence.
+        offsets: True if the offsets of tokens in the text are needed.
+    """
+    if len(text) < LONG_TEXT:
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+    # `encode` holds Python's lock: 2 s for 2 million characters. Short texts do without the pool of `encode_batch`,
+    # because a process that has used it prints a warning when it is forked.
+    encode = backend.encode_batch if offsets else backend.encode_batch_fast
+    return encode([text], add_special_tokens=add_special_tokens)[0]
+
+
+def most_characters(tokenizer: PreTrainedTokenizerBase | TextTokenizer) -> int | None:
+    """Return the most characters of a text that become one token; None if there is no limit, or it is not known."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    vocab = backend.get_vocab(with_added_tokens=True)
+    try:
+        parts = [
+            json.loads(part.__getstate__()) for part in (backend.normalizer, backend.pre_tokenizer) if part is not None
+        ]
+    except Exception:  # a part in Python, see `untrusted.check_cost`
+        return None
+    kinds = [kind for part in parts for kind in _kinds(part)]
+    # Bytes that are not in the vocabulary could be dropped, or joined to one unknown token.
+    has_bytes = all(one in vocab for one in (_byte_characters() if "ByteLevel" in kinds else _BYTE_TOKENS))
+    strips = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    if not has_bytes or strips or not all(kind in _KEEPING for kind in kinds):
+        return None
+    return max(map(len, vocab)) * (_COMPOSED if "NFC" in kinds else 1)
+
+
+#: Length of a text from which on other threads run while it is encoded, in characters.
+LONG_TEXT = 20_000
+#: Parts of a tokenizer that keep each character of a text.
+_KEEPING = ("Sequence", "NFC", "Prepend", "Replace", "ByteLevel", "Split", "Digits", "Metaspace")
+#: The most characters that NFC composes to one.
+_COMPOSED = 4
+_BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def _byte_characters() -> list[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return ByteLevel.alphabet()
+
+
+def _kinds(part: dict[str, Any]) -> Iterator[str]:
+    """Yield the types of a tokenizer's part and of its own parts; a part that drops characters is called "dropping"."""
+    pattern = part.get("pattern", {})
+    is_shorter = part["type"] == "Replace" and len(pattern.get("String", part["content"] + " ")) > len(part["content"])
+    yield "dropping" if is_shorter or part.get("behavior") == "Removed" else part["type"]
+    for one in (*part.get("normalizers", ()), *part.get("pretokenizers", ())):
+        yield from _kinds(one)
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase | TextTokenizer, *methods: str) -> Tokenizer | None:
