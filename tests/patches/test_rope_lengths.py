@@ -83,12 +83,9 @@ def test_frequencies_in_the_dtype_that_upstream_keeps_them_in(kind: str, dtype: 
 
 def test_one_source_for_every_modeling_file() -> None:
     """The digest is that of the decorator, which each file imports; PhiMoE's own branch has its own."""
-    assert (
-        Patch(
-            "llama.modeling_llama", "LlamaRotaryEmbedding.forward", None, "", (), source="dynamic_rope_update"
-        ).digest()
-        == rope._DIGEST
-    )
+    assert Patch(
+        "llama.modeling_llama", "LlamaRotaryEmbedding.forward", None, "", (), source="dynamic_rope_update"
+    ).digest() in (rope._COPIES, rope._REPLACES)
     assert Patch("phimoe.modeling_phimoe", "PhimoeRotaryEmbedding.forward", None, "", ()).digest() in rope._PHIMOE
     for path in MODELS.glob("*/modeling_*.py"):
         source = path.read_text()

@@ -37,13 +37,18 @@ if TYPE_CHECKING:
     _Rotary: TypeAlias = DeepseekV2RotaryEmbedding | Llama4TextRotaryEmbedding
 
 
-_DIGEST = "08325dbe8de5e5f0"
+#: Of transformers 5.20, which replaces the buffer of frequencies by the long ones, in float32.
+_REPLACES = "09d51d7a784c1bb7"
+#: Of later releases, which copy the long frequencies to the buffer, in its dtype.
+_COPIES = "08325dbe8de5e5f0"
 _PHIMOE = ("b9c85539c82b68e8", "abfb30d6df52d9eb")
 _REASON = "it selects frequencies by the largest position of a call, for all rows, and keeps them for later calls"
 #: Attribute of a replacement that supports `rope_by`.
 _FOLLOWS = "_exportable_cache_rope_by"
 #: Attribute of a rotary embedding with frequencies from its config, computed once instead of in every step.
 _KEPT = "_exportable_cache_{}frequencies"
+#: Attribute of a rotary embedding: True if long frequencies have the dtype of its buffer.
+_IS_CAST = "_exportable_cache_is_cast"
 
 
 class _Lengths(threading.local):
@@ -117,8 +122,9 @@ def _inv_freq(module: Any, kind: str, layer_type: str | None) -> torch.Tensor:
         return short
     lengths, parameters = lengths[:, None, None], parameters_of(module, layer_type)
     if kind == LONGROPE:
-        # In the dtype of the buffer that upstream copies both to.
-        longer = getattr(module, _KEPT.format(f"{prefix(layer_type)}long_")).to(short.dtype)
+        longer = getattr(module, _KEPT.format(f"{prefix(layer_type)}long_"))
+        if getattr(module, _IS_CAST):
+            longer = longer.to(short.dtype)
         return torch.where(lengths > parameters["original_max_position_embeddings"], longer, short)
     # As `_compute_dynamic_ntk_parameters`, for several lengths.
     border, factor, half = module.original_max_seq_len, parameters["factor"], short.shape[-1]
@@ -168,6 +174,7 @@ def patch_rope(model: nn.Module) -> set[str]:
             patch.apply()
         if kind == LONGROPE:
             _keep(module, layer_type)
+            setattr(module, _IS_CAST, patch.digest() != _REPLACES)
         labels.add(patch.label)
     return labels
 
@@ -196,7 +203,7 @@ def _patch_of(rotary: type) -> Patch:
     file, name = rotary.__module__.removeprefix("transformers.models."), f"{rotary.__name__}.forward"
     if rotary.__name__ == "PhimoeRotaryEmbedding":
         return Patch(file, name, phimoe_by_lengths, _REASON, _PHIMOE)
-    return Patch(file, name, by_lengths, _REASON, (_DIGEST,), source="dynamic_rope_update")
+    return Patch(file, name, by_lengths, _REASON, (_COPIES, _REPLACES), source="dynamic_rope_update")
 
 
 def _keep(module: Any, layer_type: str | None) -> None:
