@@ -14,7 +14,8 @@ from exportable_cache.cache.layers import CacheLayer, RowSizes
 from exportable_cache.cache.policies import FullPolicy
 from exportable_cache.cache.shift import Rotation
 from exportable_cache.cache.storage import FloatStorage
-from exportable_cache.errors import InputError, UnsupportedModelError
+from exportable_cache.decoding import PromptLookup
+from exportable_cache.errors import CacheFullError, InputError, UnsupportedModelError
 from exportable_cache.models.rotations import find_rotations, in_layout
 from exportable_cache.program.shift import ShiftModule
 
@@ -224,3 +225,70 @@ def test_programs_shift_as_their_models_do(target: str, tmp_path: Path) -> None:
     del session.runner.methods["shift"]
     with pytest.raises(InputError, match="has no method shift, .* export it with shift=True"):
         session.shift(4)
+
+
+def _teacher_forced(oracle: ShiftOracle, prompt: torch.Tensor, generated: list[int], held: int = 0) -> int:
+    """Compare greedy tokens with the model that gets the same tokens, and drops half when it is full; count drops."""
+    dropped = 0
+    most = SLOTS - PROTECTED - WINDOW + 1
+    if held + prompt.shape[1] > SLOTS:
+        count = min(most, max(held + prompt.shape[1] - SLOTS, (held - PROTECTED) // 2))
+        oracle.drop(count, PROTECTED)
+        dropped += 1
+    logits = oracle.feed(prompt)
+    for token in generated:
+        assert float(logits.max() - logits[0, token]) < 1e-4
+        if oracle.length == SLOTS:
+            oracle.drop(min(most, (SLOTS - PROTECTED) // 2), PROTECTED)
+            dropped += 1
+        logits = oracle.feed(torch.tensor([[token]]))
+    return dropped
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"compile": "wait", "buckets": False}, marks=pytest.mark.full)])
+def test_generations_shift_as_the_model_does(options: dict[str, Any]) -> None:
+    """Check a generation past a full cache, and one whose prompt does not fit what is left."""
+    model = tiny_model("gemma3_text")
+    model.generation_config.eos_token_id = None
+    oracle, prompt = ShiftOracle(model), tokens(9)
+    with _session(model, **options) as session:
+        first = list(session.generate(prompt, 60, on_full="shift", protected=PROTECTED))
+        assert len(first) == 60 and _teacher_forced(oracle, prompt, first[:-1]) == 2
+        held = int(session.length)
+        assert held == oracle.length
+        # The newest token is not held, so it begins the next prompt.
+        more = torch.cat([torch.tensor([[first[-1]]]), tokens(SLOTS - held + 3)], dim=1)
+        second = list(session.generate(more, on_full="shift", protected=PROTECTED))
+        assert _teacher_forced(oracle, more, second[:-1], held) >= 1
+        # Without a limit: half of the cache, or where it is full.
+        assert len(second) >= SLOTS // 2 and session.length <= SLOTS
+
+
+def test_generations_of_rows_shift_together() -> None:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    session = Session.from_model(model, ExportableCache.from_model(model, SLOTS, batch_size=2))
+    prompt = tokens(9, batch_size=2)
+    rows = torch.stack(list(session.generate(prompt, 60, on_full="shift", protected=3)), dim=1)
+    for row in range(2):
+        alone = _session(model).generate(prompt[row : row + 1], 60, on_full="shift", protected=3)
+        assert rows[row].tolist() == list(alone)
+
+
+def test_generations_that_cannot_shift_are_refused() -> None:
+    session = _session(tiny_model("llama"))
+    session.prefill(tokens(20))
+    for options, message in (
+        ({"on_full": "drop"}, "on_full must be one of refuse, shift, got 'drop'"),
+        ({"on_full": "shift", "protected": 21}, "protected must be from 0 to 20, half of a cache of 40 tokens, got 21"),
+        ({"on_full": "shift", "protected": True}, "protected must be from 0 to 20"),
+        ({"on_full": "shift", "draft": PromptLookup()}, "on_full must be 'refuse' with a draft"),
+    ):
+        with pytest.raises(InputError, match=message):
+            session.generate(tokens(3), **options)
+    # 16 of the held tokens can be dropped, and 20 are free.
+    with pytest.raises(CacheFullError, match="the cache holds 20 of at most 40 tokens, 37 more do not fit"):
+        session.generate(tokens(37), 1, on_full="shift")
+    assert len(list(session.generate(tokens(36), 1, on_full="shift"))) == 1 and session.length == SLOTS
+    with pytest.raises(UnsupportedModelError):
+        _session(tiny_model("gpt2")).generate(tokens(3), on_full="shift")

@@ -8,12 +8,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..common.settings import check_choice
 from ..errors import InputError
+from ..session.checks import PROTECTED, check_protected
 
 #: What may happen when the cache is full: an error or the end of the response; dropping the oldest tokens after the
 #: protected ones; dropping the oldest turns; or dropping all earlier turns.
 ON_FULL = ("refuse", "shift", "drop-turns", "restart")
-#: First tokens that a shift keeps by default, because models put much of their attention there.
-PROTECTED = 4
 #: Fewest tokens that are moved instead of fed again.
 _LEAST_MOVED = 8
 
@@ -95,11 +94,8 @@ class Context(ABC):
         if on_full == "shift" and not self.places_prompts:
             on_full = "drop-turns"
         most = self.max_length
-        if on_full == "shift" and most is not None and not 0 <= protected <= most // 2:
-            raise InputError(
-                f"protected must be from 0 to {most // 2}, half of a cache of {most} tokens, got {protected}; shorten "
-                "the system prompt, use a larger max_cache_len, or another on_full"
-            )
+        if on_full == "shift" and most is not None:
+            check_protected(protected, most)
         if protected != self.protected:
             self._gone = []
         self.on_full, self.protected = on_full, protected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -60,7 +60,13 @@ class Chosen(NamedTuple):
     are_padding: torch.Tensor
 
 
-def decode_loop(session: Stepper, logits: torch.Tensor, sampler: Sampler, ending: Ending) -> Generator[Chosen]:
+def decode_loop(
+    session: Stepper,
+    logits: torch.Tensor,
+    sampler: Sampler,
+    ending: Ending,
+    make_room: Callable[[], bool] = lambda: False,
+) -> Generator[Chosen]:
     """Yield the tokens that follow a prompt which was already fed.
 
     A token is fed back when the next one is requested, so the newest token is never in the cache. The length of a row
@@ -72,6 +78,7 @@ def decode_loop(session: Stepper, logits: torch.Tensor, sampler: Sampler, ending
         logits: [batch, vocab] after the prompt.
         sampler: Chooses the tokens.
         ending: The conditions that end rows.
+        make_room: Called where the cache is full; the loop ends if it returns False.
     """
     tokens = sampler.choose(logits)
     batch_size = tokens.shape[0]
@@ -88,7 +95,7 @@ def decode_loop(session: Stepper, logits: torch.Tensor, sampler: Sampler, ending
         for row, token in enumerate(chosen):
             if not ended[row]:
                 ended[row] = token in ending.tokens or bool(texts) and _completes(token, texts[row])
-        if bool(ended.all()) or count == ending.limit or session.room == 0:
+        if bool(ended.all()) or count == ending.limit or (session.room == 0 and not make_room()):
             return
         tokens = decoder.next(tokens, None if ending.limit is None else ending.limit - count, ended)
 

@@ -13,6 +13,26 @@ if TYPE_CHECKING:
 
 #: Limits of stop strings, because the text of each token is searched for all of them.
 MOST_STOPS, MOST_STOP_CHARACTERS = 64, 1024
+#: First tokens that a shift keeps by default, because models put much of their attention there.
+PROTECTED = 4
+
+
+def check_protected(protected: int, most: int) -> None:
+    """Check the number of first tokens that shifts keep.
+
+    Args:
+        protected: The number.
+        most: The limit of tokens of the cache.
+
+    Raises:
+        InputError: If these tokens fill more than half of the cache.
+    """
+    is_int = isinstance(protected, int) and not isinstance(protected, bool)
+    if not is_int or not 0 <= protected <= most // 2:
+        raise InputError(
+            f"protected must be from 0 to {most // 2}, half of a cache of {most} tokens, got {protected!r}; shorten "
+            "the system prompt, use a larger max_cache_len, or another on_full"
+        )
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
+from ..common.settings import check_choice
 from ..errors import InputError, NonFiniteLogitsError
 from ..generation.checkpoint_settings import CheckpointSettings, RowStart
 from ..generation.loop import Chosen, Ending, decode_loop
 from ..generation.sampling import Sampler, Sampling
 from ..generation.speculative import DraftModel, Speculation, check_can_rewind, speculative_loop
 from ..generation.text import encode_prompt, stream_text, stream_texts
-from .checks import check_max_new_tokens, check_one_id_a_token, split_stops
+from .checks import check_max_new_tokens, check_one_id_a_token, check_protected, split_stops
 from .inputs.encoder import start_tokens
 from .rows import Prompt, TokenRows
 
@@ -42,6 +43,7 @@ class Request:
         continues: True if the text continues that of the prompt; False for a text of its own, such as the response to
             chat messages.
         config: The generation config of the call, which names the token that an encoder-decoder starts with.
+        protected: Number of first tokens that stay when a full cache drops others; None to end there.
     """
 
     settings: CheckpointSettings
@@ -50,6 +52,60 @@ class Request:
     draft: Draft | None = None
     continues: bool = True
     config: GenerationConfig | None = None
+    protected: int | None = None
+
+    def shifting(self, session: AnySession, on_full: str, protected: int) -> Request:
+        """Return the request with the policy for a full cache.
+
+        Args:
+            session: The session.
+            on_full: See `Session.generate`.
+            protected: See `Session.generate`.
+
+        Raises:
+            InputError: If an argument is not valid, or the program cannot drop tokens.
+            UnsupportedModelError: If the model's keys are not a rotation by their position.
+        """
+        check_choice("on_full", on_full, ("refuse", "shift"))
+        if on_full == "refuse" or session.max_length is None:
+            return self
+        check_protected(protected, session.max_length)
+        if self.draft is not None:
+            raise InputError("on_full must be 'refuse' with a draft, got 'shift'; generate without the draft")
+        session.stepper.check_shifts()
+        return replace(self, protected=protected)
+
+    def check_room(self, stepper: ProgramStepper, rows: TokenRows, from_start: bool = False) -> None:
+        """Check that a prompt fits, see `ProgramStepper.check_room`, if need be after a shift.
+
+        Raises:
+            CacheFullError, InputError: If it does not.
+        """
+        if self.protected is None:
+            stepper.check_room(rows, self.ending.limit, from_start)
+            return
+        can_drop = 0 if from_start else _most_dropped(stepper, self.protected)
+        if not 0 < _missing(stepper, rows, from_start) <= can_drop:
+            stepper.check_room(rows, from_start=from_start)
+
+
+def _missing(stepper: ProgramStepper, rows: TokenRows, from_start: bool = False) -> int:
+    """Return the number of slots that a prompt lacks."""
+    held = [0] * len(rows.lengths) if from_start else stepper.state.length.tolist()
+    return max(map(sum, zip(held, rows.lengths, strict=True))) - (stepper.max_length or 0)
+
+
+def _most_dropped(stepper: ProgramStepper, first: int) -> int:
+    return stepper.state.most_dropped(first, stepper.layers)
+
+
+def _make_room(stepper: ProgramStepper, first: int, least: int = 1) -> bool:
+    """Drop half of the tokens after the first ones, and at least `least`; return False if that is not possible."""
+    most = _most_dropped(stepper, first)
+    if most < least:
+        return False
+    stepper.drop(first, min(most, max(least, (stepper.state.longest - first) // 2)))
+    return True
 
 
 def config_for(
@@ -137,14 +193,22 @@ def _token_steps(
     if ending.strings and request.continues:
         ending = replace(ending, after=_rows_of(prompt.rows.ids, prompt.rows.lengths))
     agree = None if session.stepper.ranks is None else session.stepper.ranks.of_first
+    shifts, first = request.protected is not None, request.protected or 0
+    if shifts and (missing := _missing(stepper, prompt.rows)) > 0:
+        _make_room(stepper, first, missing)
     stepper.check_room(prompt.rows)
     logits = stepper.feed_for_generation(session.stages.steps(prompt, stepper))
     # The newest token needs no slot, because it is not fed.
-    most = [limit for limit in (ending.limit, None if stepper.room is None else stepper.room + 1) if limit is not None]
+    room = None if stepper.room is None else stepper.room + 1
+    if shifts and room is not None:
+        # A generation has an end: where the cache is full, or after half a cache if that is later.
+        room = max(room, (stepper.max_length or 0) // 2) if ending.limit is None else None
+        ending = replace(ending, limit=room or ending.limit)
+    most = [limit for limit in (ending.limit, room) if limit is not None]
     sampler = sampler_after(session, request.sampling, prompt.rows, min(most, default=None), request.settings, held)
     sampler.agree = agree
     if request.draft is None:
-        chosen = decode_loop(stepper, logits, sampler, ending)
+        chosen = decode_loop(stepper, logits, sampler, ending, lambda: shifts and _make_room(stepper, first))
     else:
         speculation = Speculation(prompt.rows.ids[0].tolist(), request.draft)
         chosen = speculative_loop(stepper, logits, sampler, ending, speculation)
@@ -200,7 +264,7 @@ def checked_steps(
     """Check a prompt and the further outputs of a processor now, and return the tokens after it, see `token_steps`."""
     extra, stepper = dict(inputs), session.stepper
     prompt = session.stages.check(input_ids, extra.pop("attention_mask", None), extra, stepper.state)
-    stepper.check_room(prompt.rows, request.ending.limit)
+    request.check_room(stepper, prompt.rows)
     default_limit(request.settings, request.ending.limit, prompt.rows, session.length.tolist())
     if request.draft is not None:
         if inputs:
@@ -289,7 +353,7 @@ def _text_steps(
         _check_draft(session, request.draft)
     rows = after_unfed(session, ids) if continues else ids
     prompt = session.stages.check(rows, None, {}, session.stepper.state)
-    session.stepper.check_room(prompt.rows, request.ending.limit, from_start=not continues)
+    request.check_room(session.stepper, prompt.rows, from_start=not continues)
     default_limit(request.settings, request.ending.limit, prompt.rows, held if continues else None)
     if continues:
         return token_steps(session, request, prompt, ids), [row.tolist() for row in rows]

@@ -32,7 +32,15 @@ from ..program.items import ITEMS_SEEN
 from ..program.methods import ROPE_DELTAS, ROPE_LENGTHS, smallest_inputs
 from . import persistence
 from .adapters import SessionAdapters, read_adapter
-from .checks import ProgramLimits, check_ids, check_max_new_tokens, check_one_id_a_token, check_room, split_stops
+from .checks import (
+    PROTECTED,
+    ProgramLimits,
+    check_ids,
+    check_max_new_tokens,
+    check_one_id_a_token,
+    check_room,
+    split_stops,
+)
 from .generate import checked_steps, generated_text, make_request, prompts_of
 from .inputs.items import recorded_placeholders
 from .inputs.stages import InputStages
@@ -838,6 +846,8 @@ class Session:
         stop: int | str | Sequence[int | str] | None = None,
         draft: Draft | None = None,
         generation_config: GenerationConfig | Literal["model"] | None = None,
+        on_full: Literal["refuse", "shift"] = "refuse",
+        protected: int = PROTECTED,
         **inputs: torch.Tensor,
     ) -> Iterator[Any]:
         """Generate tokens after a prompt. Arguments are checked now; steps run as the iterator is consumed.
@@ -866,6 +876,10 @@ class Session:
             generation_config: "model" to draw as the checkpoint's generation config says, if it has `do_sample`; or a
                 config whose settings replace the checkpoint's, which are used for those that it leaves open. None to
                 take the most probable token by default. Arguments come before both.
+            on_full: What happens when the cache is full. "refuse": a prompt that does not fit is an error, and the
+                generation ends. "shift": half of the tokens after the protected ones are dropped, see `shift`; without
+                a limit of tokens the generation then ends after half a cache, or where the cache was full.
+            protected: Number of first tokens that stay with `on_full="shift"`, such as a system prompt.
             **inputs: Further outputs of a tokenizer or processor, such as `attention_mask`, as `prefill` takes them:
                 `generate(**tokenizer(texts, padding=True, return_tensors="pt"))`.
 
@@ -885,9 +899,10 @@ class Session:
             "repetition_penalty": repetition_penalty,
             "seed": seed,
         }
-        options = (max_new_tokens, given, stop, str(generation_config))
+        options = (max_new_tokens, given, stop, str(generation_config), on_full, protected)
         self.check_same("generate", input_ids=input_ids, options=options, draft=draft, inputs=inputs)
         request = make_request(self, max_new_tokens, given, generation_config, stop, draft)
+        request = request.shifting(self, on_full, protected)
         steps = checked_steps(self, input_ids, inputs, request)
         return (int(step[0]) for step in steps) if self.batch_size == 1 else steps
 
@@ -923,6 +938,8 @@ class Session:
         stop: int | str | Sequence[int | str] | None = None,
         draft: Draft | None = None,
         generation_config: GenerationConfig | Literal["model"] | None = None,
+        on_full: Literal["refuse", "shift"] = "refuse",
+        protected: int = PROTECTED,
     ) -> Iterator[Any]:
         """Generate text after a prompt, in pieces that never split a character and join to the whole.
 
@@ -948,6 +965,8 @@ class Session:
             stop: See `generate`.
             draft: See `generate`.
             generation_config: See `generate`.
+            on_full: See `generate`.
+            protected: See `generate`.
 
         Raises:
             InputError: If there is no tokenizer, there is not one prompt per row, or an argument is wrong.
@@ -961,9 +980,10 @@ class Session:
             "repetition_penalty": repetition_penalty,
             "seed": seed,
         }
-        options = (max_new_tokens, given, stop, str(generation_config))
+        options = (max_new_tokens, given, stop, str(generation_config), on_full, protected)
         self.check_same("stream_text", prompt=prompt, options=options, draft=draft)
         request = make_request(self, max_new_tokens, given, generation_config, stop, draft)
+        request = request.shifting(self, on_full, protected)
         return generated_text(self, prompt, request)
 
 
