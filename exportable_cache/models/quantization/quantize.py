@@ -514,14 +514,17 @@ def rounding_noise(
     """
     generator = torch.Generator().manual_seed(seed)
 
+    def somewhere(values: torch.Tensor) -> torch.Tensor:
+        # Drawn on the CPU for every device, so that a seed means the same everywhere.
+        return torch.randint(values.shape[-1], (*values.shape[:-1], 1), generator=generator).to(values.device)
+
     def rounded_otherwise(values: torch.Tensor) -> torch.Tensor:
         step = (values.amax(-1, keepdim=True).clamp(min=0) - values.amin(-1, keepdim=True).clamp(max=0)) / 255
-        where = torch.randint(values.shape[-1], (*values.shape[:-1], 1), generator=generator)
-        return values.scatter_add(-1, where, step)
+        return values.scatter_add(-1, somewhere(values), step)
 
     def round_otherwise(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if isinstance(module, Float8Linear):
-            where = torch.randint(inputs[0].shape[-1], (*inputs[0].shape[:-1], 1), generator=generator)
+            where = somewhere(inputs[0])
             return (inputs[0].scatter_add(-1, where, module.step(inputs[0]).gather(-1, where)), *inputs[1:])
         return (rounded_otherwise(inputs[0]), *inputs[1:])
 
@@ -532,7 +535,7 @@ def rounding_noise(
     ]
     if not quantized:
         return RoundingNoise(0.0, 0.0)
-    ids = torch.randint(vocab_size_of(model), (DRAWS, _SENSITIVITY_TOKENS), generator=generator)
+    ids = torch.randint(vocab_size_of(model), (DRAWS, _SENSITIVITY_TOKENS), generator=generator).to(model.device)
     inputs = {"input_ids": ids} if encoder_inputs is None else {**encoder_inputs, "decoder_input_ids": ids}
     with QuantizedRows():
         exact = model(**inputs, use_cache=False).logits
