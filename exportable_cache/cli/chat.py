@@ -156,14 +156,11 @@ class _Conversation:
             CacheFullError: If the message does not fit, even alone.
             InputError: If a text cannot be encoded.
         """
-        from ..decoding.context import fitting_turns
+        from ..decoding.context import fitting_turns, protected_tokens
 
         completer, most = self.completer, self.completer.max_length
         if not self.is_protected:
-            # The system prompt: what the beginnings of two conversations share.
-            first, other = (completer.encode([*self._system, {"role": "user", "content": text}]) for text in "ab")
-            pairs = enumerate(zip(first, other, strict=False))
-            protected = next((index for index, (one, two) in pairs if one != two), min(len(first), len(other)))
+            protected = protected_tokens(completer.encode, self._system)
             on_full = self.on_full
             if on_full == "shift" and most is not None and protected > most // 2:
                 self.terminal.note(f"the system prompt takes {protected} of {most} tokens, so whole turns are dropped")

@@ -15,6 +15,7 @@ from .options import (
     BundleOrModelArgument,
     GreedyOption,
     MinPOption,
+    OnFullOption,
     RepetitionPenaltyOption,
     SplitSpecialTokensOption,
     TemperatureOption,
@@ -100,6 +101,7 @@ def serve(
             "them.",
         ),
     ] = 512,
+    on_full: OnFullOption = "refuse",
     greedy: GreedyOption = False,
     temperature: TemperatureOption = None,
     top_k: TopKOption = None,
@@ -133,6 +135,7 @@ def serve(
     completer = open_completer(
         terminal, folder, opening, split_special_tokens, use, Batching(rows, prefix_cache * 2**20)
     )
+    completer.use(on_full)
     importing.join()
     from .server.app import ServerOptions, make_app, run
     from .server.schema import default_sampling

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, UnsupportedModelError
 from ..generation.sampling import Sampling
 from .completion import AnyCompleter, Completion, FinishReason, Piece, check_completes, chosen_piece, layers_of
 from .prefix_tree import PrefixTree, common_length
@@ -44,6 +44,8 @@ class Request:
         tokens: Tokens generated so far.
         finished: True if the response is complete, or the request was freed.
         reused_tokens: Number of tokens of the prompt that a row or the prefix tree held already.
+        protected: Number of first tokens that stay when a full row drops others; None to end there.
+        dropped_tokens: Number of tokens that were dropped.
     """
 
     input_ids: torch.Tensor
@@ -53,6 +55,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
     reused_tokens: int = 0
+    protected: int | None = None
+    dropped_tokens: int = 0
 
     def choose(self, logits: torch.Tensor) -> tuple[int, bool]:
         """Return the next token after logits [1, vocab], and True if it is the last one."""
@@ -393,10 +397,56 @@ class ContinuousBatch:
             return None
         request.tokens.append(token)
         limit = self.decode.max_length
-        if is_last or (limit is not None and len(row.held) >= limit):
+        is_full = not is_last and limit is not None and len(row.held) >= limit
+        if is_full and request.protected is not None and len(row.held) - request.protected > 1:
+            self._make_room(row, request.protected)
+        elif is_last or is_full:
             request.finished = True
             self._release(row)
         return request, token
+
+    def _make_room(self, row: _Row, first: int) -> None:
+        """Drop half of a full row's tokens after the first ones. Rows without a shift are fed the other tokens again.
+
+        A shift moves all rows of a session, so the row is copied to the prefill session for it.
+        """
+        from ..session.persistence import put_row, row_of
+
+        request, held, session = row.request, row.held, self.prefill
+        assert request is not None
+        count = (len(held) - first) // 2
+        most = 0 if session is None else self._put_aside(session, row_of(self.decode, row.index), first)
+        if session is not None and most > 0:
+            count = min(count, most)
+            with session.stepper.guard:
+                session.stepper.drop(first, count)
+            put_row(self.decode, row.index, row_of(session, 0))
+            row.held = held[:first] + held[first + count :]
+        else:
+            self._start(row, [*held[:first], *held[first + count :], *request.tokens[-1:]], reuse=False)
+        request.dropped_tokens += count
+
+    def _put_aside(self, session: Session, copied: RowCopy, first: int) -> int:
+        """Put a row into the prefill session, and return the most tokens that can be dropped from `first` on."""
+        from ..session.persistence import put_row
+
+        try:
+            session.stepper.check_shifts()
+        except (InputError, UnsupportedModelError):
+            return 0
+        self._leave_prefill(session)
+        put_row(session, 0, copied)
+        return session.stepper.state.most_dropped(first, session.layers)
+
+    def _leave_prefill(self, session: Session) -> None:
+        """Empty the prefill session; the row whose prompt it holds gets its contents back later."""
+        from ..session.persistence import row_of
+
+        stepper = session.stepper
+        if self._in_prefill is not None:
+            self._in_prefill.staged = stepper.state, row_of(session, 0).cloned()
+        stepper.move_to(stepper.state.emptied())
+        self._in_prefill = None
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
@@ -548,9 +598,7 @@ class ContinuousBatch:
         # The first and the shortest in turn, so that neither short nor long prompts wait for all others.
         row = min(feeding, key=lambda one: one.moved if self._now % 2 else len(one.rest))
         if self._in_prefill is not row:
-            if self._in_prefill is not None:
-                self._in_prefill.staged = stepper.state, row_of(session, 0).cloned()
-            stepper.move_to(stepper.state.emptied())
+            self._leave_prefill(session)
             state, copied = row.staged or (None, None)
             if copied is not None:
                 put_row(session, 0, copied)
@@ -604,13 +652,19 @@ def _check_same_cache(prefill: Session, decode: Session) -> None:
 class _Generating(Request):
     """The request of a completion, whose pieces wait until they are taken."""
 
-    def __init__(self, session: Session, completion: Completion) -> None:
+    def __init__(self, session: Session, completion: Completion, protected: int | None) -> None:
         from ..session.generate import sampler_after
         from ..session.rows import TokenRows
 
-        rows = TokenRows.whole(torch.tensor([completion.ids], device=session.device))
+        ids, most = completion.ids, session.max_length
+        if protected is not None and most is not None and len(ids) > most:
+            # Multiples of one number, so that the next prompt of a conversation mostly begins with the same tokens.
+            half = max(1, (most - protected) // 2)
+            ids = ids[:protected] + ids[protected + -(-(len(ids) - most) // half) * half :]
+        rows = TokenRows.whole(torch.tensor([ids], device=session.device))
         sampler = sampler_after(session, Sampling(**asdict(completion.options.sampling)), rows, completion.limit)
-        super().__init__(rows.ids, completion.limit, frozenset(), sampler)
+        super().__init__(rows.ids, completion.limit, frozenset(), sampler, protected=protected)
+        self.dropped_tokens = len(completion.ids) - len(ids)
         self.completion, self._ends = completion, frozenset(session.generation_settings.ends)
         self.found: deque[tuple[Piece, FinishReason | None] | Exception] = deque()
 
@@ -638,8 +692,6 @@ class BatchCompleter(AnyCompleter):
     Raises:
         InputError: If the model is an encoder-decoder, is split over processes, or has no tokenizer.
     """
-
-    places_prompts = False
 
     def __init__(self, batch: ContinuousBatch, split_special_tokens: bool = True) -> None:
         session = batch.decode
@@ -670,7 +722,7 @@ class BatchCompleter(AnyCompleter):
 
     def pieces(self, completion: Completion) -> Generator[tuple[Piece, FinishReason | None]]:
         """See `AnyCompleter.pieces`."""
-        request = _Generating(self.batch.decode, completion)
+        request = _Generating(self.batch.decode, completion, self.kept_by_shifts(completion.options))
         self.batch.add(request)
         try:
             while not completion.is_given_up:
@@ -678,6 +730,7 @@ class BatchCompleter(AnyCompleter):
                     self.batch.step()
                     continue
                 found, completion.reused_tokens = request.found.popleft(), request.reused_tokens
+                completion.dropped_tokens = request.dropped_tokens
                 if isinstance(found, Exception):
                     raise found
                 yield found

@@ -72,6 +72,8 @@ class CompletionOptions:
         logit_bias: Numbers to be added to the logits of tokens, by token id.
         presence_penalty: Number that is subtracted from the logits of tokens that were generated.
         frequency_penalty: Number that is subtracted from a token's logit each time that it was generated.
+        protected: Number of first tokens that shifts keep, such as a system prompt; None for `Context.protected`. If
+            these fill more than half of the cache, nothing is dropped.
 
     Raises:
         InputError: If a value is out of range.
@@ -89,6 +91,7 @@ class CompletionOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    protected: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 0 if self.echo else 1), ("alternatives", 0)):
@@ -133,6 +136,8 @@ class Completion(Iterator[Piece]):
         follower: Follows the constraint; None for any text.
         reused_tokens: Number of tokens of the prompt that the session held already.
         new_tokens: Number of tokens generated so far.
+        dropped_tokens: Number of tokens of the prompt and the response that shifts dropped.
+        dropped_turns: Number of turns that are not in the prompt, because `fitting_turns` left them out.
         finish_reason: "stop" for an end token, a stop text or a complete constraint, "length" for the limit of tokens;
             None before the end.
         bias: Additions to the logits, once a token was chosen with them.
@@ -146,8 +151,8 @@ class Completion(Iterator[Piece]):
         if follower is None and options.constraint is not None:
             follower = completer.follow(options.constraint)
         self.ids, self.options, self.follower = list(ids), options, follower
-        self.limit = completer.limit(len(ids), options.max_new_tokens)
-        self.reused_tokens, self.new_tokens = 0, 0
+        self.limit = completer.limit(len(ids), options)
+        self.reused_tokens, self.new_tokens, self.dropped_tokens, self.dropped_turns = 0, 0, 0, 0
         self.finish_reason: FinishReason | None = None
         self.bias: TokenBias | None = None
         self.when_given_up: Callable[[], None] = lambda: None
@@ -386,7 +391,7 @@ class AnyCompleter(Context):
         if options.adapter is not None and options.adapter not in self.adapters:
             known = ", ".join(self.adapters) or "none"
             raise InputError(f"adapter must be one that was loaded ({known}), or None, got {options.adapter!r}")
-        self.limit(len(ids), options.max_new_tokens)
+        self.limit(len(ids), options)
         wrong = next((token for token in options.logit_bias if not 0 <= token < self._vocab_size), None)
         if wrong is not None:
             raise InputError(f"logit_bias must be for token ids from 0 to {self._vocab_size - 1}, got {wrong}")
@@ -422,23 +427,33 @@ class AnyCompleter(Context):
                 "max_cache_len"
             )
 
-    def limit(self, prompt: int, asked: int | None) -> int | None:
+    def kept_by_shifts(self, options: CompletionOptions) -> int | None:
+        """Return the number of first tokens that shifts keep during a completion; None if it drops nothing."""
+        protected, most = self.protected if options.protected is None else options.protected, self.max_length
+        return protected if self.on_full == "shift" and most is not None and protected <= most // 2 else None
+
+    def protect(self, options: CompletionOptions) -> None:
+        """Protect the first tokens of a completion that begins."""
+        if options.protected is not None and (kept := self.kept_by_shifts(options)) is not None:
+            self.use(self.on_full, kept)
+
+    def limit(self, prompt: int, options: CompletionOptions) -> int | None:
         """Return the limit of new tokens after a prompt, or None for any number. The newest token needs no slot.
 
         Args:
             prompt: Number of tokens in the prompt.
-            asked: Requested limit; None for the checkpoint's limit, or else as many as fit.
+            options: Options of the completion.
 
         Raises:
             InputError: If the checkpoint's limit of all tokens leaves no room for a new one.
             CacheFullError: If the prompt and the requested tokens do not fit.
         """
-        most, default = self.max_length, None
+        most, default, asked = self.max_length, None, options.max_new_tokens
         if asked is None:
             default = self.settings.limit(prompt)
         if most is None:
             return default if asked is None else asked
-        if self.on_full == "shift":
+        if self.kept_by_shifts(options) is not None:
             # A response has an end: where the cache is full, or after half a cache if that is later.
             least = default or max(most + 1 - prompt, most // 2)
             return least if asked is None else asked
@@ -537,6 +552,7 @@ class Completer(AnyCompleter):
 
         ids = completion.ids
         self._use(completion.options.adapter)
+        self.protect(completion.options)
         try:
             completion.reused_tokens, logits = self.feed(ids, completion.check_not_cancelled)
         except Cancelled:
@@ -546,6 +562,7 @@ class Completer(AnyCompleter):
         ends = self.end_tokens
         while True:
             piece, reason = chosen_piece(completion, sampler, ends, logits)
+            completion.dropped_tokens = self.dropped_tokens
             yield piece, reason
             if reason is not None:
                 return

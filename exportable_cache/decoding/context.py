@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from ..common.settings import check_choice
 from ..errors import InputError
@@ -37,9 +37,6 @@ class Context(ABC):
         protected: Number of first tokens that stay, such as a system prompt.
         dropped_tokens: Number of tokens of the conversation that were dropped by shifts.
     """
-
-    #: True if prompts are placed by `place`, so that tokens can be dropped; otherwise `shift` drops turns.
-    places_prompts: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.on_full, self.protected = "refuse", PROTECTED
@@ -91,8 +88,6 @@ class Context(ABC):
             InputError: If the policy is unknown, or the protected tokens fill more than half of the cache.
         """
         check_choice("on_full", on_full, ON_FULL)
-        if on_full == "shift" and not self.places_prompts:
-            on_full = "drop-turns"
         most = self.max_length
         if on_full == "shift" and most is not None:
             check_protected(protected, most)
@@ -197,19 +192,31 @@ def fitting_turns(
 ) -> Fitting:
     """Return the token ids of a conversation, without the oldest turns if the policy drops turns.
 
+    A turn begins with a message of the user, and has the calls and results of tools after it.
+
     Args:
         encode: Encodes messages.
         context: What holds the tokens.
         system: Messages that stay.
-        messages: Messages of user and assistant, alternating, the last one of the user.
+        messages: The messages after these.
         reserve: Number of tokens to leave for the response.
         dropped: Number of turns that were left out before.
     """
-    turns, most = len(messages) // 2, context.max_length
+    starts = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+    turns, most = max(0, len(starts) - 1), context.max_length
     drops = context.on_full in ("drop-turns", "restart") and most is not None
     dropped = min(dropped, turns) if drops else 0
     while True:
-        ids = encode([*system, *messages[2 * dropped :]])
+        ids = encode([*system, *messages[starts[dropped] if dropped else 0 :]])
         if not drops or most is None or len(ids) + min(reserve, most // 2) <= most or dropped == turns:
             return Fitting(ids, dropped)
         dropped = turns if context.on_full == "restart" else dropped + 1
+
+
+def protected_tokens(
+    encode: Callable[[Sequence[Mapping[str, Any]]], list[int]], system: Sequence[Mapping[str, Any]]
+) -> int:
+    """Return the number of first tokens of each conversation with a system prompt: what two beginnings share."""
+    first, other = (encode([*system, {"role": "user", "content": text}]) for text in "ab")
+    pairs = enumerate(zip(first, other, strict=False))
+    return next((index for index, (one, two) in pairs if one != two), min(len(first), len(other)))

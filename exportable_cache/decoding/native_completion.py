@@ -67,6 +67,7 @@ class NativeCompleter(AnyCompleter):
     def pieces(self, completion: Completion) -> Generator[tuple[Piece, FinishReason | None]]:
         """See `AnyCompleter.pieces`."""
         self._stop()
+        self.protect(completion.options)
         ids, completion.reused_tokens = self.place(completion.ids)
         self._held = None
         running = self._running = _Generation(self, completion, ids)
@@ -238,6 +239,7 @@ class _Generation:
         self._given += 1
         completes = self.completion.follower is not None and self.completion.follower.ended
         piece, reason = self.completion.take(Choice(token, completes, *self._logprobs))
+        self.completion.dropped_tokens = self._completer.dropped_tokens
         self._found.put((piece, reason))
         self._ended = reason is not None
         return reason is None and not self.completion.is_given_up

@@ -13,7 +13,8 @@ from exportable_cache.generation.token_text import TokenTexts
 from tests.decoding.byte_tokenizer import byte_tokenizer
 from tests.decoding.test_token_text import LLAMA, with_decoder
 
-ASKED = SimpleNamespace(finish_reason="length", ids=[1], prompt_tokens=1, new_tokens=1, reused_tokens=0)
+COUNTS = {"prompt_tokens": 1, "new_tokens": 1, "reused_tokens": 0, "dropped_tokens": 0, "dropped_turns": 0}
+ASKED = SimpleNamespace(finish_reason="length", ids=[1], **COUNTS)
 
 
 def logprobs(tokenizer: Any, chat: bool, *pieces: Piece) -> Any:

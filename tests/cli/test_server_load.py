@@ -25,7 +25,7 @@ from exportable_cache.demo import demo_path
 from exportable_cache.session.opening import ModelOptions, open_model, open_rows
 
 from ..support.waiting import wait_until
-from .serving import CHAT, MAX_CACHE_LEN, health, served
+from .serving import CHAT, MAX_CACHE_LEN, client_of, health, served
 
 WORDS = ["amber", "paper", "stone", "river", "it rested.", "the code of", "is 4821.", "is 77."]
 CLIENTS = 16
@@ -139,6 +139,36 @@ def test_as_many_requests_begin_as_there_are_rows(rows_bundle: Path) -> None:
         for thread in threads:
             thread.join()
     assert len(found) == 3 and len(set(found)) == 1 and found[0]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_server_shifts_after_the_system_prompt(server_bundle: Path, rows_bundle: Path, rows: int) -> None:
+    """A conversation that outgrows the cache is answered to its end; the usage tells what was dropped."""
+    completer: Any = Completer(load(server_bundle))
+    if rows > 1:
+        completer = BatchCompleter(ContinuousBatch(None, load(rows_bundle)))
+    completer.use("shift")
+    system = {"role": "system", "content": "the code of paper is 77."}
+    messages, dropped, kept = [system], list[int](), list[int | None]()
+    complete = completer.complete
+
+    def noted(ids: Any, options: Any, follower: Any) -> Any:
+        kept.append(options.protected)
+        return complete(ids, options, follower)
+
+    completer.complete = noted
+    with served(completer) as address:
+        client = client_of(address)
+        for _ in range(8):
+            messages.append({"role": "user", "content": "the code of amber is 4821. " * 8})
+            asked = {"model": "demo", "messages": messages, "temperature": 0, "max_completion_tokens": 3}
+            found = client.chat.completions.create(**asked)
+            messages.append({"role": "assistant", "content": found.choices[0].message.content})
+            dropped.append(getattr(found.usage.prompt_tokens_details, "dropped_tokens", 0))
+            assert found.usage.completion_tokens >= 1 and completer.length <= MAX_CACHE_LEN
+    assert dropped[0] == 0 and dropped == sorted(dropped) and dropped[-1] > MAX_CACHE_LEN // 3
+    begins = completer.encode([system, {"role": "user", "content": "x"}])
+    assert len(set(kept)) == 1 and kept[0] is not None and 8 < kept[0] < len(begins)
 
 
 def test_a_client_that_does_not_read_holds_up_no_other_one(server_bundle: Path) -> None:

@@ -87,6 +87,33 @@ def test_a_tool_is_called_and_its_result_is_told(serve: Serve) -> None:
     assert f"[assistant]Sure.{CALL}{CALL}" in completer.prompts[-1]
 
 
+@pytest.mark.parametrize(("on_full", "kept"), [("drop-turns", "bc"), ("restart", "c")])
+def test_whole_turns_are_dropped_from_a_full_cache(serve: Serve, on_full: str, kept: str) -> None:
+    """A turn has its calls and results with it, and the system prompt stays. The cache has 20,000 bytes."""
+    client, completer = serve(HERMES, "ok")
+    completer.use(on_full)
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages: list[Any] = [{"role": "system", "content": "s"}]
+    for text in "ab":
+        messages += [{"role": "user", "content": text * 4000}, {"role": "assistant", "tool_calls": [call]}]
+        messages += [{"role": "tool", "tool_call_id": "1", "content": f"result of {text}"}]
+        messages += [{"role": "assistant", "content": text * 4000}]
+    messages += [{"role": "user", "content": "c" * 4000}]
+    asked = {"model": "demo", "messages": messages, "tools": [TOOL], "max_completion_tokens": 10}
+    details = client.chat.completions.create(**asked).usage.prompt_tokens_details
+    assert details.dropped_turns == 3 - len(kept)
+    (prompt,) = completer.prompts
+    assert "[system]s" in prompt and "[tools " in prompt
+    assert [text in prompt for text in ("a" * 99, "result of a", "b" * 99, "result of b", "c" * 4000)] == [
+        False,
+        False,
+        *["b" in kept] * 2,
+        True,
+    ]
+    short = client.chat.completions.create(**ASKED).usage.prompt_tokens_details
+    assert not hasattr(short, "dropped_turns")
+
+
 def test_tools_that_are_not_to_be_called_are_text(serve: Serve) -> None:
     client, completer = serve(HERMES, CALL)
     for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):

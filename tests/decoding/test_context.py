@@ -109,7 +109,8 @@ def _encode(messages: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _said(start: int, count: int = 10) -> dict[str, Any]:
-    return {"content": list(range(start, start + count))}
+    """Return a message of the user at an odd hundred, and else of the assistant."""
+    return {"role": "user" if start // 100 % 2 else "assistant", "content": list(range(start, start + count))}
 
 
 @pytest.mark.parametrize("shifts", [True, False])

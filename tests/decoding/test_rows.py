@@ -11,7 +11,7 @@ import torch
 
 from exportable_cache.decoding import BatchCompleter, CompletionOptions, ContinuousBatch, Sampling
 from exportable_cache.decoding.prefix_tree import PrefixTree, common_length
-from exportable_cache.errors import InputError, NonFiniteLogitsError
+from exportable_cache.errors import CacheFullError, InputError, NonFiniteLogitsError
 from exportable_cache.generation.sampling_options import SamplingOptions
 from exportable_cache.session.persistence import put_row, row_of
 
@@ -66,6 +66,62 @@ def test_requests_get_the_tokens_that_they_get_alone(model: Any, has_prefill: bo
     list(batch.run())
     for request, prompt, count in zip(requests, prompts, counts, strict=True):
         assert request.finished and request.tokens == alone(model, prompt, count, temperature=1.0, seed=count)
+
+
+def shifted_alone(model: Any, prompt: torch.Tensor, count: int, protected: int, feeds_again: bool) -> list[int]:
+    """Return the tokens of a session that drops half of a full cache, or of one that is fed the other half again."""
+    session = live_session(model, False, CAPACITY)
+    if not feeds_again:
+        return list(session.generate(prompt, count, on_full="shift", protected=protected))
+    held, found = prompt[0].tolist(), list[int]()
+    while len(found) < count:
+        session.reset()
+        new = list(session.generate(torch.tensor([held]), min(count - len(found), CAPACITY + 1 - len(held))))
+        *held, newest = [*held, *new]
+        found += new
+        held = [*held[:protected], *held[protected + (len(held) - protected) // 2 :], newest]
+    return found
+
+
+@pytest.mark.parametrize("has_prefill", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_full_rows_drop_tokens_as_they_do_alone(family: str, has_prefill: bool) -> None:
+    """Rows are full at other times, also while a neighbour's prompt is in the session that a shift needs."""
+    model = model_of(family)
+    batch = batch_of(model, 2, has_prefill)
+    for session in (batch.prefill, batch.decode):
+        if session is not None:
+            session.stepper.most_a_chunk = 4
+    requests = []
+    for length, count in ((30, 70), (12, 60), (40, 50), (CAPACITY, 20)):
+        request = batch.submit(tokens(length, seed=length), 1)
+        request.max_new_tokens, request.protected, request.stop_tokens = count, 5, frozenset()
+        requests.append(request)
+    list(batch.run())
+    for request in requests:
+        count = request.max_new_tokens
+        assert count is not None and len(request.tokens) == count and request.dropped_tokens > 0
+        assert request.tokens == shifted_alone(model, request.input_ids, count, 5, feeds_again=not has_prefill)
+
+
+@pytest.mark.parametrize("has_prefill", [True, False])
+def test_long_prompts_are_cut_to_the_same_tokens(llama: Any, has_prefill: bool) -> None:
+    """Check a prompt that does not fit, and one that continues it."""
+    completer = BatchCompleter(batch_of(llama, 2, has_prefill))
+    completer.use("shift")
+    ids = tokens(CAPACITY + 9)[0].tolist()
+    options = CompletionOptions(max_new_tokens=3, protected=6)
+    first = completer.complete(ids, options)
+    new = [piece.token for piece in first]
+    half = (CAPACITY - 6) // 2
+    kept = ids[:6] + ids[6 + half :]
+    assert first.dropped_tokens == half and new == alone(llama, torch.tensor([kept]), 3)
+    second = completer.complete([*ids, *new, 5], options)
+    assert len(list(second)) == 3 and second.reused_tokens == len(kept) + 2
+    # Where the protected tokens take more than half of the cache, nothing can be dropped.
+    with pytest.raises(CacheFullError, match=f"the prompt has {CAPACITY + 9} tokens, but the cache holds {CAPACITY}"):
+        completer.complete(ids, CompletionOptions(protected=CAPACITY // 2 + 1))
+    completer.close()
 
 
 @pytest.mark.parametrize("has_prefill", [True, False])

@@ -8,7 +8,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...decoding.completion import AnyCompleter, Completion, CompletionOptions, Piece
+from ...decoding.context import fitting_turns, protected_tokens
 from ...errors import CacheFullError, DeviceMemoryError, ExportableCacheError, InputError
 from ...generation.constraint import Constraint, Follower
 from ...generation.response_template import TemplateParser
@@ -55,6 +56,8 @@ _GRACE = 5
 _CLIENT_CLOSED = 499
 #: Tokens of a prompt that are looked at for whether the response begins within reasoning.
 _PROMPT_END = 16
+#: Roles of the messages that stay when turns are dropped, at the beginning of a conversation.
+_SYSTEM = ("system", "developer")
 _DONE = b"data: [DONE]\n\n"
 #: The page may only contact its own server, and no other site may embed it.
 _PAGE_HEADERS = {
@@ -196,7 +199,7 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
             encode = partial(completer.encode, given, starts=body.add_special_tokens)
             encoding = engine.prepare(encode, characters=len(given))
         else:
-            encoding = encoded(given)
+            encoding = encoded(given, _encoded)
         ids = await _unless_disconnected(request, encoding)
         return {"tokens": ids, "count": len(ids), "max_model_len": completer.max_length}
 
@@ -215,8 +218,13 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
     async def metrics() -> PlainTextResponse:
         return PlainTextResponse(_metrics(counts, engine, completer), media_type=_METRICS_TYPE)
 
-    def job(ids: list[int], chosen: CompletionOptions, answer: Answer) -> Job:
-        return Job(lambda follower: completer.complete(ids, chosen, follower), answer, chosen.constraint)
+    def job(ids: list[int], chosen: CompletionOptions, answer: Answer, dropped: int = 0) -> Job:
+        def begin(follower: Follower | None) -> Completion:
+            completion = completer.complete(ids, chosen, follower)
+            completion.dropped_turns = dropped
+            return completion
+
+        return Job(begin, answer, chosen.constraint)
 
     async def text_jobs(body: CompletionRequest, chosen: CompletionOptions) -> list[Job]:
         engine.check_room()
@@ -228,9 +236,9 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
             jobs += [job(prompt, one, Answer()) for one in body.choices(chosen)]
         return jobs
 
-    async def encoded(body: ChatRequest) -> list[int]:
+    async def encoded(body: ChatRequest, fit: Callable[..., Result]) -> Result:
         forms, tools = body.prompts(), body.plain_tools()
-        return await engine.prepare(_encoded, completer, forms, tools, characters=characters_of([forms[0], tools]))
+        return await engine.prepare(fit, completer, forms, tools, characters=characters_of([forms[0], tools]))
 
     def adapter_of(model: str) -> str | None:
         if model not in names:
@@ -248,9 +256,10 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
         engine.check_room()
         chosen = replace(body.options(sampling), adapter=adapter_of(body.model))
         await engine.prepare(completer.check_characters, body.least_characters)
-        ids = await encoded(body)
+        ids, dropped, protected = await encoded(body, partial(_fitted, chosen.max_new_tokens))
+        chosen = replace(chosen, protected=protected)
         if dialect.is_plain and not tools:
-            return [job(ids, one, Answer()) for one in body.choices(chosen)]
+            return [job(ids, one, Answer(), dropped) for one in body.choices(chosen)]
         thought = dialect.thinks("".join(map(texts.text, ids[-_PROMPT_END:])))
         schemas = {tool.function.name: tool.function.parameters for tool in tools}
         is_strict = any(tool.function.strict for tool in tools)
@@ -263,7 +272,7 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
         if dialect.template is not None:
             prompt = completer.tokenizer.decode(ids, skip_special_tokens=False)
             make = partial(TemplateParser, dialect.template, str(prompt), [tool.plain() for tool in tools])
-        return [job(ids, one, Answer(await engine.prepare(make))) for one in body.choices(chosen)]
+        return [job(ids, one, Answer(await engine.prepare(make)), dropped) for one in body.choices(chosen)]
 
     async def respond(request: Request, body: ChatRequest | CompletionRequest, jobs: list[Job]) -> Any:
         response = Response(body.model, isinstance(body, ChatRequest), texts, [job.answer for job in jobs])
@@ -502,6 +511,35 @@ def _encoded(completer: AnyCompleter, forms: list[list[dict[str, Any]]], tools: 
             with suppress(InputError):
                 return completer.encode(form, tools)
         raise
+
+
+def _fitted(
+    reserve: int | None, completer: AnyCompleter, forms: list[list[dict[str, Any]]], tools: list[dict[str, Any]]
+) -> tuple[list[int], int, int | None]:
+    """Return the token ids of messages, without turns that the policy for a full cache drops.
+
+    Args:
+        reserve: Number of tokens to leave for the response; None for a quarter of the cache.
+        completer: The completer.
+        forms: See `_encoded`.
+        tools: See `_encoded`.
+
+    Returns:
+        The ids, the number of dropped turns, and the number of first tokens that shifts keep.
+    """
+    said, most = forms[0], completer.max_length or 0
+    first = next((index for index, one in enumerate(said) if one["role"] not in _SYSTEM), len(said))
+
+    def encode(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        # The same messages of each form: the first ones, and those after the turns that are dropped.
+        dropped = len(said) - len(messages)
+        return _encoded(completer, [[*form[:first], *form[first + dropped :]] for form in forms], tools)
+
+    ids, dropped = fitting_turns(encode, completer, said[:first], said[first:], reserve or most // 4)
+    protected = None
+    if completer.on_full == "shift":
+        protected = protected_tokens(lambda messages: _encoded(completer, [list(messages)], tools), said[:first])
+    return ids, dropped, protected
 
 
 def _event(document: dict[str, Any]) -> bytes:

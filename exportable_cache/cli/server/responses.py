@@ -228,14 +228,21 @@ class Response:
 
 
 def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return token counts; `cached_tokens` were already in the cache. Choices of one prompt count it once."""
+    """Return token counts; `cached_tokens` were already in the cache. Choices of one prompt count it once.
+
+    What was dropped because the cache was full is told if there is any: turns of the prompt, or tokens of both.
+    """
     prompts = {tuple(one.ids): one for one in reversed(completions)}.values()
     given, new = sum(one.prompt_tokens for one in prompts), sum(one.new_tokens for one in completions)
+    dropped = {name: sum(getattr(one, name) for one in prompts) for name in ("dropped_turns", "dropped_tokens")}
     return {
         "prompt_tokens": given,
         "completion_tokens": new,
         "total_tokens": given + new,
-        "prompt_tokens_details": {"cached_tokens": sum(one.reused_tokens for one in prompts)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(one.reused_tokens for one in prompts),
+            **{name: count for name, count in dropped.items() if count},
+        },
     }
 
 
