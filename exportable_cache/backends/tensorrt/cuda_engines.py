@@ -15,7 +15,7 @@ import numpy as np
 from ...common.sizes import bytes_text
 from ...errors import BundleError, DeviceMemoryError
 from .engine_io import LOGITS, STATE_IN, STATE_OUT, EngineRecord
-from .options import remedy_for
+from .options import check_computes, remedy_for
 
 #: TensorRT's module by the package that built a plan, see `EngineRecord.builder`.
 MODULES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
@@ -230,6 +230,7 @@ class CudaEngines:
 
     def _load(self, folder: Path, file: str, record: EngineRecord, runtime: Any, engines: dict[str, Any]) -> Any:
         """Return an execution context of a plan, whose weights are loaded once."""
+        check_computes(self._cuda.capability, record)
         self._log.errors.clear()
         if file not in engines:
             engines[file] = runtime.deserialize_cuda_engine((folder / file).read_bytes())
@@ -453,16 +454,18 @@ def _check_engine(record: EngineRecord, context: Any) -> None:
         BundleError: If it has others.
     """
     engine: Any = getattr(context, "engine", None)
-    if not hasattr(engine, "get_tensor_shape") or not hasattr(engine, "get_tensor_dtype"):
+    if not hasattr(engine, "get_tensor_dtype") or not hasattr(context, "get_tensor_shape"):
         return
-    tensors: list[tuple[str, str, list[int]]] = [
-        *((one.name, one.dtype, one.max_shape) for one in record.inputs),
-        *((one.name, one.dtype, one.shape) for one in record.outputs),
-    ]
+    most = next(one.max_shape[-1] for one in record.inputs if one.name == "input_ids")
+    tensors: list[tuple[str, str, list[int]]] = [(one.name, one.dtype, one.max_shape) for one in record.inputs]
+    for one in record.outputs:
+        # A method that takes fewer tokens than have logits fills the front.
+        rows = [min(one.shape[1], most)] if one.name == LOGITS and len(one.shape) == 3 else one.shape[1:2]
+        tensors.append((one.name, one.dtype, [*one.shape[:1], *rows, *one.shape[2:]]))
     for name, kind, recorded in tensors:
-        shape = [int(size) for size in engine.get_tensor_shape(name)]
+        # Those of the inputs that are set, the longest of the method.
+        shape = [int(size) for size in context.get_tensor_shape(name)]
         dtype = _ENGINE_DTYPES.get(engine.get_tensor_dtype(name).name, "an unknown dtype")
-        # A size of -1 depends on the number of tokens.
         same = len(shape) == len(recorded) and all(a in (-1, b) for a, b in zip(shape, recorded, strict=True))
         if not same or dtype != kind:
             raise BundleError(

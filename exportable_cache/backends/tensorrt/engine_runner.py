@@ -10,7 +10,7 @@ import torch
 
 from ...errors import BundleError
 from .engine_io import LOGITS, STATE_IN, STATE_OUT, records_of
-from .options import loads_on, remedy_for
+from .options import check_computes, loads_on, remedy_for
 
 if TYPE_CHECKING:
     from ...program.methods import ProgramMethod
@@ -202,6 +202,8 @@ def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
     engines: dict[str, Any] = {}
     stream = torch.cuda.current_stream()
     for method, (file, record) in records.items():
+        major, minor = torch.cuda.get_device_capability()
+        check_computes(10 * major + minor, record)
         with collected_errors() as errors:
             if file not in engines:
                 engines[file] = runtime.deserialize_cuda_engine((folder / file).read_bytes())
@@ -211,7 +213,6 @@ def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
                     context = None
                 stream.synchronize()
         if context is None:
-            major, minor = torch.cuda.get_device_capability()
             raise BundleError(
                 f"TensorRT cannot load {file}, built for {built_for}, on this GPU of SM {major}{minor}: "
                 f"{'; '.join(errors) or 'no reason given'}; {remedy_for(10 * major + minor)}"

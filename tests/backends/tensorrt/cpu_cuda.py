@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from exportable_cache.backends.tensorrt.cuda_engines import Cuda
+from exportable_cache.backends.tensorrt.engine_io import LOGITS
 from exportable_cache.backends.tensorrt.network import Network
 
 from .cpu_engine import CpuContext
@@ -168,8 +169,9 @@ class _Context:
         definition = networks[0].definition
         tensors = [definition.get_input(index) for index in range(definition.num_inputs)]
         tensors += [definition.get_output(index) for index in range(definition.num_outputs)]
+        self._sizes = {tensor.name: tuple(tensor.shape) for tensor in tensors}
+        self._scored = networks[0].scored_tokens
         self.engine = SimpleNamespace(
-            get_tensor_shape={tensor.name: tuple(tensor.shape) for tensor in tensors}.__getitem__,
             get_tensor_dtype={tensor.name: tensor.dtype for tensor in tensors}.__getitem__,
         )
         self.set_tensor_address = self._context.set_tensor_address
@@ -180,6 +182,12 @@ class _Context:
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         return self._context.set_input_shape(name, shape)
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        """Return the sizes for the inputs that are set, as TensorRT does."""
+        tokens = self._context._shapes.get("input_ids", self._sizes["input_ids"])[-1]
+        known = min(tokens, self._scored) if name == LOGITS and self._scored else tokens
+        return self._context._shapes.get(name) or tuple(known if size == -1 else size for size in self._sizes[name])
 
     def execute_async_v3(self, stream: int) -> bool:
         shapes = dict(self._context._shapes)

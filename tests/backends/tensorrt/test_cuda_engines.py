@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no te
 from exportable_cache.backends.tensorrt import cuda_engines
 from exportable_cache.backends.tensorrt.cuda_engines import Cuda, CudaEngines, missing_package, open_cuda_engines
 from exportable_cache.backends.tensorrt.engine_io import EngineRecord
+from exportable_cache.backends.tensorrt.options import check_computes
 
 from .cpu_cuda import CpuCuda, CpuTensorRT
 from .cpu_engine import records_by_method
@@ -351,6 +353,13 @@ def test_draws_follow_the_weights_and_the_seed(session: EngineSession) -> None:
         return session.generate([1, 2], Options(max_new_tokens=8, temperature=2.0, top_k=50, seed=seed))[0]
 
     assert drawn(1) == drawn(1) != drawn(2)
+
+
+@pytest.mark.parametrize(("here", "built", "refused"), [(90, [89], True), (90, [], False), (90, [80, 89], False)])
+def test_plans_that_hopper_computes_wrongly_are_refused(here: int, built: list[int], refused: bool) -> None:
+    record = records_by_method(engine_program("llama")[2])["decode"].model_copy(update={"capabilities": built})
+    with pytest.raises(BundleError, match="SM 80 to run on SM 90, got one for SM 89") if refused else nullcontext():
+        check_computes(here, record)
 
 
 def test_logits_that_are_not_finite_end_with_their_position() -> None:
