@@ -32,24 +32,24 @@ def write(folder: Path, kind: str, **form: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "form"),
+    ("kind", "form", "kept"),
     [
-        ("gptq", {}),
-        ("gptq", {"sym": False, "act_order": True}),
-        ("gptq", {"bits": 8, "sym": False}),
-        ("awq", {}),
+        ("gptq", {}, "affine"),
+        ("gptq", {"sym": False, "act_order": True}, "4w"),
+        ("gptq", {"bits": 8, "sym": False}, "affine"),
+        ("awq", {}, "4w"),
     ],
     ids=["symmetric", "act-order", "8-bits", "awq"],
 )
 @torch.no_grad()
 def test_integers_are_kept_and_logits_are_those_of_the_dequantised_model(
-    kind: str, form: dict[str, Any], tmp_path: Path
+    kind: str, form: dict[str, Any], kept: str, tmp_path: Path
 ) -> None:
     """Compare a model over kept integers with the dequantised one."""
     write(tmp_path, kind, **form)
     loaded = load_to_quantise(tmp_path, keep=True)
     assert loaded.remarks == ()
-    made = quantize(loaded.model, keep("affine"), stored=loaded.integers)
+    made = quantize(loaded.model, keep(kept), stored=loaded.integers)
     assert set(made.kept) == {f"{name}.weight" for name in checkpoints.linears_of(loaded.model)} and made.remark == ""
     for name in made.kept:
         assert torch.equal(
@@ -77,10 +77,12 @@ def test_only_layers_of_the_targets_form_are_kept_and_the_others_are_named(tmp_p
         ({"sym": False}, "symmetric", "because they have zero points"),
         ({}, "8da4w", "because bfloat16 does not hold scales in float16 exactly"),
         ({"bits": 8}, "8da4w", "because they have 8 bits"),
+        ({"bits": 8}, "4w", "because they have 8 bits"),
+        ({"group": 16, "sym": False}, "4w", "because groups of 16 are not a multiple of 32"),
         ({"bits": 8}, "symmetric", "because integers of 8 bits have several scales a row"),
         ({"group": 16, "dtype": torch.bfloat16}, "8da4w", "because groups of 16 are not a multiple of 32"),
     ],
-    ids=["zeros", "scales", "8-bits", "8-bit-groups", "small-groups"],
+    ids=["zeros", "scales", "8-bits", "8-bits-alone", "small-groups-alone", "8-bit-groups", "small-groups"],
 )
 def test_forms_that_a_target_does_not_store_are_refused(
     form: dict[str, Any], kept: str, message: str, tmp_path: Path

@@ -190,6 +190,11 @@ def test_layers_that_a_scheme_cannot_take_are_refused() -> None:
             "quantize must be a scheme that target 'pt2' has fast kernels for, got '8da4w'; use 8w, 8da8w",
         ),
         ("executorch", {"quantize": "8w"}, "target 'executorch' has fast kernels for, got '8w'; use 8da4w, 8da8w"),
+        (
+            "executorch",
+            {"quantize": "4w", "linears": "delegate"},
+            "linears must be 'native' with quantize='4w', .*, got 'delegate'; pass linears='native'",
+        ),
     ],
 )
 def test_schemes_without_kernels_are_refused_before_anything_is_loaded(

@@ -1,5 +1,5 @@
 // Linear layers over weights of float32, or of bfloat16 or float16 if these represent them exactly. All give the same
-// results.
+// results. Weights of 4 bits in groups are multiplied by the same floats.
 #pragma once
 
 #include <hwy/base.h>
@@ -46,6 +46,25 @@ constexpr int64_t steps_of(int64_t inputs) {
 // processors without instructions for such products, take the same inputs as floats.
 struct RoundedLinear : BFloat16Linear {};
 
+// Weights of 4 bits in groups of inputs, each its integer less its group's zero point, times its group's scale. Blocks have no
+// alignment, and each is contiguous:
+//   [groups, kBlockOutputs] S, float32 or float16: a scale for each group of an output's weights
+//   [groups, kBlockOutputs] bytes: its zero point, plus 8
+//   [inputs / 8, kBlockOutputs, 4] bytes: the integers, as in `Linear`
+template <class S>
+struct GroupedLinearOf : LinearRows {
+  int64_t groups = 0;
+  const uint8_t* weights = nullptr;  // [blocks, bytes_of_grouped]
+};
+
+using GroupedLinear = GroupedLinearOf<float>;
+using Grouped16Linear = GroupedLinearOf<hwy::float16_t>;
+
+template <class S>
+constexpr int64_t bytes_of_grouped(int64_t inputs, int64_t groups) {
+  return kBlockOutputs * (static_cast<int64_t>(sizeof(S) + 1) * groups + inputs / 2);
+}
+
 // Bytes of scratch memory for the rounded inputs, which must be aligned to 64.
 size_t rounded_scratch(const RoundedLinear& layer);
 
@@ -54,6 +73,8 @@ void apply_float_linears(const RoundedLinear* layers, size_t count, const Thread
 void apply_float_linears(const FloatLinear* layers, size_t count, const Threads& threads);
 void apply_float_linears(const Float16Linear* layers, size_t count, const Threads& threads);
 void apply_float_linears(const BFloat16Linear* layers, size_t count, const Threads& threads);
+void apply_float_linears(const GroupedLinear* layers, size_t count, const Threads& threads);
+void apply_float_linears(const Grouped16Linear* layers, size_t count, const Threads& threads);
 
 // Reads a row of a table whose rows are the outputs of such weights: float32 [inputs].
 void row_of_weights(const hwy::float16_t* weights, int64_t inputs, int64_t output, float* row);

@@ -3,6 +3,8 @@
 //                   -> Tensor(a!)
 //   exportable_cache::linears_4bit.out(Tensor source, Tensor[] weights, Tensor[] biases, int[] outputs, *,
 //                   Tensor(a!)[] out) -> ()
+//   exportable_cache::linear_4bit_float.out and linears_4bit_float.out, the same, with float32 scales, zero points and float
+//                   inputs; and linear_4bit_float16.out and linears_4bit_float16.out, with float16 scales
 //   exportable_cache::linear_float.out and linears_float.out, and of float16 and bfloat16, the same
 //   exportable_cache::linear_bfloat16_rounded.out and linears_bfloat16_rounded.out, the same, with inputs rounded to bfloat16
 // and those of experts.py, with weights of all experts:
@@ -32,11 +34,19 @@ using OptionalTensor = executorch::aten::optional<Tensor>;
 
 constexpr size_t kAlignment = 64;
 
+// Bytes of a block of weights with some groups.
+int64_t bytes_of(const Linear&, int64_t inputs, int64_t groups) { return bytes_of_block(inputs, groups); }
+template <class S>
+int64_t bytes_of(const GroupedLinearOf<S>&, int64_t inputs, int64_t groups) {
+  return bytes_of_grouped<S>(inputs, groups);
+}
+
 // Number of groups of an output's weights, from the block's bytes; 0 if the sizes are inconsistent.
-int64_t groups_of(int64_t bytes, int64_t inputs) {
-  const int64_t of_scales = bytes / kBlockOutputs - 4 - inputs / 2, groups = of_scales / 2;
+template <class L>
+int64_t groups_of(const L& layer, int64_t bytes, int64_t inputs) {
+  const int64_t without = bytes_of(layer, inputs, 0), groups = (bytes - without) / (bytes_of(layer, inputs, 1) - without);
   const bool fits = groups > 0 && inputs % groups == 0 && inputs / groups % kGroupMultiple == 0;
-  return fits && bytes == bytes_of_block(inputs, groups) ? groups : 0;
+  return fits && bytes == bytes_of(layer, inputs, groups) ? groups : 0;
 }
 
 // Scratch memory of a thread, as large as its largest layer needed.
@@ -67,15 +77,25 @@ bool is_prepared(KernelRuntimeContext& context, const Tensor& source, const Tens
 }
 
 // True if weights of a kind fit, after `leading` dimensions; they are then set in the layer.
-bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs, Linear& linear,
-                 ssize_t leading = 0) {
+template <class L>
+bool has_blocks(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs, L& linear,
+                ssize_t leading) {
   const bool is_packed =
       weights.dim() == leading + 2 && weights.scalar_type() == ScalarType::Byte && is_contiguous(weights);
-  const int64_t groups = is_packed ? groups_of(weights.size(leading + 1), inputs) : 0;
+  const int64_t groups = is_packed ? groups_of(linear, weights.size(leading + 1), inputs) : 0;
   ET_KERNEL_CHECK_MSG(context, groups > 0 && weights.size(leading) == blocks_of(outputs), InvalidArgument, false,
                       "weights must be uint8 blocks of 16 outputs, packed for the source's size");
   linear.groups = groups, linear.weights = weights.const_data_ptr<uint8_t>();
   return true;
+}
+bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs, Linear& linear,
+                 ssize_t leading = 0) {
+  return has_blocks(context, weights, inputs, outputs, linear, leading);
+}
+template <class S>
+bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs,
+                 GroupedLinearOf<S>& linear, ssize_t leading = 0) {
+  return has_blocks(context, weights, inputs, outputs, linear, leading);
 }
 
 template <class W>
@@ -107,6 +127,10 @@ void apply(const RoundedLinear* layers, size_t count) {
 }
 template <class W>
 void apply(const FloatLinearOf<W>* layers, size_t count) {
+  apply_float_linears(layers, count, runtime_threads());
+}
+template <class S>
+void apply(const GroupedLinearOf<S>* layers, size_t count) {
   apply_float_linears(layers, count, runtime_threads());
 }
 
@@ -197,6 +221,8 @@ constexpr const char kLinearFloat[] = "exportable_cache::linear_float.out",
                      kLinearBFloat16[] = "exportable_cache::linear_bfloat16.out",
                      kLinearRounded[] = "exportable_cache::linear_bfloat16_rounded.out",
                      kLinear4Bit[] = "exportable_cache::linear_4bit.out",
+                     kLinearGrouped[] = "exportable_cache::linear_4bit_float.out",
+                     kLinearGrouped16[] = "exportable_cache::linear_4bit_float16.out",
                      kExpertsFloat[] = "exportable_cache::experts_float.out",
                      kExpertsFloat16[] = "exportable_cache::experts_float16.out",
                      kExpertsBFloat16[] = "exportable_cache::experts_bfloat16.out",
@@ -213,6 +239,8 @@ void register_linear_operators() {
   (void)register_kernel(make_boxed_kernel(kLinearBFloat16, EXECUTORCH_FN(linear_out<BFloat16Linear>, kLinearBFloat16)));
   (void)register_kernel(make_boxed_kernel(kLinearRounded, EXECUTORCH_FN(linear_out<RoundedLinear>, kLinearRounded)));
   (void)register_kernel(make_boxed_kernel(kLinear4Bit, EXECUTORCH_FN(linear_out<Linear>, kLinear4Bit)));
+  (void)register_kernel(make_boxed_kernel(kLinearGrouped, EXECUTORCH_FN(linear_out<GroupedLinear>, kLinearGrouped)));
+  (void)register_kernel(make_boxed_kernel(kLinearGrouped16, EXECUTORCH_FN(linear_out<Grouped16Linear>, kLinearGrouped16)));
   (void)register_kernel(make_boxed_kernel(kExpertsFloat, EXECUTORCH_FN(experts_out<FloatLinear>, kExpertsFloat)));
   (void)register_kernel(make_boxed_kernel(kExpertsFloat16, EXECUTORCH_FN(experts_out<Float16Linear>, kExpertsFloat16)));
   (void)register_kernel(make_boxed_kernel(kExpertsBFloat16, EXECUTORCH_FN(experts_out<BFloat16Linear>, kExpertsBFloat16)));
@@ -222,6 +250,8 @@ void register_linear_operators() {
   (void)register_kernel(Kernel("exportable_cache::linears_bfloat16.out", linears_out<BFloat16Linear>));
   (void)register_kernel(Kernel("exportable_cache::linears_bfloat16_rounded.out", linears_out<RoundedLinear>));
   (void)register_kernel(Kernel("exportable_cache::linears_4bit.out", linears_out<Linear>));
+  (void)register_kernel(Kernel("exportable_cache::linears_4bit_float.out", linears_out<GroupedLinear>));
+  (void)register_kernel(Kernel("exportable_cache::linears_4bit_float16.out", linears_out<Grouped16Linear>));
 }
 
 }  // namespace exportable_cache::kernels

@@ -52,6 +52,8 @@ void multiply_linear_tile(const Linear& linear, const Rounded& rounded, const Ti
 void multiply_linear_tile(const FloatLinear& linear, const Tile& tile);
 void multiply_linear_tile(const Float16Linear& linear, const Tile& tile);
 void multiply_linear_tile(const BFloat16Linear& linear, const Tile& tile);
+void multiply_linear_tile(const GroupedLinear& linear, const Tile& tile);
+void multiply_linear_tile(const Grouped16Linear& linear, const Tile& tile);
 
 // Tiles of all outputs and rows of a layer, or of a few layers with the same rows: `task_rows` rows, and a multiple of
 // `together` of the layer's blocks. All layers have `all_blocks` together.

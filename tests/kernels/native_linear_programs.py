@@ -11,7 +11,7 @@ import torch
 from exportable_cache import export
 from exportable_cache.backends.executorch.dedup.segment_calls import ClonedSegments
 from exportable_cache.backends.executorch.lowering.lower import lower_programs
-from exportable_cache.backends.executorch.native.linears import NAMES, ROUNDED, pack, pack_float
+from exportable_cache.backends.executorch.native.linears import NAMES, ROUNDED, pack, pack_float, pack_groups
 from exportable_cache.common.compat.executorch import load_program
 
 from ..backends.test_executorch_clones import LAYERS, model_of, programs_of
@@ -19,7 +19,9 @@ from ..support.models import tiny_model, tokens
 
 #: Of weights, and the types of those that are no whole numbers.
 DTYPES = {name: dtype for dtype, name in NAMES.items()} | {ROUNDED: torch.bfloat16}
-KINDS = ("4bit", *DTYPES)
+#: Of the scales of weights of 4 bits with zero points.
+GROUPED = {"4bit_float": torch.float32, "4bit_float16": torch.float16}
+KINDS = ("4bit", *GROUPED, *DTYPES)
 
 
 def packed_of(kind: str, numbers: torch.Tensor) -> torch.Tensor:
@@ -27,7 +29,11 @@ def packed_of(kind: str, numbers: torch.Tensor) -> torch.Tensor:
     if kind in DTYPES:
         return pack_float(numbers.float(), DTYPES[kind])
     generator = torch.Generator().manual_seed(len(numbers))
-    return pack(numbers.to(torch.int8), torch.rand(len(numbers), numbers.shape[1] // 32, generator=generator))
+    integers, scales = numbers.to(torch.int8), torch.rand(len(numbers), numbers.shape[1] // 32, generator=generator)
+    if kind in GROUPED:
+        zeros = torch.randint(-8, 8, scales.shape, generator=generator, dtype=torch.int8)
+        return pack_groups(integers, scales.to(GROUPED[kind]), zeros)
+    return pack(integers, scales)
 
 
 class Linear(torch.nn.Module):
@@ -139,6 +145,7 @@ def check_linears(folder: Path) -> None:
     check_operator(folder.with_name("linear.pte"), "bfloat16", [150], inputs=161)
     check_cloned(folder.with_name("cloned.pte"))
     check_bundle(folder, "8da4w", ["linears_4bit"])
+    check_bundle(folder.with_name("4w"), "4w", ["linears_4bit_float16", "linear_4bit_float16"], tied=True)
     whole = check_bundle(folder.with_name("float"), None, ["linears_float"])
     for kind in ("bfloat16", "float16"):
         check_table(folder.with_name("table.pte"), kind)

@@ -13,8 +13,10 @@ from exportable_cache.backends.executorch.native.linears import (
     ROUNDED,
     linears_to_native,
     pack,
+    pack_groups,
     tables_to_native,
     unpack,
+    unpack_groups,
 )
 from exportable_cache.backends.executorch.quantized import FoldedLinears, int4_layer
 from exportable_cache.common.tensors import exact_dtype
@@ -22,7 +24,7 @@ from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization
 
 from ..support.models import tiny_model
-from .native_linear_programs import DTYPES, KINDS, packed_of
+from .native_linear_programs import DTYPES, GROUPED, KINDS, packed_of
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(16, 32, 32), (40, 96, 32), (1, 128, 64), (33, 64, 64)])
@@ -37,6 +39,23 @@ def test_weights_are_packed_without_loss(outputs: int, inputs: int, group: int) 
     sums = packed[:, : 4 * BLOCK].contiguous().view(torch.float32).flatten()[:outputs]
     plain = integers.view(outputs, -1, group) * scales.float()[..., None]
     torch.testing.assert_close(sums, plain.sum((1, 2)))
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(16, 32, 32), (33, 128, 64), (1, 128, 128)])
+def test_groups_with_zero_points_are_packed_without_loss(kind: str, outputs: int, inputs: int, group: int) -> None:
+    """Check the packed bytes, and that the operator is a layer over the dequantized weight."""
+    dtype, shape = GROUPED[kind], (outputs, inputs // group)
+    integers = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)
+    scales, zeros = torch.randn(shape).to(dtype), torch.randint(-8, 8, shape, dtype=torch.int8)
+    packed = pack_groups(integers, scales, zeros)
+    assert packed.shape == (-(-outputs // BLOCK), BLOCK * ((dtype.itemsize + 1) * shape[1] + inputs // 2))
+    for found, expected in zip(unpack_groups(packed, inputs, outputs, dtype), (integers, scales, zeros), strict=True):
+        assert torch.equal(found, expected)
+    spread = (part.float().repeat_interleave(group, 1) for part in (zeros, scales))
+    weight, source = (integers - next(spread)) * next(spread), torch.randn(2, inputs)
+    found = getattr(torch.ops.exportable_cache, f"linear_{kind}")(source, packed, None, outputs)
+    torch.testing.assert_close(found, nn.functional.linear(source, weight))
 
 
 def exported(linear: str, scales: str | None = None) -> tuple[nn.Module, torch.export.ExportedProgram]:
@@ -67,6 +86,18 @@ def test_the_operator_is_the_layer_that_torchao_has(scales: str) -> None:
     assert [targets.count(f"exportable_cache.{name}.default") for name in ("linears_4bit", "linear_4bit")] == [1, 1]
     assert not any(int4_layer(node) for node in rewritten.graph.nodes)
     source = torch.randn(1, 5, 64) * torch.tensor([1e-3, 1.0, 30.0, 0.0, 2.0])[:, None]
+    with torch.no_grad():
+        torch.testing.assert_close(rewritten.module()(source), layers(source), atol=1e-5, rtol=1e-5)
+
+
+def test_weights_alone_are_multiplied_by_floats() -> None:
+    """Check that `4w` has scales in 16 bits, and the operators that do not round activations."""
+    layers, program = exported("4w", "signed_mse")
+    rewritten = linears_to_native(program)
+    targets = [str(node.target) for node in rewritten.graph.nodes]
+    names = ("linears_4bit_float16", "linear_4bit_float16")
+    assert [targets.count(f"exportable_cache.{name}.default") for name in names] == [1, 1]
+    source = torch.randn(1, 5, 64)
     with torch.no_grad():
         torch.testing.assert_close(rewritten.module()(source), layers(source), atol=1e-5, rtol=1e-5)
 

@@ -123,6 +123,12 @@ class ExecutorchOptions(TensorRTOptions):
                 f"quantize must be None for delegate {self.delegate!r}, got {str(quantization)!r}; leave it out, or "
                 "use delegate 'xnnpack'"
             )
+        if quantization.linear == "4w" and self.delegate != "tensorrt" and not self.native_linears:
+            raise InputError(
+                "linears must be 'native' with quantize='4w', because delegates have no kernel for 4-bit weights with "
+                f"float activations, got {self.linears or 'delegate'!r}; pass linears='native' (-O linears=native), or "
+                "use '8da4w'"
+            )
 
     def check_export(self, prefill_chunk: int | None, verify: bool) -> None:
         """See `TargetOptions.check_export`."""

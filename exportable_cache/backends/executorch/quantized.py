@@ -111,7 +111,7 @@ def folded_call(node: Node) -> FoldedCall | None:
 
 
 class Int4Layer(NamedTuple):
-    """A linear layer over 4-bit weights in groups, whose input is quantized to 8 bits per token.
+    """A linear layer over 4-bit weights in groups.
 
     Attributes:
         source: [..., inputs].
@@ -120,6 +120,7 @@ class Int4Layer(NamedTuple):
         zero_point: [outputs, groups], or None.
         bias: [outputs], or None.
         group: Number of weights that share a scale.
+        rounds: True if the input is quantized to 8 bits per token, False if it stays in float.
     """
 
     source: Node
@@ -128,6 +129,7 @@ class Int4Layer(NamedTuple):
     zero_point: Node | None
     bias: Node | None
     group: int
+    rounds: bool
 
 
 def int4_layer(node: Node) -> Int4Layer | None:
@@ -136,21 +138,23 @@ def int4_layer(node: Node) -> Int4Layer | None:
     if call is None:
         return None
     steps = _RECIPES[call.recipe]
-    if [target for target, _ in steps if target is not operator.getitem] != [
-        _CHOOSE, _QUANTIZE, _DEQUANTIZE, _DEQUANTIZE, _LINEAR
-    ]:  # fmt: skip
+    targets = [target for target, _ in steps if target is not operator.getitem]
+    rounds = targets == [_CHOOSE, _QUANTIZE, _DEQUANTIZE, _DEQUANTIZE, _LINEAR]
+    if not rounds and targets != [_DEQUANTIZE, _LINEAR]:
         return None
     chosen, weight, linear = steps[0][1], steps[-2][1], steps[-1][1]
-    inputs = call.source.meta["val"].shape[-1]
-    *tokens, block = chosen[2]
-    of_tokens = chosen[1] == "ASYMMETRIC" and chosen[3:6] == (torch.int8, -128, 127) and set(tokens) <= {1}
+    if rounds:
+        *tokens, block = chosen[2]
+        of_tokens = chosen[1] == "ASYMMETRIC" and chosen[3:6] == (torch.int8, -128, 127) and set(tokens) <= {1}
+        if not of_tokens or block != call.source.meta["val"].shape[-1]:
+            return None
     (one, group), (integers, scale, zero_point), limits = weight[1], (weight[0], *weight[2:4]), weight[4:7]
-    if not of_tokens or block != inputs or one != 1 or limits != (torch.int8, -8, 7):
+    if one != 1 or limits != (torch.int8, -8, 7):
         return None
     names = (integers, scale, zero_point, linear[2] if len(linear) > 2 else None)
     parts: list[Any] = [call.weights[name.index] if isinstance(name, _Weight) else None for name in names]
     of_integers, of_scale, of_zero_point, of_bias = parts
-    return Int4Layer(call.source, of_integers, of_scale, of_zero_point, of_bias, group)
+    return Int4Layer(call.source, of_integers, of_scale, of_zero_point, of_bias, group, rounds)
 
 
 class UnfoldLinears(PassBase):

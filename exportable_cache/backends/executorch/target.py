@@ -35,7 +35,8 @@ class ExecutorchBackend:
     max_batch_size = 1
     holds_adapters = True
     # Not 8-bit weights alone, because their kernel was 4 times slower than float32 for one token and 80 times for 32.
-    linear_schemes = ("8da4w", "8da8w", "keep")
+    # 4-bit weights alone need native operators, see `ExecutorchOptions.check_quantization`.
+    linear_schemes = ("8da4w", "8da8w", "4w", "keep")
     kept_weights = "8da4w"
     embedding_schemes = ("8w", "4w")
 

@@ -200,7 +200,9 @@ def quantize(
         else:
             config = IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits])
         fitted = bits == 4 and quantization.scales != "absmax"
-        scale_dtype, signed = torch.bfloat16 if dynamic else dtype, quantization.scales == "signed_mse"
+        signed = quantization.scales == "signed_mse"
+        # Native operators, which alone take signed scales, store bfloat16 scales in 16 bits.
+        scale_dtype = torch.bfloat16 if dynamic or signed else dtype
         for module in model.modules():
             if isinstance(module, nn.Linear) and not (tied and module is head):
                 if fitted:
@@ -216,7 +218,7 @@ def quantize(
     if tied and quantization.embeddings is not None:
         weight = _weight(table)
         assert is_quantized(weight)
-        head.weight = nn.Parameter(_as_linear(weight, quantization.linear), requires_grad=False)
+        head.weight = nn.Parameter(_as_linear(weight, quantization), requires_grad=False)
     _convert_others(model, dtype)
     for config in (model.config, model.config.get_text_config(decoder=True)):
         config.dtype = dtype
@@ -239,7 +241,6 @@ def _keep(
     )
 
     rounding = IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN if form.rounds else None
-    scale_dtype = torch.bfloat16 if form.bfloat16 else dtype
     kept: dict[str, int] = {}
     left: dict[str, list[str]] = {}
     for path, module in list(model.named_modules()):
@@ -247,6 +248,7 @@ def _keep(
         weight = stored.get(name)
         if weight is None or not isinstance(module, nn.Linear):
             continue
+        scale_dtype = {"bfloat16": torch.bfloat16, "program": dtype}.get(form.scales, weight.scales.dtype)
         problem = _unkept(weight, form, scale_dtype)
         if problem:
             left.setdefault(problem, []).append(path)
@@ -280,8 +282,8 @@ def _unkept(weight: IntegerWeight, form: KeptForm, scale_dtype: torch.dtype) -> 
         return f"groups of {weight.size} do not divide {inputs} inputs"
     if groups > 1 and weight.bits not in form.grouped:
         return f"integers of {weight.bits} bits have several scales a row"
-    if form.rounds and weight.size % GROUP_MULTIPLE:
-        return f"groups of {weight.size} are not a multiple of {GROUP_MULTIPLE}"
+    if weight.size % form.multiple:
+        return f"groups of {weight.size} are not a multiple of {form.multiple}"
     # XNNPACK takes positive scales only.
     if form.rounds and not bool((weight.scales > 0).all()):
         return "a scale is not positive"
@@ -435,15 +437,16 @@ def _convert_others(model: nn.Module, dtype: torch.dtype) -> None:
                 setattr(module, name, buffer.to(dtype))
 
 
-def _as_linear(table: QuantizedWeight, scheme: str | None) -> torch.Tensor:
-    """Return a table's weight as one of a linear layer that shares its tensors and computes by a scheme."""
+def _as_linear(table: QuantizedWeight, quantization: Quantization) -> torch.Tensor:
+    """Return a table's weight as one of a linear layer that shares its tensors and computes by a quantisation."""
     from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor import (
         IntxUnpackedToInt8TensorActivationQuantization,
     )
 
     # If only embeddings are quantised, the head has 8-bit activations too, because devices have no fast kernel for
-    # quantised weights alone.
-    dynamic = scheme is None or LINEAR_SCHEMES[scheme][1]
+    # 8-bit weights alone. Neither have the native operators that take signed scales.
+    scheme = quantization.linear
+    dynamic = scheme is None or LINEAR_SCHEMES[scheme][1] or quantization.scales == "signed_mse"
     activations = IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN if dynamic else None
     return type(table)(
         table.qdata, table.scale, table.zero_point, table.target_dtype, table.block_size, table.dtype, activations

@@ -43,8 +43,9 @@ def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtyp
     forms = {}
     if quantization.linear not in (None, KEEP_SCHEME):
         bits, _ = LINEAR_SCHEMES[quantization.linear or ""]
-        # Because XNNPACK keeps scales of groups in bfloat16, and others have the dtype of the computation.
-        scale = _BFLOAT16 if bits == 4 and quantization.linear == "8da4w" else dtype.itemsize
+        # Because XNNPACK and native operators keep scales of groups in 16 bits, and others in the program's dtype.
+        is_16_bits = quantization.linear == "8da4w" or quantization.scales == "signed_mse"
+        scale = _BFLOAT16 if bits == 4 and is_16_bits else dtype.itemsize
         for module in model.modules():
             if isinstance(module, nn.Linear) and not (tied and module is head):
                 forms[id(module.weight)] = _Form(bits, scale)

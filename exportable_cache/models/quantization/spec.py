@@ -49,21 +49,24 @@ class KeptForm(NamedTuple):
         zero_points: True if groups may have zero points.
         grouped: Bits with which several groups of a row are stored; others need one scale a row.
         rounds: True if activations are quantised to 8 bits per token.
-        bfloat16: True if scales are stored in bfloat16, else in the dtype of the program.
+        scales: Dtype of scales: "bfloat16", "program" for that of the program, or "stored" for the checkpoint's.
+        multiple: Divisor of the number of inputs of a group.
     """
 
     bits: tuple[int, ...]
     zero_points: bool
     grouped: tuple[int, ...]
     rounds: bool
-    bfloat16: bool
+    scales: str
+    multiple: int = 1
 
 
 #: Forms by name, which the target chooses and the manifest records.
 KEPT_FORMS = {
-    "affine": KeptForm((1, 2, 3, 4, 5, 6, 7, 8), True, (1, 2, 3, 4, 5, 6, 7, 8), rounds=False, bfloat16=False),
-    "symmetric": KeptForm((2, 3, 4, 8), False, (2, 3, 4), rounds=False, bfloat16=False),
-    "8da4w": KeptForm((2, 3, 4), False, (2, 3, 4), rounds=True, bfloat16=True),
+    "affine": KeptForm((1, 2, 3, 4, 5, 6, 7, 8), True, (1, 2, 3, 4, 5, 6, 7, 8), rounds=False, scales="program"),
+    "symmetric": KeptForm((2, 3, 4, 8), False, (2, 3, 4), rounds=False, scales="program"),
+    "8da4w": KeptForm((2, 3, 4), False, (2, 3, 4), rounds=True, scales="bfloat16", multiple=GROUP_MULTIPLE),
+    "4w": KeptForm((1, 2, 3, 4), True, (1, 2, 3, 4), rounds=False, scales="stored", multiple=GROUP_MULTIPLE),
 }
 
 
@@ -158,7 +161,12 @@ class Quantization:
         return found[0] if isinstance(found, tuple) else found
 
     def for_native_linears(self) -> Quantization:
-        """Return the quantisation for this package's operators: scales of either sign, and quantised experts."""
+        """Return the quantisation for this package's operators.
+
+        They take scales of either sign, quantised experts, and kept integers with zero points and float activations.
+        """
+        if self.linear == KEEP_SCHEME:
+            return self.for_target("4w")
         if self.scales != SCALES[0]:
             return self
         return replace(self, scales="signed_mse", experts=self.linear if self.linear in EXPERT_SCHEMES else None)

@@ -2,9 +2,10 @@
 
 `exportable_cache::linear_float` takes float32 weights, `linear_bfloat16` and `linear_float16` take weights that these
 types hold without loss. `linear_bfloat16_rounded` also rounds its inputs to bfloat16. `linear_4bit` takes 4-bit weights
-and quantizes activations to 8 bits per token, as torchao's `8da4w` does. `embedding_bfloat16` and `embedding_float16`
-look up rows of a table that is tied to such a layer. Other tables are stored in 16 bits if that loses nothing. Sums are
-in float32.
+and quantizes activations to 8 bits per token, as torchao's `8da4w` does. `linear_4bit_float` and `linear_4bit_float16`
+take 4-bit weights with zero points and scales of these dtypes, and activations in float. `embedding_bfloat16` and
+`embedding_float16` look up rows of a table that is tied to such a layer. Other tables are stored in 16 bits if that
+loses nothing. Sums are in float32.
 
 XNNPACK (ExecuTorch 1.4.1) packs a second copy of the weights when a program is loaded, and multiplies 4-bit weights in
 16 bits on processors with AVX2 but without AVX-512, at half the speed. Here weights are packed at export, in blocks of
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 #: Number of outputs in a block; the length of a group is a multiple of the second.
 BLOCK, GROUP_MULTIPLE = 16, 32
-#: Bytes of a group's bfloat16 scale and of an output's float32 sum.
+#: Bytes of a group's bfloat16 scale and of an output's float32 sum in `linear_4bit`.
 _SCALE, _SUM = 2, 4
 _QUADS = 8
 
@@ -85,32 +86,72 @@ def pack(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         uint8 [blocks, bytes]; padding represents zeros.
     """
     (outputs, inputs), groups = integers.shape, scales.shape[1]
-    blocks = -(-outputs // BLOCK)
-    missing = blocks * BLOCK - outputs
     scales = scales.to(torch.bfloat16)
     grouped = integers.view(outputs, groups, inputs // groups).sum(-1, dtype=torch.int32)
-    sums = (scales.double() * grouped).sum(-1).float()
+    sums = (scales.double() * grouped).sum(-1, keepdim=True).float()
+    return _in_blocks(sums, scales, integers=integers)
+
+
+def pack_groups(integers: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None = None) -> torch.Tensor:
+    """Pack 4-bit weights for activations in float: `(integers - zero_points) * scales`.
+
+    A block has for each group a scale and a zero point plus 8, and the integers as in `pack`.
+
+    Args:
+        integers: int8 [outputs, inputs], from -8 to 7; inputs a multiple of `GROUP_MULTIPLE`.
+        scales: float32 or float16 [outputs, groups], which are stored in this dtype.
+        zero_points: int8 [outputs, groups], from -8 to 7, or None for zeros.
+
+    Returns:
+        uint8 [blocks, bytes]; padding represents zeros.
+    """
+    zeros = torch.zeros(scales.shape, dtype=torch.int8) if zero_points is None else zero_points
+    return _in_blocks(scales, (zeros + 8).to(torch.uint8), integers=integers)
+
+
+def _in_blocks(*headers: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
+    """Return uint8 [blocks, bytes]: the headers [outputs, ...] of each block's outputs, then the integers."""
+    outputs, inputs = integers.shape
+    blocks = -(-outputs // BLOCK)
+    missing = blocks * BLOCK - outputs
     # Padded with 8, which represents zero.
     whole = torch.nn.functional.pad((integers + 8).to(torch.uint8), (0, 0, 0, missing), value=8)
     whole = whole.view(blocks, BLOCK, inputs // _QUADS, 2, _QUADS // 2)
-    halves = (whole[..., 0, :] | (whole[..., 1, :] << 4)).transpose(1, 2)
-    parts = (
-        torch.nn.functional.pad(sums, (0, missing)).view(blocks, BLOCK),
-        torch.nn.functional.pad(scales, (0, 0, 0, missing)).view(blocks, BLOCK, groups).transpose(1, 2),
-        halves,
-    )
+    padded = (torch.nn.functional.pad(header, (0, 0, 0, missing)).view(blocks, BLOCK, -1) for header in headers)
+    parts = (*(part.transpose(1, 2) for part in padded), (whole[..., 0, :] | (whole[..., 1, :] << 4)).transpose(1, 2))
     return torch.cat([part.contiguous().view(torch.uint8).reshape(blocks, -1) for part in parts], dim=1)
 
 
 def unpack(weights: torch.Tensor, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the arguments of `pack`: int8 [outputs, inputs] and bfloat16 [outputs, groups]."""
+    groups = (weights.shape[1] // BLOCK - _SUM - inputs // 2) // _SCALE
+    header, integers = _from_blocks(weights, inputs, outputs)
+    return integers, _by_output(header[:, BLOCK * _SUM :], torch.bfloat16, groups)[:outputs]
+
+
+def unpack_groups(
+    weights: torch.Tensor, inputs: int, outputs: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the arguments of `pack_groups`, of which the scales have a given dtype."""
+    groups = (weights.shape[1] // BLOCK - inputs // 2) // (dtype.itemsize + 1)
+    header, integers = _from_blocks(weights, inputs, outputs)
+    scales, zeros = header.split([BLOCK * dtype.itemsize * groups, BLOCK * groups], dim=1)
+    zeros = _by_output(zeros, torch.uint8, groups)[:outputs].to(torch.int8) - 8
+    return integers, _by_output(scales, dtype, groups)[:outputs], zeros
+
+
+def _from_blocks(weights: torch.Tensor, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes of the headers of `_in_blocks`, and the integers [outputs, inputs]."""
     blocks, size = weights.shape
-    groups = (size // BLOCK - _SUM - inputs // 2) // _SCALE
-    scales, halves = weights[:, BLOCK * _SUM :].split([BLOCK * _SCALE * groups, BLOCK * inputs // 2], dim=1)
+    header, halves = weights.split([size - BLOCK * inputs // 2, BLOCK * inputs // 2], dim=1)
     halves = halves.reshape(blocks, inputs // _QUADS, BLOCK, _QUADS // 2)
     whole = torch.stack([halves & 15, halves >> 4], dim=3).permute(0, 2, 1, 3, 4).reshape(blocks * BLOCK, inputs)
-    scales = scales.contiguous().view(torch.bfloat16).view(blocks, groups, BLOCK).transpose(1, 2)
-    return whole[:outputs].to(torch.int8) - 8, scales.reshape(blocks * BLOCK, groups)[:outputs]
+    return header, whole[:outputs].to(torch.int8) - 8
+
+
+def _by_output(part: torch.Tensor, dtype: torch.dtype, groups: int) -> torch.Tensor:
+    """Return a header's bytes [blocks, ...] as [blocks * `BLOCK`, groups] of a dtype."""
+    return part.contiguous().view(dtype).view(-1, groups, BLOCK).transpose(1, 2).reshape(-1, groups)
 
 
 #: Limit of layers in one call, as in `kernels/src/linear.h`.
@@ -185,12 +226,17 @@ def _packed_4bit(program: ExportedProgram, node: Node) -> _Packed | None:
     layer = int4_layer(node)
     if layer is None or layer.group % GROUP_MULTIPLE:
         return None
-    zero_point = None if layer.zero_point is None else get_param_tensor(program, layer.zero_point)
-    if zero_point is not None and bool(zero_point.any()):
-        return None
+    zeros = None if layer.zero_point is None else get_param_tensor(program, layer.zero_point)
     integers, scales = (get_param_tensor(program, part) for part in (layer.integers, layer.scale))
-    call = torch.ops.exportable_cache.linear_4bit.default
-    packed = packed_weight(program, layer.integers, lambda: pack(integers, scales))
+    if layer.rounds:
+        if zeros is not None and bool(zeros.any()):
+            return None
+        call = torch.ops.exportable_cache.linear_4bit.default
+        packed = packed_weight(program, layer.integers, lambda: pack(integers, scales))
+    else:
+        stored = torch.float16 if torch.equal(scales.half().float(), scales.float()) else torch.float32
+        call = getattr(torch.ops.exportable_cache, f"linear_4bit_{NAMES[stored]}").default
+        packed = packed_weight(program, layer.integers, lambda: pack_groups(integers, scales.to(stored), zeros))
     return _Packed(call, layer.source, packed, layer.bias, integers.shape[0])
 
 
@@ -265,6 +311,18 @@ def linear_4bit(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor 
     return torch.nn.functional.linear((rounded - zero) * scale, plain, bias)
 
 
+def _linear_groups(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Return a linear layer over `pack_groups` in plain operators, as the kernel computes it."""
+
+    def linear(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
+        integers, scales, zeros = unpack_groups(weights, source.shape[-1], outputs, dtype)
+        grouped = integers.view(*scales.shape, -1).float() - zeros[..., None]
+        plain = (grouped * scales.float()[..., None]).view(outputs, -1)
+        return torch.nn.functional.linear(source, plain, bias)
+
+    return linear
+
+
 def _output(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
     return source.new_empty(*source.shape[:-1], outputs)
 
@@ -324,11 +382,13 @@ for _name in NAMES.values():
     _define(f"linear_{_name}", linear_float)
 _define(f"linear_{ROUNDED}", linear_bfloat16_rounded)
 _define("linear_4bit", linear_4bit)
+for _dtype in (torch.float32, torch.float16):
+    _define(f"linear_4bit_{NAMES[_dtype]}", _linear_groups(_dtype))
 _TOGETHER: dict[OpOverload, OpOverload] = {
     getattr(torch.ops.exportable_cache, f"linear_{name}").default: getattr(
         torch.ops.exportable_cache, f"linears_{name}"
     ).default
-    for name in (*NAMES.values(), ROUNDED, "4bit")
+    for name in (*NAMES.values(), ROUNDED, "4bit", "4bit_float", "4bit_float16")
 }
 
 

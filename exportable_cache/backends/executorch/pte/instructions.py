@@ -58,7 +58,7 @@ _UNKNOWN_TO_TORCH = {
     **{
         f"exportable_cache::{name}_{kind}.out": kinds
         for name, kinds in (("linear", "T T T? i T T"), ("linears", "T L L I L L"))
-        for kind in ("4bit", "float", "bfloat16", "float16", "bfloat16_rounded")
+        for kind in ("4bit", "4bit_float", "4bit_float16", "float", "bfloat16", "float16", "bfloat16_rounded")
     },
     **{
         f"exportable_cache::experts_{kind}.out": "T T T? T T? i T T"
