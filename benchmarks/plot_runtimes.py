@@ -1,6 +1,6 @@
 """Draw tokens a second of the runtimes in a results file of benchmarks/peers.py, near the start and end of the cache.
 
-    python benchmarks/plot_runtimes.py benchmarks/results/2026-11-26-peers-qwen3-0.6b.json docs/images/runtimes.svg
+    python benchmarks/plot_runtimes.py benchmarks/results/2026-11-27-peers-qwen3-0.6b.json docs/images/runtimes.svg
 
 Bars are scaled within each precision, because 4-bit weights are several times as fast as 16-bit ones. The figures are
 those of the largest number of threads.

@@ -74,8 +74,8 @@ NO_NATIVE_OPERATORS = (
 #: What a user of `exact` may choose instead, with figures of docs/peers.md.
 PRODUCTS_IN_16_BITS = (
     "`-O compute=bfloat16 --kv-dtype float16` also rounds products and keys to 16 bits, as other runtimes do: logits "
-    "are then about 6e-03 of their spread from the model instead of 2e-06, and with AVX512_BF16 prompts take two "
-    "thirds of the time (Qwen3-0.6B)"
+    "are then about 6e-03 of their spread from the model instead of 2e-06, and with AVX512_BF16 prompts take half to "
+    "six tenths of the time (Qwen3-0.6B)"
 )
 
 
