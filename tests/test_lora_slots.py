@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from exportable_cache import export, load
+from exportable_cache import ExportableCache, export, load
 from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
 from exportable_cache.models.loading.adapters import read_lora
 from exportable_cache.models.lora import remove_slots, slots_of
@@ -111,8 +112,6 @@ def test_a_swap_compiles_nothing(folders: dict[str, Path], expected: dict[str | 
 def test_rows_have_adapters_of_their_own(folders: dict[str, Path], expected: dict[str | None, torch.Tensor]) -> None:
     """Each row of a batch uses the adapter in its slot, and a fork keeps the choice."""
     model = tiny_model("llama")
-    from exportable_cache import ExportableCache
-
     cache = ExportableCache.from_model(model, CAPACITY, batch_size=3)
     session = Session.from_model(model, cache, lora_slots=2, lora_rank=4)
     for name in ("one", "two"):
@@ -125,6 +124,73 @@ def test_rows_have_adapters_of_their_own(folders: dict[str, Path], expected: dic
     assert difference(session.prefill, reference, ids, PROMPT) < LIMIT
     with pytest.raises(InputError, match="one name, or 3 for the rows, got 2"):
         session.use_adapter(["one", None])
+
+
+@pytest.mark.parametrize("has_prefill", [True, False])
+def test_requests_of_a_batch_have_adapters_of_their_own(folders: dict[str, Path], has_prefill: bool) -> None:
+    """Requests run side by side, and none uses tokens again that another adapter computed."""
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    options = {"lora_slots": 2, "lora_rank": 4}
+    cache = ExportableCache.from_model(model, CAPACITY, batch_size=3)
+    decode = Session.from_model(model, cache, **options)
+    alone = Session.from_model(model, max_cache_len=CAPACITY, **options)
+    prefill = Session.from_model(model, max_cache_len=CAPACITY, **options) if has_prefill else None
+    for name in ("one", "two"):
+        decode.load_adapter(folders[name])
+    prompt, expected = tokens(PROMPT), {}
+    for name in (None, "one", "two"):
+        alone.reset()
+        alone.use_adapter(name)
+        expected[name] = list(alone.generate(prompt, 6))
+    assert len({tuple(one) for one in expected.values()}) == 3
+    batch = ContinuousBatch(prefill, decode)
+    reused: dict[str | None, list[int]] = {name: [] for name in expected}
+    for names in ((None, "one", "two", "one"), ("two", None), ("one",)):
+        requests = []
+        for name in names:
+            request = batch.submit(prompt, 6)
+            request.adapter = decode.named_adapter(name)
+            requests.append((name, request))
+        list(batch.run())
+        for name, request in requests:
+            assert request.tokens == expected[name]
+            reused[name].append(request.reused_tokens)
+    assert [found[0] for found in reused.values()] == [0, 0, 0] and not decode.stepper.is_adapted
+    # With a prefill session, all are in the tree; without one, at least the rows that no other request took.
+    assert all(found[-1] == PROMPT - 1 for found in reused.values()) or not has_prefill
+    assert any(found[-1] == PROMPT - 1 for found in reused.values())
+    # Another adapter under the same name.
+    decode.load_adapter(folders["two"], "one")
+    request = batch.submit(prompt, 6)
+    request.adapter = decode.named_adapter("one")
+    list(batch.run())
+    assert (request.tokens, request.reused_tokens) == (expected["two"], 0)
+
+
+def test_a_saved_state_belongs_to_its_adapter(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The tokens of a state were computed with an adapter, whatever its name is now."""
+    session = live()
+    session.load_adapter(folders["one"])
+    session.load_adapter(folders["two"])
+    session.save_state(tmp_path / "plain")
+    session.use_adapter("one")
+    expected = session.prefill(tokens(PROMPT))
+    session.save_state(tmp_path / "one")
+    follows = session.decode(tokens(1)[0])
+    for name, path, message in (
+        ("one", "plain", "row 0 of .*plain was computed with no adapter, but the session uses the adapter 'one'"),
+        ("two", "one", "computed with the adapter 'one', but the session uses the adapter 'two'; use_adapter"),
+        (None, "one", "computed with the adapter 'one', but the session uses no adapter"),
+    ):
+        session.use_adapter(name)
+        with pytest.raises(InputError, match=message):
+            session.load_state(tmp_path / path)
+    other = live()
+    other.load_adapter(folders["one"], "renamed")
+    other.use_adapter("renamed")
+    other.load_state(tmp_path / "one")
+    assert expected.shape == follows.shape and torch.equal(other.decode(tokens(1)[0]), follows)
 
 
 def test_a_bundle_holds_adapters(
@@ -429,20 +495,20 @@ def test_the_command_makes_and_verifies_an_adapter(bundle: Path, folders: dict[s
     assert result.exit_code == 1 and "was not written" in result.stderr and not output.exists()
 
 
-def test_a_server_has_a_model_for_each_adapter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_server_has_a_model_for_each_adapter(tmp_path: Path, rows: int) -> None:
     """A request chooses its adapter by the model's name, and prefixes of other adapters are not used again."""
     pytest.importorskip("fastapi")
     testclient = pytest.importorskip("starlette.testclient")
     from exportable_cache.cli.server.app import ServerOptions, make_app
-    from exportable_cache.decoding import Completer
+    from exportable_cache.decoding import BatchCompleter, Completer
     from exportable_cache.models.loading.loading import load_model
+    from exportable_cache.session.opening import ModelOptions, Use, open_model, open_rows
 
     loaded = load_model("demo")
     adapted(model=loaded.model, target_modules=["q_proj", "v_proj"]).save_pretrained(tmp_path / "one")
-    loaded = load_model("demo")
-    options = {"max_cache_len": 64, "lora_slots": 1, "lora_rank": 4, "tokenizer": loaded.tokenizer}
-    session = Session.from_model(loaded.model, **options)
-    session.load_adapter(tmp_path / "one")
+    options = ModelOptions(max_cache_len=64, compile=False)
+    session, loaded = open_model("demo", options, Use(adapters={"one": tmp_path / "one"}))
 
     def text(name: str | None) -> str:
         session.reset()
@@ -454,9 +520,12 @@ def test_a_server_has_a_model_for_each_adapter(tmp_path: Path) -> None:
     wanted = {"demo": text(None), "demo:one": text("one")}
     assert wanted["demo"] != wanted["demo:one"]
     request = {"prompt": "the code of amber is 4821. amber?", "max_tokens": 6, "temperature": 0}
-    with testclient.TestClient(
-        make_app(Completer(session), ServerOptions("demo", allow_hosts=("testserver",)))
-    ) as client:
+    completer: Any = Completer(session)
+    if rows > 1:
+        session.reset()
+        decode = open_rows(session, loaded.model, options, rows)
+        completer = BatchCompleter(ContinuousBatch(session, decode))
+    with testclient.TestClient(make_app(completer, ServerOptions("demo", allow_hosts=("testserver",)))) as client:
         listed = client.get("/v1/models").json()["data"]
         assert [one["id"] for one in listed] == ["demo", "demo:one"]
         # The second of equal requests uses the prefix of the first.

@@ -364,11 +364,6 @@ def open_completer(
         from ..decoding.batching import BatchCompleter, ContinuousBatch
         from ..session.opening import open_rows
 
-        if session.adapters:
-            raise InputError(
-                f"--adapter cannot be combined with {max(rows, session.batch_size)} rows, whose prompts would share "
-                "their prefixes; use one row"
-            )
         if opened.model is None:
             batch = ContinuousBatch(None, session, prefix_bytes)
         else:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..generation.sampling import Sampler
     from ..session.persistence import RowCopy
     from ..session.session import Session
-    from ..session.state import SequenceState
+    from ..session.state import LoadedAdapter, SequenceState
 
 #: Default limit of the bytes of earlier sequences that are kept.
 PREFIX_BYTES = 512 * 2**20
@@ -46,6 +46,7 @@ class Request:
         reused_tokens: Number of tokens of the prompt that a row or the prefix tree held already.
         protected: Number of first tokens that stay when a full row drops others; None to end there.
         dropped_tokens: Number of tokens that were dropped.
+        adapter: LoRA adapter of its row; None for the one that the row used when the batch was made.
     """
 
     input_ids: torch.Tensor
@@ -57,6 +58,7 @@ class Request:
     reused_tokens: int = 0
     protected: int | None = None
     dropped_tokens: int = 0
+    adapter: LoadedAdapter | None = None
 
     def choose(self, logits: torch.Tensor) -> tuple[int, bool]:
         """Return the next token after logits [1, vocab], and True if it is the last one."""
@@ -81,6 +83,7 @@ class _Row:
         moved: Time at which the row began or ended a request.
         chunks: Feeds the prompt at batch size 1.
         staged: State and contents of the prefill session for this row, while it feeds the prompt of another one.
+        key: Number of the adapter that computed `held`; 0 for the model itself.
     """
 
     index: int
@@ -91,6 +94,7 @@ class _Row:
     moved: int = 0
     chunks: Iterator[torch.Tensor] | None = None
     staged: tuple[SequenceState | None, RowCopy] | None = None
+    key: int = 0
 
 
 class ContinuousBatch:
@@ -155,6 +159,9 @@ class ContinuousBatch:
         self._in_prefill: _Row | None = None
         self._now = 0
         self._failed: Exception | None = None
+        self._own = decode.stepper.adapters or (decode.named_adapter(None),) * decode.batch_size
+        # A number for each adapter, and for each time that it was loaded.
+        self._keys: dict[tuple[LoadedAdapter, int], int] = {}
 
     @classmethod
     def from_model(
@@ -466,13 +473,29 @@ class ContinuousBatch:
         while self._waiting and (free := [row for row in self._rows if row.request is None]):
             request = self._waiting.popleft()
             ids = request.input_ids[0].tolist()
-            row = max(free, key=lambda one: self._merit(one, ids))
+            row = max(free, key=lambda one: self._merit(one, ids, self._key(self._adapter_of(request, one))))
             row.request = request
             request.reused_tokens = self._start(row, ids)
 
-    def _merit(self, row: _Row, ids: list[int]) -> tuple[int, bool, int]:
+    def _adapter_of(self, request: Request, row: _Row) -> LoadedAdapter:
+        return request.adapter or self._own[row.index]
+
+    def _use(self, row: _Row, adapter: LoadedAdapter) -> None:
+        """Decode a row with an adapter."""
+        used = [*(self.decode.stepper.adapters or self._own)]
+        used[row.index] = adapter
+        self.decode.stepper.adapters = tuple(used)
+
+    def _key(self, adapter: LoadedAdapter) -> int:
+        return self._keys.setdefault((adapter, adapter.loads), len(self._keys) + 1) if adapter.slot else 0
+
+    def _in_tree(self, row: _Row, ids: list[int]) -> list[int]:
+        """Return tokens as the prefix tree has them: those of each adapter are others."""
+        return [token + row.key * self.decode.vocab_size for token in ids] if row.key else ids
+
+    def _merit(self, row: _Row, ids: list[int], key: int) -> tuple[int, bool, int]:
         """Return what orders free rows for a prompt: tokens that can be used again, emptiness, and time of last use."""
-        common = _common(row, ids)
+        common = _common(row, ids) if row.key == key else 0
         # A row that would lose more than it saves is kept for its own sequence.
         return common if 2 * common >= len(row.held) else 0, not row.held, -row.moved
 
@@ -480,6 +503,12 @@ class ContinuousBatch:
         """Begin the prompt of a row, and return the number of its tokens that need not be fed."""
         stepper, kept, ever = self.decode.stepper, 0, 0
         row.chunks = row.staged = None
+        assert row.request is not None
+        adapter = self._adapter_of(row.request, row)
+        if (key := self._key(adapter)) != row.key:
+            # Keys and values of another adapter.
+            row.key, row.held = key, []
+        self._use(row, adapter)
         # Where RoPE changes with the length, the beginning of a longer prompt may have other keys.
         if reuse and stepper.rope is None:
             if self.prefill is not None:
@@ -502,12 +531,14 @@ class ContinuousBatch:
         if self.prefill is not None:
             is_whole = len(row.held) == int(self.decode.length[row.index])
             if is_whole and row.held and self.decode.stepper.rope is None:
-                self.prefixes.add(row.held, row_of(self.decode, row.index))
+                self.prefixes.add(self._in_tree(row, row.held), row_of(self.decode, row.index))
             row.held = []
             if self._in_prefill is row:
                 self._in_prefill = None
         if not row.held:
             self.decode.stepper.set_length(row.index, 0)
+        # Steps without adapters are faster.
+        self._use(row, self._own[row.index])
         self._now += 1
         row.request, row.rest, row.chunks, row.staged, row.moved = None, [], None, None, self._now
 
@@ -578,13 +609,16 @@ class ContinuousBatch:
         """Stage the longest beginning of a prompt that a row or the tree holds, and return its length."""
         from ..session.persistence import row_of
 
-        kept, best = self.prefixes.common(ids[:-1]), None
+        known = self._in_tree(row, ids[:-1])
+        kept, best = self.prefixes.common(known), None
         for one in self._rows:
+            if one.key != row.key:
+                continue
             common, length = _common(one, ids), int(self.decode.length[one.index])
             # Unfinished prompts have nothing in the decode session.
             if common > kept and length == len(one.held) and self._can_take_back(one, length - common):
                 kept, best = common, one
-        copied = self.prefixes.read(ids[:-1]) if best is None else row_of(self.decode, best.index, kept).cloned()
+        copied = self.prefixes.read(known) if best is None else row_of(self.decode, best.index, kept).cloned()
         row.staged = None if copied is None else (None, copied)
         return kept
 
@@ -605,6 +639,7 @@ class ContinuousBatch:
             if state is not None:
                 stepper.move_to(state)
             self._in_prefill, row.staged = row, None
+        stepper.adapters = self.decode.stepper.adapters[row.index : row.index + 1]
         try:
             with stepper.guard:
                 if row.chunks is None:
@@ -706,6 +741,11 @@ class BatchCompleter(AnyCompleter):
         return self.batch.decode.generation_settings
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """See `AnyCompleter.adapters`."""
+        return self.batch.decode.adapters
+
+    @property
     def length(self) -> int:
         """Number of tokens in the longest row."""
         return self.batch.decode.stepper.state.longest
@@ -723,6 +763,8 @@ class BatchCompleter(AnyCompleter):
     def pieces(self, completion: Completion) -> Generator[tuple[Piece, FinishReason | None]]:
         """See `AnyCompleter.pieces`."""
         request = _Generating(self.batch.decode, completion, self.kept_by_shifts(completion.options))
+        if completion.options.adapter is not None:
+            request.adapter = self.batch.decode.named_adapter(completion.options.adapter)
         self.batch.add(request)
         try:
             while not completion.is_given_up:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -184,7 +185,7 @@ class SessionAdapters:
             )
         loaded = self.names.get(name) or LoadedAdapter(free[0])
         self._write(runner, loaded.slot, packed(slots, adapter.tensors))
-        loaded.loads += 1
+        loaded.loads, loaded.name, loaded.digest = loaded.loads + 1, name, _digest(adapter.tensors)
         self.names[name] = loaded
 
     def unload(self, runner: Runner, name: str) -> None:
@@ -229,6 +230,16 @@ class SessionAdapters:
                 f"adapter must be one name, or {stepper.batch_size} for the rows, got {len(names)}; pass one a row"
             )
         stepper.adapters = tuple(self.named(name) for name in names)
+
+
+def _digest(tensors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str:
+    """Return the sha256 of an adapter's tensors."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(name.encode())
+        for tensor in tensors[name]:
+            found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 #: The adapters of live models, by the slots of their first layer.

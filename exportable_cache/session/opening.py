@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..cache.spec import CACHE_LEN, CacheSpec
 from ..common.progress import silent
@@ -178,15 +178,21 @@ def open_rows(session: Session, model: PreTrainedModel, options: ModelOptions, r
         DeviceMemoryError: If the rows do not fit the device.
     """
     from ..models.cache_factory import ExportableCache
+    from ..models.lora import slots_of
     from ..models.positions import default_cache_len
     from .session import Session
 
-    length = options.max_cache_len or default_cache_len(model.config)
+    length, slots = options.max_cache_len or default_cache_len(model.config), slots_of(model)
     spec = CacheSpec(length, batch_size=rows, kv_dtype=options.kv_dtype)
     cache = ExportableCache.from_model_spec(model, spec, attn_implementation=None)
     compiles = session.target == "compiled"
     folder = _graph_folder() if compiles and session.device.type != "mps" else None
-    return Session.from_model(model, cache, compile=compiles, graph_cache=folder, tokenizer=session.tokenizer)
+    # The same slots, because the sessions share the adapters in them.
+    lora: dict[str, Any] = {}
+    if slots is not None:
+        targets = tuple(one.name for one in slots.targets)
+        lora = {"lora_slots": slots.slots, "lora_rank": slots.rank, "lora_targets": targets}
+    return Session.from_model(model, cache, compile=compiles, graph_cache=folder, tokenizer=session.tokenizer, **lora)
 
 
 def _can_compile(device: torch.device, is_required: bool) -> bool:

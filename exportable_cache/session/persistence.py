@@ -136,6 +136,8 @@ def save_state(session: AnySession, path: Path) -> None:
         "fingerprint": session.fingerprint or "",
         "images": json.dumps(sequence.images.to_lists()),
     }
+    if session.stepper.is_adapted:
+        described["adapters"] = json.dumps(_adapters(session))
     error: Exception | None = None
     if ranks is None or ranks.rank == 0:
         try:
@@ -205,6 +207,7 @@ def _read(session: AnySession, path: Path) -> tuple[dict[str, torch.Tensor], Seq
             raise InputError(
                 f"{path} has {length.shape[0]} rows, this session {session.batch_size}; use the same batch_size"
             )
+        _check_adapters(session, path, json.loads(metadata.get("adapters", "[]")))
         if session.max_length is not None and int(length.max()) > session.max_length:
             raise InputError(
                 f"{path} holds {int(length.max())} tokens, this cache at most {session.max_length}; use a larger "
@@ -229,6 +232,30 @@ def _read(session: AnySession, path: Path) -> tuple[dict[str, torch.Tensor], Seq
             tensors[name] = _part_for(session, name, tensors[name], tensor, path, (length, max_len_ever))
     encoded_here = tuple(tensor.to(session.device) for tensor in encoded)
     return tensors, SequenceState(length, max_len_ever, unfed, images, encoded_here, rope)
+
+
+def _adapters(session: AnySession) -> list[list[str]]:
+    """Return name and digest of each row's adapter, each empty for the model itself."""
+    return [one.described for one in session.stepper.adapters] or [["", ""]] * session.batch_size
+
+
+def _check_adapters(session: AnySession, path: Path, saved: list[list[str]]) -> None:
+    """Check that the rows of a saved state were computed with the adapters that the session uses.
+
+    Raises:
+        InputError: If one was not.
+    """
+    pairs = zip(saved or [["", ""]] * session.batch_size, _adapters(session), strict=True)
+    for row, ((name, digest), (own, used)) in enumerate(pairs):
+        if digest != used:
+            raise InputError(
+                f"row {row} of {path} was computed with {_called(name)}, but the session uses {_called(own)}; "
+                "use_adapter() the same one before loading the state"
+            )
+
+
+def _called(name: str) -> str:
+    return f"the adapter {name[:100]!r}" if name else "no adapter"
 
 
 def _rope_tensors(rope: RopeState) -> dict[str, torch.Tensor]:

@@ -44,7 +44,7 @@ from .checks import (
 from .generate import checked_steps, generated_text, make_request, prompts_of
 from .inputs.items import recorded_placeholders
 from .inputs.stages import InputStages
-from .state import SequenceState
+from .state import LoadedAdapter, SequenceState
 from .stepper import ProgramStepper
 
 if TYPE_CHECKING:
@@ -486,6 +486,14 @@ class Session:
     def adapters(self) -> tuple[str, ...]:
         """Names of the LoRA adapters that are loaded."""
         return tuple(self._adapters.names)
+
+    def named_adapter(self, name: str | None) -> LoadedAdapter:
+        """Return a loaded adapter by its name; None for the model itself.
+
+        Raises:
+            InputError: If no adapter has this name.
+        """
+        return self._adapters.named(name)
 
     def read_adapter(self, path: str | os.PathLike, key: str | os.PathLike | None = None) -> LoraWeights:
         """Read a LoRA adapter and check that it fits the slots of the program, see `load_adapter`."""

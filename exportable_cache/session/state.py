@@ -111,10 +111,19 @@ class LoadedAdapter:
     Attributes:
         slot: Index of the slot; 0 after the adapter was unloaded.
         loads: Number of times that the slot's content changed.
+        name: Name of the adapter.
+        digest: Sha256 of its tensors, which saved states record.
     """
 
     slot: int = 0
     loads: int = 0
+    name: str = ""
+    digest: str = ""
+
+    @property
+    def described(self) -> list[str]:
+        """Name and digest, each empty for the model itself."""
+        return [self.name, self.digest] if self.slot else ["", ""]
 
 
 @dataclass(frozen=True)

@@ -538,7 +538,9 @@ def _fitted(
     ids, dropped = fitting_turns(encode, completer, said[:first], said[first:], reserve or most // 4)
     protected = None
     if completer.on_full == "shift":
-        protected = protected_tokens(lambda messages: _encoded(completer, [list(messages)], tools), said[:first])
+        protected = protected_tokens(
+            lambda messages: _encoded(completer, [[dict(one) for one in messages]], tools), said[:first]
+        )
     return ids, dropped, protected
 
 

@@ -230,7 +230,7 @@ class Response:
 def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
     """Return token counts; `cached_tokens` were already in the cache. Choices of one prompt count it once.
 
-    What was dropped because the cache was full is told if there is any: turns of the prompt, or tokens of both.
+    If the cache was full, they include the turns or tokens that were dropped.
     """
     prompts = {tuple(one.ids): one for one in reversed(completions)}.values()
     given, new = sum(one.prompt_tokens for one in prompts), sum(one.new_tokens for one in completions)
