@@ -16,6 +16,7 @@ from ..cache.policies import FullPolicy
 from ..common.compat.transformers import cache_argument
 from ..models.cache_factory import ExportableCache
 from ..models.layers.specs import probe_tokens
+from ..models.positions import text_model_of
 from ..models.quantized_rows import QuantizedZeros
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def probe_attention(model: PreTrainedModel, look: Look, latents: bool = False) -
     AttentionInterface.register(_ATTENTION, record)
     register_masks(_ATTENTION)
     with attention_of(model, _ATTENTION), QuantizedZeros():
+        model = text_model_of(model)
         model(input_ids=probe_tokens(model, _LENGTH), use_cache=True, **{cache_argument(model): probe})
     return calls
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
@@ -119,6 +119,14 @@ def rope_rule(model: PreTrainedModel) -> RopeRule | None:
     return RopeRule(kinds.pop(), tuple(sorted(borders)), recomputes)
 
 
+def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the module that runs text: the model, or the causal LM inside a model whose calls need pixels (BLIP-2)."""
+    pixels = inspect.signature(model.forward).parameters.get("pixel_values")
+    if pixels is None or pixels.default is not pixels.empty or model.config.is_encoder_decoder:
+        return model
+    return cast("PreTrainedModel", getattr(model, "language_model", model))
+
+
 def takes_positions(model: PreTrainedModel, name: str = "position_ids") -> bool:
     """Return True if the model takes positions as argument `name`, so that they are passed explicitly.
 
@@ -126,7 +134,7 @@ def takes_positions(model: PreTrainedModel, name: str = "position_ids") -> bool:
     derives positions from the cache length instead.
     """
     own_rule = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
-    return name in inspect.signature(model.forward).parameters and not own_rule
+    return name in inspect.signature(text_model_of(model).forward).parameters and not own_rule
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from ..common.compat.transformers import cache_argument
 from ..errors import UnsupportedModelError
 from .cache_factory import ExportableCache
 from .layers.codebooks import codebooks_of
-from .positions import lengths_forgotten, takes_positions
+from .positions import lengths_forgotten, takes_positions, text_model_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,6 +89,7 @@ def _rows_at(model: PreTrainedModel, positions: torch.Tensor) -> list[dict[str, 
     follows, options = takes_positions(model), {"use_cache": True}
     codebooks = codebooks_of(model.config)
     with attention_of(model, ATTENTION), lengths_forgotten(model):
+        model = text_model_of(model)
         if follows:
             cache = ExportableCache.from_model(model, 1, len(positions), attn_implementation=None)
             ids = _tokens(len(positions), codebooks, cache.device)

@@ -37,7 +37,7 @@ from ..models.lora import (
 from ..models.patches.mechanisms.rope import check_follows, rope_by
 from ..models.patches.mechanisms.speech import short_masks
 from ..models.patches.registry import patch_model
-from ..models.positions import check_rope, rope_rule, takes_positions
+from ..models.positions import check_rope, rope_rule, takes_positions, text_model_of
 from ..models.scans import longest_step
 from .decoders import EncodeModule, checked_prefill_chunk, decoder_arguments, methods_for, seq2seq_methods
 from .inputs.cross_items import CrossModality, cross_methods, without_items
@@ -83,12 +83,14 @@ class ProgramModule(nn.Module):
         self.scored = method.scored_tokens if self.logits is Logits.LAST else 0
         name_forward(self, (*method.input_names, *self.further_arguments))
         # Most models can compute the head for the last token only; logits of the others are sliced.
-        parameters = inspect.signature(model.forward).parameters
+        # In a tuple, because a module would register it a second time.
+        self.text_model = (text_model_of(model),)
+        parameters = inspect.signature(self.text_model[0].forward).parameters
         self.keeps_last = self.logits is Logits.LAST and "logits_to_keep" in parameters
         self.positions_name = (
             "decoder_position_ids" if isinstance(cache, ExportableEncoderDecoderCache) else "position_ids"
         )
-        self.cache_argument = cache_argument(model)
+        self.cache_argument = cache_argument(self.text_model[0])
         self.takes_positions = takes_positions(model, self.positions_name)
         self.has_changing_rope = rope_rule(model) is not None
 
@@ -150,7 +152,7 @@ class ProgramModule(nn.Module):
             kept = {"logits_to_keep": self._kept(tokens)} if self.keeps_last else {}
             rope = rope_by(rope_lengths) if self.has_changing_rope else nullcontext()
             with passing_extra_features(self.model, self.method.extra_features, options), rope:
-                logits = self.model(use_cache=True, **options, **kept).logits
+                logits = self.text_model[0](use_cache=True, **options, **kept).logits
         if self.codebooks is not None:
             logits = self.codebooks.given(logits)
         if self.scored:

@@ -22,7 +22,7 @@ from ..errors import UnsupportedModelError
 from ..models.cache_factory import ExportableCache
 from ..models.layers.specs import vocab_size_of
 from ..models.loading.support import RIGHT_BY_TOKEN, WITHOUT_DYNAMIC_CACHE
-from ..models.positions import lengths_forgotten, rope_rule, takes_positions
+from ..models.positions import lengths_forgotten, rope_rule, takes_positions, text_model_of
 from ..models.quantized_rows import QuantizedRows
 from ..program.program import Program
 from ..program.spec import ProgramSpec
@@ -104,6 +104,7 @@ def _logits(
     Only logits of `indices` into the call, or of its last token, are computed where the model can choose, because
     logits of every token of a chunk may take a gigabyte.
     """
+    model = text_model_of(model)
     options: dict[str, Any] = {cache_argument(model): cache}
     if takes_positions(model):
         options["position_ids"] = torch.arange(start, end, device=ids.device).expand(ids.shape[0], -1)
@@ -323,6 +324,7 @@ def logits_by_step(
 @torch.no_grad()
 def rounding_effect(model: PreTrainedModel, length: int, storage: Storage) -> float:
     """Largest |logit difference| that keeping keys and values in `storage` makes over `length` random tokens."""
+    model = text_model_of(model)
     ids = torch.randint(vocab_size_of(model), (1, length), generator=torch.Generator().manual_seed(0))
     logits = []
     with attention_of(model, "eager"), lengths_forgotten(model), QuantizedRows():

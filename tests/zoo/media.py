@@ -33,6 +33,7 @@ from transformers import DynamicCache, PreTrainedModel
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
 from exportable_cache.models.layers.specs import vocab_size_of
+from exportable_cache.models.positions import text_model_of
 from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.inputs.modality import Modality, joined_items
 from exportable_cache.program.inputs.probe import prompt_with
@@ -170,7 +171,7 @@ def reference(model: PreTrainedModel, inputs: dict[str, torch.Tensor], following
     later = {name: tensor[:, -1:] for name, tensor in inputs.items() if name == "cross_attention_mask"}
     for position in range(following.shape[1]):
         given = {"input_ids": following[:, position : position + 1], **later}
-        rows.append(model(**given, past_key_values=cache, use_cache=True).logits[:, -1])
+        rows.append(text_model_of(model)(**given, past_key_values=cache, use_cache=True).logits[:, -1])
     return torch.stack(rows, dim=1)
 
 
@@ -232,7 +233,7 @@ def _import_backends(targets: list[str]) -> None:
     """Once, not in each process apart: a third of the time of a model."""
     for target in targets:
         if target != "eager":
-            for name in ("lower", "runner") if target == "executorch" else ("archive", "runner"):
+            for name in ("lowering.lower", "runner") if target == "executorch" else ("archive", "runner"):
                 importlib.import_module(f"exportable_cache.backends.{target}.{name}")
             torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)).run_decompositions()
 

@@ -28,6 +28,9 @@ def kinds_of(model: PreTrainedModel) -> tuple[str, ...]:
     """Which of image, video and audio a model takes, by its arguments."""
     names = inspect.signature(model.forward).parameters
     found = []
+    if hasattr(model.config, "video_token_id") and "pixel_values_videos" not in names:
+        # InstructBLIP's pixels are those of frames.
+        return ("video",)
     if any(name in names for name in ("pixel_values", "flattened_patches", "image_pixel_values")):
         found.append("image")
     if "pixel_values_videos" in names:
@@ -155,6 +158,16 @@ def _timed(model: PreTrainedModel) -> Item:
 _GRID_POSITIONS = [[[x, y] for y in range(4) for x in range(6)]]
 
 
+def _instructed(*shape: int) -> Item:
+    """Return pixels, and the tokens of an instruction that the encoder reads, with its padding."""
+    ids = torch.randint(10, 100, (shape[0], 5))
+    return {
+        "pixel_values": torch.randn(shape),
+        "qformer_input_ids": ids,
+        "qformer_attention_mask": torch.tensor([[1, 1, 1, 1, 0]]).repeat(shape[0], 1),
+    }
+
+
 def _framed(size: int) -> Callable[[PreTrainedModel], Item]:
     return lambda _: {
         "pixel_values_videos": torch.randn(2, 24, size),
@@ -189,8 +202,18 @@ _OWN: dict[tuple[str, str], Callable[[PreTrainedModel], Item]] = {
         }
         for name in ("gemma4", "gemma4_unified")
     },
-    ("phi4_multimodal", "image"): lambda _: {"image_pixel_values": torch.randn(1, 2, 3, 32, 32)},
-    ("phi4_multimodal", "audio"): lambda _: {"audio_input_features": torch.randn(1, 48, 80)},
+    # Two crops side by side, after the whole image.
+    ("phi4_multimodal", "image"): lambda _: {
+        "image_pixel_values": torch.randn(1, 3, 3, 32, 32),
+        "image_sizes": torch.tensor([[32, 64]]),
+        "image_attention_mask": torch.ones(1, 3, 4, 4),
+    },
+    ("phi4_multimodal", "audio"): lambda _: {
+        "audio_input_features": torch.randn(1, 48, 80),
+        "audio_embed_sizes": torch.tensor([6]),
+    },
+    ("instructblip", "image"): lambda _: _instructed(1, 3, 32, 32),
+    ("instructblipvideo", "video"): lambda _: _instructed(1, 4, 3, 32, 32),
     **{
         (name, "image"): lambda _: {"flattened_patches": torch.randn(1, 24, 770)}
         for name in ("pix2struct", "kosmos-2.5")
@@ -351,6 +374,13 @@ TOWERS: dict[str, dict[str, Any]] = {
         "vision_output_dim": 64,
     },
     "pixtral": {"image_size": 64},
+    "phi4_multimodal_vision": {"crop_size": 32, "patch_size": 8},
+    "phi4_multimodal_audio": {
+        "num_blocks": 2,
+        "nemo_conv_channels": 16,
+        "ext_pw_out_channel": 64,
+        "depthwise_separable_out_channel": 64,
+    },
     **{
         name: {"image_token_id": 9, "video_token_id": 10, "insert_layer_id": 0}
         for name in ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr")

@@ -13,7 +13,9 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.inputs.modality import joined_items
 from exportable_cache.program.inputs.probe import prompt_with
+from exportable_cache.verification.references import logits_by_step
 
+from .build import tokens
 from .media import STEPS, check_media, media_rows, reference, tiny_media_model
 from .media_items import TOWERS, item
 from .media_table import DOCUMENT, take_up_media, write_media_table
@@ -24,6 +26,9 @@ MECHANISMS = {
     "places, of tiles in a batch": ("idefics3", "image"),
     "sizes, of tiles of one picture": ("llava_next", "image"),
     "one long sequence": ("minicpmv4_6", "image"),
+    "places, that the decoder fills itself": ("chameleon", "image"),
+    "places, by a token in the encoder's config": ("phi4_multimodal", "audio"),
+    "places, by an encoder that reads an instruction": ("instructblip", "image"),
     "features beside, by layer": ("granite4_vision", "image"),
     "features beside, of every token": ("gemma4", "image"),
     "cross-attention, between layers of self-attention": ("mllama", "image"),
@@ -97,6 +102,19 @@ def test_frames_that_lie_apart_are_items_of_their_own() -> None:
     session = Session.from_model(model, ExportableCache.from_model(model, 64), modalities={"video": video})
     rows = [session.prefill(**prompt)] + [session.decode(following[:, step]) for step in range(STEPS)]
     assert (torch.stack(rows, dim=1) - expected).abs().max() <= 1e-4
+
+
+@torch.no_grad()
+def test_text_runs_in_the_language_model_where_the_model_needs_an_item() -> None:
+    """BLIP-2 requires pixels in every call, so a prompt of text, and its reference, run in the language model inside."""
+    (row,) = (row for row in media_rows() if row.model_type == "blip-2")
+    model = tiny_media_model(row)
+    ids = tokens(model, length=6)
+    expected = model.language_model(ids).logits
+    session = Session.from_model(model, ExportableCache.from_model(model, 16), modalities=["image"])
+    assert (session.prefill(ids) - expected[:, -1]).abs().max() <= 1e-4
+    found = torch.stack(list(logits_by_step(model, ids, 4, None)), dim=1)
+    assert (found - expected[:, 3:]).abs().max() <= 1e-4
 
 
 def test_the_page_is_gone_on_from(tmp_path: Path) -> None:

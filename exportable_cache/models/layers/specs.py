@@ -34,6 +34,7 @@ from ..loading.support import (
     check_sizes,
 )
 from ..loading.without_weights import ask_without_weights, model_without_weights
+from ..positions import text_model_of
 from .codebooks import codebooks_of
 
 if TYPE_CHECKING:
@@ -231,7 +232,9 @@ def layer_specs_from_model(model: PreTrainedModel) -> tuple[list[LayerSpec], tor
     model.eval()
     try:
         with torch.no_grad():
-            model(input_ids=token, use_cache=True, **{cache_argument(model): cache}, **probe_image_inputs(model))
+            text_model = text_model_of(model)
+            options = {cache_argument(text_model): cache, **probe_image_inputs(model)}
+            text_model(input_ids=token, use_cache=True, **options)
     finally:
         model.train(was_training)
     if len(cache.layers) != len(kinds):

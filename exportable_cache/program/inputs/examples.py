@@ -84,7 +84,9 @@ def example_of(
 def checked_example(
     model: PreTrainedModel, kind: str, given: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Split an example into its pixels or samples (float tensors) and the other tensors, leaving out those about text.
+    """Split an example into the encoder's inputs and the tensors equal for every item, leaving out those about text.
+
+    The encoder's inputs are pixels or samples, and the tokens of an instruction that the encoder reads (InstructBLIP).
 
     Args:
         model: The model.
@@ -118,7 +120,10 @@ def checked_example(
         raise InputError(
             f"the example of {kind} has no pixels or samples; pass the processor's output (return_tensors='pt')"
         )
-    return floats, {name: value for name, value in tensors.items() if name not in floats}
+    read = [name for name in tensors if name.endswith("_input_ids")]
+    read += [name.replace("input_ids", "attention_mask") for name in read]
+    inputs = {**floats, **{name: value for name, value in tensors.items() if name in read}}
+    return inputs, {name: value for name, value in tensors.items() if name not in inputs}
 
 
 def grid_for(config: PreTrainedConfig, image_size: int | Sequence[int] | None) -> tuple[int, int, int]:
@@ -163,7 +168,9 @@ def placeholders_of(config: PreTrainedConfig, kind: str) -> list[int]:
     names = [f"{kind}_token_id", f"{kind}_token_index", "media_placeholder_token_id", f"{kind}_patch_id"]
     # GLM-4V uses the image token for frames of videos.
     names += ["image_token_id"] if kind == VIDEO else []
-    found = [getattr(config, name, None) for name in names]
+    # Phi-4 names it in the config of the encoder.
+    owners = (config, getattr(config, "audio_config" if kind == AUDIO else "vision_config", None))
+    found = [getattr(owner, name, None) for owner in owners for name in names]
     tokens = list(dict.fromkeys(token for token in found if isinstance(token, int)))
     if tokens:
         return tokens

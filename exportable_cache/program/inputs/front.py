@@ -5,21 +5,26 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ...errors import UnsupportedModelError
+from ...models.positions import text_model_of
+from .examples import MAIN_INPUTS
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel
 
     from ..items import ExtraFeature
 
+
+#: Names of arguments with the pixels or samples of items.
+_ITEMS = frozenset(name for names in MAIN_INPUTS.values() for name in names)
 
 #: Attributes that models keep between calls, restored after a run.
 _KEPT = ("rope_deltas",)
@@ -58,6 +63,23 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return decoder
 
 
+class _FirstLayer(nn.Module):
+    """A layer in place of a decoder's layers that ends a run, and adds its inputs to `found`."""
+
+    def __init__(self, found: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.found = found
+
+    def forward(self, hidden_states: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        """Keep the inputs under the names of the decoder's arguments."""
+        kept = {name: keywords.get(name) for name in ("attention_mask", "position_ids")}
+        self.found.append({"inputs_embeds": hidden_states, **kept})
+        if torch.compiler.is_exporting():
+            # As in `stop`; with one more dimension, because some models take the first of a layer's outputs.
+            return hidden_states[None]
+        raise _Reached
+
+
 def handed_to_decoder(model: PreTrainedModel, **inputs: Any) -> dict[str, Any]:
     """Return the decoder's arguments by name, as the model computes them from `inputs`, without those that are None.
 
@@ -69,13 +91,28 @@ def handed_to_decoder(model: PreTrainedModel, **inputs: Any) -> dict[str, Any]:
         UnsupportedModelError: If the model does not call its decoder.
     """
     decoder = decoder_of(model)
+    if _ITEMS.isdisjoint(inputs):
+        model = text_model_of(model)
+    kept = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    found: list[dict[str, Any]] = []
+    with _unchanged(model), _stopping(decoder, found), suppress(_Reached):
+        model(**inputs, use_cache=False, **kept)
+    if found:
+        return {name: value for name, value in found[0].items() if value is not None}
+    raise UnsupportedModelError(
+        f"{model.config.model_type!r} does not run its text decoder {type(decoder).__name__} on embeddings; leave out "
+        "modalities to run the decoder alone"
+    )
+
+
+@contextmanager
+def _stopping(decoder: nn.Module, found: list[dict[str, Any]]) -> Iterator[None]:
+    """End the runs of a block at the decoder, and add its arguments to `found`."""
     names = [
         name
         for name, parameter in inspect.signature(decoder.forward).parameters.items()
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
-
-    found: list[dict[str, Any]] = []
 
     def stop(*arguments: Any, **keywords: Any) -> Any:
         found.append({**dict(zip(names, arguments)), **keywords})
@@ -84,25 +121,24 @@ def handed_to_decoder(model: PreTrainedModel, **inputs: Any) -> dict[str, Any]:
             return _Nothing(last_hidden_state=keywords["inputs_embeds"])
         raise _Reached
 
+    layers = getattr(decoder, "layers", None)
+    if not _ITEMS.isdisjoint(names) and isinstance(layers, nn.ModuleList):
+        # The decoder encodes items itself (Chameleon), so its first layer is the first to get embeddings.
+        decoder.layers = nn.ModuleList([_FirstLayer(found)])
+        try:
+            yield
+        finally:
+            decoder.layers = layers
+        return
     before = decoder.__dict__.get("forward")
     decoder.forward = stop
-    kept = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     try:
-        with _unchanged(model):
-            model(**inputs, use_cache=False, **kept)
-    except _Reached:
-        pass
+        yield
     finally:
         if before is None:
             del decoder.forward
         else:
             decoder.forward = before
-    if found:
-        return {name: value for name, value in found[0].items() if value is not None}
-    raise UnsupportedModelError(
-        f"{model.config.model_type!r} does not run its text decoder {type(decoder).__name__} on embeddings; leave out "
-        "modalities to run the decoder alone"
-    )
 
 
 @contextmanager
@@ -135,6 +171,8 @@ class _CountsScattered(TorchFunctionMode):
         self.shape = shape
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.index_put and tuple(args[0].shape) == self.shape:
+            raise _Counted(kwargs["values"].numel() // self.shape[-1])
         if function in (torch.Tensor.masked_scatter, torch.Tensor.masked_scatter_, torch.masked_scatter):
             target, _, source = args if len(args) == 3 else (*args, *(kwargs or {}).values())
             if target.dim() == 3 and tuple(target.shape) == self.shape:

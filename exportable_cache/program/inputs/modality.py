@@ -163,13 +163,10 @@ def features_of(model: PreTrainedModel, modality: Modality, *inputs: torch.Tenso
 
 def modality_of(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -> Modality:
     """Find how a model takes items shaped like `example`, whose embeddings replace placeholder tokens."""
-    floats, fixed = checked_example(model, kind, example)
+    inputs, fixed = checked_example(model, kind, example)
     token_ids = placeholders_of(model.config, kind)
     generator = torch.Generator().manual_seed(0)
-    items = [
-        {**{name: torch.randn(value.shape, generator=generator).to(value) for name, value in floats.items()}, **fixed}
-        for _ in range(2)
-    ]
+    items = [{**{name: _another(value, generator) for name, value in inputs.items()}, **fixed} for _ in range(2)]
     problem: Exception | None = None
     with attention_of(model, "eager"):
         for token_id in token_ids:
@@ -184,10 +181,12 @@ def modality_of(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -
         else:
             assert problem is not None
             raise not_understood(model, kind, problem) from problem
-    name = str(model.dtype).removeprefix("torch.")
     return Modality(
         kind,
-        tuple(TensorSpec(key, name, tuple(value.shape)) for key, value in floats.items()),
+        tuple(
+            TensorSpec(key, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+            for key, value in inputs.items()
+        ),
         tokens,
         features.shape[1],
         str(features.dtype).removeprefix("torch."),
@@ -202,6 +201,13 @@ def modality_of(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -
         probed.extra_features,
         known,
     )
+
+
+def _another(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return other pixels or samples of the same shape; or the same tokens, in another order."""
+    if value.is_floating_point():
+        return torch.randn(value.shape, generator=generator).to(value)
+    return value[:, torch.randperm(value.shape[1], generator=generator)]
 
 
 def not_understood(model: PreTrainedModel, kind: str, problem: Exception) -> Exception:
