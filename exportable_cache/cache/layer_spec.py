@@ -49,6 +49,11 @@ STATE_TYPES = ("linear_attention", "conv")
 HYBRID_TYPES = ("hybrid", "hybrid_sliding")
 SUPPORTED_LAYER_TYPES = (*KEY_TYPES, *STATE_TYPES, *HYBRID_TYPES, "dummy")
 
+#: Positions whose states a draft head keeps, one more than the tokens that it can propose at once.
+KEPT_POSITIONS = 16
+#: Tokens that it proposes at once by default.
+DRAFTED = 3
+
 #: Our name for the layer type that transformers has none for: attention to an encoder's output.
 CROSS_ATTENTION = "cross_attention"
 

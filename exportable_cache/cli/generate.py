@@ -97,6 +97,14 @@ def generate(
             help="Propose N tokens per step from earlier text. A bundle needs -O score_length=N+1 in its export.",
         ),
     ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft",
+            metavar="mtp",
+            help="Propose tokens by the multi-token-prediction modules of a model's checkpoint.",
+        ),
+    ] = None,
     seed: SeedOption = None,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")
@@ -116,9 +124,13 @@ def generate(
     form = _constraint_of(json_schema, regex)
     if form is not None and prompt_lookup:
         raise typer.BadParameter("cannot be combined with --json-schema or --regex", param_hint="'--prompt-lookup'")
+    if draft is not None and (prompt_lookup or form is not None):
+        raise typer.BadParameter(
+            "cannot be combined with --prompt-lookup, --json-schema or --regex", param_hint="'--draft'"
+        )
     given = GivenSampling(greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed)
     files = {"image": image or (), "audio": audio or ()}
-    use = Use(tuple(kind for kind, paths in files.items() if paths), prompt_lookup or 0, adapter=adapter)
+    use = Use(tuple(kind for kind, paths in files.items() if paths), prompt_lookup or 0, draft, adapter=adapter)
     opened = open_session(terminal, folder, opening, use)
     session = opened.session
     from ..session.native import NativeSession
@@ -144,7 +156,7 @@ def generate(
         }
         run = partial(_run_native, timed, native, ids, form, how)
     else:
-        from ..generation.speculative import PromptLookup
+        from ..generation.speculative import PromptLookup, TrainedDraft
 
         prepared = _prompt_of(opened.processor, session, text, files, chat, split_special_tokens)
         settings = session.generation_settings
@@ -153,12 +165,12 @@ def generate(
         room = None if session.room is None else int(session.room)
         most = max_new_tokens or _default_new_tokens(settings, room, fed_tokens)
         if form is None:
-            draft = PromptLookup(prompt_lookup) if prompt_lookup else None
+            proposer = PromptLookup(prompt_lookup) if prompt_lookup else TrainedDraft(session) if draft else None
             # Messages are tokenised again, because the response to them is a separate text and does not continue
             # theirs.
             prepared = prepared if chat and split_special_tokens else tokenised
             choice = asdict(given.over(settings.sampling))
-            pieces = session.stream_text(prepared, most, **choice, stop=stop or None, draft=draft)
+            pieces = session.stream_text(prepared, most, **choice, stop=stop or None, draft=proposer)
         else:
             # Imported here, because generation without a constraint starts sooner without them.
             from ..decoding.completion import CompletionOptions

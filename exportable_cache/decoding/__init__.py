@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..generation.speculative import PromptLookup as PromptLookup
     from ..generation.speculative import Proposal as Proposal
     from ..generation.speculative import SpeculationStatistics as SpeculationStatistics
+    from ..generation.speculative import TrainedDraft as TrainedDraft
     from ..generation.speculative import check_can_rewind as check_can_rewind
     from ..generation.speculative import generate_speculative as generate_speculative
     from ..generation.text import encode_prompt as encode_prompt
@@ -50,7 +51,7 @@ _MODULES = {
     ),
     "generation.sampling_options": ("check_seed",),
     "generation.speculative": (
-        *("Draft", "DraftModel", "PromptLookup", "Proposal", "SpeculationStatistics"),
+        *("Draft", "DraftModel", "PromptLookup", "Proposal", "SpeculationStatistics", "TrainedDraft"),
         *("check_can_rewind", "generate_speculative"),
     ),
     "generation.text": ("encode_prompt", "stream_text"),

@@ -7,12 +7,13 @@ part of p - q (Leviathan et al. 2023, Chen et al. 2023). Rejected tokens are dis
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from ..cache.layer_spec import DRAFTED
 from ..errors import InputError
 from .host_sampling import NGRAM, look_up
 from .loop import Chosen, Ending
@@ -81,7 +82,78 @@ class PromptLookup:
         return Proposal(look_up(context, count, self.ngram))
 
 
-class DraftModel:
+class _Drawing:
+    """Base class of drafts that draw tokens as the model's are drawn, from separate random numbers."""
+
+    def __init__(self, max_tokens: int, what: str) -> None:
+        if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+            raise InputError(f"max_tokens of {what} must be an int of at least 1, got {max_tokens!r}")
+        self.max_tokens = max_tokens
+        self._sampler: Sampler | None = None
+        self._sampling: Sampling | None = None
+
+    def _drawn(
+        self,
+        logits: torch.Tensor,
+        following: Callable[[int, int], torch.Tensor],
+        context: Sequence[int],
+        count: int,
+        sampling: Sampling,
+    ) -> Proposal:
+        """Return proposed tokens.
+
+        Args:
+            logits: [1, vocab], those of the first token.
+            following: Returns the logits that follow a proposed token, given with the number of tokens proposed so far.
+            context: See `Draft.propose`.
+            count: Number of tokens, at least 1.
+            sampling: See `Draft.propose`.
+        """
+        if self._sampler is None or self._sampling is not sampling:
+            self._sampling = sampling
+            # Separate random numbers, because with the model's own ones tokens would not follow its distribution.
+            seed = None if sampling.seed is None else (sampling.seed ^ _DRAFT_SEED) % 2**63
+            first = torch.tensor([context[:1]], device=logits.device)
+            self._sampler = Sampler(replace(sampling, seed=seed), first, logits.shape[-1])
+        tokens: list[int] = []
+        probabilities: list[torch.Tensor] = []
+        while True:
+            probabilities.append(self._sampler.distribution(logits)[0])
+            tokens.append(self._sampler.draw_from(probabilities[-1]))
+            if len(tokens) == count:
+                return Proposal(tokens, torch.stack(probabilities))
+            logits = following(tokens[-1], len(tokens))
+
+
+class TrainedDraft(_Drawing):
+    """A draft that proposes the tokens of the draft head which the session's own program has.
+
+    Args:
+        session: The session that generates, such as `Session.from_model(model, draft="mtp")`.
+        max_tokens: Most tokens proposed at once. A head is trained for few of them.
+
+    Raises:
+        InputError: If the program has no draft head, or `max_tokens` is out of range.
+    """
+
+    def __init__(self, session: HasStepper, max_tokens: int = DRAFTED) -> None:
+        super().__init__(max_tokens, "a trained draft")
+        most = session.stepper.most_drafted
+        if most == 0:
+            raise InputError(
+                "session must have a draft head, got one without; open it with Session.from_model(model, draft='mtp')"
+            )
+        if max_tokens > most:
+            raise InputError(f"max_tokens of a trained draft must be at most {most}, got {max_tokens}; lower it")
+        self.session = session
+
+    def propose(self, context: Sequence[int], count: int, sampling: Sampling) -> Proposal:
+        """Propose tokens, see `Draft.propose`. All of `context` but the newest token is in the session."""
+        step = self.session.stepper.draft
+        return self._drawn(step(context[-1], 0), step, context, count, sampling)
+
+
+class DraftModel(_Drawing):
     """A draft that proposes the tokens of a smaller model with the same vocabulary.
 
     Args:
@@ -95,25 +167,13 @@ class DraftModel:
     def __init__(self, session: PromptStepper, max_tokens: int = 4) -> None:
         if session.batch_size != 1:
             raise InputError(f"batch_size of a draft model must be 1, got {session.batch_size}; open another session")
-        if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
-            raise InputError(f"max_tokens of a draft model must be an int of at least 1, got {max_tokens!r}")
+        super().__init__(max_tokens, "a draft model")
         check_can_rewind(session, max_tokens)
         self.session = session
-        self.max_tokens = max_tokens
         self._fed: list[int] = []
-        self._sampler: Sampler | None = None
-        self._sampling: Sampling | None = None
 
     def propose(self, context: Sequence[int], count: int, sampling: Sampling) -> Proposal:
         """Propose tokens, see `Draft.propose`."""
-        if self._sampler is None or self._sampling is not sampling:
-            self._sampling = sampling
-            # Separate random numbers, because with the model's own ones tokens would not follow its distribution.
-            seed = None if sampling.seed is None else (sampling.seed ^ _DRAFT_SEED) % 2**63
-            seeded = replace(sampling, seed=seed)
-            self._sampler = Sampler(
-                seeded, torch.tensor([context[:1]], device=self.session.device), self.session.vocab_size
-            )
         same = next(
             (i for i, (a, b) in enumerate(zip(self._fed, context)) if a != b), min(len(self._fed), len(context) - 1)
         )
@@ -133,14 +193,12 @@ class DraftModel:
             return Proposal([])
         logits = self.session.prefill(torch.tensor([context[same:]], device=self.session.device))
         self._fed = list(context)
-        tokens, probabilities = [], []
-        while True:
-            probabilities.append(self._sampler.distribution(logits)[0])
-            tokens.append(self._sampler.draw_from(probabilities[-1]))
-            if len(tokens) == count:
-                return Proposal(tokens, torch.stack(probabilities))
-            logits = self.session.decode(torch.tensor(tokens[-1:], device=self.session.device))
-            self._fed.append(tokens[-1])
+
+        def following(token: int, proposed: int) -> torch.Tensor:
+            self._fed.append(token)
+            return self.session.decode(torch.tensor([token], device=self.session.device))
+
+        return self._drawn(logits, following, context, count, sampling)
 
 
 @dataclass

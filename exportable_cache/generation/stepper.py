@@ -71,8 +71,17 @@ class Stepper(Protocol):
         ...
 
     @property
+    def most_drafted(self) -> int:
+        """Most tokens that the program's draft head proposes at once; 0 without one."""
+        ...
+
+    @property
     def least_rollback(self) -> tuple[str, int]:
         """Label of the layer that can take back the fewest tokens, such as `layer 2 (ring)`, and how many."""
+        ...
+
+    def draft(self, token: int, link: int) -> torch.Tensor:
+        """Return the draft head's logits [1, vocab] after a token that comes `link` proposed ones after the text."""
         ...
 
     def decode_and_choose(self, tokens: torch.Tensor, chooser: Sampler, steps: int = 1) -> torch.Tensor:

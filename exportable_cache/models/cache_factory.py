@@ -24,6 +24,7 @@ from ..errors import ExportableCacheError, InputError, UnsupportedModelError, fi
 from ..parallel.heads import check_heads, parts_of_heads, repeat_heads
 from ..parallel.ranks import ranks_of
 from ..pytree import register_node
+from .draft_heads import head_layer_specs
 from .layers.encoder import encoder_decoder_layers, encoder_of
 from .layers.specs import (
     check_cross_layers,
@@ -254,6 +255,7 @@ class ExportableCache(LayeredCache):
         else:
             with _model_errors_as_unsupported(model):
                 layer_specs, dtype, device = _layer_specs(model)
+                layer_specs += head_layer_specs(model)
         check_cross_layers(model.config, ranks, spec.offload)
         if spec.sinks is not None:
             check_sinks(model.config, layer_specs)

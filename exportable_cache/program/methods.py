@@ -45,7 +45,7 @@ class ProgramMethod:
         scored_tokens: Number of last tokens that get logits, [batch, min(length, scored_tokens), vocab]; 0 for the last
             token only, [batch, vocab].
         outputs: Outputs of a method that is not a step of the decoder; such a method does not use the cache,
-            except `SHIFT`.
+            except `SHIFT` and `DRAFT`.
         multiple: Divisor of every size named "length".
         grid: `image_grid_thw` (time, height, width, in patches) of every image, if the encoder needs one.
         item: Facts about the items it encodes, if it is an encoder.
@@ -129,6 +129,21 @@ SHIFT = ProgramMethod(
     1,
     inputs=tuple(TensorSpec(name, "int64", ("batch",)) for name in _PLACES),
     outputs=(TensorSpec("kept", "int64", ("batch",)),),
+)
+
+
+#: Method that proposes the token after one that the model has not seen, see `models.draft_heads.DraftHead.draft`. It
+#: writes the head's layers and does not advance the length.
+DRAFT = ProgramMethod(
+    "draft",
+    1,
+    1,
+    inputs=(
+        TensorSpec("input_ids", "int64", ("batch", 1)),
+        TensorSpec("input_pos", "int64", ("batch",)),
+        TensorSpec("link", "int64", ("batch",)),
+    ),
+    outputs=(TensorSpec("draft_logits", "float32", ("batch", "vocab")),),
 )
 
 

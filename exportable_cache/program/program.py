@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from ..common.compat.transformers import cache_argument
 from ..common.method_io import TensorSpec, name_forward
 from ..errors import InputError, UnsupportedModelError, describe_trace_error
 from ..models.cache_factory import ExportableEncoderDecoderCache
+from ..models.draft_heads import collecting_hidden, draft_head_of
 from ..models.joined_linears import joined_products, separate_linears
 from ..models.layers.codebooks import codebooks_of
 from ..models.lora import (
@@ -47,7 +48,7 @@ from .inputs.modality import EmbedModule
 from .inputs.multimodal import multimodal_methods
 from .items import ITEM_STATES, ITEMS_SEEN
 from .last_token import choose_last_token_early
-from .methods import KV_SLOTS, ROPE_LENGTHS, SHIFT, ProgramMethod
+from .methods import DRAFT, KV_SLOTS, ROPE_LENGTHS, SHIFT, ProgramMethod
 from .shift import shift_module
 from .spec import Form, Logits, ProgramSpec
 
@@ -152,12 +153,23 @@ class ProgramModule(nn.Module):
             kept = {"logits_to_keep": self._kept(tokens)} if self.keeps_last else {}
             rope = rope_by(rope_lengths) if self.has_changing_rope else nullcontext()
             with passing_extra_features(self.model, self.method.extra_features, options), rope:
-                logits = self.text_model[0](use_cache=True, **options, **kept).logits
+                logits = self._logits(input_pos, cache, {**options, **kept})
         if self.codebooks is not None:
             logits = self.codebooks.given(logits)
         if self.scored:
             return logits if self.keeps_last else logits[:, self._kept(tokens)]
         return logits[:, -1] if self.logits is Logits.LAST else logits
+
+    def _logits(self, input_pos: torch.Tensor, cache: ExportableCache, options: dict[str, Any]) -> torch.Tensor:
+        """Run the model, and its draft head over the same tokens if it has one."""
+        head = draft_head_of(self.model)
+        if head is None:
+            return self.text_model[0](use_cache=True, **options).logits
+        with collecting_hidden() as step:
+            logits = self.text_model[0](use_cache=True, **options).logits
+            assert step.hidden is not None
+            head.follow(options["input_ids"], input_pos, cache, step.hidden)
+        return logits
 
     def _kept(self, tokens: torch.Tensor) -> int | torch.Tensor:
         """Return `logits_to_keep`: 1 for the last token, or the indices of the scored tokens."""
@@ -233,6 +245,23 @@ class ResidentModule(ProgramModule):
         return logits
 
 
+class DraftModule(ResidentModule):
+    """Module of the method `draft`."""
+
+    def run(
+        self,
+        cache: ExportableCache,
+        input_pos: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **further: torch.Tensor,
+    ) -> Any:
+        """Return the logits of the draft head, see `DraftHead.draft`."""
+        head = draft_head_of(self.model)
+        assert head is not None and input_ids is not None
+        return (head.draft(input_ids, input_pos, cache, further["link"]),)
+
+
 class ExplicitModule(ProgramModule):
     """A method that takes and returns the cache, in its registered pytree form; no input is mutated."""
 
@@ -283,23 +312,34 @@ def program_methods(model: PreTrainedModel, cache: ExportableCache, spec: Progra
             what = "takes images or audio" if spec.modalities else "has its cache as an input"
             raise InputError(f"shift must be False for a program that {what}, got True; leave it out")
         methods = {**methods, SHIFT.name: SHIFT}
+    if (head := draft_head_of(model)) is not None:
+        several = {f"a batch of {cache.batch_size} rows": cache.batch_size != 1}
+        _check_alone("a draft head", cache, spec, **several)
+        head.tie(model)
+        methods = {**methods, DRAFT.name: DRAFT}
     return methods if slots is None else {**methods, **_adapted_methods(methods, slots)}
 
 
-def _slots_for(model: PreTrainedModel, cache: ExportableCache, spec: ProgramSpec) -> LoraSlots | None:
-    """Give the model the slots for adapters that a spec asks for; those of another session stay."""
-    if not spec.lora_slots:
-        return None
+def _check_alone(what: str, cache: ExportableCache, spec: ProgramSpec, **further: bool) -> None:
+    """Check that a program has none of the parts with which `what` cannot be combined."""
     others = {
         "an encoder-decoder": isinstance(cache, ExportableEncoderDecoderCache),
         f"modalities {', '.join(one.kind for one in spec.modalities)}": bool(spec.modalities),
         "a cache that is an input and an output": Form(spec.form) is Form.EXPLICIT,
         "offloaded layers": cache.offloader is not None,
         "a model that is split over processes": cache.ranks is not None,
+        **further,
     }
-    for what, found in others.items():
+    for other, found in others.items():
         if found:
-            raise InputError(f"lora_slots={spec.lora_slots} cannot be combined with {what}; leave one of them out")
+            raise InputError(f"{what} cannot be combined with {other}; leave one of them out")
+
+
+def _slots_for(model: PreTrainedModel, cache: ExportableCache, spec: ProgramSpec) -> LoraSlots | None:
+    """Give the model the slots for adapters that a spec asks for; those of another session stay."""
+    if not spec.lora_slots:
+        return None
+    _check_alone(f"lora_slots={spec.lora_slots}", cache, spec)
     return add_slots(model, spec.lora_slots, spec.lora_rank, spec.lora_targets)
 
 
@@ -344,6 +384,8 @@ def front_module(
         slots = slots_of(model)
         assert slots is not None
         return WriteAdapter(model, slots)
+    if method.name == DRAFT.name:
+        return DraftModule(model, cache, method)
     if method.name == "embed":
         size = method.outputs[0].shape[-1]
         assert isinstance(size, int)

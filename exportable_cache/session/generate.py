@@ -157,7 +157,10 @@ def make_request(
     check_one_id_a_token(session.codebooks)
     check_max_new_tokens(max_new_tokens)
     if draft is not None and not callable(getattr(draft, "propose", None)):
-        raise InputError(f"draft must be PromptLookup() or DraftModel(session), got {draft!r:.100}; pass one of them")
+        raise InputError(
+            f"draft must be PromptLookup(), DraftModel(session) or TrainedDraft(session), got {draft!r:.100}; pass one "
+            "of them"
+        )
     tokens, strings = ([], []) if stop is None else split_stops(stop, session.vocab_size)
     if strings:
         require_tokenizer(session, "a stop string")

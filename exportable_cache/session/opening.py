@@ -72,6 +72,7 @@ class Use:
     Attributes:
         kinds: Kinds of the files in its prompts: `image`, `audio`.
         lookup: Number of tokens that prompt lookup proposes for each step.
+        draft: Draft head of the model, see `Session.from_model`.
         waits: True if every step must be compiled; False to run steps uncompiled while their graphs are compiled.
         adapter: LoRA adapter that every step uses: a file of `exportable-cache adapter`, or peft's folder.
         adapters: LoRA adapters that are loaded for later use, by name.
@@ -79,6 +80,7 @@ class Use:
 
     kinds: Sequence[str] = ()
     lookup: int = 0
+    draft: str | None = None
     waits: bool = False
     adapter: Path | None = None
     adapters: Mapping[str, Path] = field(default_factory=dict)
@@ -119,8 +121,10 @@ def open_model(
         DeviceMemoryError: If weights and cache do not fit the device.
         UnsupportedModelError, MissingDependencyError: See `load_model`.
     """
+    from ..cache.layer_spec import DRAFTED
     from ..common.devices import check_fits, chosen_device, memory_errors
     from ..models.cache_factory import ExportableCache
+    from ..models.draft_heads import attach_head
     from ..models.loading.adapters import read_lora
     from ..models.loading.loading import load_model
     from ..models.positions import default_cache_len
@@ -131,9 +135,12 @@ def open_model(
     adapters = [read_lora(path) for path in (use.adapter, *use.adapters.values()) if path is not None]
     compiles = options.compile and _can_compile(device, use.waits)
     loaded = load_model(name, options.dtype, progress=progress)
-    model = loaded.model
+    model, proposed = loaded.model, use.lookup
+    if use.draft is not None:
+        attach_head(model, use.draft)
+        proposed = DRAFTED
     spec = CacheSpec(
-        options.max_cache_len or default_cache_len(model.config), kv_dtype=options.kv_dtype, rollback_slots=use.lookup
+        options.max_cache_len or default_cache_len(model.config), kv_dtype=options.kv_dtype, rollback_slots=proposed
     )
     progress(f"allocating the cache on {device}", 0, None)
     if device.type != "cpu":
@@ -144,7 +151,7 @@ def open_model(
         cache = ExportableCache.from_model_spec(model, spec)
     has_encoder = getattr(model.config, "is_encoder_decoder", False)
     # Encoder-decoders score no proposals, and encode their file by another method.
-    scored = use.lookup + 1 if use.lookup and not has_encoder else 0
+    scored = proposed + 1 if proposed and not has_encoder else 0
     if cache.max_length is not None:
         scored = min(scored, cache.max_length)
     session = Session.from_model(

@@ -571,6 +571,7 @@ class Session:
         lora_slots: int = 0,
         lora_rank: int = 16,
         lora_targets: Sequence[str] = (),
+        draft: str | None = None,
         graph_cache: str | Path | None = None,
         graph_cache_mb: int = GRAPH_CACHE_MB,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -607,6 +608,8 @@ class Session:
                 layers of the model then have buffers for them; its weights and its state dict stay the same.
             lora_rank: Largest rank of these adapters.
             lora_targets: Names of the linear layers that they may change; all of the decoder by default.
+            draft: "mtp" to attach the multi-token-prediction modules of the checkpoint, for `TrainedDraft`; None
+                for no draft head. A cache must be allocated after they are attached, see `draft_heads.attach_head`.
             graph_cache: Folder that keeps compiled graphs, so that a later process neither traces nor compiles them,
                 see `backends.live.graph_cache.GraphCache`; only with `compile`.
             graph_cache_mb: Size limit of the folder in megabytes; the least recently used graphs are deleted first.
@@ -620,11 +623,14 @@ class Session:
         """
         from ..backends.live.compile import CompileOptions
         from ..models.cache_factory import check_is_model
+        from ..models.draft_heads import attach_head
         from ..program.lengths import needs_equal_rows
         from .live import LiveOptions, changing_rope, live_session, new_cache, scored_by_drafts
 
         check_is_model(model)
         plans_drafts = cache is None and score_length is None
+        if draft is not None:
+            attach_head(model, draft)
         if cache is None:
             cache = new_cache(model, max_cache_len)
         elif max_cache_len is not None:
@@ -879,8 +885,9 @@ class Session:
             seed: Seed of the draws; None for torch's global generator.
             stop: Token ids that end a row, besides the model's end tokens, or strings if there is a tokenizer. The
                 token that ends a row is given out too.
-            draft: Speculative decoding at batch size 1: `PromptLookup()` or `DraftModel(session)`. Several tokens are
-                scored per step; they are those of plain decoding, or follow the same distribution.
+            draft: Speculative decoding at batch size 1: `PromptLookup()`, `DraftModel(session)` or
+                `TrainedDraft(session)`. Several tokens are scored per step; they are those of plain decoding, or follow
+                the same distribution.
             generation_config: "model" to draw as the checkpoint's generation config says, if it has `do_sample`; or a
                 config whose settings replace the checkpoint's, which are used for those that it leaves open. None to
                 take the most probable token by default. Arguments come before both.

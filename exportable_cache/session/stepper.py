@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 
 from ..backends.base import ChoosesInGraph, MakesShift, state_of
+from ..cache.layer_spec import KEPT_POSITIONS
 from ..cache.step import starting_at
 from ..errors import BundleError, InputError
 from ..models.lora import ADAPTERS
 from ..models.positions import ANY
 from ..program.items import ITEM_STATES, ITEMS_SEEN
-from ..program.methods import POSITIONS, ROPE_DELTAS, ROPE_LENGTHS, SHIFT, chunk_sizes, method_for
+from ..program.methods import DRAFT, POSITIONS, ROPE_DELTAS, ROPE_LENGTHS, SHIFT, chunk_sizes, method_for
 from .checks import check_chunks, check_no_autocast, check_room, check_rows_may_differ
 from .guard import Generation, StepGuard
 from .images import shifted
@@ -123,6 +124,11 @@ class ProgramStepper:
     def score_length(self) -> int:
         """Most tokens that `score` takes; 0 if the program has no such method."""
         return max((method.scored_tokens for method in self.runner.methods.values()), default=0)
+
+    @property
+    def most_drafted(self) -> int:
+        """Most tokens that the program's draft head proposes at once; 0 without one."""
+        return KEPT_POSITIONS - 1 if DRAFT.name in self.runner.methods else 0
 
     @property
     def keeps_prompt(self) -> bool:
@@ -389,6 +395,20 @@ class ProgramStepper:
         if input_ids.shape[1] == 1:
             return self.step(input_ids)[:, None]
         return self.step(input_ids.contiguous(), scores=True)
+
+    def draft(self, token: int, link: int) -> torch.Tensor:
+        """Return the draft head's logits [1, vocab] after a token that the model has not seen.
+
+        The length stays, because the next step of the model writes the same slots.
+
+        Args:
+            token: The token.
+            link: Number of proposed tokens before it.
+        """
+        self.guard.check_whole()
+        ids = torch.tensor([[token]], device=self.device)
+        places = (self.state.length + link).to(self.device), torch.tensor([link], device=self.device)
+        return self.runner.run(DRAFT.name, ids, *places)[0]
 
     def decode_and_choose(self, tokens: torch.Tensor, chooser: Sampler, steps: int = 1) -> torch.Tensor:
         """Feed one token per row, int64 [batch], choose the next ones and feed those: int64 [batch, steps].

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from ...cache.cache import LayeredCache
 
 
+#: Name of a draft head among the modules of a model, see `models.draft_heads`.
+DRAFT_HEAD = "draft_head"
 # Config fields of models whose key sizes are not head_dim and num_key_value_heads: latent attention, JetMoE, DBRX.
 _UNLIKE_FIELDS = ("kv_lora_rank", "kv_channels", "attn_config")
 
@@ -161,6 +163,8 @@ def check_layers(model: PreTrainedModel, cache: LayeredCache) -> None:
         InputError: If the number of layers, the kind of a layer, or the length of a ring is wrong.
     """
     kinds = layer_types_and_windows(model.config)
+    if (head := getattr(model, DRAFT_HEAD, None)) is not None:
+        kinds += layer_types_and_windows(head.config)
     if len(cache.layers) != len(kinds):
         raise InputError(
             f"the cache must have {len(kinds)} layers like the model, got {len(cache.layers)}; allocate it with "
@@ -243,7 +247,7 @@ def layer_specs_from_model(model: PreTrainedModel) -> tuple[list[LayerSpec], tor
             f"{len(kinds)}; models with a cache class of another kind are not supported"
         )
     layer_specs = [
-        _layer_spec_of(index, model, layer, *kind)
+        layer_spec_of(index, model, layer, *kind)
         for index, (kind, layer) in enumerate(zip(kinds, cache.layers, strict=True))
     ]
     found = (getattr(layer, "keys", None) for layer in cache.layers)
@@ -251,7 +255,7 @@ def layer_specs_from_model(model: PreTrainedModel) -> tuple[list[LayerSpec], tor
     return (layer_specs, keys[0].dtype, keys[0].device) if keys else (layer_specs, model.dtype, model.device)
 
 
-def _layer_spec_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, window: int | None) -> LayerSpec:
+def layer_spec_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, window: int | None) -> LayerSpec:
     """Return the spec of one layer of a `DynamicCache` after a token."""
     # Unlimited OCR keeps its prompt in separate attributes.
     keys, values = (getattr(layer, f"prefill_{name}", getattr(layer, name, None)) for name in ("keys", "values"))

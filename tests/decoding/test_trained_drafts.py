@@ -1,0 +1,187 @@
+"""Trained drafts: MTP modules predict as in transformers, and never change what the model generates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.decoding import Sampler, Sampling, SpeculationStatistics, TrainedDraft, generate_speculative
+from exportable_cache.errors import InputError, UnsupportedModelError
+from exportable_cache.models.draft_heads import attach_head, attach_mtp, draft_head_of
+
+from ..support.models import WINDOW, tiny_model, tokens
+
+_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+_LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+#: Config fields by model type: latent attention, several modules, a sliding window.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**_EXPERTS, **_LATENTS, "num_mtp_layers": 1},
+    "glm4_moe": {**_EXPERTS, "num_mtp_layers": 2},
+    "mellum": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "num_mtp_layers": 1,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
+    },
+}
+
+
+def model_and_mtp(family: str, **overrides: Any) -> tuple[PreTrainedModel, MtpModel]:
+    """Return a tiny model and random MTP modules for it, which are not attached."""
+    model = tiny_model(family, **{**FAMILIES[family], **overrides})
+    mtp = MtpModel(model, model.config.num_mtp_layers).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in mtp.layers.parameters():
+            values = 0.3 * torch.randn_like(parameter)
+            parameter.copy_(values if parameter.dim() > 1 else 1 + values / 3)
+    return model, mtp
+
+
+def agreeing_model(family: str = "glm4_moe", **overrides: Any) -> PreTrainedModel:
+    """Return a model whose next token depends on the last one only, with MTP modules that compute the same."""
+    model, mtp = model_and_mtp(family, **overrides)
+    with torch.no_grad():
+        for name, parameter in [*model.named_parameters(), *mtp.layers.named_parameters()]:
+            if "o_proj" in name or "down_proj" in name:
+                parameter.zero_()
+            elif "norm" in name:
+                parameter.fill_(1)
+        for layer in mtp.layers:
+            half = layer.eh_proj.out_features
+            layer.eh_proj.weight.copy_(torch.cat([torch.eye(half), torch.zeros(half, half)], dim=1))
+    attach_mtp(model, mtp)
+    return model
+
+
+def drafted(session: Session, prompt: torch.Tensor, count: int, draft: TrainedDraft) -> tuple[list[int], Any]:
+    """Return generated tokens and the counts of proposals."""
+    statistics = SpeculationStatistics()
+    chooser = Sampler(Sampling(), prompt, session.vocab_size)
+    return list(generate_speculative(session, prompt, count, chooser, (), draft, statistics)), statistics
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modules_predict_as_in_transformers(family: str) -> None:
+    """After a prompt in chunks, single tokens, rejected proposals and a rollback, past the window."""
+    model, mtp = model_and_mtp(family)
+    ids, count = tokens(30), model.config.num_mtp_layers
+    with torch.no_grad():
+        hidden = model(ids, output_hidden_states=-1).hidden_states[-1]
+        cache = MtpCache(config=model.config.get_mtp_config())
+        following = torch.cat([ids[:, 1:], torch.tensor([[7]])], dim=1)
+        wanted, logits, _ = mtp(following, hidden, None, torch.arange(1, 31)[None], cache)
+    attach_mtp(model, mtp)
+    session = Session.from_model(model, max_cache_len=64, prefill_chunk=12)
+    session.prefill(ids[:, :25])
+    session.decode(ids[0, 25:26])
+    session.stepper.draft(5, 0), session.stepper.draft(9, 1)
+    session.score(torch.cat([ids[:, 26:30], tokens(3, seed=5)], dim=1))
+    session.rewind(3)
+    token = 7
+    for link in range(count):
+        found = session.stepper.draft(token, link)
+        assert (found - logits[:, link]).abs().max() < 1e-4
+        token = int(wanted[0, link])
+    assert session.length.tolist() == [30]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_plain_decoding(family: str) -> None:
+    model, mtp = model_and_mtp(family)
+    prompt = tokens(20)
+    expected = list(Session.from_model(model, max_cache_len=96).generate(prompt, 20))
+    attach_mtp(model, mtp)
+    session = Session.from_model(model, max_cache_len=96)
+    assert len(session.layers) == 2 + model.config.num_mtp_layers
+    found, statistics = drafted(session, prompt, 20, TrainedDraft(session))
+    assert found == expected and statistics.proposed > 15
+    session.reset()
+    assert list(session.generate(prompt, 20)) == expected
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param("wait", marks=pytest.mark.full)])
+def test_modules_that_agree_are_always_right(compile: bool | str) -> None:
+    model = agreeing_model()
+    prompt = tokens(20)
+    session = Session.from_model(model, max_cache_len=96, compile=compile)
+    found, statistics = drafted(session, prompt, 41, TrainedDraft(session, 4))
+    assert statistics.accepted == statistics.proposed == 32 and statistics.steps == 8
+    session.reset()
+    assert found == list(session.generate(prompt, 41))
+
+
+def test_a_checkpoint_gives_its_modules(tmp_path: Path) -> None:
+    """The names are those of DeepSeek V3: the layers after the last one, with the shared tensors again."""
+    model, mtp = model_and_mtp("deepseek_v3")
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, parameter in mtp.layers.state_dict().items():
+        rest = name.removeprefix("0.").removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        if "mlp.experts.gate_up_proj" in rest:
+            for expert, joined in enumerate(parameter):
+                for part, value in zip(("gate", "up"), joined.chunk(2), strict=True):
+                    weights[f"model.layers.2.mlp.experts.{expert}.{part}_proj.weight"] = value.clone()
+        elif "mlp.experts.down_proj" in rest:
+            for expert, value in enumerate(parameter):
+                weights[f"model.layers.2.mlp.experts.{expert}.down_proj.weight"] = value.clone()
+        else:
+            weights[f"model.layers.2.{rest}"] = parameter.clone()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    session = Session.from_model(loaded, max_cache_len=64, draft="mtp")
+    attach_mtp(model, mtp)
+    other = Session.from_model(model, max_cache_len=64)
+    for one in (session, other):
+        one.prefill(tokens(9))
+    assert torch.allclose(session.stepper.draft(3, 0), other.stepper.draft(3, 0), atol=1e-5)
+    assert attach_head(loaded, "mtp") is draft_head_of(loaded)
+    del weights["model.layers.2.eh_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"cannot be loaded from .*eh_proj"):
+        Session.from_model(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), max_cache_len=64, draft="mtp")
+
+
+def test_what_cannot_work_is_refused() -> None:
+    llama = tiny_model("llama")
+    with pytest.raises(UnsupportedModelError, match="got LlamaForCausalLM, whose config has no num_mtp_layers"):
+        Session.from_model(llama, max_cache_len=64, draft="mtp")
+    with pytest.raises(InputError, match="draft must be 'mtp', got 'medusa'"):
+        Session.from_model(llama, max_cache_len=64, draft="medusa")
+    with pytest.raises(InputError, match="session must have a draft head, got one without"):
+        TrainedDraft(Session.from_model(llama, max_cache_len=64))
+    model, mtp = model_and_mtp("glm4_moe")
+    before = ExportableCache.from_model(model, 64)
+    attach_mtp(model, mtp)
+    with pytest.raises(InputError, match="the cache must have 4 layers like the model, got 2"):
+        Session.from_model(model, before)
+    with pytest.raises(InputError, match="a draft head cannot be combined with a batch of 2 rows"):
+        Session.from_model(model, ExportableCache.from_model(model, 64, 2))
+    with pytest.raises(InputError, match="max_tokens of a trained draft must be at most 15, got 16"):
+        TrainedDraft(Session.from_model(model, max_cache_len=64), 16)
