@@ -26,6 +26,7 @@ from ..generation.checkpoint_settings import end_tokens
 from ..models.layers.specs import layer_types_and_windows, logits_size_of, vocab_size_of
 from ..models.positions import rope_rule
 from ..models.tokenizers.text import reads_alike
+from ..models.vocabulary import VOCABULARY_FILE, kept_tokens
 from ..models.weights import fingerprint
 from ..program.inputs.multimodal import kinds_taken
 from ..program.lengths import needs_equal_rows
@@ -370,6 +371,10 @@ def write_bundle(
     for name, (what, fields) in configs.items():
         (folder / name).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         holds[name] = what
+    kept = kept_tokens(program.model)
+    if kept is not None:
+        (folder / VOCABULARY_FILE).write_text(f"{json.dumps(kept)}\n", encoding="utf-8")
+        holds[VOCABULARY_FILE] = "ids of the tokens that have logits"
     if tokenizer is not None:
         tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
         details[TOKENIZER_FILE] = {READS_ALIKE: reads_alike(folder / TOKENIZER_FOLDER, tokenizer)}

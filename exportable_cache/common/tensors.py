@@ -26,6 +26,12 @@ def kind_of_tensor(tensor: torch.Tensor) -> list[str]:
     return [type(tensor).__name__, repr(forms), repr(kept), *described]
 
 
+def logit_differences(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the differences of logits in float32; 0 where both are minus infinity, as for tokens that are left out."""
+    absent = found.isneginf() & expected.isneginf()
+    return (found.float() - expected.float()).masked_fill(absent, 0.0)
+
+
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
     """Make tensors that can be written outside `torch.inference_mode`, even if it is on here.

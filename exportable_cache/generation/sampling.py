@@ -265,12 +265,19 @@ class Sampler:
         self, logits: torch.Tensor, allowed: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
         """Apply the rules to the logits, and check that each row has a token left."""
-        if self._rules is None:
-            return logits if allowed is None else allowed(logits)
-        ruled = self._rules(logits)
         if allowed is not None:
-            both = allowed(ruled)
-            return allowed(logits) if bool(both.isneginf().all()) else both
+            found = allowed(logits if self._rules is None else self._rules(logits))
+            if self._rules is not None and bool(found.isneginf().all()):
+                found = allowed(logits)
+            if bool(found.isneginf().all()):
+                raise InputError(
+                    "the constraint allows no token that the program computes logits of; pass another constraint, or "
+                    "export with a larger vocabulary"
+                )
+            return found
+        if self._rules is None:
+            return logits
+        ruled = self._rules(logits)
         if bool(ruled.isneginf().all(dim=-1).any()):
             raise InputError(
                 "the generation config of the checkpoint excludes every token; correct generation_config.json, or "

@@ -23,11 +23,12 @@ from ..models.loading.without_weights import model_without_weights
 from ..models.positions import check_rope
 from ..models.quantization.sizes import coverage_of
 from ..models.quantization.spec import KEEP_SCHEME, quantization_of
+from ..models.vocabulary import keep_tokens
 from ..program.spec import ProgramSpec
 from .dtypes import DtypeChoice
 from .plan import RecipeSize, plan_cache, sizes_of_recipes, weights_bytes
 from .recipes import fill_options, remark_of
-from .spec import ExportSpec, Split, options_of
+from .spec import ExportSpec, Split, options_of, vocabulary_of
 from .steps import resolve, run
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def export(
     lora_slots: int = 0,
     lora_rank: int = 16,
     lora_targets: Sequence[str] = (),
+    vocabulary: str | os.PathLike | Sequence[int] | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
     **options: Any,
@@ -134,6 +136,8 @@ def export(
             Targets `pt2` and `executorch`.
         lora_rank: Largest rank of these adapters.
         lora_targets: Names of the linear layers that they may change; all of the decoder by default.
+        vocabulary: Token ids, or a file of them, whose logits the program computes; those of other tokens are minus
+            infinity. They must include the end tokens. All by default.
         dry_run: Read no weights, write nothing, and return a `DryRun` that describes the export.
         progress: Called at each stage.
         **options: Options of the target.
@@ -202,6 +206,7 @@ def export(
         push_to_hub=push_to_hub,
         tokenizer=tokenizer,
         lora=lora,
+        vocabulary=vocabulary,
         dry_run=dry_run,
     )
     if dry_run:
@@ -279,6 +284,9 @@ def preview(spec: ExportSpec) -> DryRun:
         raise UnsupportedModelError(made.refusal)
     # Shapes only, also for a live model, so that no tensor is copied.
     model: Any = model_without_weights(config)
+    kept = vocabulary_of(spec)
+    if kept is not None and model is not None:
+        model = keep_tokens(model, kept)
     weights = made.weights_bytes
     coverage = None
     if model is not None:

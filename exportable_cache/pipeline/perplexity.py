@@ -144,6 +144,13 @@ def _losses(session: Session | NativeSession, ids: torch.Tensor, first: int) -> 
     """Yield the losses of a window's tokens from index `first`, float64 [tokens] a step."""
     for logits in scored_logits(session, ids, first):
         targets = ids[first : first + len(logits), None]
+        absent = logits.gather(-1, targets).isneginf()
+        if bool(absent.any()) and not bool(logits.isnan().any()):
+            token = int(targets[absent][0])
+            raise InputError(
+                f"the text must have tokens that the program computes logits of, got token {token}; pass another text, "
+                "or export with a larger vocabulary"
+            )
         yield -logits.float().log_softmax(dim=-1).gather(-1, targets)[:, 0].double().cpu()
         first += len(logits)
 

@@ -57,6 +57,8 @@ class ExportSpec:
         push_to_hub: Repository of the hub to upload the bundle to, such as `user/name`, or None.
         tokenizer: Tokenizer to save in the bundle; None for the model's.
         lora: Folder of an adapter to merge into the weights, at most one.
+        vocabulary: Token ids whose logits are computed, or a file of them, see `vocabulary.read_vocabulary`; None for
+            all. Read when the spec is made, into a tuple.
         dry_run: Describe the export, and write nothing.
         recipe: Name of the recipe from which `export` filled in other options, for the manifest; None for none. See
             `recipes.fill_options`.
@@ -145,6 +147,14 @@ class ExportSpec:
         metavar="FOLDER",
         repeats=True,
     )
+    vocabulary: str | os.PathLike | Sequence[int] | None = setting(
+        None,
+        "File of the ids of the tokens to keep in the head; the logits of others are minus infinity.",
+        flags=("--vocabulary",),
+        metavar="FILE",
+        kind=Path,
+        shown_default="all tokens",
+    )
     dry_run: bool = setting(
         False,
         "Only check the arguments, and show what would be written.",
@@ -217,6 +227,10 @@ class ExportSpec:
         if not isinstance(self.modalities, Mapping):
             object.__setattr__(self, "modalities", tuple(self.modalities))
         object.__setattr__(self, "lora", _checked_lora(self.lora))
+        if self.vocabulary is not None:
+            from ..models.vocabulary import read_vocabulary
+
+            object.__setattr__(self, "vocabulary", read_vocabulary(self.vocabulary))
 
 
 def output_of(spec: ExportSpec) -> Path:
@@ -243,6 +257,12 @@ def adapters_of(spec: ExportSpec) -> Sequence[str | os.PathLike]:
     return spec.lora
 
 
+def vocabulary_of(spec: ExportSpec) -> Sequence[int] | None:
+    """Return the ids of the tokens to keep, already read from their file."""
+    assert not isinstance(spec.vocabulary, (str, os.PathLike))
+    return spec.vocabulary
+
+
 def _check_ranks(spec: ExportSpec, backend: Any) -> None:
     """Check that the options support several ranks."""
     if not getattr(backend, "sums_over_ranks", False):
@@ -250,11 +270,15 @@ def _check_ranks(spec: ExportSpec, backend: Any) -> None:
             f"tensor_parallel={spec.tensor_parallel} is not supported by target {spec.target!r}, whose programs run in "
             "one process; export for target 'pt2' or 'aoti', or leave it out"
         )
-    for name, given in (("quantize", spec.quantization), ("modalities", spec.modalities)):
+    for name, given in (
+        ("quantize", spec.quantization),
+        ("modalities", spec.modalities),
+        ("vocabulary", spec.vocabulary),
+    ):
         if given:
             raise InputError(
                 f"tensor_parallel={spec.tensor_parallel} cannot be combined with {name}={given!r}, because programs "
-                f"over ranks have float weights and take only text; leave one of them out"
+                f"over ranks have float weights and whole heads, and take only text; leave one of them out"
             )
 
 

@@ -28,7 +28,7 @@ from ..common.process.tuning import few_collections
 from ..common.progress import silent
 from ..common.tensors import dtype_name
 from ..errors import BundleError, InputError, UnsupportedModelError, VerificationError
-from ..generation.checkpoint_settings import CheckpointSettings
+from ..generation.checkpoint_settings import CheckpointSettings, end_tokens
 from ..models.cache_factory import ExportableCache
 from ..models.layers.codebooks import codebooks_of
 from ..models.layers.specs import layer_types_and_windows, vocab_size_of
@@ -45,6 +45,7 @@ from ..models.positions import beyond_positions, check_positions, check_rope
 from ..models.quantization.quantize import quantize
 from ..models.quantization.sizes import Coverage, coverage_of, exact_bytes
 from ..models.quantization.spec import KEEP_SCHEME
+from ..models.vocabulary import reduced
 from ..program.inputs.modalities import modalities_of
 from ..program.program import Program
 from ..verification.compare import compare, measure_distance, measure_stored
@@ -55,7 +56,7 @@ from ..verification.spec import VerifySpec
 from ..verification.tolerance import tolerances_of
 from .dtypes import choose_dtype
 from .ranks import check_ranks, lower_ranks
-from .spec import adapters_of, dtype_of, options_of, output_of
+from .spec import adapters_of, dtype_of, options_of, output_of, vocabulary_of
 
 # Quantized weights that are kept in memory during an export, one byte each; more go to a temporary file.
 _MOST_IN_MEMORY = 2_000_000_000
@@ -190,7 +191,7 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
 
     Raises:
         InputError: If they cannot be read, the model is not on the CPU, in training mode or of another dtype, or a
-            setting of its generation config is not supported.
+            setting of its generation config is not supported; or if the vocabulary does not fit, see `keep_tokens`.
         UnsupportedModelError: If the model is of an unsupported kind.
     """
     spec = resolved.spec
@@ -210,6 +211,8 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
         loaded = replace(loaded, tokenizer=spec.tokenizer)
     model = loaded.model
     settings = CheckpointSettings.read(model.generation_config, vocab_size_of(model), loaded.tokenizer)
+    ends = end_tokens(model.generation_config, vocab_size_of(model), loaded.tokenizer)
+    loaded = reduced(loaded, vocabulary_of(spec), ends)
     for remark in settings.remarks():
         progress(remark, 0, None)
     return replace(loaded, remarks=(*loaded.remarks, *settings.remarks()))
@@ -402,9 +405,10 @@ def measure(resolved: Resolved, bundle: Bundle, fed: list[FedPrompt], progress: 
     assert manifest.stored_dtype is not None
     assert manifest.verification is not None
     if lora or not isinstance(given, PreTrainedModel):
-        stored = load_model(given, getattr(torch, manifest.stored_dtype), lora=lora, progress=progress).model
+        loaded = load_model(given, getattr(torch, manifest.stored_dtype), lora=lora, progress=progress)
     else:
-        stored = given
+        loaded = load_model(given)
+    stored = reduced(loaded, vocabulary_of(resolved.spec)).model
     report = VerifyReport.recorded(manifest.verification)
     report = replace(report, stored=measure_stored(stored, fed, progress))
     return replace(bundle, manifest=manifest.model_copy(update={"verification": report.to_dict()}))

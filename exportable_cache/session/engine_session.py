@@ -435,6 +435,11 @@ class _Chooser:
             scores[self._vocab_size :] = -np.inf
         # Of not-a-number, argmax returns the first.
         token = int(scores.argmax())
+        if self._allowed is not None and np.isneginf(scores[token]):
+            raise InputError(
+                "allowed_tokens must allow a token that the program computes logits of, got none; allow others, or "
+                "export with a larger vocabulary"
+            )
         if not np.isfinite(scores[token]):
             raise NonFiniteLogitsError(
                 f"the logits are not finite at position {length - 1}, so no token can be chosen: the model overflows "

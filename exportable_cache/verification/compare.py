@@ -11,7 +11,7 @@ from ..backends.base import products_of
 from ..cache.attention.implementation import attention_of
 from ..cache.layers import rounding_storage
 from ..common.progress import silent
-from ..common.tensors import dtype_name
+from ..common.tensors import dtype_name, logit_differences
 from ..errors import InputError
 from ..models.layers.specs import layer_types_and_windows, vocab_size_of
 from ..program.inputs.kinds import KINDS
@@ -233,7 +233,8 @@ class _Seen:
         expected = []
         for logits in reference:
             expected.append(logits)
-            self.largest_logit = max(self.largest_logit, logits.abs().max().item())
+            present = logits.masked_fill(logits.isneginf(), 0.0)
+            self.largest_logit = max(self.largest_logit, present.abs().max().item())
             self.spread = max(self.spread, spread_of(logits))
             self._step()
         return expected
@@ -263,7 +264,7 @@ class _Seen:
             for output in outputs:
                 logits = output.to(reference.device)
                 # torch's maximum propagates NaN, Python's does not.
-                difference = logits.float() - reference.float()
+                difference = logit_differences(logits, reference)
                 differences.append(difference.abs().max())
                 squares.append(difference.square().mean(-1).max())
                 agreements.append((logits.argmax(-1) == reference.argmax(-1)).float().mean())
@@ -333,7 +334,7 @@ def measure_distance(model: PreTrainedModel, fed: Sequence[FedPrompt], progress:
             reference = logits_by_step(model, prompt.ids, prompt.length, prompt.sinks, prompt.encoder_inputs)
         for found, expected in zip(prompt.logits, reference, strict=True):
             logits = found.to(expected.device)
-            differences.append((logits.float() - expected.float()).abs().max())
+            differences.append(logit_differences(logits, expected).abs().max())
             agreements.append(logits.argmax(-1) == expected.argmax(-1))
     agreed = torch.cat(agreements)
     return Distance(len(agreed), torch.stack(differences).max().item(), agreed.float().mean().item())

@@ -18,6 +18,7 @@ from ..backends.tensorrt.options import TF32_REMARK
 from ..cache.attention.implementation import attention_of
 from ..common.compat.transformers import cache_argument
 from ..common.progress import silent
+from ..common.tensors import logit_differences
 from ..errors import UnsupportedModelError
 from ..models.cache_factory import ExportableCache
 from ..models.layers.specs import vocab_size_of
@@ -331,7 +332,7 @@ def rounding_effect(model: PreTrainedModel, length: int, storage: Storage) -> fl
         for cache in (plain_cache(model), plain_cache(model, storage=storage)):
             caches = {cache_argument(model): cache}
             logits.append(model(ids.to(model.device), use_cache=True, **caches).logits.float())
-    return (logits[0] - logits[1]).abs().max().item()
+    return logit_differences(*logits).abs().max().item()
 
 
 def session_to_verify(

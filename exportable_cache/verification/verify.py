@@ -68,6 +68,7 @@ def verify(
     """
     from ..bundle.bundle import Bundle
     from ..models.loading.loading import load_model, load_to_quantise
+    from ..models.vocabulary import VOCABULARY_FILE, read_vocabulary, reduced
     from ..session.native import NotNative, runtime_chosen
     from ..session.session import Session
     from .native_runner import NativeProcess
@@ -86,18 +87,21 @@ def verify(
     )
     manifest = bundle.manifest
     if manifest.quantization is None:
-        model = load_model(model_or_path, manifest.dtype, lora=lora, progress=progress).model
+        loaded = load_model(model_or_path, manifest.dtype, lora=lora, progress=progress)
     else:
         from ..models.quantization.spec import KEEP_SCHEME
 
         keep = manifest.quantization.linear == KEEP_SCHEME
         loaded = load_to_quantise(model_or_path, lora=lora, progress=progress, keep=keep)
-        model = loaded.model
+    model = loaded.model
     if model.config.model_type != manifest.model_type:
         raise InputError(
             f"the model must be of type {manifest.model_type!r}, from which {bundle.path.name} was made, got "
             f"{model.config.model_type!r}; pass the model it was made from"
         )
+    if VOCABULARY_FILE in manifest.files:
+        loaded = reduced(loaded, read_vocabulary(bundle.path / VOCABULARY_FILE))
+        model = loaded.model
     if manifest.quantization is not None:
         from ..models.quantization.quantize import quantize
         from ..models.quantization.spec import Quantization

@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...common.process.tuning import one_thread
-from ...common.tensors import dtype_name
+from ...common.tensors import dtype_name, logit_differences
 from ...errors import InputError, UnsupportedModelError
 from ..experts import (
     EXPERT_LINEAR,
@@ -542,7 +542,8 @@ def rounding_noise(
     inputs = {"input_ids": ids} if encoder_inputs is None else {**encoder_inputs, "decoder_input_ids": ids}
     with QuantizedRows():
         exact = model(**inputs, use_cache=False).logits
-        if not exact.isfinite().all():
+        # Minus infinity are the tokens of a reduced vocabulary.
+        if not (exact.isfinite() | exact.isneginf()).all():
             raise UnsupportedModelError(
                 f"the logits of the quantized {type(model).__name__} must be finite, got infinities or not-a-number "
                 f"in {dtype_name(exact.dtype)}: the model overflows there; export it with dtype='bfloat16' or 'float32'"
@@ -550,7 +551,7 @@ def rounding_noise(
         hooks = [module.register_forward_pre_hook(round_otherwise) for module in quantized]
         try:
             with _ExpertInputs(rounded_otherwise):
-                moved = (model(**inputs, use_cache=False).logits - exact).float()
+                moved = logit_differences(model(**inputs, use_cache=False).logits, exact)
         finally:
             for hook in hooks:
                 hook.remove()
