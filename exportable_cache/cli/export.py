@@ -53,6 +53,7 @@ _OPTIONS = tuple(
             "image_size": Changes(about={"callback": _size}),
             # None by default, because other targets have no delegate.
             "delegate": Changes(default=None, about={"show_default": "xnnpack"}),
+            "form": Changes(default=None, about={"show_default": "resident"}),
         },
     )
 )
@@ -65,7 +66,7 @@ _GUIDES = {
     "tensorrt": "docs/guides/tensorrt.md",
 }
 #: Options of single targets with a command-line option; `-O` also takes them.
-_SHORTHANDS = ("delegate", "sm", "allow_partial")
+_SHORTHANDS = ("delegate", "sm", "allow_partial", "form")
 #: Other arguments of `export`, and how the command spells them, if it does.
 _OTHERWISE = {
     "model_or_path": "MODEL",

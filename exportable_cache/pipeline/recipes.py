@@ -167,7 +167,11 @@ def remark_of(
 
 
 def _has_recipes(target: str, options: Mapping[str, Any]) -> bool:
-    return target == _TARGET and options.get("delegate", _DELEGATE) == _DELEGATE
+    return (
+        target == _TARGET
+        and options.get("delegate", _DELEGATE) == _DELEGATE
+        and options.get("form", "resident") == "resident"
+    )
 
 
 def _checked(recipe: str | None, options: Mapping[str, Any]) -> str:
@@ -189,4 +193,7 @@ def _checked(recipe: str | None, options: Mapping[str, Any]) -> str:
 
 
 def _described(target: str, options: Mapping[str, Any]) -> str:
-    return f"target {target!r}" if target != _TARGET else f"delegate {options['delegate']!r}"
+    if target != _TARGET:
+        return f"target {target!r}"
+    delegate = options.get("delegate", _DELEGATE)
+    return f"delegate {delegate!r}" if delegate != _DELEGATE else f"form {options['form']!r}"

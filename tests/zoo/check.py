@@ -11,7 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
+from exportable_cache.backends.base import Backend, LoweredFile
 from exportable_cache.cache.attention.implementation import Implementations
 from exportable_cache.errors import ExportableCacheError, VerificationError
 from exportable_cache.models.layers.specs import vocab_size_of
@@ -47,6 +48,8 @@ from .conditioning import TOLERANCE
 from .extended import Extended
 
 TARGETS = ("eager", "compiled", "pt2", "executorch", "tensorrt", "coreai")
+#: Target `executorch` with form `static`, which is asked by name (`--targets static`) and has no column.
+STATIC = "static"
 #: What transformers itself has for the same, see `peers.py`.
 PEERS = ("static_cache", "exporter", "dynamo")
 #: Of the table: the targets; what else a session in eager mode is asked, see `extended.py`; and the peers.
@@ -112,7 +115,7 @@ def check(architecture: Architecture, targets: list[str], report: Callable[[dict
         return
     weak = {name: moved for name, moved in facts["spread"].items() if not moved > LEAST_SPREAD}
     facts["unfit"] = f"no test: {weak}" if weak else None
-    for target in sorted(targets, key=ORDER.index):
+    for target in sorted(targets, key=(*ORDER, STATIC).index):
         facts["running"] = target
         report(facts)
         facts.setdefault("targets", {})[target] = asdict(
@@ -245,18 +248,25 @@ def _session(model: PreTrainedModel, cache: ExportableCache, target: str, folder
         return Session.from_model(model, cache, compile=True, prefill_chunk=PREFILL_CHUNK)
     if target == "tensorrt":
         return _network_session(model, cache)
-    program = _lowered(model, cache, target, folder)
-    runner = backend_for(target).open(folder, describe(program))
+    program, written = _lowered(model, cache, target, folder)
+    details = {file.name: dict(file.details) for file in written}
+    runner = _backend(target).open(folder, replace(describe(program), details=details))
     session = Session(runner, cache.layers, vocab_size_of(model), batch_size=1, target=target)
     session.stepper.rope = changing_rope(model, cache)
     return session
 
 
-def _lowered(model: PreTrainedModel, cache: ExportableCache, target: str, folder: Path) -> Program:
-    backend = backend_for(target)
-    program = Program(model, cache, backend.program_spec(ProgramSpec(PREFILL_CHUNK), backend.options()))
-    backend.lower(program, folder, backend.options())
-    return program
+def _backend(target: str) -> Backend:
+    return backend_for("executorch" if target == STATIC else target)
+
+
+def _lowered(
+    model: PreTrainedModel, cache: ExportableCache, target: str, folder: Path
+) -> tuple[Program, list[LoweredFile]]:
+    backend = _backend(target)
+    options = backend.options(form="static") if target == STATIC else backend.options()
+    program = Program(model, cache, backend.program_spec(ProgramSpec(PREFILL_CHUNK), options))
+    return program, backend.lower(program, folder, options)
 
 
 def lower_only(architecture: Architecture, target: str) -> None:
@@ -324,7 +334,7 @@ def write_json(path: Path, facts: dict[str, Any]) -> None:
 
 def is_asked(architecture: Architecture, target: str) -> bool:
     """Whether the zoo runs this architecture in this column."""
-    return target not in ("tensorrt", "coreai", "exporter", "dynamo") or architecture.group in DECODER_GROUPS
+    return target not in ("tensorrt", "coreai", STATIC, "exporter", "dynamo") or architecture.group in DECODER_GROUPS
 
 
 def read_result(folder: Path, row: Architecture) -> dict[str, Any]:

@@ -47,6 +47,7 @@ LIMITS = {
     "executorch": 1200,
     "tensorrt": 900,
     "coreai": 600,
+    "static": 600,
 }
 
 
@@ -130,7 +131,7 @@ def _preload(targets: list[str]) -> None:
     collect_seldom()
     first = next(row for row in architectures() if row.name == "causal-llama")
     # The runtimes of ExecuTorch and Core AI start threads, and threads do not come along into a fork.
-    threaded = {"executorch", "coreai"}
+    threaded = {"executorch", "coreai", "static"}
     check(first, [target for target in targets if target not in threaded], lambda facts: None)
     for target in threaded.intersection(targets):
         lower_only(first, target)

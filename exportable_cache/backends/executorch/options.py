@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...common.settings import check_choice, setting
@@ -19,6 +19,8 @@ METHODS = ("auto", "forward", "split", "both")
 KERNELS = ("executorch", "native")
 LINEARS = ("delegate", "native")
 COMPUTE = ("float32", "bfloat16")
+FORMS = ("resident", "static")
+KEYS = ("rows", "transposed")
 NATIVE_KERNELS_NEEDED = (
     "the program calls native operators of this package; `exportable-cache native build` installs them (C++ runner: "
     "-DEC_KERNELS=PATH or -DEC_NATIVE_KERNELS=ON), and `exportable-cache export MODEL --recipe portable ...` makes a "
@@ -61,6 +63,10 @@ class ExecutorchOptions(TensorRTOptions):
         score_length: Number of last tokens of a call for which logits are returned, for speculative decoding: by
             `forward`, or by a method `score` if the program is split, which packs the weights once more.
         shift: Add the method `shift`, which drops old tokens of a full cache, see `Session.shift`.
+        form: `resident`: the program holds its cache. `static`: every size is fixed, and the host gives and keeps the
+            cache, masks and rotary tables, as NPUs want it, see `static.program`.
+        keys: Layout of keys in the static form: `rows` are [1, heads, slots, size], `transposed` [1, heads, size,
+            slots].
         llm_runner: Require `forward`, the constant methods that the runner reads, and operators that every build of
             ExecuTorch has.
     """
@@ -88,6 +94,10 @@ class ExecutorchOptions(TensorRTOptions):
     allow_partial: bool = setting(
         False, "Accept a program that the delegate takes in pieces.", flags=("--allow-partial",), kind=bool
     )
+    form: str = setting(
+        "resident", "Whether the program or the host keeps the cache.", flags=("--form",), choices=FORMS
+    )
+    keys: str = setting("rows", "Layout of keys in the static form.", choices=KEYS)
     llm_runner: bool = setting(False, "Require what ExecuTorch's text runner calls.", kind=bool)
 
     #: Option that lifts the limit of rows, for messages.
@@ -101,7 +111,7 @@ class ExecutorchOptions(TensorRTOptions):
     @property
     def max_batch_size(self) -> int | None:
         """Limit of rows, because other delegates would write all rows at one position; None for no limit."""
-        return None if self.delegate == "xnnpack" else 1
+        return None if self.delegate == "xnnpack" and self.form == "resident" else 1
 
     @property
     def native_linears(self) -> bool:
@@ -148,6 +158,17 @@ class ExecutorchOptions(TensorRTOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         ProgramSpec(score_length=self.score_length)
+        if self.keys != "rows" and self.form != "static":
+            raise InputError(f"keys must be 'rows' without form='static', got {self.keys!r}; leave it out")
+        if self.form == "static":
+            names = ("compute", "kernels", "linears", "llm_runner", "methods", "score_length", "shift")
+            defaults = {one.name: one.default for one in fields(self)}
+            for name in names:
+                if getattr(self, name) != defaults[name]:
+                    raise InputError(
+                        f"{name} must be left out with form='static', got {getattr(self, name)!r}: the host keeps the "
+                        "cache and ExecuTorch's operators compute the rest"
+                    )
         if self.methods == "split" and self.llm_runner:
             raise InputError(
                 "methods must be 'forward' or 'both' with llm_runner, got 'split'; pass 'both', or omit llm_runner"

@@ -70,14 +70,19 @@ class ExecutorchRunner:
             raise _missing(path, missing)
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Run a method and return copies of its outputs."""
+        """Run a method and return copies of its outputs, of a step those of the first one."""
+        outputs = self.outputs(method, *inputs)
+        return outputs[0] if self.methods[method].is_step else outputs
+
+    def outputs(self, method: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run a method and return copies of all its outputs."""
         # Outputs live in the method's planned memory and are overwritten by the next call.
         try:
             with one_blas_thread():
                 outputs = self._methods[method]([tensor.contiguous() for tensor in inputs])
         except RuntimeError as error:
             raise BundleError(f"method {method!r} of the program failed: {error}; export the model again") from error
-        return outputs[0].clone() if self.methods[method].is_step else tuple(output.clone() for output in outputs)
+        return tuple(output.clone() for output in outputs)
 
 
 def _missing(path: Path, operators: frozenset[str]) -> BundleError:

@@ -16,6 +16,7 @@ from ..registry import backend_for
 from .attention import fused_layouts, rows_layout  # noqa: F401  layouts of layers, by which bundles describe them
 from .options import ExecutorchOptions
 from .runner import ExecutorchRunner
+from .static.runner import PLAN, TABLES, open_static
 
 if TYPE_CHECKING:
     from ...program.program import Program
@@ -53,6 +54,9 @@ class ExecutorchBackend:
             return backend_for("tensorrt").program_spec(asked, options)
         # Batched products, because ExecuTorch has no kernels for experts.
         asked = replace(asked, form=Form.RESIDENT, experts="batched_mm")
+        if options.form == "static":
+            # The graphs are traced by `static_programs`; of this one the methods and layers are used.
+            return replace(asked, attention=MATMUL_ATTENTION, fixed_chunk=True)
         if options.delegate != "xnnpack":
             # No fused operators, because they would split the delegate's graph at every layer.
             return delegate_program_spec(asked, options.facts)
@@ -77,6 +81,10 @@ class ExecutorchBackend:
             from .lowering.tensorrt import lower_to_plans
 
             return lower_to_plans(program, folder, FILE, options)
+        if options.form == "static":
+            from .static.lower import write_static
+
+            return write_static(program, folder, FILE, options)
         from .lowering.lower import write_program
 
         written = write_program(
@@ -100,6 +108,8 @@ class ExecutorchBackend:
                 f"{FILE} contains TensorRT plans, which ExecuTorch runs only in C++ with torch-tensorrt's delegate and "
                 "an NVIDIA GPU; check it here with: exportable-cache verify"
             )
+        if PLAN in description.details.get(FILE, {}):
+            return open_static(folder / FILE, folder / TABLES, description)
         return ExecutorchRunner(folder / FILE, description)
 
     def runs_here(self, description: ProgramDescription, options: ExecutorchOptions) -> bool:

@@ -14,8 +14,8 @@ import numpy as np
 
 from ...common.sizes import bytes_text
 from ...errors import BundleError, DeviceMemoryError
-from .engine_io import LOGITS, STATE_IN, STATE_OUT, EngineRecord
-from .options import check_computes, remedy_for
+from .engine_io import LOGITS, STATE_IN, STATE_OUT, EngineRecord, check_computes
+from .options import remedy_for
 
 #: TensorRT's module by the package that built a plan, see `EngineRecord.builder`.
 MODULES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...errors import BundleError, UnsupportedModelError
-from .options import describe_capabilities
+from .options import HOPPER, describe_capabilities, loads_on, remedy_for
 
 if TYPE_CHECKING:
     import torch
@@ -211,6 +211,21 @@ class EngineRecord(_Entry):
 def details_of(*records: EngineRecord) -> dict[str, Any]:
     """Return the manifest's details of a file that contains these engines."""
     return {ENGINES: [record.model_dump() for record in records]}
+
+
+def check_computes(here: int, record: EngineRecord) -> None:
+    """Refuse a plan that a GPU loads and computes wrongly: without 80 for Hopper, as those of float8 are.
+
+    An H200 gave not-a-number for all logits of such a plan (docs/gpu.md).
+
+    Raises:
+        BundleError: With both sides.
+    """
+    if here == HOPPER and not loads_on(here, record.capabilities):
+        raise BundleError(
+            f"the engine of {record.method!r} must be built portably or for SM 80 to run on SM {HOPPER}, got one for "
+            f"{record.built_for}, which computes not-a-number there; {remedy_for(here)}, in another scheme than fp8"
+        )
 
 
 def records_of(details: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, EngineRecord]]:

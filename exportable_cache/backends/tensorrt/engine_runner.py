@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ...errors import BundleError
-from .engine_io import LOGITS, STATE_IN, STATE_OUT, records_of
-from .options import check_computes, loads_on, remedy_for
+from .engine_io import LOGITS, STATE_IN, STATE_OUT, check_computes, records_of
+from .options import loads_on, remedy_for
 
 if TYPE_CHECKING:
     from ...program.methods import ProgramMethod

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...common.settings import setting
-from ...errors import BundleError, InputError
+from ...errors import InputError
 from ...program.spec import ProgramSpec
 from ..options import TargetOptions
 
 if TYPE_CHECKING:
     from ...models.quantization.spec import Quantization
-    from .engine_io import EngineRecord
 
 #: Compute capabilities that TensorRT-RTX 1.5 builds for, on any machine. It has no name for 90.
 CAPABILITIES = (75, 80, 86, 89, 120, 121)
@@ -76,21 +75,6 @@ def loads_on(here: int, capabilities: Sequence[int]) -> bool:
     if here == HOPPER:
         return not capabilities or 80 in capabilities
     return here in capabilities or (not capabilities and here in PORTABLE) or here >= PORTABLE[-1]
-
-
-def check_computes(here: int, record: EngineRecord) -> None:
-    """Refuse a plan that a GPU loads and computes wrongly: without 80 for Hopper, as those of float8 are.
-
-    An H200 gave not-a-number for all logits of such a plan (docs/gpu.md).
-
-    Raises:
-        BundleError: With both sides.
-    """
-    if here == HOPPER and not loads_on(here, record.capabilities):
-        raise BundleError(
-            f"the engine of {record.method!r} must be built portably or for SM 80 to run on SM {HOPPER}, got one for "
-            f"{record.built_for}, which computes not-a-number there; {remedy_for(here)}, in another scheme than fp8"
-        )
 
 
 def remedy_for(here: int) -> str:

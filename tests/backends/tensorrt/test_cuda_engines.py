@@ -28,8 +28,7 @@ pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no te
 
 from exportable_cache.backends.tensorrt import cuda_engines
 from exportable_cache.backends.tensorrt.cuda_engines import Cuda, CudaEngines, missing_package, open_cuda_engines
-from exportable_cache.backends.tensorrt.engine_io import EngineRecord
-from exportable_cache.backends.tensorrt.options import check_computes
+from exportable_cache.backends.tensorrt.engine_io import EngineRecord, check_computes
 
 from .cpu_cuda import CpuCuda, CpuTensorRT
 from .cpu_engine import records_by_method

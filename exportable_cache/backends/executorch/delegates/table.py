@@ -107,12 +107,12 @@ DELEGATES = {
         Delegate(
             "xnnpack",
             "XnnpackBackend",
-            options=("compute", "kernels", "linears", "llm_runner", "methods", "score_length", "shift"),
+            options=("compute", "form", "kernels", "keys", "linears", "llm_runner", "methods", "score_length", "shift"),
         ),
         Delegate(
             "openvino",
             "OpenvinoBackend",
-            options=("allow_partial",),
+            options=("allow_partial", "form", "keys"),
             lengths="fixed",
             compiler=("openvino<2026,>=2025.1",),
             extra="openvino",

@@ -1,0 +1,138 @@
+"""The host's loop of a program in the static form: it keeps the cache, and selects masks and rotary rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from ....errors import BundleError
+from ..runner import ExecutorchRunner
+from .program import StaticLayer, StaticPlan
+
+if TYPE_CHECKING:
+    from ...base import ProgramDescription
+
+#: Key of the plan in the details of the program's file, and the file of the rotary tables.
+PLAN, TABLES = "static", "rope.safetensors"
+
+
+class Graphs(Protocol):
+    """Runs the graphs of a program."""
+
+    def outputs(self, method: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return all outputs of a method."""
+        ...
+
+
+class StaticRunner:
+    """Runs a program in the static form, one row.
+
+    Args:
+        graphs: What runs the graphs.
+        plan: What they take and return.
+        tables: Rotary tables by name, [positions, size].
+        description: The program's methods, and the layers of its cache.
+
+    Attributes:
+        methods: The methods by name.
+        state: Keys and values by layer, [1, heads, slots, size].
+
+    Raises:
+        BundleError: If they do not fit together.
+    """
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        plan: StaticPlan,
+        tables: Mapping[str, torch.Tensor],
+        description: ProgramDescription,
+    ) -> None:
+        if tables.keys() != set(plan.tables) or len(plan.layers) != len(description.layers) or not plan.layers:
+            raise BundleError("the plan of the static form has other tables or layers than the bundle; export again")
+        self.methods, self.state = description.methods, {}
+        self._graphs, self._plan, self._tables = graphs, plan, tables
+        for index, (layer, recorded) in enumerate(zip(plan.layers, description.layers, strict=True)):
+            for kind, size in (("keys", layer.key_size), ("values", layer.value_size)):
+                shape, tensor = [1, layer.heads, layer.slots, size], recorded["tensors"][kind]
+                if list(tensor["shape"]) != shape:
+                    raise BundleError(
+                        f"{kind} of layer {index} must be {list(tensor['shape'])}, as the bundle's layers say, got "
+                        f"{shape} in the plan of the static form; export the model again"
+                    )
+                is_turned = kind == "keys" and plan.transposed
+                memory = torch.zeros(
+                    [*shape[:2], size, layer.slots] if is_turned else shape, dtype=getattr(torch, tensor["dtype"])
+                )
+                self.state[f"layers.{index}.{kind}"] = memory.mT if is_turned else memory
+
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+        """Run a step and write its keys and values into the cache, see `Runner.run`."""
+        plan, (input_ids, input_pos) = self._plan, inputs
+        first, length = int(input_pos), input_ids.shape[1]
+        positions = torch.arange(first, first + length)
+        given = [input_ids.to(torch.int32)]
+        given += [positions[None].to(torch.int32)] if plan.positions else []
+        layers = {layer.mask: layer for layer in plan.layers}
+        dtype = self.state["layers.0.keys"].dtype
+        given += [mask(layers[name], first, length, dtype) for name in plan.masks]
+        given += [self._tables[name][None, first : first + length] for name in plan.tables]
+        for name, tensor in self.state.items():
+            given.append(tensor.mT if plan.transposed and name.endswith("keys") else tensor)
+        logits, *new = self._graphs.outputs(method, *given)
+        for index, layer in enumerate(plan.layers):
+            slots = positions % layer.slots
+            for kind, tensor in zip(("keys", "values"), new[2 * index : 2 * index + 2], strict=True):
+                tensor = tensor.mT if plan.transposed and kind == "keys" else tensor
+                kept = min(length, layer.slots)
+                self.state[f"layers.{index}.{kind}"][:, :, slots[-kept:]] = tensor[:, :, -kept:]
+        return logits
+
+
+def open_static(path: Path, tables: Path, description: ProgramDescription) -> StaticRunner:
+    """Open a `.pte` in the static form.
+
+    Args:
+        path: The `.pte`.
+        tables: File of the rotary tables.
+        description: What the program contains.
+
+    Raises:
+        BundleError: If a file cannot be read, or they do not fit together.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        plan = TypeAdapter(StaticPlan).validate_python(description.details.get(path.name, {}).get(PLAN))
+        found = load_file(tables)
+    except (ValidationError, OSError, SafetensorError) as error:
+        raise BundleError(f"{tables.name} or its plan cannot be read: {error}; export the model again") from error
+    return StaticRunner(ExecutorchRunner(path, description), plan, found, description)
+
+
+def mask(layer: StaticLayer, first: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return what new tokens see of a layer's slots and of each other: 0 or the minimum.
+
+    Args:
+        layer: The layer.
+        first: Position of the first new token; slots hold the positions before it.
+        length: Number of new tokens.
+        dtype: Dtype of the mask.
+
+    Returns:
+        [1, 1, length, slots + length].
+    """
+    queries = torch.arange(first, first + length)[:, None]
+    slots = torch.arange(layer.slots)
+    # The newest position before `first` that the slot is of; negative if there is none.
+    held = first - 1 - (first - 1 - slots) % layer.slots
+    keys = torch.cat([torch.where(held >= 0, held, first + length), torch.arange(first, first + length)])
+    seen = keys <= queries
+    if layer.window is not None:
+        seen &= keys > queries - layer.window
+    return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]
