@@ -101,8 +101,8 @@ def generate(
         str | None,
         typer.Option(
             "--draft",
-            metavar="mtp",
-            help="Propose tokens by the multi-token-prediction modules of a model's checkpoint.",
+            metavar="mtp|FOLDER",
+            help="Propose tokens by the MTP modules of a model's checkpoint, or by the EAGLE-3 head in a folder.",
         ),
     ] = None,
     seed: SeedOption = None,

@@ -1,4 +1,4 @@
-"""Trained draft heads as a part of a model: multi-token-prediction (MTP) modules of its checkpoint.
+"""Trained draft heads as a part of a model: multi-token-prediction (MTP) modules of its checkpoint, or EAGLE-3.
 
 A head is a few decoder layers that predict the tokens after the next one. Each takes the embedding of a token and a
 hidden state of the position before it: the first layer that of the model, each further layer that of the layer before.
@@ -14,6 +14,8 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,17 +31,17 @@ if TYPE_CHECKING:
     from transformers.modeling_layers import MtpModel
 
     from ..cache.layer_spec import LayerSpec
+    from .eagle import EagleModel
 
 #: A position after every query, which causal masks hide.
 _HIDDEN = 2**31
 
 
 class _Step(threading.local):
-    """The hidden states of a step that is running or traced in this thread."""
+    """The hidden states of a step that is running or traced in this thread, by layer; -1 for the last ones."""
 
     def __init__(self) -> None:
-        self.is_collecting = False
-        self.hidden: torch.Tensor | None = None
+        self.hidden: dict[int, torch.Tensor] | None = None
 
 
 _step = _Step()
@@ -62,21 +64,26 @@ class DraftHead(nn.Module):
 
     Args:
         model: The model.
-        mtp: Its MTP modules.
+        predictor: Its MTP modules, or an EAGLE-3 head.
 
     Attributes:
+        sources: The layers of the model whose inputs the head takes; -1 for the last hidden states.
         handed: [1, KEPT_POSITIONS, layers, hidden_size], the states that each layer takes next, by position.
         end: Position after the newest of them, int64 [1].
     """
 
+    name = "mtp"
     handed: torch.Tensor
     end: torch.Tensor
 
-    def __init__(self, model: PreTrainedModel, mtp: MtpModel) -> None:
+    def __init__(self, model: PreTrainedModel, predictor: MtpModel | EagleModel) -> None:
         super().__init__()
-        self.mtp = mtp
-        self.layer_count = len(mtp.layers)
-        size = model.config.get_text_config(decoder=True).hidden_size
+        self.predictor: Any = predictor
+        self.sources: tuple[int, ...] = getattr(predictor, "sources", (-1,))
+        self.is_mtp = self.sources == (-1,)
+        self.layer_count = len(predictor.layers)
+        config = model.config.get_text_config(decoder=True)
+        size, self.vocab_size = config.hidden_size, config.vocab_size
         zeros = torch.zeros(1, KEPT_POSITIONS, self.layer_count, size, dtype=model.dtype, device=model.device)
         self.register_buffer("handed", zeros, persistent=False)
         self.register_buffer("end", torch.zeros(1, dtype=torch.int64, device=model.device), persistent=False)
@@ -84,7 +91,7 @@ class DraftHead(nn.Module):
     @property
     def config(self) -> PreTrainedConfig:
         """Config of its layers."""
-        return self.mtp.config
+        return self.predictor.config
 
     def tie(self, model: PreTrainedModel) -> None:
         """Use the model's embeddings, head and rotary embedding, which stay modules of the model only."""
@@ -94,12 +101,12 @@ class DraftHead(nn.Module):
             "rotary_emb": getattr(model.get_decoder(), "rotary_emb", None),
         }
         for name, module in shared.items():
-            if hasattr(self.mtp, name):
-                delattr(self.mtp, name)
-            object.__setattr__(self.mtp, name, module)
+            if hasattr(self.predictor, name):
+                delattr(self.predictor, name)
+            object.__setattr__(self.predictor, name, module)
 
     def follow(
-        self, input_ids: torch.Tensor, input_pos: torch.Tensor, cache: LayeredCache, hidden: torch.Tensor
+        self, input_ids: torch.Tensor, input_pos: torch.Tensor, cache: LayeredCache, hidden: dict[int, torch.Tensor]
     ) -> None:
         """Run the head over the tokens of a step of the model.
 
@@ -107,9 +114,10 @@ class DraftHead(nn.Module):
             input_ids: int64 [1, length].
             input_pos: Position of the first token, int64 [1].
             cache: The state in the step.
-            hidden: [1, length, hidden_size], the last hidden states of the model.
+            hidden: Hidden states of the model by layer, each [1, length, hidden_size], see `collecting_hidden`.
         """
-        self._run(input_ids, input_pos, cache, hidden, None)
+        fused = torch.cat([hidden[index] for index in self.sources], dim=-1)
+        self._run(input_ids, input_pos, cache, fused if self.is_mtp else self.predictor.fc(fused), None)
 
     def draft(
         self, input_ids: torch.Tensor, input_pos: torch.Tensor, cache: LayeredCache, link: torch.Tensor
@@ -123,7 +131,8 @@ class DraftHead(nn.Module):
             link: Number of proposed tokens before it, int64 [1]. Layer i predicts the token after i proposed ones, and
                 the last layer all further ones from its own states.
         """
-        return self.mtp.shared_head(self._run(input_ids, input_pos, cache, None, link))[:, -1]
+        hidden = self._run(input_ids, input_pos, cache, None, link)[:, -1]
+        return self.predictor.shared_head(hidden) if self.is_mtp else self.predictor.logits(hidden, self.vocab_size)
 
     def _run(
         self,
@@ -141,7 +150,7 @@ class DraftHead(nn.Module):
         positions = input_pos[:, None] + new_tokens
         layers = _HeadCache.from_layers(cache.layers[-self.layer_count :])
         layers.model_types = cache.model_types
-        embeddings = self.mtp.embed_tokens(input_ids)
+        embeddings = self.predictor.embed_tokens(input_ids)
         states, outputs = [] if hidden is None else [hidden], []
         for index in range(self.layer_count):
             before = window[:, -1:, index]
@@ -149,7 +158,7 @@ class DraftHead(nn.Module):
                 # Not a slice, because its size would be 1 for a length of 2, and tracing guards against that.
                 before = torch.cat([before, states[index]], dim=1).index_select(1, new_tokens)
             outputs.append(
-                self.mtp.forward_layer(index, before, positions, cast(Any, layers), inputs_embeds=embeddings)
+                self.predictor.forward_layer(index, before, positions, cast(Any, layers), inputs_embeds=embeddings)
             )
             states.append(outputs[-1])
         result = outputs[-1]
@@ -169,49 +178,61 @@ def draft_head_of(model: nn.Module) -> DraftHead | None:
     return getattr(model, DRAFT_HEAD, None)
 
 
-def _keep_hidden(module: nn.Module, arguments: Any, output: Any) -> None:
+def _keep_output(module: nn.Module, arguments: Any, output: Any) -> None:
     """Keep the last hidden states of a decoder inside `collecting_hidden`."""
-    if _step.is_collecting:
-        _step.hidden = output[0]
+    if _step.hidden is not None:
+        _step.hidden[-1] = output[0]
+
+
+def _keep_input(index: int, module: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
+    """Keep the hidden states that a layer gets inside `collecting_hidden`."""
+    if _step.hidden is not None:
+        _step.hidden[index] = arguments[0] if arguments else named["hidden_states"]
 
 
 @contextmanager
-def collecting_hidden() -> Iterator[_Step]:
-    """Collect the last hidden states of a model with a draft head inside the block."""
-    _step.is_collecting = True
+def collecting_hidden() -> Iterator[dict[int, torch.Tensor]]:
+    """Collect the hidden states that a draft head takes, by layer, inside the block."""
+    found: dict[int, torch.Tensor] = {}
+    _step.hidden = found
     try:
-        yield _step
+        yield found
     finally:
-        _step.is_collecting, _step.hidden = False, None
+        _step.hidden = None
 
 
-def attach_head(model: PreTrainedModel, draft: str) -> DraftHead:
-    """Attach the draft head that a model's checkpoint has, or return the one that is attached.
+def attach_head(model: PreTrainedModel, draft: str | Path) -> DraftHead:
+    """Attach a draft head to a model, or return the one that is attached.
 
     Args:
         model: A causal LM in eval mode. Its weights stay the same.
-        draft: "mtp" for the multi-token-prediction modules.
+        draft: "mtp" for the multi-token-prediction modules of its checkpoint, or the folder of an EAGLE-3 head.
 
     Raises:
-        InputError: If `draft` has another value.
+        InputError: If `draft` has another value, or the head does not fit the model.
         UnsupportedModelError: If the checkpoint has no such modules, or they cannot be used.
     """
-    if draft != "mtp":
-        raise InputError(f"draft must be 'mtp', got {draft!r:.100}; leave it out for other drafts")
     head = draft_head_of(model)
-    if head is None:
-        head = attach_mtp(model, _load_mtp(model))
-    return head
+    if head is not None:
+        if head.name != str(draft):
+            raise InputError(f"draft must be {head.name!r}, which the model has, got {str(draft)!r}; load it again")
+        return head
+    if draft == "mtp":
+        return attach_predictor(model, _load_mtp(model))
+    from .eagle import load_eagle
+
+    return attach_predictor(model, load_eagle(model, Path(draft)), str(draft))
 
 
-def attach_mtp(model: PreTrainedModel, mtp: MtpModel) -> DraftHead:
-    """Attach MTP modules to a model.
+def attach_predictor(model: PreTrainedModel, predictor: MtpModel | EagleModel, name: str = "mtp") -> DraftHead:
+    """Attach MTP modules or an EAGLE-3 head to a model.
 
     Raises:
         UnsupportedModelError: If a layer of them keeps a state that cannot be rolled back.
     """
-    nn.Module.to(mtp, device=model.device, dtype=model.dtype).eval().requires_grad_(False)
-    head = DraftHead(model, mtp)
+    nn.Module.to(predictor, device=model.device, dtype=model.dtype).eval().requires_grad_(False)
+    head = DraftHead(model, predictor)
+    head.name = name
     head.tie(model)
     for index, (layer_type, _) in enumerate(layer_types_and_windows(head.config)):
         if layer_type in (*STATE_TYPES, *HYBRID_TYPES):
@@ -220,7 +241,12 @@ def attach_mtp(model: PreTrainedModel, mtp: MtpModel) -> DraftHead:
                 "whose state cannot take back tokens; decode without it"
             )
     model.add_module(DRAFT_HEAD, head)
-    model.get_decoder().register_forward_hook(_keep_hidden)
+    decoder = model.get_decoder()
+    for index in head.sources:
+        if index == -1:
+            decoder.register_forward_hook(_keep_output)
+        else:
+            decoder.layers[index].register_forward_pre_hook(partial(_keep_input, index), with_kwargs=True)
     return head
 
 
@@ -271,7 +297,7 @@ def head_layer_specs(model: PreTrainedModel) -> Sequence[LayerSpec]:
     position = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
         for index in range(head.layer_count):
-            head.mtp.forward_layer(index, zeros, position, cast(Any, probe), inputs_embeds=zeros)
+            head.predictor.forward_layer(index, zeros, position, cast(Any, probe), inputs_embeds=zeros)
     kinds = layer_types_and_windows(head.config)
     return [
         layer_spec_of(index, model, layer, *kind)

@@ -165,10 +165,9 @@ class ProgramModule(nn.Module):
         head = draft_head_of(self.model)
         if head is None:
             return self.text_model[0](use_cache=True, **options).logits
-        with collecting_hidden() as step:
+        with collecting_hidden() as hidden:
             logits = self.text_model[0](use_cache=True, **options).logits
-            assert step.hidden is not None
-            head.follow(options["input_ids"], input_pos, cache, step.hidden)
+            head.follow(options["input_ids"], input_pos, cache, hidden)
         return logits
 
     def _kept(self, tokens: torch.Tensor) -> int | torch.Tensor:

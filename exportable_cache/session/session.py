@@ -571,7 +571,7 @@ class Session:
         lora_slots: int = 0,
         lora_rank: int = 16,
         lora_targets: Sequence[str] = (),
-        draft: str | None = None,
+        draft: str | Path | None = None,
         graph_cache: str | Path | None = None,
         graph_cache_mb: int = GRAPH_CACHE_MB,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -608,8 +608,9 @@ class Session:
                 layers of the model then have buffers for them; its weights and its state dict stay the same.
             lora_rank: Largest rank of these adapters.
             lora_targets: Names of the linear layers that they may change; all of the decoder by default.
-            draft: "mtp" to attach the multi-token-prediction modules of the checkpoint, for `TrainedDraft`; None
-                for no draft head. A cache must be allocated after they are attached, see `draft_heads.attach_head`.
+            draft: "mtp" to attach the multi-token-prediction modules of the checkpoint, or the folder of an EAGLE-3
+                head, for `TrainedDraft`; None for no draft head. A cache must be allocated after it is attached, see
+                `draft_heads.attach_head`.
             graph_cache: Folder that keeps compiled graphs, so that a later process neither traces nor compiles them,
                 see `backends.live.graph_cache.GraphCache`; only with `compile`.
             graph_cache_mb: Size limit of the folder in megabytes; the least recently used graphs are deleted first.

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.decoding import Sampler, Sampling, SpeculationStatistics, TrainedDraft, generate_speculative
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.models.draft_heads import attach_head, attach_mtp, draft_head_of
+from exportable_cache.models.draft_heads import attach_head, attach_predictor, draft_head_of
+from exportable_cache.models.eagle import EagleModel
 
 from ..support.models import WINDOW, tiny_model, tokens
 
@@ -76,7 +78,7 @@ def agreeing_model(family: str = "glm4_moe", **overrides: Any) -> PreTrainedMode
         for layer in mtp.layers:
             half = layer.eh_proj.out_features
             layer.eh_proj.weight.copy_(torch.cat([torch.eye(half), torch.zeros(half, half)], dim=1))
-    attach_mtp(model, mtp)
+    attach_predictor(model, mtp)
     return model
 
 
@@ -97,7 +99,7 @@ def test_modules_predict_as_in_transformers(family: str) -> None:
         cache = MtpCache(config=model.config.get_mtp_config())
         following = torch.cat([ids[:, 1:], torch.tensor([[7]])], dim=1)
         wanted, logits, _ = mtp(following, hidden, None, torch.arange(1, 31)[None], cache)
-    attach_mtp(model, mtp)
+    attach_predictor(model, mtp)
     session = Session.from_model(model, max_cache_len=64, prefill_chunk=12)
     session.prefill(ids[:, :25])
     session.decode(ids[0, 25:26])
@@ -117,7 +119,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(family: str) -> None:
     model, mtp = model_and_mtp(family)
     prompt = tokens(20)
     expected = list(Session.from_model(model, max_cache_len=96).generate(prompt, 20))
-    attach_mtp(model, mtp)
+    attach_predictor(model, mtp)
     session = Session.from_model(model, max_cache_len=96)
     assert len(session.layers) == 2 + model.config.num_mtp_layers
     found, statistics = drafted(session, prompt, 20, TrainedDraft(session))
@@ -156,7 +158,7 @@ def test_a_checkpoint_gives_its_modules(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     session = Session.from_model(loaded, max_cache_len=64, draft="mtp")
-    attach_mtp(model, mtp)
+    attach_predictor(model, mtp)
     other = Session.from_model(model, max_cache_len=64)
     for one in (session, other):
         one.prefill(tokens(9))
@@ -172,16 +174,94 @@ def test_what_cannot_work_is_refused() -> None:
     llama = tiny_model("llama")
     with pytest.raises(UnsupportedModelError, match="got LlamaForCausalLM, whose config has no num_mtp_layers"):
         Session.from_model(llama, max_cache_len=64, draft="mtp")
-    with pytest.raises(InputError, match="draft must be 'mtp', got 'medusa'"):
+    with pytest.raises(InputError, match="draft must be 'mtp' or the folder of an EAGLE-3 head"):
         Session.from_model(llama, max_cache_len=64, draft="medusa")
     with pytest.raises(InputError, match="session must have a draft head, got one without"):
         TrainedDraft(Session.from_model(llama, max_cache_len=64))
     model, mtp = model_and_mtp("glm4_moe")
     before = ExportableCache.from_model(model, 64)
-    attach_mtp(model, mtp)
+    attach_predictor(model, mtp)
     with pytest.raises(InputError, match="the cache must have 4 layers like the model, got 2"):
         Session.from_model(model, before)
     with pytest.raises(InputError, match="a draft head cannot be combined with a batch of 2 rows"):
         Session.from_model(model, ExportableCache.from_model(model, 64, 2))
     with pytest.raises(InputError, match="max_tokens of a trained draft must be at most 15, got 16"):
         TrainedDraft(Session.from_model(model, max_cache_len=64), 16)
+
+
+def eagle_folder(folder: Path, model: PreTrainedModel, **changed: Any) -> EagleModel:
+    """Write a random head with 40 tokens of its own, as it is published, and return it."""
+    fields = {
+        **{name: getattr(model.config, name) for name in ("hidden_size", "vocab_size", "intermediate_size")},
+        **{name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")},
+        **{"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 40, **changed},
+    }
+    torch.manual_seed(1)
+    head = EagleModel(LlamaConfig.from_dict(fields), model).eval()
+    head.d2t.copy_(2 * torch.arange(40))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            values = 0.3 * torch.randn_like(parameter)
+            parameter.copy_(values if parameter.dim() > 1 else 1 + values / 3)
+    names = {name: name.replace("layers.0.", "midlayer.") for name in head.state_dict()}
+    weights = {names[name]: tensor.contiguous() for name, tensor in head.state_dict().items()}
+    known = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+    known[3 * torch.arange(40)] = True
+    save_file({**weights, "t2d": known}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(fields))
+    return head
+
+
+def eagle_logits(model: PreTrainedModel, head: EagleModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits [40] of the head after the newest of `ids`, which the model has not seen, without a cache."""
+    states = model(ids[:, :-1], output_hidden_states=True).hidden_states
+    hidden = head.fc(torch.cat([states[index] for index in (2, 4, 5)], dim=-1))
+    layer, positions = head.layers[0], torch.arange(1, ids.shape[1])[None]
+    length = positions.shape[1]
+    mask = torch.full((length, length), -1e9).triu(1)[None, None]
+    hidden = layer(
+        model.get_input_embeddings()(ids[:, 1:]),
+        hidden,
+        position_embeddings=head.rotary(hidden, position_ids=positions),
+        attention_mask=mask,
+    )
+    return head.lm_head(head.norm(hidden))[0, -1]
+
+
+@torch.no_grad()
+def test_an_eagle_head_predicts_as_without_a_cache(tmp_path: Path) -> None:
+    model, ids = tiny_model("llama", num_hidden_layers=8), tokens(30)
+    head = eagle_folder(tmp_path, model)
+    wanted = eagle_logits(model, head, torch.cat([ids, torch.tensor([[7]])], dim=1))
+    expected = list(Session.from_model(model, max_cache_len=96).generate(ids, 10))
+    session = Session.from_model(model, max_cache_len=96, prefill_chunk=12, draft=str(tmp_path))
+    session.prefill(ids[:, :28])
+    session.score(torch.cat([ids[:, 28:], tokens(2, seed=5)], dim=1))
+    session.rewind(2)
+    found = session.stepper.draft(7, 0)[0]
+    known = 3 * torch.arange(40)
+    assert (found[known] - wanted).abs().max() < 1e-4
+    assert found.argmax() in known and (found > torch.finfo(torch.float32).min).sum() == 40
+    session.reset()
+    assert drafted(session, ids, 10, TrainedDraft(session))[0] == expected
+
+
+def test_an_eagle_head_for_another_model_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama", num_hidden_layers=8)
+    eagle_folder(tmp_path, tiny_model("llama", num_hidden_layers=8, hidden_size=64))
+    with pytest.raises(InputError, match="hidden_size of the draft head must be that of the model, 32, got 64"):
+        attach_head(model, tmp_path)
+    eagle_folder(tmp_path, model)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "d2t": weights["d2t"] + 100}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="d2t maps to token"):
+        attach_head(model, tmp_path)
+    save_file({name: one for name, one in weights.items() if name != "fc.weight"}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"Missing key.*fc\.weight"):
+        attach_head(model, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(InputError, match="check the folder"):
+        attach_head(model, tmp_path)
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 4}')
+    with pytest.raises(UnsupportedModelError, match="Medusa, EAGLE-1 and EAGLE-2 heads are not supported"):
+        attach_head(model, tmp_path)

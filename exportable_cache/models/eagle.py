@@ -1,0 +1,146 @@
+"""EAGLE-3 draft heads: one decoder layer over fused hidden states of three layers of its target (Li et al. 2025)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+from ..errors import InputError, UnsupportedModelError, first_line
+
+_FILE = "model.safetensors"
+
+
+class EagleLayer(nn.Module):
+    """The decoder layer of a head, whose queries, keys and values see an embedding and a hidden state."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(self.self_attn, name)
+            setattr(self.self_attn, name, nn.Linear(2 * config.hidden_size, old.out_features, old.bias is not None))
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, embeddings: torch.Tensor, hidden: torch.Tensor, **attention: Any) -> torch.Tensor:
+        """Return the next hidden states, [1, length, hidden_size], from those before and the tokens' embeddings."""
+        both = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
+        hidden = hidden + self.self_attn(both, **attention)[0]
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class EagleModel(LlamaPreTrainedModel):
+    """An EAGLE-3 head with the interface of transformers' `MtpModel`, as far as a `DraftHead` uses it.
+
+    Attributes:
+        sources: Indices of the target's layers whose inputs are fused.
+    """
+
+    d2t: torch.Tensor
+
+    def __init__(self, config: LlamaConfig, target: PreTrainedModel) -> None:
+        super().__init__(config)
+        count, size = target.config.get_text_config().num_hidden_layers, config.hidden_size
+        given = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+        self.sources = tuple(given or (2, count // 2, count - 3))
+        self.fc = nn.Linear(len(self.sources) * size, size, bias=False)
+        self.layers = nn.ModuleList([EagleLayer(config)])
+        self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        drafted = getattr(config, "draft_vocab_size", None) or config.vocab_size
+        self.lm_head = nn.Linear(size, drafted, bias=False)
+        self.rotary = LlamaRotaryEmbedding(config)
+        self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64))
+        self.post_init()
+
+    def forward_layer(
+        self, index: int, hidden: torch.Tensor, position_ids: torch.Tensor, cache: Any, inputs_embeds: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the layer, see `EagleLayer`."""
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=None,
+            past_key_values=cache,
+            position_ids=position_ids,
+            layer_idx=index,
+        )
+        rotation = self.rotary(inputs_embeds, position_ids=position_ids)
+        return self.layers[index](
+            inputs_embeds, hidden, position_embeddings=rotation, attention_mask=mask, past_key_values=cache
+        )
+
+    def logits(self, hidden: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """Return logits of the target's vocabulary; tokens that the head does not know get the lowest value."""
+        known = self.lm_head(self.norm(hidden))
+        tokens = torch.arange(known.shape[-1], device=known.device) + self.d2t
+        logits = known.new_full((*known.shape[:-1], vocab_size), torch.finfo(known.dtype).min)
+        return logits.index_copy(-1, tokens, known)
+
+
+def load_eagle(model: PreTrainedModel, folder: Path) -> EagleModel:
+    """Load a head from a folder with `config.json` and `model.safetensors`.
+
+    Raises:
+        InputError: If the folder has no such head, or it was trained for a target of other sizes.
+        UnsupportedModelError: If it is a head of another kind, such as Medusa.
+    """
+    try:
+        fields = json.loads((folder / "config.json").read_text())
+        names = " ".join(map(str, fields.get("architectures") or ()))
+        is_eagle = "eagle3" in names.lower()
+        if "medusa" in f"{names} {' '.join(map(str, fields))}".lower() or not is_eagle:
+            raise UnsupportedModelError(
+                f"draft must be 'mtp' or the folder of an EAGLE-3 head, got {str(folder)!r} with architectures "
+                f"{names or 'none'!s}; Medusa, EAGLE-1 and EAGLE-2 heads are not supported"
+            )
+        config = LlamaConfig.from_dict(fields)
+        weights = load_file(folder / _FILE)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # the files may be anything
+        raise InputError(
+            f"draft must be 'mtp' or the folder of an EAGLE-3 head (config.json, {_FILE}), got {str(folder)!r}: "
+            f"{first_line(error)}; check the folder"
+        ) from error
+    target = model.config.get_text_config()
+    for name in ("hidden_size", "vocab_size"):
+        if getattr(config, name) != getattr(target, name):
+            raise InputError(
+                f"the {name} of the draft head must be that of the model, {getattr(target, name)}, got "
+                f"{getattr(config, name)}; use a head that was trained for {type(model).__name__} of this size"
+            )
+    head = EagleModel(config, model)
+    renamed = {
+        name.removeprefix("model.").replace("midlayer.", "layers.0."): weight
+        for name, weight in weights.items()
+        if not name.endswith(("t2d", "embed_tokens.weight"))
+    }
+    try:
+        head.load_state_dict(renamed, strict=True)
+        tokens = torch.arange(len(head.d2t)) + head.d2t
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < target.vocab_size:
+            raise ValueError(f"d2t maps to token {int(tokens.max())}")
+        if not all(0 <= index < target.num_hidden_layers for index in head.sources):
+            raise ValueError(f"layers {head.sources} are fused")
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"the tensors of {folder / _FILE} must be those of its config and fit the model, got: "
+            f"{' '.join(str(error).split())[:300]}; download the head again"
+        ) from error
+    return head
