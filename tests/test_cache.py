@@ -7,11 +7,13 @@ import json
 import pytest
 import torch
 from torch.utils import _pytree as pytree
-from transformers import AutoConfig, DynamicCache
+from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache
 
 from exportable_cache import ExportableCache
 from exportable_cache.cache.attention.functions import ATTENTION
+from exportable_cache.common.compat.transformers import cache_argument
 from exportable_cache.errors import BundleError, CacheFullError, InputError, UnsupportedModelError
+from exportable_cache.models.layers.specs import layer_types_and_windows
 
 from .support.layers import full_layer
 from .support.models import FAMILIES, WINDOW, tiny_model, tokens
@@ -25,7 +27,7 @@ def cache_of(model, max_cache_len: int = 96, **options) -> ExportableCache:
 
 
 def step_with(model, cache):
-    return lambda ids: model(ids, past_key_values=cache).logits[:, -1]
+    return lambda ids: model(ids, **{cache_argument(model): cache}).logits[:, -1]
 
 
 def snapshot(cache: ExportableCache) -> dict[str, torch.Tensor]:
@@ -69,6 +71,37 @@ def test_key_and_value_head_dims_may_differ() -> None:
     assert [(layer.keys.shape[-1], layer.values.shape[-1]) for layer in cache.layers] == [(24, 8), (24, 8)]
     ids = tokens(40)
     assert difference(step_with(model, cache), reference_logits(model, ids, 9), ids, 9) <= TOLERANCE
+
+
+#: One layer before, two in each of three loops, one after.
+LOOPS = {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1, "n_recurrent_loops": 3}
+LOOPED_TYPES = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+
+
+def looped_config(**options):
+    """A config with the fields of Dory, which transformers has from 5.24 on."""
+    config = AutoConfig.for_model("mistral", num_hidden_layers=4, sliding_window=WINDOW, layer_types=LOOPED_TYPES)
+    config.model_type = "dory"
+    for name, value in {**LOOPS, "recurrent_kv_cache_mode": "per_loop", **options}.items():
+        setattr(config, name, value)
+    return config
+
+
+def test_each_further_loop_over_layers_has_layers_of_its_own() -> None:
+    full, ring = ("full_attention", None), ("sliding_attention", WINDOW)
+    assert layer_types_and_windows(looped_config()) == [full, ring, full, full, *[ring, full] * 2]
+    assert len(layer_types_and_windows(looped_config(n_recurrent_loops=1, recurrent_kv_cache_mode="last_loop"))) == 4
+    with pytest.raises(UnsupportedModelError, match="recurrent_kv_cache_mode .* must be 'per_loop' .* got 'last_loop'"):
+        layer_types_and_windows(looped_config(recurrent_kv_cache_mode="last_loop"))
+
+
+@pytest.mark.skipif("dory" not in CONFIG_MAPPING, reason="transformers has Dory from 5.24 on")
+def test_a_model_that_loops_over_its_layers() -> None:
+    model = tiny_model("dory", **LOOPS, num_hidden_layers=4, sliding_window=WINDOW, layer_types=LOOPED_TYPES)
+    cache, ids = cache_of(model), tokens(40)
+    assert len(cache.layers) == 8
+    assert difference(step_with(model, cache), reference_logits(model, ids, 9), ids, 9) <= TOLERANCE
+    assert len(cache.layers) == 8
 
 
 @pytest.mark.parametrize("implementation", [ATTENTION, "eager", "sdpa"])

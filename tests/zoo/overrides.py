@@ -28,6 +28,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_LINEAR_AND_FULL, "mamba_d_head": 32, "mamba_n_heads": 4},
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 2, "num_hidden_layers": 3, "mamba_dt_rank": 4},
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "dory": {
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "num_hidden_layers": 4,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+    },
+    "hy_v4_vl_text": {
+        "layer_types": ["indexed_attention"] * 3,
+        "indexer_types": ["full", "full", "shared"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_hidden_layers": 3,
+    },
     "zamba": {
         "attention_hidden_size": 128,
         "attention_head_dim": 32,

@@ -98,7 +98,25 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
     _check_windows(config, kinds)
     if item_slots_of(config):
         return [(CROSS_ATTENTION, None) if index in crosses else one for index, one in enumerate(kinds)]
-    return kinds
+    return kinds + _layers_of_loops(config, kinds)
+
+
+def _layers_of_loops(config: PreTrainedConfig, kinds: Sequence[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
+    """Return the cache layers that Dory appends, because each further loop over its layers keeps its own keys.
+
+    Raises:
+        UnsupportedModelError: If loops read the keys of the last loop.
+    """
+    loops = getattr(config, "n_recurrent_loops", 1) if config.model_type == "dory" else 1
+    if loops == 1:
+        return []
+    if config.recurrent_kv_cache_mode != "per_loop":
+        raise UnsupportedModelError(
+            f"recurrent_kv_cache_mode of a {config.model_type!r} model must be 'per_loop' for a static cache, got "
+            f"{config.recurrent_kv_cache_mode!r}: its earlier loops append tokens to the keys of the last one without "
+            "writing them; use DynamicCache"
+        )
+    return list(kinds[config.n_input_layers :][: config.n_recurrent_layers]) * (loops - 1)
 
 
 def _check_windows(config: PreTrainedConfig, kinds: Sequence[tuple[str, int | None]]) -> None:

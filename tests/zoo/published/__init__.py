@@ -79,17 +79,25 @@ class Checkpoint(Architecture):
 
 
 @functools.cache
-def checkpoints() -> tuple[Checkpoint, ...]:
-    """Return all checkpoints whose model type the installed transformers has, by family."""
+def checkpoints(later: bool = False) -> tuple[Checkpoint, ...]:
+    """Return all checkpoints whose model type the installed transformers has, by family.
+
+    Args:
+        later: Also those of later releases, which have a name and a group only.
+    """
     # Of types with several classes the encoder-decoder, which comes last.
     rows = {row.model_type: row for row in architectures()}
     found = []
     for path in sorted(FOLDER.glob("*.json")):
         for listed in json.loads(path.read_text()):
             model_type = listed["model_type"]
-            if model_type not in CONFIG_MAPPING:
+            if model_type not in CONFIG_MAPPING and not later:
                 continue
-            row = rows.get(model_type) or _of_shared_class(model_type)
+            row = rows.get(model_type)
+            if row is None and model_type in CONFIG_MAPPING:
+                row = _of_shared_class(model_type)
+            if row is None:
+                row = Architecture(model_type, listed.get("group", "causal"), "")
             facts = listed["checkpoint"], listed["source"], _with_factors(listed["config"])
             found.append(Checkpoint(model_type, row.group, row.class_name, *facts))
     return tuple(found)
