@@ -282,8 +282,8 @@ def preview(spec: ExportSpec) -> DryRun:
     made = plan_cache(live or config, replace(spec.cache, dtype=dtype), split=split)
     if made.cache_bytes is None:
         raise UnsupportedModelError(made.refusal)
-    # Shapes only, also for a live model, so that no tensor is copied.
-    model: Any = model_without_weights(config)
+    # Shapes only, also for a live model, so that no tensor is copied. An export writes the encoders of images, too.
+    model: Any = model_without_weights(config, whole=True)
     kept = vocabulary_of(spec)
     if kept is not None and model is not None:
         model = keep_tokens(model, kept)

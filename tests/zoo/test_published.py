@@ -21,7 +21,8 @@ from .support_table import write_support
 from .test_shrink import kinds_of, without_weights
 from .test_sizes import sizes_of_model, sizes_of_plan
 
-#: By what their config sets: blocks of keys, LongRoPE, Llama 3's RoPE, a window, soft-capping, sinks, states, shared keys.
+#: By what their config sets: blocks of keys, LongRoPE, Llama 3's RoPE, a window, soft-capping, sinks, states, shared keys,
+#: an encoder of images.
 ALWAYS = (
     "MiniMaxAI/MiniMax-M3",
     "microsoft/Phi-3-mini-128k-instruct",
@@ -31,6 +32,7 @@ ALWAYS = (
     "openai/gpt-oss-20b",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "google/gemma-4-E2B",
+    "OpenGVLab/InternVL3-1B-hf",
 )
 ROWS = [
     pytest.param(row, id=row.checkpoint, marks=[pytest.mark.full] * (row.checkpoint not in ALWAYS))

@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-def model_without_weights(config: PreTrainedConfig, device: str = "meta") -> PreTrainedModel | None:
+def model_without_weights(
+    config: PreTrainedConfig, device: str = "meta", whole: bool = False
+) -> PreTrainedModel | None:
     """Build the text decoder of a config without weights, together with the encoder of an encoder-decoder.
 
     A decoder without a causal LM class is built inside its multimodal model.
@@ -31,12 +33,13 @@ def model_without_weights(config: PreTrainedConfig, device: str = "meta") -> Pre
     Args:
         config: The model's config.
         device: "meta", or any device inside `fake_tensors`.
+        whole: Build the model that a checkpoint is loaded as, with the encoders of images, video and audio.
 
     Returns:
         The model, or None if its code cannot be built so.
     """
-    has_encoder = getattr(config, "is_encoder_decoder", False)
-    probe = copy.deepcopy(config if has_encoder else config.get_text_config(decoder=True))
+    whole = whole or getattr(config, "is_encoder_decoder", False)
+    probe = copy.deepcopy(config if whole else config.get_text_config(decoder=True))
     model = _built(auto_class(probe) or AutoModelForCausalLM, probe, device)
     if model is None:
         model = _built(AutoModelForMultimodalLM, copy.deepcopy(config), device)
