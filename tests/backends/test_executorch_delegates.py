@@ -242,12 +242,16 @@ def test_a_program_that_crashes_openvino_is_refused(monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         UnsupportedModelError, match="OpenVINO cannot run method 'prefill' of Identity: ends with SIGSEGV; export for"
     ):
-        openvino.check_calls(Path("program.pte"), program)
+        openvino.check_calls(Path("program.pte"), program.model, openvino.trial_of(program))
     child = "import sys, json; path, calls = json.load(sys.stdin); sys.exit(str((calls[0], calls[1], calls[-1])))"
     monkeypatch.setattr(openvino, "_CHILD", child)
-    called = r"\(\['prefill', 8, 0\], \['prefill', 8, 8\], \['decode', 1, 55\]\); export for"
+    called = (
+        r"\(\['prefill', \[\[\[1, 8\], 0, 'int64'\], \[\[1\], 0, 'int64'\]\]\], "
+        r"\['prefill', \[\[\[1, 8\], 0, 'int64'\], \[\[1\], 8, 'int64'\]\]\], "
+        r"\['decode', \[\[\[1, 1\], 0, 'int64'\], \[\[1\], 55, 'int64'\]\]\]\); export for"
+    )
     with pytest.raises(UnsupportedModelError, match=called):
-        openvino.check_calls(Path("program.pte"), program)
+        openvino.check_calls(Path("program.pte"), program.model, openvino.trial_of(program))
 
 
 def methods_by_name(*names: str) -> dict[str, ProgramMethod]:

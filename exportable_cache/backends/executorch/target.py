@@ -96,9 +96,9 @@ class ExecutorchBackend:
             allow_partial=options.allow_partial,
         )
         if options.delegate == "openvino":
-            from .delegates.openvino import check_calls
+            from .delegates.openvino import check_calls, trial_of
 
-            check_calls(folder / FILE, program)
+            check_calls(folder / FILE, program.model, trial_of(program))
         return [LoweredFile(FILE, written)]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:

@@ -8,7 +8,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from .passes import numbers_to_tensors, remainders_to_divisions
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+    from transformers import PreTrainedModel
 
     from ....program.program import Program
 
@@ -37,10 +38,10 @@ from exportable_cache.common.compat.executorch import exact_openvino, load_progr
 path, calls = json.load(sys.stdin)
 program = load_program(Path(path))
 with exact_openvino():
-    methods = {name: program.load_method(name) for name, _, _ in calls}
-for name, length, position in calls:
+    methods = {name: program.load_method(name) for name, _ in calls}
+for name, inputs in calls:
     print(name, flush=True)
-    methods[name]([torch.zeros(1, length, dtype=torch.int64), torch.tensor([position])])
+    methods[name]([torch.full(shape, value, dtype=getattr(torch, dtype)) for shape, value, dtype in inputs])
 """
 
 
@@ -80,35 +81,45 @@ def passes() -> list[Callable[[GraphModule], PassResult]]:
     return [numbers_to_tensors, remainders_to_divisions]
 
 
-def check_calls(path: Path, program: Program) -> None:
-    """Feed a prompt and single tokens in another process, because OpenVINO crashes on some programs (2025.4.1).
+#: Shape, value of every element, and name of the dtype of an input.
+Filled = tuple[list[int], int, str]
+
+
+def trial_of(program: Program) -> list[tuple[str, list[Filled]]]:
+    """Return calls that feed a prompt and single tokens to a program, by method."""
+    most, position = program.cache.max_length or _STEPS, 0
+    calls: list[tuple[str, list[Filled]]] = []
+    for name in ("prefill", "prefill", *["decode"] * _STEPS):
+        method = program.methods.get(name)
+        if method is not None and position + method.max_length <= most:
+            calls.append((name, [([1, method.max_length], 0, "int64"), ([1], position, "int64")]))
+            position += method.max_length
+    return calls
+
+
+def check_calls(path: Path, model: PreTrainedModel, calls: Sequence[tuple[str, list[Filled]]]) -> None:
+    """Make calls in another process, because OpenVINO crashes on some programs (2025.4.1).
 
     Args:
         path: The `.pte`.
-        program: The program that it was made from.
+        model: The model that it was made from.
+        calls: Methods and their inputs.
 
     Raises:
         UnsupportedModelError: If the process ends, or a call fails.
     """
-    most, calls = program.cache.max_length or _STEPS, []
-    position = 0
-    for name in ("prefill", "prefill", *["decode"] * _STEPS):
-        method = program.methods.get(name)
-        if method is not None and position + method.max_length <= most:
-            calls.append((name, method.max_length, position))
-            position += method.max_length
     done = subprocess.run(
         [sys.executable, "-c", _CHILD],
-        input=json.dumps([str(path), calls]),
+        input=json.dumps([str(path), list(calls)]),
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
-        name = next((line for line in reversed(done.stdout.splitlines()) if line in program.methods), "")
+        named = {name for name, _ in calls}
+        name = next((line for line in reversed(done.stdout.splitlines()) if line in named), "")
         code = -done.returncode
         crash = f"ends with {signal.Signals(code).name}" if code > 0 else (done.stderr.strip() or "no reason")[-200:]
         raise UnsupportedModelError(
-            f"OpenVINO cannot run method {name!r} of {type(program.model).__name__}: {crash}; export for delegate "
-            "'xnnpack'"
+            f"OpenVINO cannot run method {name!r} of {type(model).__name__}: {crash}; export for delegate 'xnnpack'"
         )

@@ -15,6 +15,8 @@ from .program import static_programs
 from .runner import PLAN, TABLES
 
 if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
     from ....program.program import Program
     from ..options import ExecutorchOptions
 
@@ -46,6 +48,10 @@ def write_static(program: Program, folder: Path, file: str, options: ExecutorchO
     check_kernels(lowered)
     write_pte(lowered, folder / file)
     make_largest_first(folder / file)
+    if options.delegate == "openvino":
+        from ..delegates.openvino import check_calls
+
+        check_calls(folder / file, program.model, [(name, _zeros(graph)) for name, graph in graphs.items()])
     save_file(tables, folder / TABLES)
     calls = ", ".join(f"{count} in {name}" for name, count in delegated_calls(lowered).items())
     return [
@@ -54,3 +60,10 @@ def write_static(program: Program, folder: Path, file: str, options: ExecutorchO
         ),
         LoweredFile(TABLES, "rotary tables, for the host"),
     ]
+
+
+def _zeros(graph: ExportedProgram) -> list[tuple[list[int], int, str]]:
+    """Return zeros for the inputs of a graph, see `openvino.Filled`."""
+    given = set(graph.graph_signature.user_inputs)
+    values = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder") if node.name in given]
+    return [(list(value.shape), 0, str(value.dtype).removeprefix("torch.")) for value in values]
