@@ -1,4 +1,7 @@
-"""Runner of a tensor-parallel program for verification, with one process per rank."""
+"""Runner of a tensor-parallel program for verification, with one process per rank.
+
+Importing this module imports no torch, because a process of a rank first takes stdout away from torch's libraries.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from ..errors import VerificationError
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    import torch
+
     from ..bundle.bundle import Bundle
     from ..program.methods import ProgramMethod
 
 #: Limit of a step of a large model, or of opening its program, on a slow machine.
 _MOST_SECONDS = 600
-_CHILD = "import sys; sys.path[:] = sys.argv[1:]; from exportable_cache.verification.rank_process import main; main()"
+_CHILD = "import sys; sys.path[:] = sys.argv[1:]; from exportable_cache.verification.rank_runner import serve; serve()"
 
 
 class RankProcesses:
@@ -38,6 +42,8 @@ class RankProcesses:
     """
 
     def __init__(self, bundle: Bundle) -> None:
+        import torch
+
         bundle.check_trusted()
         manifest = bundle.manifest
         assert manifest.ranks is not None
@@ -120,3 +126,46 @@ def _send(process: subprocess.Popen[bytes], value: Any) -> None:
         process.stdin.flush()
     except BrokenPipeError:
         pass  # its reply has the reason
+
+
+def serve() -> None:
+    """Run the program of one rank for the process at the other end of the standard streams, until it closes them."""
+    replies = os.fdopen(os.dup(1), "wb")
+    # Output of torch's libraries must not mix with the replies.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    start = pickle.load(sys.stdin.buffer)
+    rank = start["rank"]
+
+    def reply(kind: str, value: Any = None) -> None:
+        pickle.dump((kind, value), replies)
+        replies.flush()
+
+    try:
+        runner = _opened(**start)
+        reply("ready")
+        while True:
+            try:
+                method, inputs = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                break
+            result = runner.run(method, *inputs)
+            reply("done", result if rank == 0 else None)
+    except Exception as error:
+        reply("failed", f"{type(error).__name__}: {error}")
+    replies.close()
+    # Without waiting for the threads of a group whose other processes may be gone.
+    os._exit(0)
+
+
+def _opened(rank: int, size: int, threads: int, store: str, path: str, manifest: dict[str, Any]) -> Any:
+    import torch
+    from torch import distributed
+
+    from ..bundle.bundle import Bundle
+    from ..bundle.manifest import Manifest
+
+    torch.set_num_threads(threads)
+    distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
+    # Who starts this has trusted the bundle, or made it.
+    runner, _ = Bundle(Path(path), Manifest.model_validate(manifest), trusted=True).open_runner()
+    return runner
