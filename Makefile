@@ -112,9 +112,15 @@ demo: $(VENV)/.installed native
 check: $(VENV)/.installed-test
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory --jobs $(JOBS) check-sources check-tests
+
+# Each of them takes one core, so they run side by side.
+.PHONY: check-sources check-tests
+check-sources:
 	@$(BIN)/python -m tests.support.language
 	@$(BIN)/mypy
 	@! grep -q '^\[tool\.importlinter' pyproject.toml || $(BIN)/lint-imports
+check-tests:
 	@$(PYTEST) -q $(PROJECT_TESTS)
 
 # A file stays on one worker, whose fixtures its tests share; long files first, in the order of tests/conftest.py.
