@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeGuard
 
 import typer
 
+from ..common.fs.user_files import home_folder, user_folder
 from ..errors import CacheFullError, InputError
 from ..session.opening import Use
 from .options import (
@@ -36,15 +38,22 @@ from .sampling import GivenSampling
 if TYPE_CHECKING:
     from ..decoding.completion import AnyCompleter, CompletionOptions
 
-PROMPT = "> "
-_HELP = """\
+PROMPT, _MORE = "> ", ". "
+#: What is before and after a message of several lines.
+_QUOTE = '"""'
+#: File of earlier messages in the user's folder.
+_HISTORY = "chat_history"
+_HELP = '''\
 /undo         remove the last message and its response
 /reset        start again; the system prompt stays
-/context      show how full the cache is, and what was dropped
+/context      show how full the cache is, what was dropped, and the speed of the last response
+/fork NAME    continue in a copy of the conversation
+/switch NAME  go to another conversation; without a name, list them
 /save FILE    save the conversation as JSON
 /load FILE    continue a saved conversation
 /help         show this list
-/quit         end the conversation, as the end of the input does"""
+/quit         end the conversation, as the end of the input does
+A message of several lines begins and ends with """.'''
 
 
 @opens
@@ -79,8 +88,8 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal.
 
-    Each line of the input is a message. Lines that begin with / are commands; /help lists them. At a terminal, several
-    lines that are pasted at once are one message.
+    Each line of the input is a message. Three double quotes begin and end a message of several lines. Lines that begin
+    with / are commands; /help lists them. At a terminal, several lines that are pasted at once are one message.
     """
     terminal: Terminal = ctx.obj
     from ..decoding.completion import CompletionOptions
@@ -137,6 +146,9 @@ class _Conversation:
         shows_fill: True to show after each response how full the cache is.
         dropped: Number of oldest turns that the model does not see, by `on_full`.
         is_protected: True once the number of tokens of the system prompt is known.
+        name: Name of this conversation among those of `/fork`.
+        others: Messages and dropped turns of the other conversations, by name.
+        rate: Tokens a second of the last response; None before the first.
     """
 
     terminal: Terminal
@@ -148,6 +160,9 @@ class _Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
     dropped: int = 0
     is_protected: bool = False
+    name: str = "main"
+    others: dict[str, tuple[list[dict[str, str]], int]] = field(default_factory=dict)
+    rate: float | None = None
 
     def _prompt(self, message: dict[str, str]) -> list[int]:
         """Return the token ids of the conversation and its next message, without turns that are dropped.
@@ -204,7 +219,11 @@ class _Conversation:
             "/context": self._context,
         }
         files: dict[str, Any] = {"/save": self._save, "/load": self._load}
-        if command in files:
+        if command == "/fork":
+            self._fork(argument.strip())
+        elif command == "/switch":
+            self._switch(argument.strip())
+        elif command in files:
             if not argument:
                 raise InputError(f"{command} needs a file: {command} FILE")
             files[command](Path(argument.strip()))
@@ -236,9 +255,9 @@ class _Conversation:
         self.messages += [message, {"role": "assistant", "content": answer}]
         if completer.dropped_tokens > before:
             self.terminal.note(f"the cache is full: {completer.dropped_tokens - before} more tokens are dropped")
+        self.rate = completion.new_tokens / max(monotonic() - began, 1e-9)
         if self.shows_fill:
-            rate = completion.new_tokens / max(monotonic() - began, 1e-9)
-            self.terminal.note(f"{self._fill()}, {rate:.0f} tokens/s")
+            self.terminal.note(self._fill())
         was_cut = completion.finish_reason == "length" and self.options.max_new_tokens is None
         if was_cut and self.completer.is_full:
             self.terminal.note("the cache is full; use /undo or /reset, --on-full, or a larger --max-cache-len")
@@ -262,7 +281,28 @@ class _Conversation:
         found = [f"{held} tokens" if most is None else f"{held} of {most} tokens"]
         dropped = {"turns": self.dropped, "tokens": self.completer.dropped_tokens}
         found += [f"{count} {what} dropped" for what, count in dropped.items() if count]
+        found += [] if self.rate is None else [f"{self.rate:.0f} tokens/s"]
         return ", ".join(found)
+
+    def _fork(self, name: str) -> None:
+        """Continue in a copy; the cache holds the same tokens."""
+        if not name or name == self.name or name in self.others:
+            taken = ", ".join([self.name, *self.others])
+            raise InputError(f"/fork needs a new name (there is {taken}), got {name!r:.100}: /fork NAME")
+        self.others[self.name] = [*self.messages], self.dropped
+        self.name = name
+
+    def _switch(self, name: str) -> None:
+        """Go to another conversation, of which the cache keeps what the two begin with."""
+        if not name:
+            self.terminal.note(", ".join([f"{self.name} (this one)", *self.others]))
+            return
+        if name not in self.others:
+            known = ", ".join(self.others) or "none, /fork makes one"
+            raise InputError(f"there is no other conversation {name!r:.100}; there is {known}")
+        self.others[self.name] = self.messages, self.dropped
+        self.name = name
+        self.messages, self.dropped = self.others.pop(name)
 
     def _help(self) -> None:
         self.terminal.note(_HELP)
@@ -312,8 +352,9 @@ def _is_conversation(messages: Any) -> TypeGuard[list[dict[str, str]]]:
 class Questions:
     """Messages of a user.
 
-    At a terminal the standard library's readline provides arrow keys, a history of this conversation, and pasted text
-    of several lines as one message.
+    At a terminal prompt_toolkit, if it is installed, edits messages of several lines (Escape and then Enter begins
+    another line) and keeps their history in a file. Otherwise the standard library's readline provides arrow keys, a
+    history of this conversation, and pasted text of several lines as one message.
 
     Args:
         stdout: Stream of the terminal; `sys.stdout` may be redirected while a command runs.
@@ -324,7 +365,8 @@ class Questions:
             raise InputError("stdin must be open, because chat reads questions from it; pipe them in, or type them")
         self._stdout = stdout
         self.is_typed = sys.stdin.isatty() and stdout.isatty()
-        if self.is_typed:
+        self._editor = _editor(stdout) if self.is_typed else None
+        if self.is_typed and self._editor is None:
             _edit_lines()
 
     def next(self) -> str | None:
@@ -333,17 +375,54 @@ class Questions:
         Raises:
             KeyboardInterrupt: If the user interrupts it.
         """
+        line = self._line(PROMPT)
+        if line is None or not line.startswith(_QUOTE):
+            return line
+        lines = [line.removeprefix(_QUOTE)]
+        while not lines[-1].rstrip().endswith(_QUOTE) and (more := self._line(_MORE)) is not None:
+            lines.append(more)
+        return "\n".join(lines).rstrip().removesuffix(_QUOTE)
+
+    def _line(self, prompt: str) -> str | None:
         if not self.is_typed:
             line = sys.stdin.readline()
             return line.rstrip("\n") if line else None
+        if self._editor is not None:
+            try:
+                return str(self._editor.prompt(prompt))
+            except EOFError:
+                return None
         # input() uses readline only if both streams are the process's standard streams.
         with redirect_stdout(self._stdout):
             try:
-                return input(PROMPT)
+                return input(prompt)
             except EOFError:
                 # Let the shell's prompt begin on a new line.
                 print()
                 return None
+
+
+def _editor(stdout: TextIO) -> Any:
+    """Return an editor of lines with a history in a file; None without prompt_toolkit."""
+    try:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.history import FileHistory, InMemoryHistory
+        from prompt_toolkit.key_binding import KeyBindings
+    except ImportError:
+        return None
+    history: Any = InMemoryHistory()
+    try:
+        path = user_folder(home_folder(), make=True) / _HISTORY
+        # For this user only, because messages may be private.
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+        history = FileHistory(path)
+    except (OSError, RuntimeError, InputError):  # there is no folder that only this user can write
+        pass
+    keys = KeyBindings()
+    keys.add("enter")(lambda event: event.current_buffer.validate_and_handle())
+    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
+    with redirect_stdout(stdout):
+        return PromptSession(history=history, multiline=True, key_bindings=keys)
 
 
 def _edit_lines() -> None:

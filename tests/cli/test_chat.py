@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from exportable_cache import export, load
+from exportable_cache.cli.chat import _editor
 from exportable_cache.decoding.completion import Completer, Completion
 
 from ..conftest import DEMO_MAX_CACHE_LEN
@@ -118,6 +119,46 @@ def test_undo_reset_save_and_load(chat, bundle: Path, tmp_path: Path) -> None:
     assert result.stdout.splitlines() == [first, second, second, alone, second]
     messages = json.loads(saved.read_text())["messages"]
     assert [message["content"] for message in messages] == [QUESTION, first, "amber?", second]
+
+
+def test_conversations_are_forked_and_switched(chat, bundle: Path) -> None:
+    """A fork has the same beginning, and neither sees the other's later messages."""
+    lines = [QUESTION, "/fork side", "paper?", "/switch", "/switch main", "amber?", "/switch side", "paper?"]
+    refused = ["/fork side", "/fork", "/switch other"]
+    result = chat(bundle, input="\n".join([*lines, *refused]) + "\n")
+    assert result.exit_code == 0, result.stderr
+    first, side, main, again = result.stdout.splitlines()
+    assert [first, main] == answers(bundle, QUESTION, "amber?")
+    assert [first, side, again] == answers(bundle, QUESTION, "paper?", "paper?")
+    assert "side (this one), main" in result.stderr
+    for said in ("got 'side': /fork NAME", "got '': /fork NAME", "no other conversation 'other'; there is main"):
+        assert said in result.stderr, result.stderr
+
+
+def test_a_message_of_several_lines_is_quoted(chat, bundle: Path) -> None:
+    """The first line would otherwise be a command, and an end of the input ends the message."""
+    given = f'"""/help\n{QUESTION}"""\n"""one line"""\n/context\n"""paper?\n\n'
+    result = chat(bundle, input=given)
+    assert result.exit_code == 0 and "/undo" not in result.stderr, result.stderr
+    assert result.stdout.splitlines() == answers(bundle, f"/help\n{QUESTION}", "one line", "paper?")
+    assert re.search(rf"of {DEMO_MAX_CACHE_LEN} tokens, \d+ tokens/s", result.stderr), result.stderr
+
+
+def test_an_editor_keeps_a_history_of_messages_of_several_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("prompt_toolkit", reason="prompt_toolkit, which chat uses where it is installed, is not")
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    monkeypatch.setenv("EXPORTABLE_CACHE_HOME", str(tmp_path / "home"))
+    escape, up = "\x1b", "\x1b[A"
+    for typed in (f"one{escape}\rtwo\r", f"{up}\r"):
+        with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+            keys.send_text(typed)
+            assert _editor(sys.stdout).prompt("> ") == "one\ntwo"
+    assert (tmp_path / "home" / "chat_history").stat().st_mode & 0o777 == 0o600
 
 
 def test_what_cannot_be_done_is_said_and_the_conversation_goes_on(chat, bundle: Path, tmp_path: Path) -> None:
