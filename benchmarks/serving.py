@@ -200,7 +200,7 @@ def measure(name: str, url: str, given: argparse.Namespace) -> None:
         waits = [wait_beside(address, body, given.neighbour) for _ in range(3)]
         before, during, first = (1e3 * statistics.median(column) for column in zip(*waits, strict=True))
         print(
-            f"{name}: longest wait of a stream {before:.0f} ms, beside a prompt of {given.neighbour} tokens "
+            f"{name}: longest wait of a stream {before:.0f} ms, during a prompt of {given.neighbour} tokens "
             f"{during:.0f} ms; first token of that prompt after {first:.0f} ms (medians of 3)",
             flush=True,
         )
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--words", type=int, default=60, help="Longest prompt.")
-    parser.add_argument("--neighbour", type=int, metavar="TOKENS", help="Measure a stream beside such a prompt.")
+    parser.add_argument("--neighbour", type=int, metavar="TOKENS", help="Measure a stream during such a prompt.")
     parser.add_argument("--neighbour-tokens", type=int, default=200, help="Length of that stream.")
     parser.add_argument("--end-token", type=int, nargs="+", metavar="ID", help="Tokens that responses must not have.")
     parser.add_argument("--ignore-eos", action="store_true", help="Send ignore_eos, which llama.cpp's server takes.")

@@ -14,6 +14,7 @@ from exportable_cache import export
 from exportable_cache.cli.app import app
 from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
 from exportable_cache.models.loading.without_weights import model_without_weights
+from exportable_cache.models.lora import add_slots
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.sizes import quantized_bytes
 from exportable_cache.models.quantization.spec import Quantization
@@ -90,6 +91,25 @@ def test_it_refuses_what_the_export_would(config_only: Path, tmp_path: Path) -> 
     checkpoints.edit_config(config_only, quantization_config={"quant_method": "gptq"})
     with pytest.raises(UnsupportedModelError, match="gptq"):
         dry()
+
+
+def test_it_counts_the_slots_of_adapters(config_only: Path, tmp_path: Path) -> None:
+    plain = export(config_only, "pt2", CAPACITY, tmp_path / "out", dry_run=True)
+    options: dict[str, Any] = {"lora_slots": 2, "lora_rank": 4, "lora_targets": ["q_proj"]}
+    found = export(config_only, "pt2", CAPACITY, tmp_path / "out", dry_run=True, **options)
+    model = tiny_model("gemma2", dtype=torch.bfloat16, vocab_size=SIZE)
+    expected = add_slots(model, 2, 4, ["q_proj"]).nbytes
+    assert found.least_memory_bytes - plain.least_memory_bytes == expected > 0
+    assert found.weights_bytes == plain.weights_bytes
+    assert f"2 slots for adapters would take {expected:,} bytes of memory" in found.remarks
+    with pytest.raises(InputError, match="lora_targets must be linear layers of the decoder, got 'x'"):
+        export(config_only, "pt2", CAPACITY, tmp_path / "out", dry_run=True, lora_slots=1, lora_targets=["x"])
+
+
+def test_a_float_checkpoint_has_no_integers_to_keep(config_only: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    with pytest.raises(InputError, match="quantize='keep' needs a checkpoint whose linear layers are integers"):
+        export(config_only, "executorch", CAPACITY, tmp_path / "out", dry_run=True, quantize="keep")
 
 
 def test_the_command_says_it_in_lines_or_in_json(config_only: Path, tmp_path: Path) -> None:

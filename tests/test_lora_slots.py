@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,11 @@ from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
 from exportable_cache.models.loading.adapters import read_lora
-from exportable_cache.models.lora import remove_slots, slots_of
+from exportable_cache.models.lora import LoraSlots, LoraTarget, check_fits, remove_slots, slots_of
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.session.adapters import write_adapter_file
+from exportable_cache.session.opening import ModelOptions, Use, open_model
 from exportable_cache.session.session import Session
 from exportable_cache.verification.verify import _with_products, verify
 
@@ -166,6 +168,61 @@ def test_requests_of_a_batch_have_adapters_of_their_own(folders: dict[str, Path]
     request.adapter = decode.named_adapter("one")
     list(batch.run())
     assert (request.tokens, request.reused_tokens) == (expected["two"], 0)
+
+
+@pytest.mark.parametrize("name", [5, [5], {"one": 1}])
+def test_names_of_adapters_are_checked(name: Any) -> None:
+    with pytest.raises(InputError, match="adapter must be a name, None, or a list with one for each row, got"):
+        live().use_adapter(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_slots": 10**12}, "lora_slots must be at most 1024, got 1000000000000"),
+        ({"lora_slots": 1000, "lora_rank": 10**12}, "lora_slots=1000 with lora_rank=1000000000000 need more memory"),
+        ({"lora_slots": 0}, "lora_rank requires lora_slots, got 4"),
+        ({"lora_targets": 5}, "lora_targets must be names of linear layers, got 5"),
+        ({"lora_targets": "qproj"}, "lora_targets must be linear layers of the decoder, got 'qproj'"),
+    ],
+)
+def test_options_of_slots_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        live(**options)
+
+
+def test_one_target_is_a_name() -> None:
+    session = live(lora_targets="q_proj")
+    assert {one.name.rpartition(".")[2] for one in session._adapters.checked().targets} == {"q_proj"}
+
+
+def test_an_adapter_of_a_model_with_other_layers_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A live model gets the slots that its adapters need, so the message must be about the adapter."""
+    folder = tmp_path / "deeper"
+    shutil.copytree(folders["one"], folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    renamed = {name.replace("layers.1", "layers.77"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "adapter_model.safetensors")
+    with pytest.raises(InputError, match="the adapter in .*deeper changes 'model.layers.77.*, which is not a linear"):
+        open_model("demo", ModelOptions(max_cache_len=32, compile=False), Use(adapter=folder))
+
+
+def test_products_of_adapters_fit_the_dtype() -> None:
+    slots = LoraSlots(1, 4, "float16", (LoraTarget("q", 8, 8),))
+    large, small = torch.full((4, 8), 200.0), torch.full((8, 4), 60.0)
+    check_fits(slots, {"q": (large, small)}, "it")
+    with pytest.raises(InputError, match="it must have values, and products of its matrices, that float16 holds"):
+        check_fits(slots, {"q": (large, 2 * small)}, "it")
+    # Only a bound is too large, because signs differ.
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    check_fits(slots, {"q": (large, 2 * small * signs)}, "it")
+
+
+def test_an_adapter_file_is_readable_as_other_files_are(folders: dict[str, Path], tmp_path: Path) -> None:
+    session, path = live(), tmp_path / "one.adapter"
+    write_adapter_file(path, read_lora(folders["one"]), session._adapters.checked(), session.fingerprint, None)
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_a_saved_state_belongs_to_its_adapter(folders: dict[str, Path], tmp_path: Path) -> None:

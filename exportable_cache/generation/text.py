@@ -72,6 +72,8 @@ def encode_ids(
                 "pass the prompt as text, or set tokenizer.chat_template before exporting"
             )
         messages = [dict(message) for message in cast(Sequence[Mapping[str, Any]], prompt)]
+        check_depth("messages", messages)
+        check_depth("tools", tools)
         texts = [*_texts(messages), *_texts(tools)]
         # One by one, because an error gives the offset in the message.
         for text in texts:
@@ -101,6 +103,20 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, (Mapping, list, tuple)):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from _texts(one)
+
+
+def check_depth(name: str, value: Any, most: int = 100) -> None:
+    """Check that lists and mappings are not deeply nested, because a chat template may be a recursive program.
+
+    Raises:
+        InputError: If they are.
+    """
+    within = [value]
+    for _ in range(most):
+        nested = (one.values() if isinstance(one, Mapping) else one for one in within)
+        within = [part for one in nested for part in one if isinstance(part, (Mapping, list, tuple))]
+    if within:
+        raise InputError(f"{name} must have at most {most} levels, got more; flatten them")
 
 
 def check_text(text: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -19,7 +19,7 @@ from torch import nn
 
 from ..common.method_io import TensorSpec, name_forward
 from ..common.tensors import dtype_name, ordinary_tensors
-from ..errors import InputError
+from ..errors import InputError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -158,11 +158,17 @@ def _add_slots(layer: nn.Linear, slots: int, rank: int, dtype: torch.dtype) -> N
     # A class of its own for each kind, such as that of a layer with a quantized weight.
     made = LoraLinear if kind is nn.Linear else type("LoraLinear", (LoraLinear, kind), {"original": kind})
     device = next(layer.parameters()).device
+    shapes = (slots + 1, layer.in_features, rank), (slots + 1, rank, layer.out_features)
     with ordinary_tensors():
-        for name, shape in zip(
-            LORA_TENSORS, ((slots + 1, layer.in_features, rank), (slots + 1, rank, layer.out_features)), strict=True
-        ):
-            layer.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+        try:
+            tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        except RuntimeError as error:
+            raise InputError(
+                f"lora_slots={slots} with lora_rank={rank} need more memory than there is ({first_line(error)[:200]}); "
+                "lower one of them"
+            ) from error
+    for name, tensor in zip(LORA_TENSORS, tensors, strict=True):
+        layer.register_buffer(name, tensor, persistent=False)
     layer.__class__ = made
 
 
@@ -205,6 +211,26 @@ def add_slots(model: PreTrainedModel, slots: int, rank: int, targets: Sequence[s
     found = slots_of(model)
     assert found is not None
     return found
+
+
+def check_changes(model: PreTrainedModel, names: Iterable[str], what: str) -> None:
+    """Check that an adapter changes linear layers that a model's decoder has.
+
+    Args:
+        model: The model.
+        names: Names of the layers that it changes.
+        what: Name of the adapter, for messages.
+
+    Raises:
+        InputError: If the model lacks one.
+    """
+    linears = _decoder_linears(model)
+    missing = next((name for name in names if name not in linears), None)
+    if missing is not None:
+        raise InputError(
+            f"{what} changes {missing!r:.100}, which is not a linear layer of this model's decoder; pass an adapter "
+            "that was trained for this model"
+        )
 
 
 def _ends_with(name: str, target: str) -> bool:
@@ -270,16 +296,25 @@ def check_fits(slots: LoraSlots, tensors: Mapping[str, tuple[torch.Tensor, torch
                 f"{b.shape[0]}; it was trained for another model"
             )
         dtype: torch.dtype = getattr(torch, slots.dtype)
-        if not all(bool(torch.isfinite(one.to(dtype)).all()) for one in (a, b)):
+        if not all(bool(torch.isfinite(one.to(dtype)).all()) for one in (a, b)) or _overflows(a, b, dtype):
             raise InputError(
-                f"{what} must have values that {slots.dtype} holds, got larger ones in {name} (its scale included); "
-                "train it again, or use a model in float32"
+                f"{what} must have values, and products of its matrices, that {slots.dtype} holds, got larger ones in "
+                f"{name} (its scale included); train it again, or use a model in float32"
             )
         if a.shape[0] > slots.rank:
             raise InputError(
                 f"{what} must have a rank of at most {slots.rank}, got {a.shape[0]} in {name}; export with "
                 f"lora_rank={a.shape[0]} (--lora-rank)"
             )
+
+
+def _overflows(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return True if a value of the product of an adapter's matrices is beyond a dtype's range."""
+    limit = torch.finfo(dtype).max
+    # A bound of the values first, because the product is large.
+    if float((a.abs().amax(1).double() * b.abs().amax(0).double()).sum()) < limit:
+        return False
+    return any(float((rows.double() @ a.double()).abs().amax()) > limit for rows in b.split(256))
 
 
 def packed(slots: LoraSlots, tensors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:

@@ -20,7 +20,9 @@ from ..models.loading.loading import live_model, load_config
 from ..models.loading.prequantized import stored_quantization
 from ..models.loading.tokenizer import has_tokenizer
 from ..models.loading.without_weights import model_without_weights
+from ..models.lora import add_slots, remove_slots
 from ..models.positions import check_rope
+from ..models.quantization.quantize import NOTHING_TO_KEEP
 from ..models.quantization.sizes import coverage_of
 from ..models.quantization.spec import KEEP_SCHEME, quantization_of
 from ..models.vocabulary import keep_tokens
@@ -240,8 +242,8 @@ class DryRun:
         files: Content of each file, by name.
         weights_bytes: Bytes of the weights in the files; None if the model cannot be built without its weights.
         cache_bytes: Bytes of the cache, which the opened program allocates.
-        least_memory_bytes: Bytes of the weights and one cache: the minimum for the export and for the opened program.
-            What a target needs beyond that is unknown.
+        least_memory_bytes: Bytes of the weights, one cache and slots for adapters: the minimum for the export and for
+            the opened program. What a target needs beyond that is unknown.
         recipe: Recipe of the export, or None.
         recipes: Sizes with each recipe, by name; empty for other targets than `executorch`.
         remarks: Changes to the weights and requirements of the program, one per line.
@@ -299,8 +301,18 @@ def preview(spec: ExportSpec) -> DryRun:
         if spec.quantization is not None:
             coverage = coverage_of(model, spec.quantization, dtype)
     stored = stored_quantization(config)
+    if weights is None and stored is None and live is None and not str(spec.model_or_path).endswith(".gguf"):
+        raise InputError(NOTHING_TO_KEEP.format("none"))
+    slots = 0
+    if model is not None and spec.program.lora_slots:
+        program = spec.program
+        found = add_slots(model, program.lora_slots, program.lora_rank, program.lora_targets)
+        slots = replace(found, dtype=dtype_name(dtype)).nbytes
+        remove_slots(model)
     remarks = [] if stored is None else [stored.remark.replace("were dequantised", "would be dequantised")]
     remarks += [made.positions] if made.positions else []
+    if slots:
+        remarks.append(f"{spec.program.lora_slots} slots for adapters would take {slots:,} bytes of memory")
     remarks += [coverage.remark] if coverage is not None and coverage.remark else []
     # A tuple of paths, because `ExportSpec` has converted it.
     remarks += [f"the adapter in {folder} would be merged into the weights" for folder in tuple(spec.lora)]  # type: ignore[arg-type]
@@ -325,7 +337,7 @@ def preview(spec: ExportSpec) -> DryRun:
         files=_files(spec),
         weights_bytes=weights,
         cache_bytes=made.cache_bytes,
-        least_memory_bytes=None if weights is None else weights + made.cache_bytes,
+        least_memory_bytes=None if weights is None else weights + made.cache_bytes + slots,
         recipe=spec.recipe,
         recipes=sizes_of_recipes(live or config, spec.cache) if spec.target == "executorch" else {},
         remarks=tuple(remarks),

@@ -34,6 +34,10 @@ class Logits(str, Enum):
     ALL = "all"  # [batch, length, vocab]
 
 
+#: Largest rank of adapters by default, and the most slots for them.
+LORA_RANK, MOST_LORA_SLOTS = 16, 1024
+
+
 @dataclass(frozen=True)
 class ProgramSpec:
     """The methods of a program and how they are traced.
@@ -101,7 +105,7 @@ class ProgramSpec:
         shown_default=False,
     )
     lora_rank: int = setting(
-        16,
+        LORA_RANK,
         "Largest rank of these adapters.",
         flags=("--lora-rank",),
         metavar="R",
@@ -132,12 +136,18 @@ class ProgramSpec:
             object.__setattr__(self, name, members(value))
         object.__setattr__(self, "buckets", tuple(self.buckets))
         # Names separated by commas too, as on a command line.
+        if not isinstance(self.lora_targets, (str, Sequence)):
+            raise InputError(f"lora_targets must be names of linear layers, got {self.lora_targets!r:.100}")
         given = (self.lora_targets,) if isinstance(self.lora_targets, str) else tuple(self.lora_targets or ())
         names = tuple(name.strip() for one in given for name in str(one).split(","))
         if not all(names):
             raise InputError(f"lora_targets must be names of linear layers, got {self.lora_targets!r}")
         if names and not self.lora_slots:
             raise InputError(f"lora_targets requires lora_slots, got {', '.join(names)}; pass lora_slots=1 or more")
+        if self.lora_rank != LORA_RANK and not self.lora_slots:
+            raise InputError(f"lora_rank requires lora_slots, got {self.lora_rank}; pass lora_slots=1 or more")
+        if self.lora_slots > MOST_LORA_SLOTS:
+            raise InputError(f"lora_slots must be at most {MOST_LORA_SLOTS}, got {self.lora_slots}; lower it")
         object.__setattr__(self, "lora_targets", names)
         object.__setattr__(self, "modalities", tuple(self.modalities))
 

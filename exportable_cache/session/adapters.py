@@ -64,7 +64,8 @@ def write_adapter_file(
         "verification": json.dumps(report),
     }
     try:
-        write_tensors(path, tensors, metadata)
+        # Readable as other files are, because it holds no prompts.
+        write_tensors(path, tensors, metadata, mode=0o666)
         if key is not None:
             _, written = read_tensors(path, "an adapter", _FORMAT, _WRITER)
             signing.sign(path.parent, _signed(written), key, f"{path.name}.sig")
@@ -224,7 +225,12 @@ class SessionAdapters:
         Raises:
             InputError: If there is no adapter of a name, or not one for each row.
         """
-        names = [chosen] * stepper.batch_size if chosen is None or isinstance(chosen, str) else list(chosen)
+        names = [chosen] * stepper.batch_size if chosen is None or isinstance(chosen, str) else chosen
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, (str, type(None))) for name in names):
+            raise InputError(
+                f"adapter must be a name, None, or a list with one for each row, got {chosen!r:.100}; pass a name of "
+                "`adapters`"
+            )
         if len(names) != stepper.batch_size:
             raise InputError(
                 f"adapter must be one name, or {stepper.batch_size} for the rows, got {len(names)}; pass one a row"

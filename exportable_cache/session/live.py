@@ -18,7 +18,7 @@ from ..models.weights import fingerprint
 from ..parallel.split import is_split
 from ..program.decoders import length_buckets
 from ..program.inputs.modalities import modalities_of
-from ..program.spec import ProgramSpec
+from ..program.spec import LORA_RANK, ProgramSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,7 +41,7 @@ class LiveOptions:
     modalities: Sequence[str] | Mapping[str, Any] = ()
     image_size: int | Sequence[int] | None = None
     #: Number of LoRA adapters, their largest rank, and the names of the layers that they may change.
-    lora: tuple[int, int, tuple[str, ...]] = (0, 16, ())
+    lora: tuple[int, int, Sequence[str]] = (0, LORA_RANK, ())
 
 
 def live_session(

@@ -14,6 +14,7 @@ from ..cache.spec import CACHE_LEN, CacheSpec
 from ..common.progress import silent
 from ..common.settings import check_settings, same_setting, setting
 from ..errors import InputError
+from ..program.spec import LORA_RANK
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,18 +128,22 @@ def open_model(
     from ..models.draft_heads import attach_head
     from ..models.loading.adapters import read_lora
     from ..models.loading.loading import load_model
+    from ..models.lora import check_changes
     from ..models.positions import default_cache_len
     from .session import Session
 
     # Checked before the weights are read, which takes long.
     device, use = chosen_device(options.device), use or Use()
-    adapters = [read_lora(path) for path in (use.adapter, *use.adapters.values()) if path is not None]
+    paths = [path for path in (use.adapter, *use.adapters.values()) if path is not None]
+    adapters = [read_lora(path) for path in paths]
     compiles = options.compile and _can_compile(device, use.waits)
     loaded = load_model(name, options.dtype, progress=progress)
     model, proposed = loaded.model, use.lookup
     if use.draft is not None:
         attach_head(model, use.draft)
         proposed = DRAFTED
+    for path, one in zip(paths, adapters, strict=True):
+        check_changes(model, one.tensors, f"the adapter in {path}")
     spec = CacheSpec(
         options.max_cache_len or default_cache_len(model.config), kv_dtype=options.kv_dtype, rollback_slots=proposed
     )
@@ -161,7 +166,7 @@ def open_model(
         score_length=scored if scored > 1 else 0,
         modalities=() if has_encoder else tuple(use.kinds),
         lora_slots=len(adapters),
-        lora_rank=max((one.rank for one in adapters), default=1),
+        lora_rank=max((one.rank for one in adapters), default=LORA_RANK),
         lora_targets=tuple({name: None for one in adapters for name in one.tensors}),
         graph_cache=_graph_folder() if compiles and device.type != "mps" else None,
         tokenizer=loaded.tokenizer,

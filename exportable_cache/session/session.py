@@ -644,7 +644,7 @@ class Session:
             steps_per_launch=steps_per_launch,
             modalities=modalities,
             image_size=image_size,
-            lora=(lora_slots, lora_rank, tuple(lora_targets)),
+            lora=(lora_slots, lora_rank, lora_targets),
         )
         session = live_session(cls, model, cache, options, tokenizer)
         session._cache, session._scores_by_default = cache, plans_drafts

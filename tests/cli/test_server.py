@@ -36,6 +36,7 @@ from .serving import (
 )
 
 pytestmark = pytest.mark.usefixtures("fake_backend")
+TOOL = {"type": "function", "function": {"name": "weather"}}
 
 
 @pytest.fixture(scope="module", params=["session", "native"])
@@ -434,6 +435,37 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(server_address: 
 def test_a_body_that_is_not_said_to_be_json_is_refused(server_address: str) -> None:
     """What a page of somebody else can send without being asked."""
     assert post(server_address, "/v1/completions", TEXT, {"Content-Type": "text/plain"})[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("v1/completions", {**TEXT, "top_p": 3}, 400, "top_p"),
+        ("v1/completions", {**TEXT, "max_tokens": 0}, 400, "max_tokens"),
+        ("v1/chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs"),
+        ("v1/chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, 400, "response_format"),
+        ("v1/chat/completions", {**CHAT, "tools": [TOOL]}, 400, "tools"),
+        ("v1/chat/completions", {**CHAT, "temperature": "hot"}, 400, "temperature"),
+        ("v1/completions", {**TEXT, "prompt": ""}, 400, None),
+        ("tokenize", {"messages": CHAT["messages"], "tools": [TOOL]}, 400, "tools"),
+        ("tokenize", {"prompt": "x", "model": "other"}, 404, None),
+        ("detokenize", {"tokens": [5], "model": "other"}, 404, None),
+    ],
+)
+def test_errors_name_their_field(server_address: str, path: str, body: Any, status: int, param: str | None) -> None:
+    found, document = post(server_address, f"/{path}", body)
+    assert (found, document["error"]["param"]) == (status, param), document
+
+
+def test_a_field_of_many_levels_is_named(server_address: str) -> None:
+    """Templates get further fields of messages, so this is no fault of the tokenizer."""
+    nested: Any = "x"
+    for _ in range(120):
+        nested = [nested]
+    messages = [{**CHAT["messages"][0], "extra": nested}]
+    status, document = post(server_address, "/v1/chat/completions", {**CHAT, "messages": messages})
+    says = "messages must have at most 100 levels, got more; flatten them"
+    assert (status, document["error"]["message"], document["error"]["param"]) == (400, says, "messages")
 
 
 def test_what_is_at_a_limit_is_taken(server_address: str) -> None:

@@ -114,6 +114,18 @@ def test_whole_turns_are_dropped_from_a_full_cache(serve: Serve, on_full: str, k
     assert not hasattr(short, "dropped_turns")
 
 
+def test_tokens_of_the_reasoning_are_counted(serve: Serve) -> None:
+    """Each character is a token, and the mark at the end counts too."""
+    client, _ = serve(THINKING, "hm</think>Sure.")
+    usage = client.chat.completions.create(**ASKED).usage
+    assert usage.completion_tokens_details.reasoning_tokens == len("hm</think>")
+    assert usage.completion_tokens == len("hm</think>Sure.") + 1
+    *_, last = client.chat.completions.create(**ASKED, stream=True, stream_options={"include_usage": True})
+    assert last.usage.completion_tokens_details.reasoning_tokens == len("hm</think>")
+    response = client.responses.create(model="demo", input="hi")
+    assert response.usage.output_tokens_details.reasoning_tokens == len("hm</think>")
+
+
 def test_tools_that_are_not_to_be_called_are_text(serve: Serve) -> None:
     client, completer = serve(HERMES, CALL)
     for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):

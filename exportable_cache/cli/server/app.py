@@ -42,6 +42,7 @@ from .schema import (
     DetokenizeRequest,
     TokenizeRequest,
     default_sampling,
+    field_of,
     message_of,
 )
 
@@ -193,18 +194,21 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
 
     @keyed.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
+        adapter_of(options.model_name if body.model is None else body.model)
         engine.check_room()
         given = body.input()
         if isinstance(given, str):
             encode = partial(completer.encode, given, starts=body.add_special_tokens)
             encoding = engine.prepare(encode, characters=len(given))
         else:
+            check_tools(given)
             encoding = encoded(given, _encoded)
         ids = await _unless_disconnected(request, encoding)
         return {"tokens": ids, "count": len(ids), "max_model_len": completer.max_length}
 
     @keyed.post("/detokenize")
     async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, Any]:
+        adapter_of(options.model_name if body.model is None else body.model)
         engine.check_room()
 
         def decoded() -> str:
@@ -246,13 +250,16 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
             raise HTTPException(404, f"there is no model {model!r:.100}; this server has {known}")
         return names[model]
 
-    async def chat_jobs(body: ChatRequest) -> list[Job]:
-        tools, described = body.used_tools(), body.plain_tools()
-        if described and not dialect.takes_tools:
+    def check_tools(body: ChatRequest) -> None:
+        if body.plain_tools() and not dialect.takes_tools:
             raise InputError(
                 "tools must be left out, because this model's chat template does not describe tools; describe them "
                 "in a message"
             )
+
+    async def chat_jobs(body: ChatRequest) -> list[Job]:
+        tools = body.used_tools()
+        check_tools(body)
         engine.check_room()
         chosen = replace(body.options(sampling), adapter=adapter_of(body.model))
         await engine.prepare(completer.check_characters, body.least_characters)
@@ -443,7 +450,7 @@ async def _item_events(
         async for _, completion, piece in steps:
             for event in items.add(answer.add(piece, completion.finish_reason is not None)):
                 yield event
-    for event in items.finish(completion):
+    for event in items.finish(completion, answer):
         yield event
 
 
@@ -637,7 +644,7 @@ def _handle_errors(app: FastAPI, completer: AnyCompleter, options: ServerOptions
 
     @app.exception_handler(InputError)
     async def of_input(request: Request, error: InputError) -> JSONResponse:
-        return refuse(400, str(error))
+        return refuse(400, str(error), param=field_of(str(error)))
 
     @app.exception_handler(DeviceMemoryError)
     async def of_memory(request: Request, error: DeviceMemoryError) -> JSONResponse:

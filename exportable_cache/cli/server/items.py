@@ -16,7 +16,7 @@ from pydantic import PlainValidator, ValidationError
 from ...decoding.completion import Completion
 from ...errors import InputError
 from ...generation.tool_calls import Part
-from .responses import call_id, usage_of
+from .responses import Answer, call_id, usage_of
 from .schema import ChatRequest, Fields, Limit, Number, StreamOptions, message_of, only, refuse
 
 _TEXTS = ("input_text", "output_text", "text")
@@ -192,12 +192,12 @@ class Items:
             if part.kind != "name":
                 yield from self._more(part.text)
 
-    def finish(self, completion: Completion) -> Iterator[dict[str, Any]]:
+    def finish(self, completion: Completion, answer: Answer) -> Iterator[dict[str, Any]]:
         """Yield the last events; the last one has the whole response."""
         is_whole = completion.finish_reason == "stop"
         yield from self._close("completed" if is_whole else "incomplete")
         status = "completed" if is_whole else "incomplete"
-        yield self._event(f"response.{status}", response=self._document(status, completion))
+        yield self._event(f"response.{status}", response=self._document(status, usage_of([completion], [answer])))
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._number += 1
@@ -256,7 +256,7 @@ class Items:
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._output[-1]["id"], "output_index": self._index, "content_index": 0}
 
-    def _document(self, status: str, completion: Completion | None = None) -> dict[str, Any]:
+    def _document(self, status: str, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the response."""
         request = self._request
         return {
@@ -281,7 +281,7 @@ class Items:
             "tools": request.tools or [],
             "top_p": request.top_p,
             "truncation": "disabled",
-            "usage": None if completion is None else _usage(completion),
+            "usage": None if usage is None else _renamed(usage),
         }
 
 
@@ -293,13 +293,12 @@ def _copy(item: Mapping[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _usage(completion: Completion) -> dict[str, Any]:
+def _renamed(usage: Mapping[str, Any]) -> dict[str, Any]:
     """Return token counts under the names of this API."""
-    usage = usage_of([completion])
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }

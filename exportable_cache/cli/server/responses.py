@@ -38,6 +38,7 @@ class Answer:
         content: Text of the content.
         reasoning: Text of the reasoning.
         calls: Calls of tools: id, name and arguments.
+        reasoning_tokens: Number of tokens of the reasoning, with the marks around it.
     """
 
     parser: Parser | None = None
@@ -45,6 +46,8 @@ class Answer:
     content: str = ""
     reasoning: str = ""
     calls: list[dict[str, str]] = field(default_factory=list)
+    reasoning_tokens: int = 0
+    _is_reasoning: bool = False
 
     def add(self, piece: Piece, is_last: bool) -> list[Part]:
         """Add the next piece, and return the parts that it completes."""
@@ -63,6 +66,11 @@ class Answer:
                 self.calls.append({"id": call_id(), "name": part.text, "arguments": ""})
             else:
                 self.calls[part.call]["arguments"] += part.text
+        kinds = {part.kind for part in parts}
+        # A token without text, such as part of a mark, belongs to what was before it.
+        is_counted = "reasoning" in kinds or (self._is_reasoning and not kinds)
+        self.reasoning_tokens += is_counted and piece.token != NO_TOKEN
+        self._is_reasoning = parts[-1].kind == "reasoning" if parts else self._is_reasoning
         return parts
 
     def finish_reason(self, completion: Completion) -> str | None:
@@ -135,7 +143,7 @@ class Response:
             for index, (answer, completion) in enumerate(zip(self.answers, completions, strict=True))
         ]
         return self._head("chat.completion" if self.chat else "text_completion", choices) | {
-            "usage": usage_of(completions)
+            "usage": usage_of(completions, self.answers)
         }
 
     def first(self, index: int = 0) -> dict[str, Any] | None:
@@ -164,7 +172,7 @@ class Response:
     def last(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the last chunk of a stream, which has the usage and no choice."""
         return self._head("chat.completion.chunk" if self.chat else "text_completion", []) | {
-            "usage": usage_of(completions)
+            "usage": usage_of(completions, self.answers)
         }
 
     def _chunk(self, index: int, fields: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
@@ -227,7 +235,7 @@ class Response:
         return found
 
 
-def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
+def usage_of(completions: Sequence[Completion], answers: Sequence[Answer]) -> dict[str, Any]:
     """Return token counts; `cached_tokens` were already in the cache. Choices of one prompt count it once.
 
     If the cache was full, they include the turns or tokens that were dropped.
@@ -243,6 +251,7 @@ def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
             "cached_tokens": sum(one.reused_tokens for one in prompts),
             **{name: count for name, count in dropped.items() if count},
         },
+        "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in answers)},
     }
 
 

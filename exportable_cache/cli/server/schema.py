@@ -100,6 +100,13 @@ def message_of(error: Mapping[str, Any]) -> tuple[str, str | None]:
     return f"{name} must be {must}, got {shown(error.get('input'))}; change it", field or None
 
 
+def field_of(message: str) -> str | None:
+    """Return the field of a request that an error message begins with; None if it names none."""
+    found = re.match(r"([a-z_]+)(\.[\w.]+)? (must|requires)", message)
+    known = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+    return found[1] + (found[2] or "") if found and found[1] in known else None
+
+
 class Fields(BaseModel):
     """An object that refuses unknown fields by name."""
 

@@ -32,11 +32,16 @@ _YOUNG = 86400.0
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path, mode: int = 0o600) -> Iterator[Path]:
     """Yield a temporary path, which is moved onto `path` if the block succeeds and removed otherwise.
 
     The temporary file is in a locked folder next to `path`, because libraries write further temporary files next to
     their output. Files left by a killed process are removed by the next one, see `clear_partials`.
+
+    Args:
+        path: File to write.
+        mode: Permissions of the file, less those that the umask takes away; by default it is readable by this user
+            only, because states hold prompts.
 
     Raises:
         InputError: If `path` is a folder, a device or anything else than a file.
@@ -49,9 +54,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
     folder, lock = _new_locked(path)
     temporary = folder / f"written{path.suffix}"
     try:
-        # Readable by this user only, because states hold prompts.
-        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
+        permissions = temporary.stat().st_mode
         yield temporary
+        # Some libraries replace the file.
+        temporary.chmod(permissions & 0o777)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 _CHECKSUM = "checksum"
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], mode: int = 0o600
+) -> None:
     """Write a safetensors file atomically, with a checksum of its tensors and metadata.
 
     Args:
         path: File to write.
         tensors: Contiguous tensors on the host, by name.
         metadata: Strings to store alongside, including `format`.
+        mode: See `atomic_path`.
 
     Raises:
         InputError: If `path` exists and is not a file.
@@ -39,7 +42,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     from safetensors.torch import save_file
 
     checksum = _checksum_of(tensors, metadata)
-    with atomic_path(path) as temporary:
+    with atomic_path(path, mode) as temporary:
         save_file(dict(tensors), temporary, metadata={**metadata, _CHECKSUM: checksum})
 
 

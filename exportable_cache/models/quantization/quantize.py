@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 _INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs have no dtypes below 8 bits
 # Weights quantised at once, so that their float32 values stay in the processor's cache.
 _ELEMENTS_AT_ONCE = 1 << 17
+NOTHING_TO_KEEP = (
+    "quantize='keep' needs a checkpoint whose linear layers are integers that the target stores, got {}; leave it out, "
+    "which dequantises them, or use another scheme"
+)
 #: Number of sequences of `rounding_noise`.
 DRAWS = 3
 _SENSITIVITY_TOKENS = 24
@@ -264,10 +268,7 @@ def _keep(
         kept[name] = weight.integers.numel() * (4 if weight.bits <= 4 else 8) // 8 + scales
     reasons = "; ".join(f"{len(paths)} layers, such as {paths[0]}, because {why}" for why, paths in left.items())
     if not kept:
-        raise InputError(
-            "quantize='keep' needs a checkpoint whose linear layers are integers that the target stores, got "
-            f"{reasons or 'none'}; leave it out, which dequantises them, or use another scheme"
-        )
+        raise InputError(NOTHING_TO_KEEP.format(reasons or "none"))
     return kept, f"kept the integers of {len(kept)} layers; stored in {dtype_name(dtype)}: {reasons}" if reasons else ""
 
 
