@@ -103,6 +103,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
     ],
     "ec_generate_text": [c_void_p, c_char_p, *_HOW],
     "ec_chat": [c_void_p, c_char_p, c_char_p, *_HOW],
+    "ec_chat_messages": [c_void_p, c_char_p, *_HOW],
+    "ec_render": [c_void_p, c_char_p, OnText, c_void_p],
     "ec_tokenize": [c_void_p, c_char_p, c_int, _IDS, c_size_t, POINTER(c_size_t)],
     "ec_save_state": [c_void_p, c_char_p],
     "ec_load_state": [c_void_p, c_char_p],
@@ -110,7 +112,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
 
 
 #: Functions of later minor versions of the interface.
-_LATER = ("ec_shift",)
+_LATER = ("ec_shift", "ec_render", "ec_chat_messages")
 
 
 def found_library() -> Path | None:

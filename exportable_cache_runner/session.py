@@ -199,6 +199,30 @@ class Session:
         """Respond to a question with the model's chat template; `system` comes before the first question."""
         return self._text([encoded(question), encoded(system)], self._library.ec_chat, options, on_text)
 
+    def chat_messages(
+        self,
+        request: str,
+        options: Options | None = None,
+        on_text: Callable[[str], object] | None = None,
+    ) -> tuple[str, Statistics]:
+        """Respond to a conversation, see `render`; cached tokens of an earlier one are not fed again."""
+        return self._text([encoded(request)], self._function("ec_chat_messages"), options, on_text)
+
+    def render(self, request: str) -> str:
+        """Return the model's chat template over messages.
+
+        Args:
+            request: JSON: the messages, or an object with `messages`, `tools` and other variables of the template.
+
+        Raises:
+            Failure: If the template refuses the messages, or the library was built without templates.
+        """
+        pieces: list[str] = []
+        taker = OnText(lambda piece, size, user: pieces.append(ctypes.string_at(piece, size).decode()) or 1)
+        with self._alone() as handle:
+            self._check(self._function("ec_render")(handle, encoded(request), taker, None))
+        return "".join(pieces)
+
     def cancel(self) -> None:
         """End the running generation, from any thread."""
         with self._ending:
@@ -276,6 +300,19 @@ class Session:
             yield self._handle  # type: ignore[misc]
         finally:
             self._busy.release()
+
+    def _function(self, name: str) -> Callable[..., int]:
+        """Return a function of a later minor version of the interface.
+
+        Raises:
+            Failure: If the library is older.
+        """
+        found = getattr(self._library, name, None)
+        if found is None:
+            raise Failure(
+                Status.RUNTIME, f"the library has no {name}; build it again with `exportable-cache native build`"
+            )
+        return found  # type: ignore[no-any-return]
 
     def _check(self, status: int) -> None:
         if status:

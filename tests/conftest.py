@@ -65,7 +65,7 @@ _IN_FULL = ("full", "canary", "cpp", "project")
 #: Lanes with an option of their own. They also run if a path is named on the command line.
 _LANES = ("cpp", "project")
 #: Fixtures that compile C++ programs: tests that use one are in lane "cpp".
-_COMPILING = {"cpp_build", "kernels_build"}
+_COMPILING = {"cpp_build", "kernels_build", "render_build"}
 
 # Files that take longest, the longest first: a worker that is given one late works on when the others are done.
 _LONG_FIRST = (

@@ -21,10 +21,12 @@ namespace {
 using namespace exportable_cache;
 
 constexpr const char* kUsage =
-    "usage: exportable_cache_generate BUNDLE (--prompt TEXT | --chat | --tokens \"1 2 3\") [options]\n"
+    "usage: exportable_cache_generate BUNDLE (--prompt TEXT | --chat | --messages FILE | --tokens \"1 2 3\") [options]\n"
     "\n"
     "  --prompt TEXT           text to continue; once per row of a bundle with a batch_size, and each response is a line\n"
     "  --chat                  respond to each line of the input, with the model's chat template\n"
+    "  --messages FILE         respond to messages: a JSON list, or an object with messages, tools and other variables of the template\n"
+    "  --render                print the rendered template of --messages, and generate nothing\n"
     "  --system TEXT           system message of a chat\n"
     "  --tokens \"1 2 3\"        token ids in and out; once per row, too; the decoder's for an encoder-decoder\n"
     "  --encode \"1 2 3\"        token ids for its encoder, with --tokens\n"
@@ -47,6 +49,8 @@ struct Arguments {
   std::vector<std::string> prompts;
   std::vector<std::vector<int64_t>> tokens;
   bool chat = false;
+  std::optional<std::string> messages;  // a file
+  bool render = false;
   std::string system;
   std::optional<std::vector<int64_t>> encoded_tokens;
   std::optional<std::string> encoded_file;
@@ -124,10 +128,12 @@ Status add(Session& session, const std::string& given) {
 
 // Fill `arguments`, or return what is wrong with them.
 std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arguments) {
-  enum { kPrompt = 1, kChat, kSystem, kTokens, kEncode, kEncodeFile, kInput, kMaxNewTokens, kTemperature, kTopK, kTopP, kMinP, kGreedy, kSeed, kStop, kStopToken, kPromptLookup, kThreads, kHelp };
+  enum { kPrompt = 1, kChat, kMessages, kRender, kSystem, kTokens, kEncode, kEncodeFile, kInput, kMaxNewTokens, kTemperature, kTopK, kTopP, kMinP, kGreedy, kSeed, kStop, kStopToken, kPromptLookup, kThreads, kHelp };
   static const option kOptions[] = {
       {"prompt", required_argument, nullptr, kPrompt},
       {"chat", no_argument, nullptr, kChat},
+      {"messages", required_argument, nullptr, kMessages},
+      {"render", no_argument, nullptr, kRender},
       {"system", required_argument, nullptr, kSystem},
       {"tokens", required_argument, nullptr, kTokens},
       {"encode", required_argument, nullptr, kEncode},
@@ -157,6 +163,8 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
     switch (found) {
       case kPrompt: arguments.prompts.emplace_back(optarg); break;
       case kChat: arguments.chat = true; break;
+      case kMessages: arguments.messages = optarg; break;
+      case kRender: arguments.render = true; break;
       case kSystem: arguments.system = optarg; break;
       case kTokens: good = parse_list(optarg, arguments.tokens.emplace_back()); break;
       case kEncode: good = parse_list(optarg, arguments.encoded_tokens.emplace()); break;
@@ -182,7 +190,10 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
   options.sampling.temperature = temperature.value_or(0);
   if (greedy || (temperature && *temperature == 0)) options.sampling.from_checkpoint = false;
   if (argc - optind != 1) return "pass one bundle: a folder that export wrote";
-  if (!arguments.prompts.empty() + !arguments.tokens.empty() + arguments.chat != 1) return "pass one of --prompt, --chat and --tokens";
+  if (!arguments.prompts.empty() + !arguments.tokens.empty() + arguments.chat + arguments.messages.has_value() != 1) {
+    return "pass one of --prompt, --chat, --messages and --tokens";
+  }
+  if (arguments.render && !arguments.messages) return "--render needs --messages";
   const bool are_several = arguments.prompts.size() + arguments.tokens.size() > 1;
   if (are_several && (arguments.encoded_tokens || arguments.encoded_file || !arguments.inputs.empty())) {
     return "several prompts support token ids or text only; pass one prompt with --encode, --encode-file or --input";
@@ -202,8 +213,47 @@ int cannot_write() {
   return 2;
 }
 
+std::string quoted(const std::string& text) {
+  std::string json = "\"";
+  for (const char character : text) {
+    const auto code = static_cast<unsigned char>(character);
+    if (code < 0x20) {
+      char escape[8];
+      std::snprintf(escape, sizeof escape, "\\u%04x", static_cast<unsigned>(code));
+      json += escape;
+    } else {
+      if (character == '"' || character == '\\') json += '\\';
+      json += character;
+    }
+  }
+  return json + '"';
+}
+
+std::string message_of(const std::string& role, const std::string& content) {
+  return "{\"role\": \"" + role + "\", \"content\": " + quoted(content) + "}";
+}
+
+// Each input line is a question, until the input ends; the whole conversation is rendered for each.
+int converse_by_template(Session& session, const Arguments& arguments) {
+  std::string messages = arguments.system.empty() ? "" : message_of("system", arguments.system) + ", ";
+  for (std::string question; std::getline(std::cin, question);) {
+    messages += message_of("user", question);
+    std::string answer;
+    const Result<Generation> generation = session.chat_messages("[" + messages + "]", arguments.options, [&answer](std::string_view piece) {
+      answer += piece;
+      return print(piece);
+    });
+    std::cout << std::endl;
+    if (!generation.ok()) return report(generation.error());
+    if (!std::cout) return cannot_write();
+    messages += ", " + message_of("assistant", answer) + ", ";
+  }
+  return 0;
+}
+
 // Each input line is a question, until the input ends.
 int converse(Session& session, const Arguments& arguments) {
+  if (!session.manifest().chat) return converse_by_template(session, arguments);
   std::string system = arguments.system;
   for (std::string question; std::getline(std::cin, question);) {
     const Result<Generation> generation = session.chat(question, system, arguments.options, print);
@@ -297,9 +347,21 @@ int main(int argc, char** argv) {
   }
 
   if (arguments.chat) return converse(*session, arguments);
+  std::string request;
+  if (arguments.messages) {
+    std::ifstream file(*arguments.messages, std::ios::binary);
+    request.assign(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+    if (!file || request.empty()) return report(fail(ErrorCode::kInput, "cannot read ", *arguments.messages, "; pass a file of JSON"));
+  }
+  if (arguments.render) {
+    const Result<std::string> text = session->render(request);
+    if (!text.ok()) return report(text.error());
+    return print(*text) ? 0 : cannot_write();
+  }
 
   Result<Generation> generation =
-      arguments.tokens.empty()
+      arguments.messages ? session->chat_messages(request, arguments.options, print)
+      : arguments.tokens.empty()
           ? session->generate_text(arguments.prompts.front(), arguments.options, print)
           : session->generate(arguments.tokens.front(), arguments.options, [](int64_t token) {
               std::cout << token << " " << std::flush;

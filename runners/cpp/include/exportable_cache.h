@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 /* Grows with each addition; another upper half means that callers have to be compiled again. */
-#define EC_ABI_VERSION 0x00010007u
+#define EC_ABI_VERSION 0x00010008u
 
 typedef struct ec_session ec_session;
 
@@ -163,6 +163,15 @@ EC_API ec_status ec_generate_text(ec_session* session, const char* prompt, const
  * before the first question only. */
 EC_API ec_status ec_chat(ec_session* session, const char* question, const char* system, const ec_options* options, ec_on_text on_text,
                          void* user, ec_statistics* statistics);
+
+/* The model's chat template over a request, JSON in UTF-8: the messages, or an object with "messages", "tools" and other variables of
+ * the template. `on_text` is called once. EC_BUNDLE if the library was built without -DEC_TEMPLATES=ON. Since version 1.8. */
+EC_API ec_status ec_render(ec_session* session, const char* request, ec_on_text on_text, void* user);
+
+/* Respond to a request with the whole conversation, see ec_render; cached tokens of an earlier one are not fed again. Since
+ * version 1.8. */
+EC_API ec_status ec_chat_messages(ec_session* session, const char* request, const ec_options* options, ec_on_text on_text, void* user,
+                                  ec_statistics* statistics);
 
 /* Token ids of a text, which are not fed; `starts` if it begins a sequence. `count` is set to their number; at most `capacity` are
  * written. */

@@ -26,6 +26,16 @@ Result<const Detokenizer*> BundleText::detokenizer() {
   return &*detokenizer_;
 }
 
+Result<std::vector<ChatPart>> BundleText::render(const std::string& request) {
+  if (!template_) {
+    if (!is_there_) return fail(ErrorCode::kBundle, folder_, " was exported without a tokenizer, which has the chat template; pass token ids");
+    Result<ChatTemplate> found = ChatTemplate::open(path_.substr(0, path_.rfind('/')));
+    if (!found.ok()) return found.error();
+    template_ = std::move(*found);
+  }
+  return template_->render(request);
+}
+
 std::string AnswerText::push(int64_t token) {
   if (const std::string_view special = detokenizer_->special(token); !special.empty()) return stops_.hide(special);
   const std::string piece = stream_.push(token);

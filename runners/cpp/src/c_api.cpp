@@ -224,6 +224,22 @@ ec_status ec_chat(ec_session* session, const char* question, const char* system,
   return done(session->session.chat(question, told, *how, giver(on_text, user)), statistics);
 }
 
+ec_status ec_render(ec_session* session, const char* request, ec_on_text on_text, void* user) {
+  if (session == nullptr || request == nullptr) return missing(session == nullptr ? "session" : "request");
+  const Result<std::string> text = session->session.render(request);
+  if (!text.ok()) return failed(text.error());
+  giver(on_text, user)(*text);
+  return EC_OK;
+}
+
+ec_status ec_chat_messages(ec_session* session, const char* request, const ec_options* options, ec_on_text on_text, void* user,
+                           ec_statistics* statistics) {
+  if (session == nullptr || request == nullptr) return missing(session == nullptr ? "session" : "request");
+  const Result<GenerateOptions> how = options_of(options);
+  if (!how.ok()) return failed(how.error());
+  return done(session->session.chat_messages(request, *how, giver(on_text, user)), statistics);
+}
+
 ec_status ec_tokenize(ec_session* session, const char* text, int starts, int64_t* tokens, size_t capacity, size_t* count) {
   if (session == nullptr || text == nullptr) return missing(session == nullptr ? "session" : "text");
   if (count == nullptr) return missing("count");

@@ -190,7 +190,7 @@ Result<Generation> Session::chat(const std::string& question, const std::string&
     return fail(ErrorCode::kInput, "the model's chat template takes no system message; put it into the first question");
   }
   const auto said = [&turns](const std::string& text) { return turns.trims ? trimmed(text) : text; };
-  std::vector<Part> parts{{turns.question, false}};
+  std::vector<ChatPart> parts{{turns.question, false}};
   if (length_ == 0 && system.empty()) parts = {{turns.opening, false}};
   if (length_ == 0 && !system.empty()) parts = {{turns.before_system, false}, {said(system), true}, {turns.after_system, false}};
   parts.push_back({said(question), true});
@@ -200,7 +200,36 @@ Result<Generation> Session::chat(const std::string& question, const std::string&
   return text_after(std::move(*ids), options, on_text, false);
 }
 
-Result<std::vector<int64_t>> Session::encode_parts(std::span<const Part> parts) {
+Result<std::string> Session::render(const std::string& request) {
+  const Result<std::vector<ChatPart>> parts = text_.render(request);
+  if (!parts.ok()) return parts.error();
+  std::string text;
+  for (const ChatPart& part : *parts) text += part.text;
+  return text;
+}
+
+Result<Generation> Session::chat_messages(const std::string& request, const GenerateOptions& given, const OnText& on_text) {
+  if (manifest_.encoder) return fail(ErrorCode::kBundle, "an encoder-decoder has no chat; pass its input to encode_input");
+  const Result<std::vector<ChatPart>> parts = text_.render(request);
+  if (!parts.ok()) return parts.error();
+  Result<std::vector<int64_t>> ids = encode_parts(*parts);
+  if (!ids.ok()) return ids.error();
+  const size_t most = std::min({cached_.size(), static_cast<size_t>(length_), ids->empty() ? 0 : ids->size() - 1});
+  const auto last = cached_.begin() + static_cast<int64_t>(most);
+  GenerateOptions options = given;
+  options.cached_tokens = std::mismatch(cached_.begin(), last, ids->begin()).first - cached_.begin();
+  // Windows and states cannot always be rolled back.
+  if (!check_cached(options.cached_tokens, *ids).ok()) options.cached_tokens = 0;
+  if (options.cached_tokens == 0) {
+    const Status fits = check_room(max_length(), 0, static_cast<int64_t>(ids->size()), given.max_new_tokens);
+    if (!fits.ok()) return fits.error();
+    begin();
+  }
+  pending_.reset();
+  return text_after(std::move(*ids), options, on_text, false);
+}
+
+Result<std::vector<int64_t>> Session::encode_parts(std::span<const ChatPart> parts) {
   Result<const Detokenizer*> vocabulary = detokenizer();
   if (!vocabulary.ok()) return vocabulary.error();
   // The reader encodes every spelled special token as one. In messages it is split after its first character, so that no user forges

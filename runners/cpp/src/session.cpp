@@ -56,6 +56,13 @@ void Session::begin() {
   max_len_ever_ = 0;
   pending_.reset();
   placed_.clear();
+  cached_.clear();
+}
+
+void Session::remember(std::span<const int64_t> tokens) {
+  const auto held = static_cast<size_t>(length_);
+  if (cached_.size() > held) cached_.resize(held);
+  if (cached_.size() == held) cached_.insert(cached_.end(), tokens.begin(), tokens.end());
 }
 
 Status Session::rewind(int64_t tokens) {
@@ -87,6 +94,8 @@ Status Session::shift(int64_t count, int64_t first) {
   }
   if (const Status status = program_.shift(length_, first, count); !status.ok()) return status;
   max_len_ever_ = std::max(limits_.ever_after(max_len_ever_, first, count), length_ - count);
+  const auto known = [this](int64_t index) { return cached_.begin() + std::min(index, static_cast<int64_t>(cached_.size())); };
+  cached_.erase(known(first), known(first + count));
   length_ -= count;
   return {};
 }
@@ -164,6 +173,8 @@ Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens, bo
     // Set before the run, because a run that fails halfway may have written slots.
     max_len_ever_ = std::max(max_len_ever_, length_ + size);
     if (const Status status = program_.run(*method, step, 1, logits_); !status.ok()) return status.error();
+    // Images have no ids of their own.
+    if (!embeds) remember(tokens.subspan(first, count));
     length_ += size;
     done += size;
     if (places.placed.empty()) continue;
@@ -212,6 +223,7 @@ Result<std::span<const float>> Session::score(std::span<const int64_t> tokens) {
   const Step step{.tokens = tokens, .length = size, .positions = {&length_, 1}, .rope_delta = rope_delta(placed_, length_)};
   const Status status = program_.run(*method, step, tokens.size(), logits_);
   if (!status.ok()) return status.error();
+  remember(tokens);
   length_ += size;
   return std::span<const float>(logits_);
 }
@@ -307,6 +319,7 @@ Status Session::load_state(const std::string& path) {
       read_state(path, manifest_.program_sha256, program_.cache(), accepts, [this] { program_.clear_cache(); });
   if (!place.ok()) return place.error();
   length_ = place->length;
+  cached_.clear();
   max_len_ever_ = place->max_len_ever;
   pending_ = place->pending;
   placed_ = std::move(place->placed);

@@ -210,6 +210,18 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
        });
        generation.ok() ? reply(*generation, text) : reply(generation.error());
      }},
+    {"messages", [](const Fields& fields) {  // the request in hexadecimal
+       std::string text;
+       const auto generation = session->chat_messages(from_hex(fields[1]), options_of(fields, 2), [&text](std::string_view piece) {
+         text += piece;
+         return true;
+       });
+       generation.ok() ? reply(*generation, text) : reply(generation.error());
+     }},
+    {"render", [](const Fields& fields) {
+       const auto text = session->render(from_hex(fields[1]));
+       text.ok() ? reply({to_hex(*text)}) : reply(text.error());
+     }},
     {"save", [](const Fields& fields) { reply(session->save_state(fields[1])); }},
     {"load", [](const Fields& fields) { reply(session->load_state(fields[1])); }},
     {"cancelled", [](const Fields& fields) {  // after so many tokens

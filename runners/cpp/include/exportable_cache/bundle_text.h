@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include <exportable_cache/chat_template.h>
 #include <exportable_cache/detokenizer.h>
 #include <exportable_cache/manifest.h>
 #include <exportable_cache/text_stream.h>
@@ -27,12 +28,16 @@ class BundleText {
   /// The vocabulary, for `TextStream`.
   Result<const Detokenizer*> detokenizer();
 
+  /// The chat template over messages, see `ChatTemplate::render`.
+  Result<std::vector<ChatPart>> render(const std::string& request);
+
  private:
   std::string folder_;
   std::string path_;
   bool is_there_;
   std::optional<Tokenizer> tokenizer_;
   std::optional<Detokenizer> detokenizer_;
+  std::optional<ChatTemplate> template_;
 };
 
 /// Text of one response's tokens, up to a stop string, which is not returned.

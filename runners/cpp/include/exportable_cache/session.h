@@ -178,6 +178,18 @@ class Session {
   Result<Generation> chat(const std::string& question, const std::string& system, const GenerateOptions& options,
                           const OnText& on_text);
 
+  /// The model's chat template over messages, up to where the response begins; needs a build with -DEC_TEMPLATES=ON.
+  ///
+  /// `request` is JSON: the messages (`[{"role": "user", "content": "hello"}]`), or an object with `messages`, `tools` and other
+  /// variables of the template. Error as of `ChatTemplate`.
+  Result<std::string> render(const std::string& request);
+
+  /// Respond to messages with the model's chat template, see `render`. The request has the whole conversation; tokens that are cached
+  /// from an earlier one are not fed again, and others are rolled back.
+  ///
+  /// Error as of `generate_text` and `render`.
+  Result<Generation> chat_messages(const std::string& request, const GenerateOptions& options, const OnText& on_text);
+
   /// Token ids of a text; with `starts`, as the beginning of a sequence. Opens the tokenizer at the first call.
   Result<std::vector<int64_t>> encode(const std::string& text, bool starts) { return text_.encode(text, starts); }
 
@@ -197,6 +209,8 @@ class Session {
   void begin();
   // The embeddings of a prompt, [length, hidden_size], with those of added items at their placeholders.
   Result<std::vector<float>> embedded(std::span<const int64_t> tokens);
+  // Record the ids of tokens that are fed next, unless earlier ones are unknown.
+  void remember(std::span<const int64_t> tokens);
   // With `may_stop`, it ends early when the session is cancelled.
   Result<std::span<const float>> feed(std::span<const int64_t> tokens, bool may_stop = false);
   // Feed a few tokens in one step: logits [tokens, vocab_size] after each.
@@ -208,13 +222,8 @@ class Session {
   Error no_method(int64_t size) const;
   // Tokens proposed after `context`, whose newest token was not fed yet: as many as fit and can be rolled back.
   std::span<const int64_t> propose(std::span<const int64_t> context, const GenerateOptions& options, int64_t given) const;
-  // A part of a conversation: text of the template, or of a message.
-  struct Part {
-    std::string text;
-    bool is_said;
-  };
   // Token ids of a conversation; special tokens in messages are encoded as text.
-  Result<std::vector<int64_t>> encode_parts(std::span<const Part> parts);
+  Result<std::vector<int64_t>> encode_parts(std::span<const ChatPart> parts);
   // Generate text after token ids, after the token that is still to be fed. With `continues`, it continues their text.
   Result<Generation> text_after(std::vector<int64_t> ids, const GenerateOptions& options, const OnText& on_text, bool continues);
   Result<Generation> run(std::vector<int64_t> prompt, const GenerateOptions& options,
@@ -230,6 +239,7 @@ class Session {
   Items items_;                     // for the next prompt
   std::vector<Placed> placed_;      // cached items, oldest first
   std::unique_ptr<std::atomic<bool>> cancelled_ = std::make_unique<std::atomic<bool>>(false);
+  std::vector<int64_t> cached_;  // ids of cached tokens; fewer than `length_` if later ones are unknown
   int64_t length_ = 0;
   int64_t max_len_ever_ = 0;          // most cached tokens since position 0: the limit of a rewind depends on it
   std::optional<int64_t> pending_;  // newest returned token, if it was not fed yet and ended nothing
