@@ -64,7 +64,15 @@ class OptionsStruct(ctypes.Structure):
         ("logprobs_user", c_void_p),
         ("alternatives", c_int64),
         ("from_checkpoint", c_int32),
-        ("reserved_too", c_int32),
+        ("shift_when_full", c_int32),
+        ("protected_tokens", c_int64),
+        ("bias_tokens", POINTER(c_int64)),
+        ("bias_values", POINTER(c_double)),
+        ("bias_count", c_size_t),
+        ("presence_penalty", c_double),
+        ("frequency_penalty", c_double),
+        ("counted_tokens", POINTER(c_int64)),
+        ("counted_token_count", c_size_t),
     ]
 
 

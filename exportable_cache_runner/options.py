@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import enum
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from .failures import Failure, Status
@@ -81,6 +81,12 @@ class Options:
         alternatives: Number of most probable tokens that it gets.
         from_checkpoint: True to sample as the checkpoint's generation config says, if it has `do_sample`. A temperature
             of 0, and limits that keep all tokens, are then its values; others replace them.
+        shift_when_full: True to drop half of the tokens after the protected ones when the cache is full, and continue.
+        protected_tokens: Number of first tokens that shifts keep.
+        logit_bias: Numbers to be added to the logits of tokens, by token id.
+        presence_penalty: Number that is subtracted from the logits of tokens that were generated.
+        frequency_penalty: Number that is subtracted from a token's logit each time that it was generated.
+        counted_tokens: Tokens of earlier calls that count as generated.
     """
 
     max_new_tokens: int | None = None
@@ -98,6 +104,12 @@ class Options:
     on_logprobs: TakeLogProbs | None = None
     alternatives: int = 0
     from_checkpoint: bool = False
+    shift_when_full: bool = False
+    protected_tokens: int = 4
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    counted_tokens: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         # In C, 0 means no limit, and values out of an integer's range would be truncated.
@@ -107,6 +119,9 @@ class Options:
             ("prompt_lookup", self.prompt_lookup, 0),
             ("cached_tokens", self.cached_tokens, 0),
             ("alternatives", self.alternatives, 0),
+            ("protected_tokens", self.protected_tokens, 0),
+            *(("logit_bias", token, 0) for token in self.logit_bias),
+            *(("counted_tokens", token, 0) for token in self.counted_tokens),
             *(("stop_tokens", token, 0) for token in self.stop_tokens),
         ):
             if value is not None and not least <= value < 2**63:
@@ -130,6 +145,14 @@ class Options:
         found.stop_strings, found.stop_string_count = strings, len(strings)
         found.cached_tokens, found.alternatives = self.cached_tokens, self.alternatives
         found.from_checkpoint = int(self.from_checkpoint)
+        if self.shift_when_full:
+            # Otherwise 0, because an older library refuses fields that it does not know, unless they are 0.
+            found.shift_when_full, found.protected_tokens = 1, self.protected_tokens
+        found.bias_count, found.counted_token_count = len(self.logit_bias), len(self.counted_tokens)
+        found.bias_tokens = (ctypes.c_int64 * len(self.logit_bias))(*self.logit_bias)
+        found.bias_values = (ctypes.c_double * len(self.logit_bias))(*self.logit_bias.values())
+        found.counted_tokens = (ctypes.c_int64 * len(self.counted_tokens))(*self.counted_tokens)
+        found.presence_penalty, found.frequency_penalty = self.presence_penalty, self.frequency_penalty
         if self.on_logprobs is not None:
             found.on_logprobs = OnLogProbs(_giver(self.on_logprobs, failed))
         if self.allowed_tokens is not None:

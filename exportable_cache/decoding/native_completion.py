@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from heapq import nlargest
 from itertools import pairwise
@@ -12,11 +12,10 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from .completion import AnyCompleter, Choice, Completion, CompletionOptions, FinishReason, Piece, check_decoder
+from .completion import AnyCompleter, Choice, Completion, FinishReason, Piece, check_decoder
 
 if TYPE_CHECKING:
     from ..generation.checkpoint_settings import CheckpointSettings
-    from ..generation.constraint import Follower
     from ..session.native import NativeSession
 
 #: Seconds between two attempts to cancel, because one that comes before the runner begins has no effect.
@@ -76,20 +75,6 @@ class NativeCompleter(AnyCompleter):
         finally:
             if self._running is running:
                 self._stop()
-
-    def complete(
-        self,
-        ids: Sequence[int],
-        options: CompletionOptions = CompletionOptions(),  # noqa: B008
-        follower: Follower | None = None,
-    ) -> Completion:
-        """See `AnyCompleter.complete`."""
-        if options.changes_logits:
-            raise InputError(
-                "logit_bias and penalties need torch's runtime, got the native runner; leave them out, or set "
-                "EXPORTABLE_CACHE_RUNTIME=torch"
-            )
-        return super().complete(ids, options, follower)
 
     def score(self, completion: Completion) -> Iterator[tuple[float, tuple[tuple[int, float], ...]]]:
         """See `AnyCompleter.score`."""
@@ -193,6 +178,12 @@ class _Generation:
         further: dict[str, Any] = {}
         if options.alternatives is not None:
             further = {"on_logprobs": self._note, "alternatives": options.alternatives}
+        if options.changes_logits:
+            further |= {
+                "logit_bias": options.logit_bias,
+                "presence_penalty": options.presence_penalty,
+                "frequency_penalty": options.frequency_penalty,
+            }
         last: BaseException | None = None
         cached, sampling = completion.reused_tokens, options.sampling
         try:
@@ -209,6 +200,8 @@ class _Generation:
                 )
                 if self._ended or limit is None or len(self.tokens) < limit or completion.is_given_up:
                     break
+                if options.changes_logits:
+                    further["counted_tokens"] = [*further.get("counted_tokens", ()), *self.tokens]
                 cached = self._make_room()
                 if sampling.seed is not None:
                     # The runner starts its generator again.

@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -272,6 +273,8 @@ class EngineSession:
                 f"{self.length} tokens and the last one of the prompt is always fed, got {cached}; pass 0"
             )
         self._check_lookup(options.prompt_lookup)
+        if options.shift_when_full:
+            raise InputError("shift_when_full must be False for TensorRT, got True; its programs have no method shift")
         held = 0 if cached else self.length
         check_room(held, self.max_length, len(prompt), options.max_new_tokens)
         return options.max_new_tokens or self.settings.limit(held + len(prompt))
@@ -395,6 +398,7 @@ class _Chooser:
         self._options, self._vocab_size = options, vocab_size
         self._penalty = options.repetition_penalty or settings.repetition_penalty or 1.0
         self._random = random.Random(options.seed)
+        self._counts = Counter(options.counted_tokens)
         self._allowed: np.ndarray | None = None
         self._words = array("I", bytes(4 * math.ceil(vocab_size / 32)))
 
@@ -427,8 +431,15 @@ class _Chooser:
             length: Number of cached tokens, for messages.
         """
         options, scores = self._options, logits
+        added = dict(options.logit_bias)
+        if options.presence_penalty or options.frequency_penalty:
+            for one, count in self._counts.items():
+                added[one] = added.get(one, 0.0) - options.presence_penalty - count * options.frequency_penalty
+        if added:
+            scores = logits.copy()
+            scores[[*added]] += np.asarray([*added.values()], np.float32)
         if self._penalty != 1:
-            scores = penalised(logits, np.unique(context), self._penalty)
+            scores = penalised(scores, np.unique(context), self._penalty)
         if self._allowed is not None:
             scores = scores.copy()
             scores[: self._vocab_size][~self._allowed] = -np.inf
@@ -452,4 +463,5 @@ class _Chooser:
             known = log_probabilities(logits)
             best = most_probable(logits, options.alternatives)
             options.on_logprobs(float(known[token]), [(one, float(known[one])) for one in best])
+        self._counts[token] += 1
         return token

@@ -52,6 +52,10 @@ def calls(completer: AnyCompleter) -> dict[str, Any]:
     # Rules read the whole prompt, what is held of it included.
     penalised = SamplingOptions(repetition_penalty=1.3)
     found["penalised"] = [answered(completer, first, 8, sampling=penalised) for _ in range(2)]
+    likely = found["first"]["tokens"][0]
+    biased = {"logit_bias": {likely: 3.0, 7: -1.5}, "presence_penalty": 0.75, "frequency_penalty": 1.5}
+    found["biased"] = answered(completer, first, 12, **biased)
+    found["biased and penalised"] = answered(completer, first, 12, sampling=penalised, **biased)
     text = answered(completer, first, 6, continues=True)["text"]
     found["stopped"] = answered(completer, first, 6, stop=(text[2:4],))
     found["form"] = answered(completer, first, constraint=Constraint("regex", "4822|9157"))

@@ -1,9 +1,13 @@
 """Drawing in C++: the same distribution as in Python, and the same draws for the same seed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from exportable_cache.decoding import Sampling, sorted_distribution
+from exportable_cache import load
+from exportable_cache.decoding import Completer, CompletionOptions, Sampling, sorted_distribution
+from exportable_cache.generation.sampling_options import SamplingOptions
 
 from .conftest import Probe, ids
 
@@ -93,3 +97,40 @@ def _reference() -> list[int]:
 
 
 EXPECTED = _reference()
+
+
+@pytest.mark.parametrize("repetition", [None, 1.3])
+def test_additions_to_logits_are_those_of_a_session(demo_bundle, probe: Probe, repetition: float | None) -> None:
+    """Greedy tokens depend on the additions: a bias, a penalty once for a generated token, and one for each time."""
+    prompt, bias = [5, 6, 7, 8, 9], {7: 4.0, 11: -2.5}
+    completer = Completer(load(demo_bundle))
+    options = CompletionOptions(max_new_tokens=24, logit_bias=bias, presence_penalty=0.75, frequency_penalty=1.5)
+    if repetition is not None:
+        options = replace(options, sampling=SamplingOptions(repetition_penalty=repetition))
+    expected = [piece.token for piece in completer.complete(prompt, options)]
+    fields = [f"bias={token}:{value}" for token, value in bias.items()]
+    fields += ["presence_penalty=0.75", "frequency_penalty=1.5"]
+    fields += [] if repetition is None else [f"repetition_penalty={repetition}"]
+    replies = probe(
+        ("open", demo_bundle),
+        ("generate", ids(prompt), "max_new_tokens=24", *fields),
+        ("reset",),
+        # The tokens of an earlier call count where they are named.
+        ("generate", ids(prompt), "max_new_tokens=9", *fields),
+        ("generate", ids([expected[8]]), "max_new_tokens=15", f"counted={ids(expected[:9])}", *fields),
+        ("reset",),
+        ("generate", ids(prompt), "max_new_tokens=24"),
+    )
+    assert replies[1].tokens() == expected
+    if repetition is None:
+        assert replies[3].tokens() + replies[4].tokens() == expected
+    assert replies[6].tokens() != expected
+
+
+@pytest.mark.parametrize(
+    "option", ["bias=-1:1", "bias=100000:1", "bias=5:nan", "presence_penalty=inf", "frequency_penalty=nan"]
+)
+def test_wrong_additions_are_refused(demo_bundle, probe: Probe, option: str) -> None:
+    reply = probe(("open", demo_bundle), ("generate", "5 6", option))[1]
+    assert (reply.ok, reply.values[0]) == (False, "input")
+    assert option.split("=")[0].replace("bias", "logit_bias") in reply.values[1]

@@ -39,6 +39,10 @@ constexpr const char* kUsage =
     "  --top-k K, --top-p P    sample from the K most probable (0: from all), from the fewest that reach P\n"
     "  --min-p P               sample from tokens at least P times as probable as the most probable one\n"
     "  --seed N                the same draws every time\n"
+    "  --presence-penalty P, --frequency-penalty P\n"
+    "                          make tokens that were generated less likely: once, or each time\n"
+    "  --on-full shift         drop old tokens of a full cache and continue; needs an export with shift=true\n"
+    "  --protect N             first tokens that --on-full shift keeps; default 4\n"
     "  --stop TEXT             end before this text; may be given several times\n"
     "  --stop-token N          end with this token; may be given several times\n"
     "  --prompt-lookup N       propose up to N tokens per step from the text itself; needs an export with score_length\n"
@@ -128,7 +132,7 @@ Status add(Session& session, const std::string& given) {
 
 // Fill `arguments`, or return what is wrong with them.
 std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arguments) {
-  enum { kPrompt = 1, kChat, kMessages, kRender, kSystem, kTokens, kEncode, kEncodeFile, kInput, kMaxNewTokens, kTemperature, kTopK, kTopP, kMinP, kGreedy, kSeed, kStop, kStopToken, kPromptLookup, kThreads, kHelp };
+  enum { kPrompt = 1, kChat, kMessages, kRender, kSystem, kTokens, kEncode, kEncodeFile, kInput, kMaxNewTokens, kTemperature, kTopK, kTopP, kMinP, kPresence, kFrequency, kOnFull, kProtect, kGreedy, kSeed, kStop, kStopToken, kPromptLookup, kThreads, kHelp };
   static const option kOptions[] = {
       {"prompt", required_argument, nullptr, kPrompt},
       {"chat", no_argument, nullptr, kChat},
@@ -144,6 +148,10 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
       {"top-k", required_argument, nullptr, kTopK},
       {"top-p", required_argument, nullptr, kTopP},
       {"min-p", required_argument, nullptr, kMinP},
+      {"presence-penalty", required_argument, nullptr, kPresence},
+      {"frequency-penalty", required_argument, nullptr, kFrequency},
+      {"on-full", required_argument, nullptr, kOnFull},
+      {"protect", required_argument, nullptr, kProtect},
       {"greedy", no_argument, nullptr, kGreedy},
       {"seed", required_argument, nullptr, kSeed},
       {"stop", required_argument, nullptr, kStop},
@@ -175,6 +183,13 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
       case kTopK: good = parse(optarg, options.sampling.top_k.emplace()); break;
       case kTopP: good = parse(optarg, options.sampling.top_p.emplace()); break;
       case kMinP: good = parse(optarg, options.sampling.min_p.emplace()); break;
+      case kPresence: good = parse(optarg, options.sampling.presence_penalty); break;
+      case kFrequency: good = parse(optarg, options.sampling.frequency_penalty); break;
+      case kOnFull:
+        options.shift_when_full = std::strcmp(optarg, "shift") == 0;
+        if (!options.shift_when_full && std::strcmp(optarg, "refuse") != 0) return std::string("--on-full must be refuse or shift, got '") + optarg + "'";
+        break;
+      case kProtect: good = parse(optarg, options.protected_tokens); break;
       case kGreedy: greedy = true; break;
       case kSeed: good = parse(optarg, options.sampling.seed.emplace()); break;
       case kStop: options.stop_strings.emplace_back(optarg); break;

@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 /* Grows with each addition; another upper half means that callers have to be compiled again. */
-#define EC_ABI_VERSION 0x00010008u
+#define EC_ABI_VERSION 0x00010009u
 
 typedef struct ec_session ec_session;
 
@@ -86,7 +86,15 @@ typedef struct ec_options {
   int64_t alternatives;            /* most probable tokens that on_logprobs gets */
   int32_t from_checkpoint;         /* 1: sample as the checkpoint's generation_config says, if it has do_sample. temperature 0, top_k 0,
                                       top_p 1 and min_p 0 are then its values, and others replace them */
-  int32_t reserved_too;
+  int32_t shift_when_full;         /* 1: drop half of the tokens after the protected ones when the cache is full, and continue */
+  int64_t protected_tokens;        /* first tokens that shifts keep */
+  const int64_t* bias_tokens;      /* token ids, and numbers that are added to their logits */
+  const double* bias_values;
+  size_t bias_count;
+  double presence_penalty;         /* subtracted from the logits of tokens that were generated */
+  double frequency_penalty;        /* subtracted from a token's logit each time that it was generated */
+  const int64_t* counted_tokens;   /* tokens of earlier calls that count as generated */
+  size_t counted_token_count;
 } ec_options;
 
 /* Result of a generation; times in seconds. */

@@ -63,6 +63,16 @@ Result<GenerateOptions> options_of(const ec_options* given) {
   if (known.min_p != 0) options.sampling.min_p = known.min_p;
   if (known.repetition_penalty != 0) options.sampling.repetition_penalty = known.repetition_penalty;
   options.sampling.from_checkpoint = known.from_checkpoint != 0;
+  if (known.bias_count > 0 && (known.bias_tokens == nullptr || known.bias_values == nullptr)) return null("options->bias_tokens or bias_values");
+  if (known.counted_token_count > 0 && known.counted_tokens == nullptr) return null("options->counted_tokens");
+  for (size_t index = 0; index < known.bias_count; ++index) {
+    options.sampling.logit_bias.emplace_back(known.bias_tokens[index], known.bias_values[index]);
+  }
+  options.sampling.presence_penalty = known.presence_penalty;
+  options.sampling.frequency_penalty = known.frequency_penalty;
+  options.sampling.counted_tokens.assign(known.counted_tokens, known.counted_tokens + known.counted_token_count);
+  options.shift_when_full = known.shift_when_full != 0;
+  options.protected_tokens = known.protected_tokens;
   options.cached_tokens = known.cached_tokens;
   options.alternatives = known.alternatives;
   if (known.on_logprobs != nullptr) {

@@ -1,6 +1,7 @@
 #include "checks.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace exportable_cache {
 namespace {
@@ -51,6 +52,11 @@ Status check_options(const GenerateOptions& options, const Manifest& manifest) {
   for (const int64_t token : options.stop_tokens) {
     if (token < 0 || token >= manifest.vocab_size) {
       return fail(ErrorCode::kInput, "stop token ", token, " is outside the vocabulary of 0 to ", manifest.vocab_size - 1);
+    }
+  }
+  for (const auto& [token, value] : options.sampling.logit_bias) {
+    if (token < 0 || token >= manifest.vocab_size || !std::isfinite(value)) {
+      return fail(ErrorCode::kInput, "logit_bias must be numbers for token ids from 0 to ", manifest.vocab_size - 1, ", got ", value, " for ", token);
     }
   }
   for (const std::string& string : options.stop_strings) {

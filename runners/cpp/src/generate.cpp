@@ -47,12 +47,17 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
                                 const std::function<std::optional<StopReason>(int64_t token)>& on_token) {
   if (const Status status = check_options(given, manifest_); !status.ok()) return status.error();
   if (const Status status = check_lookup(given); !status.ok()) return status.error();
+  if (const Status status = check_shifts(given); !status.ok()) return status.error();
   if (const Status status = check_tokens(prompt, manifest_, "tokens"); !status.ok()) return status.error();
   if (const Status status = check_cached(given.cached_tokens, prompt); !status.ok()) return status.error();
   // Tokens before the prompt: none if it begins with what is cached.
-  const int64_t held = given.cached_tokens > 0 ? 0 : length_;
   const auto prompt_size = static_cast<int64_t>(prompt.size());
-  const Status fits = check_room(max_length(), held, prompt_size, given.max_new_tokens);
+  if (given.shift_when_full && given.cached_tokens == 0) {
+    if (const Status status = make_room(prompt_size, given.protected_tokens); !status.ok()) return status.error();
+  }
+  const int64_t held = given.cached_tokens > 0 ? 0 : length_;
+  const std::optional<int64_t> must_fit = given.shift_when_full ? std::nullopt : given.max_new_tokens;
+  const Status fits = check_room(max_length(), held, prompt_size, must_fit);
   if (!fits.ok()) return fits.error();
   const Result<std::optional<int64_t>> limit = limit_of(manifest_, given.max_new_tokens, held + prompt_size);
   if (!limit.ok()) return limit.error();
@@ -78,8 +83,8 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
   Generation generation;
   // The newest token needs no slot.
   std::optional<int64_t> most = *limit;
-  if (room()) most = std::min(most.value_or(*room() + 1), *room() + 1);
-  TokenRules rules(manifest_, {held, prompt_size, most, options.sampling.repetition_penalty, manifest_.encoder ? encoded_tokens_ : prompt});
+  if (room() && !options.shift_when_full) most = std::min(most.value_or(*room() + 1), *room() + 1);
+  TokenRules rules(manifest_, {held, prompt_size, most, options.sampling, manifest_.encoder ? encoded_tokens_ : prompt});
   std::vector<int64_t> context = std::move(prompt);
   int64_t proposed = 0, accepted = 0;
   std::vector<int64_t> judged;  // tokens of `logits`: the newest one, and its proposed successors
@@ -127,7 +132,13 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
     const int64_t token = context.back();
     pending_ = is_end(token, manifest_, options) ? std::nullopt : std::optional(token);
     if (!goes_on.ok()) return goes_on.error();
-    if (!reason && room() == 0) reason = StopReason::kCacheFull;
+    if (!reason && room() == 0) {
+      const int64_t first = options.protected_tokens, count = options.shift_when_full ? std::min((length_ - first) / 2, most_dropped(first)) : 0;
+      if (count < 1) reason = StopReason::kCacheFull;
+      if (count > 0) {
+        if (const Status status = shift(count, first); !status.ok()) return status.error();
+      }
+    }
     if (!reason && cancelled_->load(std::memory_order_relaxed)) reason = StopReason::kCancelled;
     if (reason) break;
     judged.assign(1, token);

@@ -60,7 +60,7 @@ Result<std::vector<Generation>> BatchSession::run(std::span<const std::vector<in
   std::vector<TokenRules> rules;
   std::vector<std::vector<int64_t>> contexts(prompts.begin(), prompts.end());
   for (size_t row = 0; row < rows(); ++row) {
-    rules.emplace_back(manifest_, RowStart{held[row], static_cast<int64_t>(prompts[row].size()), most, options.sampling.repetition_penalty, prompts[row]});
+    rules.emplace_back(manifest_, RowStart{held[row], static_cast<int64_t>(prompts[row].size()), most, options.sampling, prompts[row]});
   }
   std::vector<Generation> answers(rows());
   std::vector<std::optional<StopReason>> reasons(rows());

@@ -23,6 +23,10 @@ Result<Sampler> Sampler::make(const Sampling& sampling) {
     return fail(ErrorCode::kInput, "repetition_penalty is ", *sampling.repetition_penalty,
                 "; it must be a number above 0 (1 changes nothing)");
   }
+  if (!std::isfinite(sampling.presence_penalty) || !std::isfinite(sampling.frequency_penalty)) {
+    return fail(ErrorCode::kInput, "presence_penalty and frequency_penalty must be numbers, got ", sampling.presence_penalty, " and ",
+                sampling.frequency_penalty, "; 0 changes nothing");
+  }
   if (sampling.temperature == 0 && (sampling.top_k || sampling.top_p || sampling.min_p)) {
     return fail(ErrorCode::kInput, "temperature is 0, which is greedy and ignores top_k, top_p and min_p; ",
                 "pass a temperature above 0, or leave them out");

@@ -77,6 +77,31 @@ Status Session::rewind(int64_t tokens) {
   return {};
 }
 
+int64_t Session::most_dropped(int64_t first) const {
+  return first > length_ ? 0 : limits_.max_dropped(length_, max_len_ever_, first);
+}
+
+Status Session::check_shifts(const GenerateOptions& options) const {
+  if (!options.shift_when_full || !max_length()) return {};
+  if (!manifest_.shifts) {
+    return fail(ErrorCode::kBundle, manifest_.folder, " has no method shift, which drops old tokens; export the model with shift=True");
+  }
+  if (options.protected_tokens < 0 || options.protected_tokens > *max_length() / 2) {
+    return fail(ErrorCode::kInput, "protected_tokens must be from 0 to ", *max_length() / 2, ", half of a cache of ", *max_length(),
+                " tokens, got ", options.protected_tokens, "; protect fewer");
+  }
+  return {};
+}
+
+Status Session::make_room(int64_t tokens, int64_t first) {
+  const std::optional<int64_t> limit = max_length();
+  const int64_t over = limit ? length_ + tokens - *limit : 0;
+  if (over <= 0) return {};
+  // Half of what is not protected, so that the next shift is not soon.
+  const int64_t count = std::min(std::max(over, (*limit - first) / 2), most_dropped(first));
+  return count < over ? Status() : shift(count, first);
+}
+
 Status Session::shift(int64_t count, int64_t first) {
   if (!manifest_.shifts) {
     return fail(ErrorCode::kBundle, manifest_.folder, " has no method shift, which drops old tokens; export the model with shift=True");
@@ -84,7 +109,7 @@ Status Session::shift(int64_t count, int64_t first) {
   if (count < 1 || first < 0) {
     return fail(ErrorCode::kInput, "count must be at least 1 and first at least 0, got ", count, " and ", first);
   }
-  const int64_t most = first > length_ ? 0 : limits_.max_dropped(length_, max_len_ever_, first);
+  const int64_t most = most_dropped(first);
   if (count > most) {
     return fail(ErrorCode::kInput, "count must be at most ", most, " from position ", first, " on, got ", count, ": the cache holds ",
                 length_, " tokens, and the newest ones of a sliding window stay; drop fewer tokens, or protect fewer");

@@ -25,6 +25,26 @@ Result<std::optional<int64_t>> limit_of(const Manifest& manifest, std::optional<
   return std::optional(*settings.max_length - tokens);
 }
 
+TokenRules::TokenRules(const Manifest& manifest, RowStart start)
+    : manifest_(manifest), start_(std::move(start)), counted_(static_cast<size_t>(start_.prompt)) {
+  const Sampling& sampling = start_.sampling;
+  adds_ = !sampling.logit_bias.empty() || sampling.presence_penalty != 0 || sampling.frequency_penalty != 0;
+  for (const auto& [token, value] : sampling.logit_bias) added_[token] = value;
+  for (const int64_t token : sampling.counted_tokens) ++counts_[token];
+}
+
+void TokenRules::add(std::span<const int64_t> tokens) {
+  for (; counted_ < tokens.size(); ++counted_) ++counts_[tokens[counted_]];
+  std::map<int64_t, double> added = added_;
+  for (const auto& [token, count] : counts_) {
+    double& value = added[token];
+    value = value - start_.sampling.presence_penalty - static_cast<double>(count) * start_.sampling.frequency_penalty;
+  }
+  for (const auto& [token, value] : added) {
+    if (token < static_cast<int64_t>(scores_.size())) scores_[token] += static_cast<float>(value);
+  }
+}
+
 void TokenRules::ban(int64_t token) {
   if (token < static_cast<int64_t>(scores_.size())) scores_[token] = kNever;
 }
@@ -82,9 +102,11 @@ void TokenRules::decay(int64_t length) {
 Result<std::span<const float>> TokenRules::apply(std::span<const float> logits, std::span<const int64_t> tokens,
                                                  std::span<const uint32_t> mask) {
   const GenerationSettings& settings = manifest_.settings;
-  const double penalty = start_.repetition_penalty.value_or(settings.repetition_penalty);
-  if (!settings.has_rules() && penalty == 1) return logits;
+  const double penalty = start_.sampling.repetition_penalty.value_or(settings.repetition_penalty);
+  if (!settings.has_rules() && penalty == 1 && !adds_) return logits;
   scores_.assign(logits.begin(), logits.end());
+  // A penalty without other settings follows the additions, as in `Sampler` of Python.
+  if (adds_ && !settings.has_rules()) add(tokens);
   const auto length = static_cast<int64_t>(tokens.size());
   bias(tokens);
   if (settings.encoder_repetition_penalty != 1) repeat(start_.encoded, 1 / settings.encoder_repetition_penalty);
@@ -110,8 +132,14 @@ Result<std::span<const float>> TokenRules::apply(std::span<const float> logits, 
   if (length == first) {
     for (const int64_t token : settings.suppressed_first) ban(token);
   }
+  if (adds_ && settings.has_rules()) add(tokens);
   for (size_t token = 0; token < scores_.size(); ++token) {
     if (scores_[token] != kNever && (mask.empty() || (mask[token / 32] >> (token % 32) & 1) != 0)) return std::span<const float>(scores_);
+  }
+  if (adds_) {
+    scores_.assign(logits.begin(), logits.end());
+    add(tokens);
+    return std::span<const float>(scores_);
   }
   if (!mask.empty()) return logits;
   return fail(ErrorCode::kInput, "the generation config of the checkpoint allows no next token; ",

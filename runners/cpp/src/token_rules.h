@@ -1,6 +1,7 @@
 // Applies a checkpoint's generation settings to the logits of one row.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <span>
 #include <vector>
@@ -14,7 +15,7 @@ struct RowStart {
   int64_t held = 0;                 // tokens in the cache before the prompt
   int64_t prompt = 0;               // tokens of the prompt
   std::optional<int64_t> limit{};   // the limit of new tokens
-  std::optional<double> repetition_penalty{};  // replaces that of the checkpoint
+  Sampling sampling{};              // its penalties and additions
   std::vector<int64_t> encoded{};   // input of the encoder, or the prompt of a decoder-only model; empty if that is not text
 };
 
@@ -24,17 +25,19 @@ Result<std::optional<int64_t>> limit_of(const Manifest& manifest, std::optional<
 class TokenRules {
  public:
   /// `manifest` must outlive this.
-  TokenRules(const Manifest& manifest, RowStart start) : manifest_(manifest), start_(std::move(start)) {}
+  TokenRules(const Manifest& manifest, RowStart start);
 
   /// Logits after the settings, valid until the next call, in the order of `GenerationMixin._get_logits_processor` of transformers.
   /// `tokens` are the prompt's and those chosen so far; `mask` is that of `Sampler::choose`. The mask takes precedence: settings that
-  /// would leave none of its tokens are ignored.
+  /// would leave none of its tokens are ignored. Additions follow the settings of the checkpoint.
   ///
   /// Error kInput if no token is left.
   Result<std::span<const float>> apply(std::span<const float> logits, std::span<const int64_t> tokens, std::span<const uint32_t> mask);
 
  private:
   void bias(std::span<const int64_t> tokens);
+  // Add `logit_bias` and the penalties for tokens that were generated.
+  void add(std::span<const int64_t> tokens);
   void repeat(std::span<const int64_t> tokens, double penalty);
   void ban_ngrams(std::span<const int64_t> tokens, std::span<const int64_t> text, int64_t size);
   void ban(int64_t token);
@@ -44,6 +47,10 @@ class TokenRules {
 
   const Manifest& manifest_;
   RowStart start_;
+  bool adds_;                          // the sampling has additions
+  std::map<int64_t, double> added_;    // `logit_bias`
+  std::map<int64_t, int64_t> counts_;  // of generated tokens
+  size_t counted_;                     // tokens of the context that are in `counts_`, or of the prompt
   std::vector<float> scores_;
   std::vector<bool> seen_;
 };

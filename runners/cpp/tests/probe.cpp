@@ -85,6 +85,12 @@ GenerateOptions options_of(const Fields& fields, size_t first) {
     if (name == "min_p") options.sampling.min_p = std::stod(value);
     if (name == "repetition_penalty") options.sampling.repetition_penalty = std::stod(value);
     if (name == "from_checkpoint") options.sampling.from_checkpoint = value == "1";
+    if (name == "shift_when_full") options.shift_when_full = true;
+    if (name == "protected") options.protected_tokens = integer(value);
+    if (name == "presence_penalty") options.sampling.presence_penalty = std::stod(value);
+    if (name == "frequency_penalty") options.sampling.frequency_penalty = std::stod(value);
+    if (name == "counted") options.sampling.counted_tokens = integers(value);
+    if (name == "bias") options.sampling.logit_bias.emplace_back(integer(value.substr(0, value.find(':'))), std::stod(value.substr(value.find(':') + 1)));
     if (name == "seed") options.sampling.seed = std::stoull(value);
     if (name == "multiples_of") {
       options.allowed_tokens = [step = static_cast<size_t>(integer(value))](std::span<const int64_t>, std::span<uint32_t> mask) {

@@ -21,6 +21,13 @@ struct Sampling {
   std::optional<double> min_p{};   // sample from tokens at least min_p times as probable as the most probable one, after top_p
   /// Replaces that of the checkpoint: above 1, tokens of the prompt and of the generation so far become less likely.
   std::optional<double> repetition_penalty{};
+  /// Additions to the logits, as OpenAI's API has them: a number for each token id; less `presence_penalty` for tokens that were
+  /// generated, and less `frequency_penalty` for each time. Tokens of the prompt do not count, except `counted_tokens`, which an
+  /// earlier call generated.
+  std::vector<std::pair<int64_t, double>> logit_bias{};
+  double presence_penalty = 0;
+  double frequency_penalty = 0;
+  std::vector<int64_t> counted_tokens{};
   /// Sample as the checkpoint's generation_config says, where it has do_sample: a temperature of 0 and limits that are left out are
   /// its values. See `GenerationSettings::sampling_for`.
   bool from_checkpoint = false;

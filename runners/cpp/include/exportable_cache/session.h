@@ -35,6 +35,10 @@ struct GenerateOptions {
   /// Number of the prompt's first tokens that the cache holds: later ones are rolled back, and the rest of the prompt is fed. Rules
   /// for tokens read the whole prompt. 0 if the prompt follows the cached tokens.
   int64_t cached_tokens = 0;
+  /// If the cache is full, drop half of the tokens after the first `protected_tokens`, and continue: see `Session::shift`. The same
+  /// before a prompt that does not fit. Needs a bundle that was exported with `shift`.
+  bool shift_when_full = false;
+  int64_t protected_tokens = 4;
   /// Called before each token with its log probability under the model and the most probable tokens; empty if not needed.
   OnLogProbs on_logprobs{};
   int64_t alternatives = 0;  // number of most probable tokens
@@ -201,10 +205,15 @@ class Session {
 
   Status check_encoded(int64_t position) const;
   Status check_lookup(const GenerateOptions& options) const;
+  Status check_shifts(const GenerateOptions& options) const;
   Status check_rewind(int64_t tokens) const;
   // Check that the prompt matches the added items.
   Status check_cached(int64_t cached, std::span<const int64_t> prompt) const;
   Status check_items(std::span<const int64_t> tokens) const;
+  // Most cached tokens that can be dropped from position `first` on.
+  int64_t most_dropped(int64_t first) const;
+  // Drop tokens after the first ones, if a prompt does not fit.
+  Status make_room(int64_t tokens, int64_t first);
   // Restart at position 0; added items stay.
   void begin();
   // The embeddings of a prompt, [length, hidden_size], with those of added items at their placeholders.
