@@ -453,10 +453,11 @@ def test_errors_name_their_field(server_address: str, path: str, body: Any, stat
     assert (found, document["error"]["param"]) == (status, param), document
 
 
-def test_a_field_of_many_levels_is_named(server_address: str) -> None:
+@pytest.mark.parametrize("levels", [120, 900])
+def test_a_field_of_many_levels_is_named(server_address: str, levels: int) -> None:
     """Templates get further fields of messages, so this is no fault of the tokenizer."""
     nested: Any = "x"
-    for _ in range(120):
+    for _ in range(levels):
         nested = [nested]
     messages = [{**CHAT["messages"][0], "extra": nested}]
     status, document = post(server_address, "/v1/chat/completions", {**CHAT, "messages": messages})

@@ -21,6 +21,7 @@ pytest.importorskip("openai", reason="the test extra is not installed")
 from exportable_cache.cli.server.app import ServerOptions, make_app
 from exportable_cache.cli.server.engine import Engine
 from exportable_cache.decoding import BatchCompleter, Completer, CompletionOptions, ContinuousBatch
+from exportable_cache.decoding.context import PROTECTED
 from exportable_cache.demo import demo_path
 from exportable_cache.session.opening import ModelOptions, open_model, open_rows
 
@@ -166,7 +167,9 @@ def test_a_server_shifts_after_the_system_prompt(server_bundle: Path, rows_bundl
             messages.append({"role": "assistant", "content": found.choices[0].message.content})
             dropped.append(getattr(found.usage.prompt_tokens_details, "dropped_tokens", 0))
             assert found.usage.completion_tokens >= 1 and completer.length <= MAX_CACHE_LEN
+        client.completions.create(model="demo", prompt="amber", max_tokens=1)
     assert dropped[0] == 0 and dropped == sorted(dropped) and dropped[-1] > MAX_CACHE_LEN // 3
+    assert kept.pop() == PROTECTED
     begins = completer.encode([system, {"role": "user", "content": "x"}])
     assert len(set(kept)) == 1 and kept[0] is not None and 8 < kept[0] < len(begins)
 

@@ -23,12 +23,13 @@ from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...decoding.completion import AnyCompleter, Completion, CompletionOptions, Piece
-from ...decoding.context import fitting_turns, protected_tokens
+from ...decoding.context import PROTECTED, fitting_turns, protected_tokens
 from ...errors import CacheFullError, DeviceMemoryError, ExportableCacheError, InputError
 from ...generation.constraint import Constraint, Follower
 from ...generation.response_template import TemplateParser
 from ...generation.sampling_options import SamplingOptions
 from ...generation.templates import characters_of
+from ...generation.text import check_depth
 from ...generation.token_text import TokenTexts
 from ...generation.tool_calls import Dialect, ResponseParser
 from ...models.tokenizers.text import tokenizer_errors
@@ -232,7 +233,8 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
 
     async def text_jobs(body: CompletionRequest, chosen: CompletionOptions) -> list[Job]:
         engine.check_room()
-        jobs: list[Job] = []
+        # Not the number of the request before.
+        jobs, chosen = list[Job](), replace(chosen, protected=PROTECTED)
         for prompt in body.prompts():
             if isinstance(prompt, str):
                 await engine.prepare(completer.check_characters, len(prompt))
@@ -242,6 +244,8 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
 
     async def encoded(body: ChatRequest, fit: Callable[..., Result]) -> Result:
         forms, tools = body.prompts(), body.plain_tools()
+        check_depth("messages", forms[0])
+        check_depth("tools", tools)
         return await engine.prepare(fit, completer, forms, tools, characters=characters_of([forms[0], tools]))
 
     def adapter_of(model: str) -> str | None:
