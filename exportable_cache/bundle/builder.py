@@ -23,7 +23,7 @@ from ..common.tensors import dtype_name
 from ..errors import BundleError
 from ..generation.chat_turns import chat_turns
 from ..generation.checkpoint_settings import end_tokens
-from ..models.layers.specs import layer_types_and_windows, logits_size_of, vocab_size_of
+from ..models.layers.specs import cached_layers, logits_size_of, vocab_size_of
 from ..models.positions import rope_rule
 from ..models.tokenizers.text import reads_alike
 from ..models.vocabulary import VOCABULARY_FILE, kept_tokens
@@ -98,7 +98,7 @@ def describe(
     """
     # The whole model, because a rank's part has other weight names.
     model, cache = provenance.whole or program.model, program.cache
-    layer_types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
+    layer_types = [layer_type for layer_type, _ in cached_layers(model)]
     layers = [
         Layer(
             layer_type=layer_type,

@@ -82,6 +82,7 @@ def export(
     lora_slots: int = 0,
     lora_rank: int = 16,
     lora_targets: Sequence[str] = (),
+    draft: str | os.PathLike | None = None,
     vocabulary: str | os.PathLike | Sequence[int] | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -138,6 +139,8 @@ def export(
             Targets `pt2` and `executorch`.
         lora_rank: Largest rank of these adapters.
         lora_targets: Names of the linear layers that they may change; all of the decoder by default.
+        draft: "mtp" or the folder of an EAGLE-3 head to export with the model, for `TrainedDraft`. It stays attached to
+            a loaded model. Target `pt2`, with `score_length` as an option.
         vocabulary: Token ids, or a file of them, whose logits the program computes; those of other tokens are minus
             infinity. They must include the end tokens. All by default.
         dry_run: Read no weights, write nothing, and return a `DryRun` that describes the export.
@@ -208,6 +211,7 @@ def export(
         push_to_hub=push_to_hub,
         tokenizer=tokenizer,
         lora=lora,
+        draft=draft,
         vocabulary=vocabulary,
         dry_run=dry_run,
     )

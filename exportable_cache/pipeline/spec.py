@@ -57,6 +57,7 @@ class ExportSpec:
         push_to_hub: Repository of the hub to upload the bundle to, such as `user/name`, or None.
         tokenizer: Tokenizer to save in the bundle; None for the model's.
         lora: Folder of an adapter to merge into the weights, at most one.
+        draft: Draft head of the program, see `Session.from_model`; None for none.
         vocabulary: Token ids whose logits are computed, or a file of them, see `vocabulary.read_vocabulary`; None for
             all. Read when the spec is made, into a tuple.
         dry_run: Describe the export, and write nothing.
@@ -147,6 +148,13 @@ class ExportSpec:
         metavar="FOLDER",
         repeats=True,
     )
+    draft: str | os.PathLike | None = setting(
+        None,
+        "Also export a draft head: the MTP modules of the checkpoint, or an EAGLE-3 head.",
+        flags=("--draft",),
+        metavar="mtp|FOLDER",
+        shown_default=False,
+    )
     vocabulary: str | os.PathLike | Sequence[int] | None = setting(
         None,
         "File of the ids of the tokens to keep in the head; the logits of others are minus infinity.",
@@ -190,6 +198,8 @@ class ExportSpec:
                 f"lora_slots={self.program.lora_slots} is not supported by target {self.target!r} with these options; "
                 "export for target 'pt2', or 'executorch' with delegate='xnnpack', or merge one adapter (lora=, --lora)"
             )
+        if self.draft is not None:
+            _check_draft(self)
         if self.quantization is not None:
             linear, embeddings = getattr(backend, "linear_schemes", ()), getattr(backend, "embedding_schemes", ())
             check_schemes(self.quantization, self.target, linear, embeddings)
@@ -231,6 +241,20 @@ class ExportSpec:
             from ..models.vocabulary import read_vocabulary
 
             object.__setattr__(self, "vocabulary", read_vocabulary(self.vocabulary))
+
+
+def _check_draft(spec: ExportSpec) -> None:
+    """Check that nothing is asked for that a program with a draft head does not have."""
+    others = {
+        f"target {spec.target!r}; export for target 'pt2'": spec.target != "pt2",
+        "quantize": spec.quantization is not None,
+        "vocabulary": spec.vocabulary is not None,
+        "tensor_parallel": spec.tensor_parallel is not None,
+        "dry_run": spec.dry_run,
+    }
+    for what, found in others.items():
+        if found:
+            raise InputError(f"draft={str(spec.draft)!r} cannot be combined with {what}, or leave out draft")
 
 
 def output_of(spec: ExportSpec) -> Path:

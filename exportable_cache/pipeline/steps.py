@@ -30,6 +30,7 @@ from ..common.tensors import dtype_name
 from ..errors import BundleError, InputError, UnsupportedModelError, VerificationError
 from ..generation.checkpoint_settings import CheckpointSettings, end_tokens
 from ..models.cache_factory import ExportableCache
+from ..models.draft_heads import attach_head, draft_head_of
 from ..models.layers.codebooks import codebooks_of
 from ..models.layers.specs import layer_types_and_windows, vocab_size_of
 from ..models.loading.loading import (
@@ -210,6 +211,12 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
     if spec.tokenizer is not None:
         loaded = replace(loaded, tokenizer=spec.tokenizer)
     model = loaded.model
+    if spec.draft is not None:
+        attach_head(model, str(spec.draft))
+    elif draft_head_of(model) is not None and spec.target != "pt2":
+        raise InputError(
+            f"a model with a draft head must be exported for target 'pt2', got {spec.target!r}; load it again"
+        )
     settings = CheckpointSettings.read(model.generation_config, vocab_size_of(model), loaded.tokenizer)
     ends = end_tokens(model.generation_config, vocab_size_of(model), loaded.tokenizer)
     loaded = reduced(loaded, vocabulary_of(spec), ends)

@@ -128,7 +128,8 @@ class ProgramStepper:
     @property
     def most_drafted(self) -> int:
         """Most tokens that the program's draft head proposes at once; 0 without one."""
-        return KEPT_POSITIONS - 1 if DRAFT.name in self.runner.methods else 0
+        method = self.runner.methods.get(DRAFT.name)
+        return KEPT_POSITIONS - 1 if method is not None and method.input_names == DRAFT.input_names else 0
 
     @property
     def keeps_prompt(self) -> bool:
@@ -381,12 +382,15 @@ class ProgramStepper:
         self._finish(size, rows, fed, lengths)
         if self.runner.methods[method].scored_tokens and not scores:
             logits = logits[:, -1]
+        self._check_size(logits)
+        return logits
+
+    def _check_size(self, logits: torch.Tensor) -> None:
         if self.logits_size not in (None, logits.shape[-1]):
             raise BundleError(
                 f"the program gives logits of {logits.shape[-1]} tokens, the manifest says {self.logits_size}; "
                 "export the model again"
             )
-        return logits
 
     def score(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Feed a few tokens, int64 [batch, length], and return the logits after each, [batch, length, vocab]."""
@@ -408,7 +412,9 @@ class ProgramStepper:
         self.guard.check_whole()
         ids = torch.tensor([[token]], device=self.device)
         places = (self.state.length + link).to(self.device), torch.tensor([link], device=self.device)
-        return self.runner.run(DRAFT.name, ids, *places)[0]
+        logits = self.runner.run(DRAFT.name, ids, *places)[0]
+        self._check_size(logits)
+        return logits
 
     def decode_and_choose(self, tokens: torch.Tensor, chooser: Sampler, steps: int = 1) -> torch.Tensor:
         """Feed one token per row, int64 [batch], choose the next ones and feed those: int64 [batch, steps].

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from exportable_cache import ExportableCache, Session
+from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.decoding import Sampler, Sampling, SpeculationStatistics, TrainedDraft, generate_speculative
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models.draft_heads import attach_head, attach_predictor, draft_head_of
@@ -99,6 +99,14 @@ def test_modules_predict_as_in_transformers(family: str) -> None:
         cache = MtpCache(config=model.config.get_mtp_config())
         following = torch.cat([ids[:, 1:], torch.tensor([[7]])], dim=1)
         wanted, logits, _ = mtp(following, hidden, None, torch.arange(1, 31)[None], cache)
+        if count == 1:
+            # The module again, from its own state in place of the model's.
+            state = mtp.forward_layer(
+                0, hidden, torch.arange(1, 31)[None], MtpCache(config=mtp.config), input_ids=following
+            )
+            inputs = torch.cat([hidden, state[:, -1:]], dim=1), torch.arange(1, 32)[None], MtpCache(config=mtp.config)
+            state = mtp.forward_layer(0, *inputs, input_ids=torch.cat([following, wanted], dim=1))
+            logits = torch.cat([logits, mtp.shared_head(state[:, -1:])], dim=1)
     attach_predictor(model, mtp)
     session = Session.from_model(model, max_cache_len=64, prefill_chunk=12)
     session.prefill(ids[:, :25])
@@ -106,11 +114,9 @@ def test_modules_predict_as_in_transformers(family: str) -> None:
     session.stepper.draft(5, 0), session.stepper.draft(9, 1)
     session.score(torch.cat([ids[:, 26:30], tokens(3, seed=5)], dim=1))
     session.rewind(3)
-    token = 7
-    for link in range(count):
+    for link, token in enumerate([7, int(wanted[0, 0])]):
         found = session.stepper.draft(token, link)
         assert (found - logits[:, link]).abs().max() < 1e-4
-        token = int(wanted[0, link])
     assert session.length.tolist() == [30]
 
 
@@ -137,6 +143,24 @@ def test_modules_that_agree_are_always_right(compile: bool | str) -> None:
     assert statistics.accepted == statistics.proposed == 32 and statistics.steps == 8
     session.reset()
     assert found == list(session.generate(prompt, 41))
+
+
+@pytest.mark.full
+def test_a_bundle_has_the_head(tmp_path: Path) -> None:
+    """Other targets are refused by name, and so is what a head cannot be combined with."""
+    model, prompt = agreeing_model(num_mtp_layers=1), tokens(20)
+    for refused in ({"target": "executorch"}, {"quantize": "8w"}, {"vocabulary": [1, 2]}, {"dry_run": True}):
+        with pytest.raises(InputError, match="draft='mtp' cannot be combined with"):
+            export(model, **{"target": "pt2", "max_cache_len": 64, "output_dir": tmp_path, "draft": "mtp", **refused})
+    with pytest.raises(InputError, match="a model with a draft head must be exported for target 'pt2'"):
+        export(model, target="executorch", max_cache_len=64, output_dir=tmp_path)
+    bundle = export(model, target="pt2", max_cache_len=64, output_dir=tmp_path, draft="mtp", score_length=5)
+    session = load(bundle.path)
+    assert len(session.layers) == 3
+    found, statistics = drafted(session, prompt, 21, TrainedDraft(session, 4))
+    assert statistics.accepted == statistics.proposed == 16
+    session.reset()
+    assert found == list(session.generate(prompt, 21))
 
 
 def test_a_checkpoint_gives_its_modules(tmp_path: Path) -> None:

@@ -174,15 +174,19 @@ def _decoder_layer_types(config: PreTrainedConfig) -> list[tuple[str, int | None
     return [*kinds, *[(CROSS_ATTENTION, None)] * len(kinds)]
 
 
+def cached_layers(model: PreTrainedModel) -> list[tuple[str, int | None]]:
+    """Return type and sliding window of each layer of a cache for a model: its own, and those of its draft head."""
+    head = getattr(model, DRAFT_HEAD, None)
+    return layer_types_and_windows(model.config) + ([] if head is None else layer_types_and_windows(head.config))
+
+
 def check_layers(model: PreTrainedModel, cache: LayeredCache) -> None:
     """Check that a cache has the layers that a model needs, because a wrong window would silently change logits.
 
     Raises:
         InputError: If the number of layers, the kind of a layer, or the length of a ring is wrong.
     """
-    kinds = layer_types_and_windows(model.config)
-    if (head := getattr(model, DRAFT_HEAD, None)) is not None:
-        kinds += layer_types_and_windows(head.config)
+    kinds = cached_layers(model)
     if len(cache.layers) != len(kinds):
         raise InputError(
             f"the cache must have {len(kinds)} layers like the model, got {len(cache.layers)}; allocate it with "
