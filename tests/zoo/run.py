@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
+import datetime
 import functools
 import gc
 import json
@@ -229,7 +230,7 @@ def _finish(job: dict, facts: dict, why: str) -> list[str]:
             outcomes[target] = {"status": "error", "difference": None, "reason": why, "where": [], "seconds": 0.0}
         left = [target for target in job["targets"] if target not in outcomes]
     for outcome in outcomes.values():
-        outcome["commit"] = commit
+        outcome["commit"], outcome["date"] = commit, datetime.date.today().isoformat()
     merged = read_result(RESULTS, job["row"])
     merged.update(facts)
     merged["targets"].update(outcomes)

@@ -32,6 +32,8 @@ def _lines() -> list[str]:
     shown = "eager", "pt2", "executorch"
     by_type = {name: {target: {"status": _best(kinds, target)} for target in shown} for name, kinds in media.items()}
     pt2 = _statuses(types, "pt2")
+    dates = (outcome.get("date", "") for facts in published.values() for outcome in facts.values())
+    last = max(dates, default="")
     return [
         "## Models",
         "",
@@ -45,7 +47,7 @@ def _lines() -> list[str]:
         "with a",
         "reason, or were not run, and none gives wrong logits. Four architectures, whose tokens are several ids, run "
         "as programs but not as",
-        "bundles.",
+        f"bundles. Published checkpoints were last run on {last}.",
         "",
         "With the same tokens and tolerance, transformers 5.23 itself gives:",
         "",

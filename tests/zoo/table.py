@@ -47,9 +47,14 @@ EXTENDED_MEANS = (
 
 
 def write_table(folder: Path, document: Path = DOCUMENT) -> None:
-    """Write the document from the results in `folder`, and these beside it; what was not run yet is left blank."""
-    results = {row: read_result(folder, row) for row in architectures()}
-    published = {row: read_result(folder, row) for row in checkpoints()}
+    """Write the document from the results in `folder`, and these beside it; what was not run yet is left blank.
+
+    Results that the document has and the folder does not are kept, because a run may be of a few rows or targets.
+    """
+    path = document.with_suffix(".json")
+    known = json.loads(path.read_text()) if path.exists() else {}
+    results = {row: _with_known(read_result(folder, row), known.get(row.name, {})) for row in architectures()}
+    published = {row: _with_known(read_result(folder, row), known.get(row.name, {})) for row in checkpoints(later=True)}
     document.parent.mkdir(exist_ok=True)
     document.write_text("\n".join(_lines(results, published)) + "\n")
     every: dict[Architecture, dict[str, Any]] = {**results, **published}
@@ -57,6 +62,10 @@ def write_table(folder: Path, document: Path = DOCUMENT) -> None:
     document.with_suffix(".json").write_text(f"{{\n{lines}\n}}\n")
     if document == DOCUMENT:
         write_support()
+
+
+def _with_known(facts: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    return {**known, **facts, "targets": {**known.get("targets", {}), **facts["targets"]}}
 
 
 def _kept(facts: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ from exportable_cache import ExportableCache, export
 from exportable_cache.pipeline.plan import plan
 
 from .build import LENGTH, encoder_inputs, encoder_options, tiny_model
-from .check import check
+from .check import check, write_json
 from .published import Checkpoint, checkpoint, checkpoints
 from .published.table import lines_of
 from .shrink import BORDER, tiny_config
 from .support_table import DOCUMENT as SUPPORT
 from .support_table import write_support
+from .table import write_table
 from .test_shrink import kinds_of, without_weights
 from .test_sizes import sizes_of_model, sizes_of_plan
 
@@ -141,6 +143,29 @@ def test_what_cannot_be_exported_has_no_size_and_no_recipe() -> None:
     ):
         lines = lines_of({row: {"targets": {"executorch": outcome}, "memory": memory}})
         assert next(line for line in lines if row.checkpoint in line).endswith(f"| 249 MB | - | - | {recipe} |")
+
+
+def test_the_table_counts_what_was_run_on_each_target() -> None:
+    outcome = {"status": "pass", "difference": 0, "date": "2026-11-27"}
+    lines = lines_of({checkpoint("openai-community/gpt2"): {"targets": {"pt2": outcome}}})
+    assert "| pt2 | 1 | 1 | 1 | 0 | 0 | 0 | 2026-11-27 |" in lines
+    assert "| compiled | 1 | 0 | 0 | 0 | 0 | 0 |  |" in lines
+
+
+def test_results_of_another_run_stay_in_the_document(tmp_path: Path) -> None:
+    """A run of a few rows does not empty the others, or their other targets."""
+    row, passed = checkpoint("openai-community/gpt2"), {"status": "pass", "difference": 0, "seconds": 1.0}
+    for target in ("eager", "pt2"):
+        folder = tmp_path / target
+        write_json(folder / f"{row.name}.json", {"targets": {target: passed}})
+        write_table(folder, tmp_path / "table.md")
+    assert set(json.loads((tmp_path / "table.json").read_text())[row.name]["targets"]) == {"eager", "pt2"}
+
+
+def test_rows_of_later_releases_have_a_name_and_a_group() -> None:
+    rows = {row.checkpoint: row for row in checkpoints(later=True)}
+    assert {row.checkpoint for row in checkpoints()} <= set(rows)
+    assert rows["tencent/Hy4"].group == "image" and rows["sarvamai/sarvam-30b"].name == "published-sarvamai--sarvam-30b"
 
 
 def test_the_support_page_has_the_counts_of_the_tables(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
 from ..check import TARGETS, is_asked
 from ..shrink import BORDER, MOST_LAYERS
-from . import LENGTHS, Checkpoint
+from . import FOLDER, LENGTHS, Checkpoint
 
 #: Bytes of weights in bfloat16 up to which a recipe is advised: they leave room in 16 GB of memory.
 _EXACT, _FAST = 8e9, 32e9
@@ -33,12 +34,15 @@ def lines_of(results: dict[Checkpoint, dict[str, Any]]) -> list[str]:
         f"Llama 3's RoPE begin at {BORDER} tokens,",
         "so each row passes every border. Cells are as in the tables below; an empty one was not run. No weights of "
         "these checkpoints were run.",
+        f"Rows of model types that 5.23 does not have ran on transformers 5.24: {', '.join(_later(results)) or 'none'}.",
         "",
         "Memory is that of the checkpoint at its true size in bfloat16, by `exportable-cache plan`: weights, and a cache "
         f"of {' and '.join(f'{tokens:,}' for tokens in LENGTHS)} tokens; `-` if the model has fewer positions.",
         "The recipe is one for ExecuTorch in 16 GB of memory: `exact` for weights of up to 8 GB, `fast` (4 bits) of up "
         "to 32 GB; a larger model",
         "needs a session on GPUs, and a model that ExecuTorch refuses has none.",
+        "",
+        *_counts(results),
         "",
         f"| checkpoint | model type | {' | '.join(TARGETS)} | weights | {' | '.join(f'{tokens:,}' for tokens in LENGTHS)}"
         " | recipe |",
@@ -50,6 +54,24 @@ def lines_of(results: dict[Checkpoint, dict[str, Any]]) -> list[str]:
         f"Sources of the facts: {', '.join(f'{name} ({count})' for name, count in sources.most_common())}.",
         "",
     ]
+
+
+def _later(results: dict[Checkpoint, dict[str, Any]]) -> list[str]:
+    listed = {one["model_type"] for one in json.loads((FOLDER / "since_5_24.json").read_text())}
+    return sorted({row.model_type for row in results} & listed)
+
+
+def _counts(results: dict[Checkpoint, dict[str, Any]]) -> list[str]:
+    """Return the table of how many rows were run on each target, how they ended, and when the last one was run."""
+    lines = ["| target | rows | run | pass | refused | wrong | error | last run |", "|---|---|---|---|---|---|---|---|"]
+    for target in TARGETS:
+        asked = [facts["targets"].get(target) for row, facts in results.items() if is_asked(row, target)]
+        run = [outcome for outcome in asked if outcome is not None]
+        found = Counter(outcome["status"] for outcome in run)
+        cells = [str(found[status]) for status in ("pass", "refused", "wrong", "error")]
+        last = max((outcome.get("date", "") for outcome in run), default="")
+        lines.append(f"| {target} | {len(asked)} | {len(run)} | {' | '.join(cells)} | {last} |")
+    return lines
 
 
 def _row(row: Checkpoint, facts: dict[str, Any], reasons: list[str]) -> str:
