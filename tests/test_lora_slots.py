@@ -154,6 +154,9 @@ def test_requests_of_a_batch_have_adapters_of_their_own(folders: dict[str, Path]
             request = batch.submit(prompt, 6)
             request.adapter = decode.named_adapter(name)
             requests.append((name, request))
+            # Later requests begin while the rows of earlier ones hold the same prompt.
+            batch.step()
+            batch.step()
         list(batch.run())
         for name, request in requests:
             assert request.tokens == expected[name]
