@@ -69,11 +69,12 @@ _COMPILING = {"cpp_build", "kernels_build", "render_build"}
 
 # Files that take longest, the longest first: a worker that is given one late works on when the others are done.
 _LONG_FIRST = (
-    "test_native_operators test_cpp_bundle test_cpp test_cpp_batch test_networks test_elsewhere test_demo "
+    "test_native_operators test_cpp_bundle test_cpp test_cpp_batch test_networks test_elsewhere test_sessions "
+    "test_programs test_executorch_fused_quantized test_demo "
     "test_start test_executorch_clones test_seq2seq test_graph_cache test_program test_rounding test_kinds "
     "test_rope test_exporter test_chat test_executorch test_methods test_equality test_traced_methods "
     "test_generate_native test_module test_last_token test_few_rows test_launches test_one_sentence test_fuzz "
-    "test_stand_in test_gpu_steps test_choosing_steps test_speculative test_verify test_layered test_batching "
+    "test_gpu_steps test_choosing_steps test_speculative test_verify test_layered test_batching "
     "test_session test_chat_templates test_equal_layers test_generate_files test_recorded "
     "test_executorch_llm_runner test_batches test_sinks test_bundle_commands test_multimodal test_scans "
     "test_seq2seq_bundle test_rotary test_executorch_partition"

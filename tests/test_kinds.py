@@ -1,4 +1,4 @@
-"""Every kind of layer on the targets that run here: logits of the eager model with `DynamicCache`, past windows.
+"""Every kind of layer on the targets that run here: logits of the eager model without a cache, past windows.
 
 Teacher-forced, float32; prompts shorter, equal and longer than the window or chunk of 8, whole and in two parts, which
 makes the second part start from what the first left behind.
@@ -9,16 +9,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import DynamicCache, cache_utils
+from transformers import cache_utils
 
 from exportable_cache import ExportableCache
 from exportable_cache.common.compat.transformers import cache_argument
 from exportable_cache.errors import InputError
-from exportable_cache.models.positions import takes_positions
 
 from .support.compiling import FUNCTIONALIZED, compiling_with
 from .support.kinds import KINDS, kind_model
 from .support.models import among, tokens
+from .support.oracle import reference_logits
 from .support.sessions import live_session, lowered_session
 
 TOLERANCE = 1e-4
@@ -33,20 +33,6 @@ INDUCTOR = ("mamba2",)
 EXPORTED = ("mamba",)
 
 
-@torch.no_grad()
-def reference(model, ids: torch.Tensor, prompt: int) -> torch.Tensor:
-    """[1, steps + 1, vocab], eager attention with `DynamicCache`, positions given where the model takes them."""
-    implementation = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    cache, rows = DynamicCache(config=model.config), []
-    for start, end in [(0, prompt), *((at, at + 1) for at in range(prompt, ids.shape[1]))]:
-        positions = {"position_ids": torch.arange(start, end)[None]} if takes_positions(model) else {}
-        options = {cache_argument(model): cache, **positions}
-        rows.append(model(ids[:, start:end], use_cache=True, **options).logits[:, -1])
-    model.set_attn_implementation(implementation)
-    return torch.stack(rows, 1)
-
-
 def worst_difference(session, model) -> dict[tuple[int, ...], float]:
     """By the parts of the prompt. The session is not told that a new sequence starts, but by position 0."""
     found = {}
@@ -57,7 +43,7 @@ def worst_difference(session, model) -> dict[tuple[int, ...], float]:
         for part in ids[:, :prompt].split(parts, dim=1):
             last = session.prefill(part)
         rows = [last, *(session.decode(ids[:, at]) for at in range(prompt, prompt + STEPS))]
-        found[parts] = (torch.stack(rows, 1) - reference(model, ids, prompt)).abs().max().item()
+        found[parts] = (torch.stack(rows, 1) - reference_logits(model, ids, prompt)).abs().max().item()
     return found
 
 
@@ -106,9 +92,9 @@ def test_the_oracle_can_tell(family: str) -> None:
     ids = tokens(12)
     changed = ids.clone()
     changed[0, 0] = 3 + (ids[0, 0] + 1) % 100
-    expected = reference(model, ids, 12)
+    expected = reference_logits(model, ids, 12)
     assert expected.std() > 0.05
-    assert (reference(model, changed, 12) - expected).abs().max() > 10 * TOLERANCE
+    assert (reference_logits(model, changed, 12) - expected).abs().max() > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["lfm2", "mamba", "falcon_h1"])
@@ -123,7 +109,7 @@ def test_a_plain_model_call(family: str) -> None:
             model(ids[:, 9:10], **options)
             last = model(ids[:, 10:20], **options).logits[:, -1]
         assert cache.cumulative_length.tolist() == [20]
-        assert (last - reference(model, ids, 20)[:, -1]).abs().max() <= TOLERANCE
+        assert (last - reference_logits(model, ids, 20)[:, -1]).abs().max() <= TOLERANCE
         cache.reset()
 
 

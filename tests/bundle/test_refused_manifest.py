@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.bundle.manifest_file import checksum_of
 
 from ..support.models import WINDOW
 from .editing import CAPACITY, edit, refused
@@ -175,6 +176,12 @@ def test_any_other_edit_is_refused(folder: Path) -> None:
     refused(
         folder, "is damaged: checksum: its content has sha256", "it records none", "copy the bundle again, or export"
     )
+
+
+def test_the_checksum_depends_on_every_field(folder: Path) -> None:
+    fields = json.loads((folder / "manifest.json").read_text())
+    found = {checksum_of({**fields, name: "changed"}) for name in fields if name != "checksum"}
+    assert len(found) == len(fields) - 1 and fields["checksum"] not in found
 
 
 def test_white_space_and_order_are_no_edits(folder: Path) -> None:

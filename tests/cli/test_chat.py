@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -68,8 +69,9 @@ def chat(run: Any, runtime: str) -> Callable[..., Any]:
     return natively if runtime == "native" else in_process
 
 
+@functools.cache
 def answers(bundle: Path, *turns: str, system: str | None = None) -> list[str]:
-    """Greedy answers to questions of one conversation, from the Python API."""
+    """Return greedy responses to the questions of one conversation, computed once by the Python API."""
     session, found = load(bundle), []
     messages = [{"role": "system", "content": system}] if system else []
     for turn in turns:

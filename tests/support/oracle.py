@@ -1,38 +1,34 @@
-"""The oracle of every test: the model in eager mode with `DynamicCache`, teacher-forced."""
+"""The oracle of every test: the model in eager mode without a cache, over all tokens at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-
-from exportable_cache.common.compat.transformers import cache_argument
+from transformers import PreTrainedModel
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 @torch.no_grad()
 def reference_logits(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> torch.Tensor:
-    """Logits after the prompt and after each later token: [batch, ids.shape[1] - prompt + 1, vocab].
+    """Return the logits after the prompt and after each later token: [batch, ids.shape[1] - prompt + 1, vocab].
 
     Args:
-        ids: int64 [batch, length]; the first `prompt` columns are fed at once, the others one by one.
+        model: The model.
+        ids: int64 [batch, length], of which the first `prompt` columns are the prompt.
+        prompt: Tokens of the prompt.
     """
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        options = {cache_argument(model): DynamicCache(config=model.config), "use_cache": True}
-        rows = [model(ids[:, :prompt], **options).logits[:, -1]]
-        for position in range(prompt, ids.shape[1]):
-            rows.append(model(ids[:, position : position + 1], **options).logits[:, -1])
+        return model(ids, use_cache=False).logits[:, prompt - 1 :]
     finally:
         model.set_attn_implementation(implementation)
-    return torch.stack(rows, dim=1)
 
 
 def fed(ids: torch.Tensor, prompt: int) -> Iterator[torch.Tensor]:
-    """The same feed as `reference_logits`: the prompt, then token by token."""
+    """Yield the prompt, and then each later token."""
     yield ids[:, :prompt]
     for position in range(prompt, ids.shape[1]):
         yield ids[:, position : position + 1]

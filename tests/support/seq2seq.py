@@ -1,4 +1,4 @@
-"""Tiny random encoder-decoders, inputs for their encoders, and their own answers with `EncoderDecoderCache`."""
+"""Tiny random encoder-decoders, inputs for their encoders, and their own logits without a cache."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
-    DynamicCache,
-    EncoderDecoderCache,
     PreTrainedModel,
 )
 
@@ -108,21 +106,23 @@ def encoder_inputs(model: PreTrainedModel, length: int, batch_size: int = 1, see
 def reference_logits(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], ids: torch.Tensor, prompt: int
 ) -> torch.Tensor:
-    """Logits after the decoder's prompt and after each later token: [batch, ids.shape[1] - prompt + 1, vocab].
+    """Return the logits after the decoder's prompt and after each later token, computed without a cache.
 
     Args:
-        inputs: Of the encoder.
-        ids: int64 [batch, length], the decoder's; the first `prompt` columns are fed at once, the others one by one.
+        model: The model.
+        inputs: The encoder's inputs.
+        ids: int64 [batch, length], the decoder's, of which the first `prompt` columns are the prompt.
+        prompt: Tokens of the decoder's prompt.
+
+    Returns:
+        [batch, ids.shape[1] - prompt + 1, vocab].
     """
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         mask = {name: tensor for name, tensor in inputs.items() if name == "attention_mask"}
-        common = {"encoder_outputs": model.get_encoder()(**inputs), "past_key_values": cache, **mask}
-        rows = [model(decoder_input_ids=ids[:, :prompt], **common).logits[:, -1]]
-        for position in range(prompt, ids.shape[1]):
-            rows.append(model(decoder_input_ids=ids[:, position : position + 1], **common).logits[:, -1])
+        encoded = model.get_encoder()(**inputs)
+        logits = model(decoder_input_ids=ids, encoder_outputs=encoded, use_cache=False, **mask).logits
     finally:
         model.set_attn_implementation(implementation)
-    return torch.stack(rows, dim=1)
+    return logits[:, prompt - 1 :]
