@@ -111,6 +111,9 @@ _ARGUMENTS: dict[str, list[Any]] = {
     ],
     "ec_generate_text": [c_void_p, c_char_p, *_HOW],
     "ec_chat": [c_void_p, c_char_p, c_char_p, *_HOW],
+    "ec_load_adapter": [c_void_p, c_char_p, c_char_p],
+    "ec_unload_adapter": [c_void_p, c_char_p],
+    "ec_use_adapter": [c_void_p, c_char_p],
     "ec_chat_messages": [c_void_p, c_char_p, *_HOW],
     "ec_render": [c_void_p, c_char_p, OnText, c_void_p],
     "ec_tokenize": [c_void_p, c_char_p, c_int, _IDS, c_size_t, POINTER(c_size_t)],
@@ -120,7 +123,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
 
 
 #: Functions of later minor versions of the interface.
-_LATER = ("ec_shift", "ec_render", "ec_chat_messages")
+_LATER = ("ec_shift", "ec_render", "ec_chat_messages", "ec_load_adapter", "ec_unload_adapter", "ec_use_adapter")
 
 
 def found_library() -> Path | None:

@@ -223,6 +223,25 @@ class Session:
             self._check(self._function("ec_render")(handle, encoded(request), taker, None))
         return "".join(pieces)
 
+    def load_adapter(self, path: str | os.PathLike[str], name: str) -> None:
+        """Load a LoRA adapter that `exportable-cache adapter` wrote into a slot of the program.
+
+        Raises:
+            Failure: If the program has no free slot, or the file is not an adapter for it.
+        """
+        with self._alone() as handle:
+            self._check(self._function("ec_load_adapter")(handle, encoded(os.fspath(path)), encoded(name)))
+
+    def unload_adapter(self, name: str) -> None:
+        """Free the slot of an adapter; if it is in use, the model continues without one."""
+        with self._alone() as handle:
+            self._check(self._function("ec_unload_adapter")(handle, encoded(name)))
+
+    def use_adapter(self, name: str | None) -> None:
+        """Run the next steps with an adapter, or with the model itself for None."""
+        with self._alone() as handle:
+            self._check(self._function("ec_use_adapter")(handle, None if name is None else encoded(name)))
+
     def cancel(self) -> None:
         """End the running generation, from any thread."""
         with self._ending:

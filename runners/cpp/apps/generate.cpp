@@ -43,6 +43,7 @@ constexpr const char* kUsage =
     "                          make tokens that were generated less likely: once, or each time\n"
     "  --on-full shift         drop old tokens of a full cache and continue; needs an export with shift=true\n"
     "  --protect N             first tokens that --on-full shift keeps; default 4\n"
+    "  --adapter FILE          LoRA adapter that `exportable-cache adapter` wrote; needs an export with lora_slots\n"
     "  --stop TEXT             end before this text; may be given several times\n"
     "  --stop-token N          end with this token; may be given several times\n"
     "  --prompt-lookup N       propose up to N tokens per step from the text itself; needs an export with score_length\n"
@@ -55,6 +56,7 @@ struct Arguments {
   bool chat = false;
   std::optional<std::string> messages;  // a file
   bool render = false;
+  std::optional<std::string> adapter;
   std::string system;
   std::optional<std::vector<int64_t>> encoded_tokens;
   std::optional<std::string> encoded_file;
@@ -132,12 +134,13 @@ Status add(Session& session, const std::string& given) {
 
 // Fill `arguments`, or return what is wrong with them.
 std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arguments) {
-  enum { kPrompt = 1, kChat, kMessages, kRender, kSystem, kTokens, kEncode, kEncodeFile, kInput, kMaxNewTokens, kTemperature, kTopK, kTopP, kMinP, kPresence, kFrequency, kOnFull, kProtect, kGreedy, kSeed, kStop, kStopToken, kPromptLookup, kThreads, kHelp };
+  enum { kPrompt = 1, kChat, kMessages, kRender, kAdapter, kSystem, kTokens, kEncode, kEncodeFile, kInput, kMaxNewTokens, kTemperature, kTopK, kTopP, kMinP, kPresence, kFrequency, kOnFull, kProtect, kGreedy, kSeed, kStop, kStopToken, kPromptLookup, kThreads, kHelp };
   static const option kOptions[] = {
       {"prompt", required_argument, nullptr, kPrompt},
       {"chat", no_argument, nullptr, kChat},
       {"messages", required_argument, nullptr, kMessages},
       {"render", no_argument, nullptr, kRender},
+      {"adapter", required_argument, nullptr, kAdapter},
       {"system", required_argument, nullptr, kSystem},
       {"tokens", required_argument, nullptr, kTokens},
       {"encode", required_argument, nullptr, kEncode},
@@ -173,6 +176,7 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
       case kChat: arguments.chat = true; break;
       case kMessages: arguments.messages = optarg; break;
       case kRender: arguments.render = true; break;
+      case kAdapter: arguments.adapter = optarg; break;
       case kSystem: arguments.system = optarg; break;
       case kTokens: good = parse_list(optarg, arguments.tokens.emplace_back()); break;
       case kEncode: good = parse_list(optarg, arguments.encoded_tokens.emplace()); break;
@@ -348,6 +352,11 @@ int main(int argc, char** argv) {
   if (!session.ok()) return report(session.error());
   note_settings(session->manifest(), arguments.options.sampling);
 
+  if (arguments.adapter) {
+    for (const Status& status : {session->load_adapter(*arguments.adapter, "adapter"), session->use_adapter("adapter")}) {
+      if (!status.ok()) return report(status.error());
+    }
+  }
   if (arguments.encoded_tokens) {
     if (const Status status = session->encode_input(*arguments.encoded_tokens); !status.ok()) return report(status.error());
   }

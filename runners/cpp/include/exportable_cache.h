@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 /* Grows with each addition; another upper half means that callers have to be compiled again. */
-#define EC_ABI_VERSION 0x00010009u
+#define EC_ABI_VERSION 0x0001000Au
 
 typedef struct ec_session ec_session;
 
@@ -171,6 +171,12 @@ EC_API ec_status ec_generate_text(ec_session* session, const char* prompt, const
  * before the first question only. */
 EC_API ec_status ec_chat(ec_session* session, const char* question, const char* system, const ec_options* options, ec_on_text on_text,
                          void* user, ec_statistics* statistics);
+
+/* Load a LoRA adapter of `exportable-cache adapter` into a slot, under a name; free the slot; run the next steps with it (null: the
+ * model itself). Needs a bundle exported with lora_slots. Since version 1.10. */
+EC_API ec_status ec_load_adapter(ec_session* session, const char* path, const char* name);
+EC_API ec_status ec_unload_adapter(ec_session* session, const char* name);
+EC_API ec_status ec_use_adapter(ec_session* session, const char* name);
 
 /* The model's chat template over a request, JSON in UTF-8: the messages, or an object with "messages", "tools" and other variables of
  * the template. `on_text` is called once. EC_BUNDLE if the library was built without -DEC_TEMPLATES=ON. Since version 1.8. */

@@ -234,6 +234,20 @@ ec_status ec_chat(ec_session* session, const char* question, const char* system,
   return done(session->session.chat(question, told, *how, giver(on_text, user)), statistics);
 }
 
+ec_status ec_load_adapter(ec_session* session, const char* path, const char* name) {
+  if (session == nullptr || path == nullptr) return missing(session == nullptr ? "session" : "path");
+  return name == nullptr ? missing("name") : result_of(session->session.load_adapter(path, name));
+}
+
+ec_status ec_unload_adapter(ec_session* session, const char* name) {
+  if (session == nullptr || name == nullptr) return missing(session == nullptr ? "session" : "name");
+  return result_of(session->session.unload_adapter(name));
+}
+
+ec_status ec_use_adapter(ec_session* session, const char* name) {
+  return session == nullptr ? missing("session") : result_of(session->session.use_adapter(name == nullptr ? "" : name));
+}
+
 ec_status ec_render(ec_session* session, const char* request, ec_on_text on_text, void* user) {
   if (session == nullptr || request == nullptr) return missing(session == nullptr ? "session" : "request");
   const Result<std::string> text = session->session.render(request);

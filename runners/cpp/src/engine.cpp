@@ -134,7 +134,7 @@ class MethodEngine final : public Engine {
  public:
   explicit MethodEngine(const std::string& path) : path_(path), file_(path) {}
 
-  Status load(const std::vector<std::string>& names) {
+  Status open(const std::vector<std::string>& names) {
     et::runtime_init();
     if (!file_.is_open()) return fail(ErrorCode::kBundle, "cannot read ", path_, "; copy the bundle again");
     // If this ExecuTorch was built with verification, its tables are valid afterwards.
@@ -145,7 +145,11 @@ class MethodEngine final : public Engine {
     }
     program_ = std::make_unique<et::Program>(std::move(program.get()));
 
-    if (const Status status = plan_arenas(names); !status.ok()) return status;
+    shares_weights_ = names.size() > 1;
+    return plan_arenas(names);
+  }
+
+  Status load(const std::vector<std::string>& names) override {
     // With it, XNNPACK keeps one packed copy of the weights for all methods.
     et::BackendOptions<1> share_weights;
     et::LoadBackendOptionsMap options;
@@ -154,8 +158,9 @@ class MethodEngine final : public Engine {
       return fail(ErrorCode::kRuntime, "cannot set an option of XnnpackBackend");
     }
     for (const std::string& name : names) {
+      if (methods_.count(name) > 0) continue;
       if (const Status status = check_operators(name); !status.ok()) return status;
-      auto method = program_->load_method(name.c_str(), memory_.get(), nullptr, nullptr, names.size() > 1 ? &options : nullptr);
+      auto method = program_->load_method(name.c_str(), memory_.get(), nullptr, nullptr, shares_weights_ ? &options : nullptr);
       if (!method.ok()) return cannot_load_method(name, method.error());
       methods_.emplace(name, std::move(method.get()));
     }
@@ -280,6 +285,7 @@ class MethodEngine final : public Engine {
   HeapAllocator allocator_;
   HeapAllocator temporary_;
   std::unique_ptr<et::MemoryManager> memory_;
+  bool shares_weights_ = false;
   std::map<std::string, et::Method> methods_;
 };
 
@@ -303,8 +309,12 @@ Error cannot_load(const std::string& what, executorch::runtime::Error error) {
               "; link the kernels and backends it was exported for, or export the model again");
 }
 
-Result<std::unique_ptr<Engine>> Engine::open(const std::string& path, const std::vector<std::string>& methods) {
+Result<std::unique_ptr<Engine>> Engine::open(const std::string& path, const std::vector<std::string>& methods,
+                                             const std::vector<std::string>& later) {
   auto engine = std::make_unique<MethodEngine>(path);
+  std::vector<std::string> all = methods;
+  all.insert(all.end(), later.begin(), later.end());
+  if (const Status status = engine->open(all); !status.ok()) return status.error();
   if (const Status status = engine->load(methods); !status.ok()) return status.error();
   return std::unique_ptr<Engine>(std::move(engine));
 }

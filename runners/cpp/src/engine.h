@@ -16,8 +16,13 @@ namespace exportable_cache {
 
 class Engine {
  public:
-  /// Load a file and the named methods over one set of memory arenas, which start at zero.
-  static Result<std::unique_ptr<Engine>> open(const std::string& path, const std::vector<std::string>& methods);
+  /// Load a file and the named methods over one set of memory arenas, which start at zero. The arenas also have room for the methods
+  /// `later`, which `load` loads.
+  static Result<std::unique_ptr<Engine>> open(const std::string& path, const std::vector<std::string>& methods,
+                                              const std::vector<std::string>& later = {});
+
+  /// Load further methods; those that are loaded stay.
+  virtual Status load(const std::vector<std::string>& methods) = 0;
 
   virtual ~Engine() = default;
 

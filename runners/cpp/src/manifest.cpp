@@ -256,6 +256,21 @@ FixedSpec fixed_of(const std::string& name, const Json& given, const std::string
   return fixed;
 }
 
+std::optional<LoraSpec> lora_of(const Json& given, Reader& reader) {
+  if (given.is_null()) return std::nullopt;
+  LoraSpec lora{small(given["slots"], "program.lora.slots", 1, reader), small(given["rank"], "program.lora.rank", 1, reader),
+                reader.text(given["dtype"], "program.lora.dtype"), {}};
+  const Json::Array* targets = given["targets"].array();
+  if (targets == nullptr || targets->empty()) reader.complain("program.lora.targets must be a list of at least one element");
+  const Json::Array none;
+  for (const Json& target : targets == nullptr ? none : *targets) {
+    const std::string where = "program.lora.targets." + std::to_string(lora.targets.size());
+    lora.targets.push_back({reader.text(target["name"], where + ".name"), small(target["inputs"], where + ".inputs", 1, reader),
+                            small(target["outputs"], where + ".outputs", 1, reader)});
+  }
+  return lora;
+}
+
 ItemSpec item_of(const std::string& name, const Json& method, Reader& reader) {
   const std::string where = "program.methods." + name;
   const Json& item = method["item"];
@@ -400,12 +415,13 @@ Result<Manifest> Manifest::read(const std::string& folder) {
   const Json& start = fields["generation_config"]["decoder_start_token_id"];
   if (!start.is_null()) manifest.start_token = reader.integer(start, "generation_config.decoder_start_token_id", 0);
 
+  manifest.lora = lora_of(program["lora"], reader);
+  if (fields["fingerprint"].string() != nullptr) manifest.fingerprint = *fields["fingerprint"].string();
   const Json::Object no_methods;
   const Json::Object* methods = program["methods"].object();
   for (const auto& [name, method] : methods == nullptr ? no_methods : *methods) {
     const std::string where = "program.methods." + name;
-    // Steps with LoRA adapters repeat those without, which this runner calls.
-    if (!gives_logits(method) || takes(method, "adapters")) continue;
+    if (!gives_logits(method) || (takes(method, "adapters") && !manifest.lora)) continue;
     const int64_t least = reader.integer(method["min_length"], where + ".min_length", 1);
     MethodSpec spec{name, least, reader.integer(method["max_length"], where + ".max_length", least)};
     if (!method["read_length"].is_null()) spec.kv_read_len = reader.integer(method["read_length"], where + ".read_length", 1);
@@ -413,6 +429,7 @@ Result<Manifest> Manifest::read(const std::string& folder) {
     if (!scored.is_null()) spec.scored_tokens = reader.integer(scored, where + ".scored_tokens", 0);
     spec.takes_encoded = takes(method, "encoder_hidden_states");
     spec.takes_embeds = takes(method, "inputs_embeds");
+    spec.takes_adapters = takes(method, "adapters");
     const Json::Array no_inputs;
     const Json::Array* inputs = method["inputs"].array();
     for (const Json& input : inputs == nullptr ? no_inputs : *inputs) {

@@ -24,6 +24,7 @@ std::string shape_text(et::Span<const int32_t> sizes) {
 constexpr const char* kEncode = "encode";
 constexpr const char* kEmbed = "embed";
 constexpr const char* kShift = "shift";
+constexpr const char* kWriteAdapter = "write_adapter";
 
 int64_t reads(const MethodSpec& method) { return method.kv_read_len.value_or(std::numeric_limits<int64_t>::max()); }
 
@@ -44,7 +45,8 @@ std::string tensor_problem(const et::Result<et::TensorInfo>& found, const char* 
 }
 
 // The difference between a step's other inputs and the manifest, or nothing.
-std::string further_problem(const et::MethodMeta& meta, const MethodSpec& method, const std::optional<EmbedsSpec>& embeds) {
+std::string further_problem(const et::MethodMeta& meta, const MethodSpec& method, const Manifest& manifest) {
+  const std::optional<EmbedsSpec>& embeds = manifest.embeds;
   for (size_t index = 2; index < method.inputs.size(); ++index) {
     const std::string& name = method.inputs[index];
     std::vector<int64_t> shape;
@@ -55,6 +57,8 @@ std::string further_problem(const et::MethodMeta& meta, const MethodSpec& method
       shape = {embeds->axes, 1, method.max_length};
     } else if (name == "image_ids" && method.takes_embeds) {
       shape = {1, method.max_length};
+    } else if (name == "adapters") {
+      shape = {manifest.batch_size};
     } else {
       return "takes " + name + ", which this library does not give";
     }
@@ -80,7 +84,7 @@ std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& meth
   if (method.takes_embeds) tokens.push_back(manifest.embeds->hidden_size);
   for (const std::string& problem :
        {tensor_problem(meta.input_tensor_meta(0), method.takes_embeds ? "embeddings" : "tokens", tokens, method.takes_embeds),
-        tensor_problem(meta.input_tensor_meta(1), "a position", {rows}, false), further_problem(meta, method, manifest.embeds)}) {
+        tensor_problem(meta.input_tensor_meta(1), "a position", {rows}, false), further_problem(meta, method, manifest)}) {
     if (!problem.empty()) return problem;
   }
   const auto logits_sizes = logits->sizes();
@@ -201,12 +205,14 @@ Program::~Program() = default;
 
 Result<Program> Program::open(const Manifest& manifest) {
   std::vector<std::string> names;
-  for (const MethodSpec& method : manifest.methods) names.push_back(method.name);
+  std::vector<std::string> later;
+  for (const MethodSpec& method : manifest.methods) (method.takes_adapters ? later : names).push_back(method.name);
+  if (manifest.lora) later.emplace_back(kWriteAdapter);
   if (manifest.encoder) names.emplace_back(kEncode);
   if (manifest.embeds) names.emplace_back(kEmbed);
   if (manifest.shifts) names.emplace_back(kShift);
   for (const ItemSpec& item : manifest.items) names.push_back(item.method);
-  Result<std::unique_ptr<Engine>> engine = Engine::open(manifest.program_path(), names);
+  Result<std::unique_ptr<Engine>> engine = Engine::open(manifest.program_path(), names, later);
   if (!engine.ok()) return engine.error();
   for (const MethodSpec& method : manifest.methods) {
     const auto meta = (*engine)->meta(method.name);
@@ -229,6 +235,23 @@ Result<Program> Program::open(const Manifest& manifest) {
     if (!fits) {
       return fail(ErrorCode::kBundle, "method 'shift' of ", manifest.program_path(),
                   " takes or returns something else than the manifest says: copy the bundle again");
+    }
+  }
+  if (manifest.lora) {
+    const auto meta = (*engine)->meta(kWriteAdapter);
+    const LoraSpec& lora = *manifest.lora;
+    bool fits = meta.ok() && meta->num_inputs() == 1 + 2 * lora.targets.size() && tensor_problem(meta->input_tensor_meta(0), "a slot", {1}, false).empty();
+    for (size_t index = 0; fits && index < lora.targets.size(); ++index) {
+      const LoraTarget& target = lora.targets[index];
+      const std::vector<int64_t> shapes[] = {{1, target.inputs, lora.rank}, {1, lora.rank, target.outputs}};
+      for (size_t half = 0; half < 2; ++half) {
+        const auto found = meta->input_tensor_meta(1 + 2 * index + half);
+        fits = fits && tensor_problem(found, "a tensor", shapes[half], true).empty() && found->scalar_type() == type_of(lora.dtype);
+      }
+    }
+    if (!fits) {
+      return fail(ErrorCode::kBundle, "method 'write_adapter' of ", manifest.program_path(),
+                  " takes something else than the manifest says: copy the bundle again");
     }
   }
   Program program(manifest.methods, std::move(*engine));
@@ -254,7 +277,7 @@ Result<Program> Program::open(const Manifest& manifest) {
 const MethodSpec* Program::method_for(int64_t length, int64_t end, Need need) const {
   const MethodSpec* best = nullptr;
   for (const MethodSpec& method : methods_) {
-    if (method.takes_embeds != need.embeds) continue;
+    if (method.takes_embeds != need.embeds || method.takes_adapters != need.adapted) continue;
     if (need.scores ? method.scored_tokens < length : method.only_scores()) continue;
     if (method.takes_encoded ? !need.has_encoded : need.encodes) continue;
     if (length < method.min_length || length > method.max_length || end > reads(method)) continue;
@@ -276,6 +299,30 @@ int64_t Program::scored_tokens() const {
   int64_t most = 0;
   for (const MethodSpec& method : methods_) most = std::max(most, method.scored_tokens);
   return most;
+}
+
+Status Program::write_adapter(const LoraSpec& lora, int64_t slot, const std::vector<std::vector<float>>& tensors) {
+  std::vector<std::string> names{kWriteAdapter};
+  for (const MethodSpec& method : methods_) {
+    if (method.takes_adapters) names.push_back(method.name);
+  }
+  if (const Status status = engine_->load(names); !status.ok()) return status;
+  std::vector<std::vector<uint8_t>> bytes;
+  std::vector<executorch::extension::TensorPtr> views{view(&slot, {1})};
+  const ScalarType type = type_of(lora.dtype);
+  const auto rank = static_cast<int32_t>(lora.rank);
+  for (size_t index = 0; index < tensors.size(); ++index) {
+    const LoraTarget& target = lora.targets[index / 2];
+    std::vector<int32_t> sizes{1, rank, static_cast<int32_t>(target.outputs)};
+    if (index % 2 == 0) sizes = {1, static_cast<int32_t>(target.inputs), rank};
+    bytes.push_back(bytes_of(tensors[index], type));
+    views.push_back(view(bytes.back().data(), std::move(sizes), type));
+  }
+  std::vector<et::EValue> inputs;
+  for (const auto& one : views) inputs.emplace_back(*one);
+  const auto output = engine_->execute(kWriteAdapter, inputs);
+  if (output.ok()) return {};
+  return fail(ErrorCode::kRuntime, "ExecuTorch failed in method 'write_adapter': ", describe(output.error()), "; load the adapter again");
 }
 
 Status Program::shift(int64_t length, int64_t first, int64_t count) {
@@ -311,6 +358,7 @@ Status Program::run(const MethodSpec& method, const Step& step, size_t scored, s
   } else {
     for (size_t index = 2; index < method.inputs.size(); ++index) {
       const std::string& name = method.inputs[index];
+      if (name == "adapters") tensors.push_back(view(&step.adapter, {1}));
       if (name == "rope_deltas") tensors.push_back(view(&step.rope_delta, {1}));
       if (name == "image_ids") tensors.push_back(view(step.image_ids.data(), {1, length}));
       if (name == "position_ids") {

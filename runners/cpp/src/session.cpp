@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "adapter_file.h"
 #include "checks.h"
 #include "item_places.h"
 #include "prompt_lookup.h"
@@ -181,7 +182,7 @@ Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens, bo
     }
     if (method == nullptr) return no_method(size);
     const auto first = static_cast<size_t>(done), count = static_cast<size_t>(size);
-    Step step{.length = size, .positions = {&length_, 1}, .encoded = encoded_ ? &*encoded_ : nullptr};
+    Step step{.length = size, .positions = {&length_, 1}, .encoded = encoded_ ? &*encoded_ : nullptr, .adapter = adapter_};
     std::vector<int64_t> positions;
     if (embeds) {
       step.embeds = std::span<const float>(embeddings).subspan(first * hidden, count * hidden);
@@ -245,7 +246,7 @@ Result<std::span<const float>> Session::score(std::span<const int64_t> tokens) {
   const MethodSpec* method = method_for(size, true);
   if (method == nullptr) return no_method(size);
   max_len_ever_ = std::max(max_len_ever_, length_ + size);
-  const Step step{.tokens = tokens, .length = size, .positions = {&length_, 1}, .rope_delta = rope_delta(placed_, length_)};
+  const Step step{.tokens = tokens, .length = size, .positions = {&length_, 1}, .rope_delta = rope_delta(placed_, length_), .adapter = adapter_};
   const Status status = program_.run(*method, step, tokens.size(), logits_);
   if (!status.ok()) return status.error();
   remember(tokens);
@@ -261,7 +262,7 @@ Error Session::no_method(int64_t size) const {
 const MethodSpec* Session::method_for(int64_t size, bool scores, bool embeds) const {
   const bool encodes = manifest_.encoder && length_ == 0;
   return program_.method_for(size, length_ + size,
-                             {.scores = scores, .encodes = encodes, .has_encoded = encoded_.has_value(), .embeds = embeds});
+                             {.scores = scores, .encodes = encodes, .has_encoded = encoded_.has_value(), .embeds = embeds, .adapted = adapter_ > 0});
 }
 
 Status Session::encode_input(std::span<const int64_t> tokens) {
@@ -326,6 +327,48 @@ std::span<const int64_t> Session::propose(std::span<const int64_t> context, cons
   return count > 0 ? look_up(context, static_cast<size_t>(count)) : std::span<const int64_t>();
 }
 
+Status Session::load_adapter(const std::string& path, const std::string& name) {
+  if (!manifest_.lora) {
+    return fail(ErrorCode::kBundle, manifest_.folder, " has no slots for adapters; export the model with lora_slots=1 or more");
+  }
+  if (name.empty()) return fail(ErrorCode::kInput, "name must be a text of at least one character; the empty one is the model itself");
+  const auto known = adapters_.find(name);
+  int64_t slot = known == adapters_.end() ? 1 : known->second;
+  const auto is_used = [this, &slot] {
+    return std::any_of(adapters_.begin(), adapters_.end(), [&slot](const auto& one) { return one.second == slot; });
+  };
+  while (known == adapters_.end() && is_used()) ++slot;
+  if (slot > manifest_.lora->slots) {
+    return fail(ErrorCode::kInput, "the program has ", manifest_.lora->slots, " slots for adapters, which are all used; unload one of them first");
+  }
+  const auto tensors = read_adapter(path, *manifest_.lora, manifest_.fingerprint);
+  if (!tensors.ok()) return tensors.error();
+  if (const Status status = program_.write_adapter(*manifest_.lora, slot, *tensors); !status.ok()) return status;
+  adapters_[name] = slot;
+  if (slot == adapter_) cached_.clear();
+  return {};
+}
+
+Status Session::unload_adapter(const std::string& name) {
+  const auto found = adapters_.find(name);
+  if (found == adapters_.end()) return fail(ErrorCode::kInput, "no adapter is named '", name, "'; load_adapter first");
+  if (found->second == adapter_) {
+    if (const Status status = use_adapter(""); !status.ok()) return status;
+  }
+  adapters_.erase(found);
+  return {};
+}
+
+Status Session::use_adapter(const std::string& name) {
+  const auto found = adapters_.find(name);
+  if (!name.empty() && found == adapters_.end()) return fail(ErrorCode::kInput, "no adapter is named '", name, "'; load_adapter first");
+  const int64_t slot = name.empty() ? 0 : found->second;
+  // Tokens of another adapter are not a prefix of the next conversation.
+  if (slot != adapter_) cached_.clear();
+  adapter_ = slot;
+  return {};
+}
+
 Status Session::save_state(const std::string& path) const {
   const auto cache = program_.cache();
   if (cache.empty()) {
@@ -345,6 +388,9 @@ Status Session::load_state(const std::string& path) {
   if (!place.ok()) return place.error();
   length_ = place->length;
   cached_.clear();
+  // The memory of the slots was replaced, too.
+  adapters_.clear();
+  adapter_ = 0;
   max_len_ever_ = place->max_len_ever;
   pending_ = place->pending;
   placed_ = std::move(place->placed);

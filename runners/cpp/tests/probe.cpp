@@ -224,6 +224,9 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
        });
        generation.ok() ? reply(*generation, text) : reply(generation.error());
      }},
+    {"load_adapter", [](const Fields& fields) { reply(session->load_adapter(fields[1], fields[2])); }},
+    {"unload_adapter", [](const Fields& fields) { reply(session->unload_adapter(fields[1])); }},
+    {"use_adapter", [](const Fields& fields) { reply(session->use_adapter(fields[1])); }},
     {"render", [](const Fields& fields) {
        const auto text = session->render(from_hex(fields[1]));
        text.ok() ? reply({to_hex(*text)}) : reply(text.error());

@@ -20,10 +20,26 @@ struct MethodSpec {
   std::vector<std::string> inputs{};     // names, in order
   bool takes_embeds = false;             // takes embeddings instead of token ids
   bool takes_encoded = false;            // takes the encoder's output: the first step of a sequence, and steps of several tokens
+  bool takes_adapters = false;           // takes the slot of each row's LoRA adapter
   int64_t scored_tokens = 0;             // number of last tokens with logits; 0 for the last token alone
 
   /// True if it only scores a few tokens, while other methods feed prompts.
   bool only_scores() const { return scored_tokens > 0 && min_length > 1; }
+};
+
+/// A linear layer with slots for LoRA adapters.
+struct LoraTarget {
+  std::string name;
+  int64_t inputs;
+  int64_t outputs;
+};
+
+/// The slots of a program for LoRA adapters, see exportable_cache/models/lora.py.
+struct LoraSpec {
+  int64_t slots;
+  int64_t rank;                     // the largest
+  std::string dtype;                // of the tensors of `write_adapter`
+  std::vector<LoraTarget> targets;  // in its order
 };
 
 /// The method `encode` of an encoder-decoder: one input, and for text the number of padding tokens.
@@ -108,6 +124,8 @@ struct Manifest {
   std::vector<ItemSpec> items;        // inputs of prompts besides text
   std::optional<EmbedsSpec> embeds{};  // present if there are items
   std::optional<ChatTurns> chat{};
+  std::optional<LoraSpec> lora{};
+  std::string fingerprint;  // of the weights; adapters name that of theirs
   bool shifts = false;  // the program has a method `shift`, which drops old tokens
   std::optional<int64_t> start_token{};  // decoder_start_token_id of the generation config
   std::vector<int64_t> end_tokens;  // eos_token_id of the generation config; may be empty

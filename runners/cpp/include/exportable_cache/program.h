@@ -32,6 +32,7 @@ struct Step {
   std::span<const int64_t> position_ids{};  // [axes, length], with embeddings
   std::span<const int64_t> image_ids{};     // [length], with embeddings
   const Encoded* encoded = nullptr;
+  int64_t adapter = 0;                      // slot of the LoRA adapter, for methods that take one
 };
 
 /// The methods of one program. They share its cache, which starts at zero.
@@ -55,6 +56,7 @@ class Program {
     bool encodes = false;      // computes the cross-attention's keys and values: an encoder-decoder's first step
     bool has_encoded = true;   // the encoder's output is available
     bool embeds = false;       // takes embeddings instead of ids
+    bool adapted = false;      // takes the slot of a LoRA adapter
   };
 
   /// The cheapest method for a step of `length` tokens after which the cache has `end` tokens, or null.
@@ -82,6 +84,11 @@ class Program {
   ///
   /// The last `padding` ids are padding. Nothing is checked here.
   Result<Encoded> encode(const EncoderSpec& encoder, const void* values, std::vector<int32_t> sizes, int32_t padding);
+
+  /// Write a LoRA adapter into a slot: two tensors for each target, [inputs, rank] and [rank, outputs].
+  ///
+  /// The first call loads the methods that take adapters. Error kBundle if they cannot be loaded, kRuntime if ExecuTorch fails.
+  Status write_adapter(const LoraSpec& lora, int64_t slot, const std::vector<std::vector<float>>& tensors);
 
   /// Drop `count` positions of the cache from `first` on, of `length` tokens. Nothing is checked here.
   ///

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -182,6 +183,20 @@ class Session {
   Result<Generation> chat(const std::string& question, const std::string& system, const GenerateOptions& options,
                           const OnText& on_text);
 
+  /// Load a LoRA adapter that `exportable-cache adapter` wrote into a free slot, or in place of the one of this name. The first one loads
+  /// the methods that take adapters, which takes memory. A loaded state drops all adapters.
+  ///
+  /// Error kBundle if the program has no slots; kInput if all are used, or the file is missing, damaged, or for another program;
+  /// kRuntime if ExecuTorch fails.
+  Status load_adapter(const std::string& path, const std::string& name);
+
+  /// Free the slot of an adapter; if it is in use, the model continues without one. Error kInput if none has this name.
+  Status unload_adapter(const std::string& name);
+
+  /// Run the next steps with an adapter, by its name; an empty name is the model itself. Cached tokens keep the values that they were
+  /// computed with, so `reset` before a text with another adapter. Error kInput if none has this name.
+  Status use_adapter(const std::string& name);
+
   /// The model's chat template over messages, up to where the response begins; needs a build with -DEC_TEMPLATES=ON.
   ///
   /// `request` is JSON: the messages (`[{"role": "user", "content": "hello"}]`), or an object with `messages`, `tools` and other
@@ -248,6 +263,8 @@ class Session {
   Items items_;                     // for the next prompt
   std::vector<Placed> placed_;      // cached items, oldest first
   std::unique_ptr<std::atomic<bool>> cancelled_ = std::make_unique<std::atomic<bool>>(false);
+  std::map<std::string, int64_t> adapters_;  // slots of the loaded adapters
+  int64_t adapter_ = 0;                      // slot in use; 0 for none
   std::vector<int64_t> cached_;  // ids of cached tokens; fewer than `length_` if later ones are unknown
   int64_t length_ = 0;
   int64_t max_len_ever_ = 0;          // most cached tokens since position 0: the limit of a rewind depends on it
