@@ -123,9 +123,10 @@ def test_undo_reset_save_and_load(chat, bundle: Path, tmp_path: Path) -> None:
     assert [message["content"] for message in messages] == [QUESTION, first, "amber?", second]
 
 
-def test_conversations_are_forked_and_switched(chat, bundle: Path) -> None:
+def test_conversations_are_forked_and_switched(chat, bundle: Path, tmp_path: Path) -> None:
     """A fork has the same beginning, and neither sees the other's later messages."""
-    lines = [QUESTION, "/fork side", "paper?", "/switch", "/switch main", "amber?", "/switch side", "paper?"]
+    lines = [QUESTION, "/fork side", "paper?", "/switch", "/switch main", f"/save {tmp_path}/main.json"]
+    lines += ["amber?", "/switch side", "paper?"]
     refused = ["/fork side", "/fork", "/switch other"]
     result = chat(bundle, input="\n".join([*lines, *refused]) + "\n")
     assert result.exit_code == 0, result.stderr
@@ -133,6 +134,8 @@ def test_conversations_are_forked_and_switched(chat, bundle: Path) -> None:
     assert [first, main] == answers(bundle, QUESTION, "amber?")
     assert [first, side, again] == answers(bundle, QUESTION, "paper?", "paper?")
     assert "side (this one), main" in result.stderr
+    saved = json.loads((tmp_path / "main.json").read_text())["messages"]
+    assert [message["content"] for message in saved] == [QUESTION, first]
     for said in ("got 'side': /fork NAME", "got '': /fork NAME", "no other conversation 'other'; there is main"):
         assert said in result.stderr, result.stderr
 
