@@ -24,7 +24,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 
 from exportable_cache.demo import demo_path
 from exportable_cache.demo.task import make_question
-from exportable_cache.models.quantization.group_scales import round_groups
+from exportable_cache.models.quantization.group_scales import round_groups, round_with_feedback
 from exportable_cache.models.rounding import rounded_activations
 
 GROUP = 32
@@ -143,27 +143,11 @@ def compare(model: PreTrainedModel, outputs: Callable[[], torch.Tensor], draws: 
         print(f"| `{name}` | {means[0]:.2%} | {' | '.join(cells)} | {means[3]:.1%} |")
 
 
-def gptq(weight: torch.Tensor, products: torch.Tensor, signed: bool, damping: float = 0.01) -> torch.Tensor:
-    """Round columns in order, and change the later ones to make up for the error (https://arxiv.org/abs/2210.17323).
-
-    Args:
-        weight: [outputs, inputs].
-        products: float64 [inputs, inputs], sums of the products of inputs over the calibration tokens.
-        signed: See `round_groups`, which chooses the scale of each group when its first column is reached.
-        damping: Share of the mean diagonal that is added to the diagonal.
-    """
-    left, inputs = weight.double(), weight.shape[1]
-    products = products + damping * products.diagonal().mean() * torch.eye(inputs, dtype=torch.double)
-    inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(products)), upper=True)
-    result = torch.empty_like(left)
-    for start in range(0, inputs, GROUP):
-        group = left[:, start : start + GROUP].float().contiguous()
-        scale = round_groups(group, GROUP, torch.bfloat16, signed).scales.double()[:, 0]
-        for column in range(start, start + GROUP):
-            result[:, column] = (left[:, column] / scale).round().clamp(-8, 7) * scale
-            error = (left[:, column] - result[:, column]) / inverse[column, column]
-            left[:, column + 1 :] -= error[:, None] * inverse[column, column + 1 :]
-    return result.float()
+def gptq(weight: torch.Tensor, products: torch.Tensor, signed: bool) -> torch.Tensor:
+    """Round with error feedback, as `--calibrate` does."""
+    rounded = round_with_feedback(weight, GROUP, torch.bfloat16, signed, products)
+    assert rounded is not None
+    return rounded.integers * rounded.scales.float().repeat_interleave(GROUP, 1)
 
 
 @torch.no_grad()

@@ -48,6 +48,20 @@ class File(Entry):
     details: dict[str, Any] = Field(default_factory=dict)
 
 
+class Calibrated(Entry):
+    """A record of the text that weights were calibrated on, by the digest of its tokens.
+
+    `distance_before` and `distance_after` are those of layers' outputs on held-out text, with weights rounded to
+    nearest and with the stored ones, relative to their magnitude. They are None for schemes that only scale inputs.
+    """
+
+    tokens: Count
+    sha256: str
+    layers: int = 0
+    distance_before: float | None = None
+    distance_after: float | None = None
+
+
 class Quantized(Entry):
     """A record of quantized weights, and of how far the logits moved from the float model on random tokens.
 
@@ -64,6 +78,8 @@ class Quantized(Entry):
     experts: str | None = None
     # The form of integers that are those of the checkpoint; None for other schemes.
     kept: str | None = None
+    # None if no text was given.
+    calibration: Calibrated | None = None
     # Bytes of the integers with their scales, and of the weights that are not quantized; None in older bundles.
     quantized_bytes: int | None = None
     other_bytes: int | None = None

@@ -308,6 +308,15 @@ def print_quantization(terminal: Terminal, bundle: Bundle) -> None:
         text += f"; {bytes_text(quantized.quantized_bytes)} of integers and scales"
         text += f", {bytes_text(quantized.other_bytes)} stay {bundle.manifest.dtype}"
     terminal.print(text)
+    calibrated = quantized.calibration
+    if calibrated is not None:
+        text = f"calibrated on {calibrated.tokens:,} tokens"
+        if calibrated.distance_before is not None:
+            text += (
+                f", {calibrated.layers} layers: their outputs on held-out text differ from the float model's by "
+                f"{calibrated.distance_before:.2%} of their magnitude before, {calibrated.distance_after:.2%} after"
+            )
+        terminal.print(text)
     if quantized.max_difference is not None:
         terminal.print(
             f"against the float model, {quantized.positions} positions of random tokens: max |logit difference| "

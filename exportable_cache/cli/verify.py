@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from ..verification.report import VerifyReport
 
 RecordOption = Annotated[bool, typer.Option("--record", help="Replace the report in the bundle's manifest.")]
+CalibrateOption = Annotated[
+    Path | None,
+    typer.Option("--calibrate", metavar="FILE", help="Text that the weights were calibrated on.", show_default=False),
+]
 SignOption = Annotated[
     Path | None,
     typer.Option(
@@ -49,6 +53,7 @@ SignOption = Annotated[
         {name: Changes(about={"callback": at_least(least)}) for name, least in (("tolerance", 0), ("decode_steps", 1))},
     ),
     declared("lora", LoraOption, None),
+    declared("calibrate", CalibrateOption, None),
     declared("record", RecordOption, False),
     declared("sign", SignOption, None),
     declared("json", JsonOption, False),
@@ -105,7 +110,7 @@ def _verify_live(
     """Compare a session over a model with the model itself, or with another model."""
     from ..errors import InputError
 
-    for name, flag in (("lora", "--lora"), ("record", "--record"), ("sign", "--sign")):
+    for name, flag in (("lora", "--lora"), ("calibrate", "--calibrate"), ("record", "--record"), ("sign", "--sign")):
         if given.pop(name):
             raise InputError(f"{flag} cannot be combined with the model {folder}, only with a bundle; leave it out")
     opened = open_session(terminal, folder, opening, Use(waits=True), text=False)

@@ -64,6 +64,7 @@ def export(
     quantize: str | None = None,
     group_size: int | None = None,
     quantize_embeddings: str | None = None,
+    calibrate: str | os.PathLike | None = None,
     attention_sinks: int | None = None,
     attention_window: int | None = None,
     max_encoder_len: int | None = None,
@@ -111,6 +112,8 @@ def export(
         group_size: Number of weights that share a scale in 4-bit schemes.
         quantize_embeddings: Scheme of the embedding table: "8w", "4w", or "none". By default "8w" with `quantize`, if
             the target supports it.
+        calibrate: Text file to calibrate `8da4w`, `4w` or `fp8` on, of at least 512 tokens. Rounding then makes up for
+            its errors on the inputs that layers have on this text (GPTQ), see docs/guides/quantize.md.
         attention_sinks: First tokens that full-attention layers keep, see `ExportableCache.from_config`.
         attention_window: Newest tokens that full-attention layers keep, so that generation has no end.
         max_encoder_len: Longest input of an encoder-decoder's encoder in tokens, frames or samples, see
@@ -200,6 +203,7 @@ def export(
             settings["quantize_embeddings"],
             getattr(backend, "embedding_schemes", ()),
         ),
+        calibrate=calibrate,
         dtype=dtype,
         modalities=modalities,
         image_size=image_size,

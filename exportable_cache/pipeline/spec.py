@@ -16,7 +16,7 @@ from ..backends.registry import backend_for
 from ..cache.spec import CacheSpec
 from ..common.settings import REQUIRED, check_settings, same_setting, setting
 from ..errors import InputError
-from ..models.quantization.spec import KEEP_SCHEME, check_schemes
+from ..models.quantization.spec import KEEP_SCHEME, check_calibrated, check_schemes
 from ..program.inputs.kinds import KINDS, check_kinds
 from ..program.spec import ProgramSpec
 from ..verification.spec import VerifySpec, check_tolerance
@@ -92,6 +92,14 @@ class ExportSpec:
     options: TargetOptions | None = field(default=None, kw_only=True)
     quantization: Quantization | None = field(default=None, kw_only=True)
     recipe_changes: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    calibrate: str | os.PathLike | None = setting(
+        None,
+        "Text to calibrate 8da4w, 4w or fp8 on.",
+        flags=("--calibrate",),
+        metavar="FILE",
+        kind=Path,
+        shown_default=False,
+    )
     dtype: torch.dtype | str | None = same_setting(CacheSpec, "dtype")
     modalities: Sequence[str] | Mapping[str, Any] = setting(
         (),
@@ -200,6 +208,9 @@ class ExportSpec:
             )
         if self.draft is not None:
             _check_draft(self)
+        if self.calibrate is not None:
+            scheme = None if self.quantization is None else self.quantization.linear
+            check_calibrated(self.calibrate, scheme, self.recipe)
         if self.quantization is not None:
             linear, embeddings = getattr(backend, "linear_schemes", ()), getattr(backend, "embedding_schemes", ())
             check_schemes(self.quantization, self.target, linear, embeddings)

@@ -22,7 +22,7 @@ from ..backends import backend_for
 from ..backends.base import target_dtypes
 from ..bundle import signing
 from ..bundle.builder import Provenance, check_free, new_folder, write_bundle
-from ..bundle.entries import AppliedRecipe, Quantized, RoundedCache
+from ..bundle.entries import AppliedRecipe, Calibrated, Quantized, RoundedCache
 from ..common.fs.tensor_files import Scratch
 from ..common.process.tuning import few_collections
 from ..common.progress import silent
@@ -43,6 +43,7 @@ from ..models.loading.loading import (
 )
 from ..models.lora import remove_slots
 from ..models.positions import beyond_positions, check_positions, check_rope
+from ..models.quantization.calibration import Calibration, read_calibration
 from ..models.quantization.quantize import quantize
 from ..models.quantization.sizes import Coverage, coverage_of, exact_bytes
 from ..models.quantization.spec import KEEP_SCHEME
@@ -102,6 +103,7 @@ class Source:
         dtype: Stored and exported dtype of the weights.
         weights_bytes: Bytes of the weights as the target stores them; None if the target keeps them unchanged.
         coverage: Quantized share of the weights; None without quantization.
+        calibration: Text that the weights were calibrated on, and its effect; None without one.
     """
 
     loaded: LoadedModel
@@ -109,6 +111,7 @@ class Source:
     dtype: DtypeChoice
     weights_bytes: int | None = None
     coverage: Coverage | None = None
+    calibration: Calibration | None = None
 
 
 def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
@@ -241,10 +244,11 @@ def quantise(resolved: Resolved, loaded: LoadedModel, progress: Progress = silen
         keeps_exact = target_dtypes(resolved.spec.target, options_of(resolved.spec).to_dict()).keeps_exact
         return Source(loaded, loaded.model, choice, exact_bytes(loaded.model) if keeps_exact else None)
     progress(f"quantising to {quantization}", 0, None)
-    output = output_of(resolved.spec)
+    output, text = output_of(resolved.spec), resolved.spec.calibrate
+    calibration = None if text is None else read_calibration(text, loaded.tokenizer)
     try:
         scratch = _scratch_for(loaded.model, output)
-        quantized = quantize(loaded.model, quantization, scratch, choice.chosen, loaded.integers)
+        quantized = quantize(loaded.model, quantization, scratch, choice.chosen, loaded.integers, calibration)
     except OSError as error:
         raise BundleError(f"cannot write next to {output}: {error.strerror or error}; choose another disk") from error
     if quantized.remark:
@@ -253,7 +257,18 @@ def quantise(resolved: Resolved, loaded: LoadedModel, progress: Progress = silen
     coverage = coverage_of(loaded.model, quantization, choice.chosen, quantized.kept)
     if coverage.remark:
         warnings.warn(coverage.remark, RuntimeWarning, stacklevel=2)
-    return Source(loaded, quantized.model, choice, quantized.weights_bytes, coverage)
+    return Source(loaded, quantized.model, choice, quantized.weights_bytes, coverage, calibration)
+
+
+def _calibrated(calibration: Calibration) -> Calibrated:
+    before, after, layers = calibration.effect or (None, None, 0)
+    return Calibrated(
+        tokens=calibration.tokens,
+        sha256=calibration.sha256,
+        layers=layers,
+        distance_before=before,
+        distance_after=after,
+    )
 
 
 def _scratch_for(model: PreTrainedModel, output: Path) -> Scratch | None:
@@ -338,6 +353,7 @@ def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progr
             **spec.quantization.to_dict(),
             quantized_bytes=source.coverage.quantized_bytes,
             other_bytes=source.coverage.other_bytes,
+            calibration=None if source.calibration is None else _calibrated(source.calibration),
         )
         remarks += [source.coverage.remark] if source.coverage.remark else []
     if spec.cache.kv_dtype is not None:

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..bundle.bundle import Bundle
+    from ..bundle.entries import Calibrated
     from ..common.progress import Progress
+    from ..models.loading.loading import LoadedModel
+    from ..models.quantization.calibration import Calibration
     from ..session.session import Session
 
 
@@ -38,6 +41,7 @@ def verify(
     *,
     lora: Sequence[str | os.PathLike] = (),
     adapter: str | os.PathLike | None = None,
+    calibrate: str | os.PathLike | None = None,
     trust: bool = False,
     key: str | os.PathLike | None = None,
     record: bool = False,
@@ -55,6 +59,7 @@ def verify(
         lora: Folder of the adapter that was merged, if any.
         adapter: Adapter to verify the program with, see `Session.load_adapter`; the model computes its products next to
             its linear layers. It cannot be recorded.
+        calibrate: Text file that the weights were calibrated on, if they were.
         trust: See `load`, if a folder is given.
         key: See `load`, if a folder is given.
         record: If True, write the report into the bundle's manifest, replacing the one recorded before.
@@ -116,9 +121,10 @@ def verify(
             recorded.experts,
             recorded.kept,
         )
+        calibration = _calibration_of(recorded.calibration, calibrate, loaded)
         progress(f"quantising to {quantization}", 0, None)
         dtype = getattr(torch, manifest.dtype)
-        model = quantize(model, quantization, dtype=dtype, stored=loaded.integers).model
+        model = quantize(model, quantization, dtype=dtype, stored=loaded.integers, calibration=calibration).model
     spec = replace(spec, rounded=target_dtypes(manifest.target, manifest.options).rounded)
     try:
         with runtime_chosen(bundle.path):
@@ -144,6 +150,34 @@ def verify(
         earlier = manifest.verification or {}
         bundle.record_verification({**report.to_dict(), "stored": earlier.get("stored")}, sign)
     return report
+
+
+def _calibration_of(
+    recorded: Calibrated | None, calibrate: str | os.PathLike | None, loaded: LoadedModel
+) -> Calibration | None:
+    """Return the text that weights were calibrated on, or None if they were not.
+
+    Raises:
+        InputError: If it is missing, or is another one.
+    """
+    from ..models.quantization.calibration import read_calibration
+
+    if calibrate is None and recorded is None:
+        return None
+    if recorded is None:
+        raise InputError("calibrate must be None, because the weights of this bundle were not calibrated; leave it out")
+    if calibrate is None:
+        raise InputError(
+            f"calibrate must be the text of {recorded.tokens:,} tokens that the weights were calibrated on, got None; "
+            "pass calibrate= (--calibrate FILE)"
+        )
+    found = read_calibration(calibrate, loaded.tokenizer)
+    if found.sha256 != recorded.sha256:
+        raise InputError(
+            f"calibrate must be the text that the weights were calibrated on, got {str(calibrate)!r}, whose tokens are "
+            f"others ({found.tokens:,} of {recorded.tokens:,}); pass that text"
+        )
+    return found
 
 
 @contextmanager

@@ -29,7 +29,8 @@ from ..float8 import Float8Linear
 from ..layers.specs import vocab_size_of
 from ..patches.registry import prepare_model
 from ..quantized_rows import OrderedLinear, QuantizedRows, is_quantized, rounds_activations
-from .group_scales import round_groups
+from .calibration import products_of
+from .group_scales import RoundedGroups, round_groups, round_with_feedback
 from .spec import (
     DEFAULT_GROUP_SIZE,
     EMBEDDING_SCHEMES,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from ...common.fs.tensor_files import Scratch
     from ..loading.integers import IntegerWeight
     from ..quantized_rows import QuantizedWeight
+    from .calibration import Calibration, Products
     from .spec import KeptForm, Quantization
 
 _INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs have no dtypes below 8 bits
@@ -144,6 +146,7 @@ def quantize(
     scratch: Scratch | None = None,
     dtype: torch.dtype = torch.float32,
     stored: Mapping[str, IntegerWeight] | None = None,
+    calibration: Calibration | None = None,
 ) -> QuantizedModel:
     """Quantise a copy of a model; only one weight at a time is converted to float32.
 
@@ -153,6 +156,7 @@ def quantize(
         scratch: File storage for the integers, which take a byte each, also with 4 bits; None for memory.
         dtype: Dtype that the quantised model computes in. Scales have it too, except those of "8da4w".
         stored: Integers of the checkpoint by the names of the model's parameters, for "keep".
+        calibration: Text for schemes in `CALIBRATED_SCHEMES`, in which the effect is recorded; None for no text.
 
     Raises:
         OSError: If the disk is full.
@@ -162,6 +166,7 @@ def quantize(
     check_quantizable(model, quantization)
     prepare_model(model)
     tied = is_tied(model)
+    original = model
     model = _copy_with_new_parameters(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -175,14 +180,16 @@ def quantize(
     if quantization.linear == FLOAT8_SCHEME:
         # First, because inputs are measured before other weights are rounded.
         linears = [one for one in model.modules() if isinstance(one, nn.Linear) and not (tied and one is head)]
-        _use_float8(model, linears, dtype)
+        _use_float8(model, linears, dtype, calibration)
     if quantization.embeddings is not None:
         # Because encoder-decoders share one table between several modules.
         readers = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.weight is table.weight]
         bits = EMBEDDING_SCHEMES[quantization.embeddings]
         if bits == 4 and quantization.scales != "absmax":
             # Signed, because the embedding kernel takes scales of either sign.
-            _quantize_groups(table, quantization, dtype, torch.float32, True, scratch)
+            _set_groups(
+                table, _rounded(_weight(table), quantization, torch.float32, True, scratch), quantization, dtype
+            )
         else:
             config = IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits])
             _quantize_weight(table, config, dtype, scratch)
@@ -204,15 +211,24 @@ def quantize(
         else:
             config = IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits])
         fitted = bits == 4 and quantization.scales != "absmax"
+        paths = [
+            path for path, one in model.named_modules() if isinstance(one, nn.Linear) and not (tied and one is head)
+        ]
+        measured = (
+            products_of(original, paths, calibration) if calibration and fitted else ((path, None) for path in paths)
+        )
         signed = quantization.scales == "signed_mse"
         # Native operators, which alone take signed scales, store bfloat16 scales in 16 bits.
         scale_dtype = torch.bfloat16 if dynamic or signed else dtype
-        for module in model.modules():
-            if isinstance(module, nn.Linear) and not (tied and module is head):
-                if fitted:
-                    _quantize_groups(module, quantization, dtype, scale_dtype, signed, scratch)
-                else:
-                    _quantize_weight(module, config, dtype, scratch)
+        for path, products in measured:
+            module = model.get_submodule(path)
+            if not fitted:
+                _quantize_weight(module, config, dtype, scratch)
+                continue
+            rounded = _rounded(_weight(module), quantization, scale_dtype, signed, scratch)
+            if calibration is not None and products is not None:
+                rounded = _calibrated(_weight(module), rounded, quantization, signed, (calibration, products))
+            _set_groups(module, rounded, quantization, dtype)
     if quantization.experts is not None:
         for _, module in experts_of(model):
             for name in projections(module):
@@ -293,8 +309,10 @@ def _unkept(weight: IntegerWeight, form: KeptForm, scale_dtype: torch.dtype) -> 
     return ""
 
 
-def _largest_inputs(model: PreTrainedModel, linears: list[nn.Linear]) -> dict[nn.Linear, float]:
-    """Measure the largest magnitude of the inputs of linear layers, on random tokens.
+def _largest_inputs(
+    model: PreTrainedModel, linears: list[nn.Linear], calibration: Calibration | None
+) -> dict[nn.Linear, float]:
+    """Measure the largest magnitude of the inputs of linear layers, on a text or on random tokens.
 
     Layers that no token of text passes through are left out.
 
@@ -316,19 +334,22 @@ def _largest_inputs(model: PreTrainedModel, linears: list[nn.Linear]) -> dict[nn
         found[module] = max(found.get(module, 0.0), largest)
 
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size_of(model), _CALIBRATION, generator=generator)
+    random = torch.randint(vocab_size_of(model), _CALIBRATION, generator=generator)
     hooks = [module.register_forward_pre_hook(note) for module in linears]
     try:
-        model(input_ids=ids, use_cache=False)
+        for ids in [random] if calibration is None else calibration.sequences:
+            model(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
     return found
 
 
-def _use_float8(model: PreTrainedModel, linears: list[nn.Linear], dtype: torch.dtype) -> None:
+def _use_float8(
+    model: PreTrainedModel, linears: list[nn.Linear], dtype: torch.dtype, calibration: Calibration | None
+) -> None:
     """Replace linear layers of a model by those in float8, except those that no token of text passes through."""
-    largest = _largest_inputs(model, linears)
+    largest = _largest_inputs(model, linears, calibration)
     for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child in largest:
@@ -371,14 +392,31 @@ def _quantize_weight(module: nn.Module, config: Any, dtype: torch.dtype, scratch
     module.weight = nn.Parameter(type(first)(integers, scales, zero_points, *form), requires_grad=False)
 
 
-def _quantize_groups(
-    module: nn.Module,
+def _rounded(
+    weight: torch.Tensor, quantization: Quantization, scale_dtype: torch.dtype, signed: bool, scratch: Scratch | None
+) -> RoundedGroups:
+    return round_groups(weight, quantization.group_size or DEFAULT_GROUP_SIZE, scale_dtype, signed, scratch)
+
+
+def _calibrated(
+    weight: torch.Tensor,
+    plain: RoundedGroups,
     quantization: Quantization,
-    dtype: torch.dtype,
-    scale_dtype: torch.dtype,
     signed: bool,
-    scratch: Scratch | None,
-) -> None:
+    measured: tuple[Calibration, Products],
+) -> RoundedGroups:
+    """Return a weight rounded with error feedback, or the plain rounding if that is nearer on held-out text."""
+    calibration, products = measured
+    size, scales = quantization.group_size or DEFAULT_GROUP_SIZE, plain.scales
+    fitted = round_with_feedback(weight, size, scales.dtype, signed, products.of_text)
+    if fitted is None or calibration.better(weight, products, plain, fitted) is plain:
+        return plain
+    # Into the same memory, which may be that of a file.
+    plain.integers.copy_(fitted.integers)
+    return RoundedGroups(plain.integers, fitted.scales)
+
+
+def _set_groups(module: nn.Module, rounded: RoundedGroups, quantization: Quantization, dtype: torch.dtype) -> None:
     """Replace the weight of a module by torchao's 4-bit weight, which is dequantised to `dtype`."""
     from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor import (
         IntxUnpackedToInt8Tensor,
@@ -386,7 +424,7 @@ def _quantize_groups(
     )
 
     size = quantization.group_size or DEFAULT_GROUP_SIZE
-    integers, scales = round_groups(_weight(module), size, scale_dtype, signed, scratch)
+    integers, scales = rounded
     zeros = torch.zeros(scales.shape, dtype=torch.int8)
     dynamic = isinstance(module, nn.Linear) and quantization.linear is not None
     rounds = dynamic and LINEAR_SCHEMES[quantization.linear or ""][1]

@@ -5,9 +5,11 @@ This module does not import torch, because the command line builds its options f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import util
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...common.settings import check_settings, setting
@@ -26,6 +28,8 @@ LINEAR_SCHEMES = {
     FLOAT8_SCHEME: (8, False),
     KEEP_SCHEME: (8, False),
 }
+#: Schemes whose rounding a text can calibrate: weights in groups, or the scales of inputs.
+CALIBRATED_SCHEMES = ("8da4w", "4w", FLOAT8_SCHEME)
 #: Schemes of embedding tables -> bits.
 EMBEDDING_SCHEMES = {"8w": 8, "4w": 4}
 #: Scheme of the table if linear layers are quantised, and the value that leaves it unquantised.
@@ -216,6 +220,27 @@ def quantization_of(
             "quantisation needs torchao, which is not installed; pip install 'exportable-cache[executorch]'"
         )
     return quantization
+
+
+def check_calibrated(path: str | os.PathLike, linear: str | None, recipe: str | None) -> None:
+    """Check that a scheme can be calibrated, and that the text is a file.
+
+    Args:
+        path: The text.
+        linear: Scheme of linear layers, or None.
+        recipe: Name of the recipe that chose it, for the message; None for none.
+
+    Raises:
+        InputError: If it cannot be, or there is no file.
+    """
+    if linear not in CALIBRATED_SCHEMES:
+        chosen = f"recipe {recipe!r}" if linear is None and recipe else f"quantize={linear!r}"
+        raise InputError(
+            f"calibrate must be given with quantize {', '.join(CALIBRATED_SCHEMES)}, got {chosen}, in which a text "
+            f"changes no rounding; leave it out, or pass quantize='{CALIBRATED_SCHEMES[0]}' (--quantize)"
+        )
+    if not Path(path).is_file():
+        raise InputError(f"calibrate must be a text file, got {str(path)!r}; pass the path of a text in UTF-8")
 
 
 def check_schemes(quantization: Quantization, target: str, linear: Sequence[str], embeddings: Sequence[str]) -> None:

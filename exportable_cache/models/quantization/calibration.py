@@ -1,0 +1,215 @@
+"""Calibration of quantized weights on a text: the inputs of linear layers that rounding makes up for (GPTQ)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from ...errors import InputError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    import os
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .group_scales import RoundedGroups
+
+#: Tokens of a sequence, and limits of the tokens of a text. A longer text is cut.
+_LENGTH, _LEAST, _MOST = 128, 512, 16384
+#: One sequence in so many is held out, to measure what calibration gains on text that it has not seen.
+_HELD_OUT_EVERY = 8
+# Bytes of the products of the layers that one pass over the text measures; a larger layer is measured alone.
+_BYTES_AT_ONCE = 1 << 30
+
+
+class Products(NamedTuple):
+    """Sums of the products of a layer's inputs, float64 [inputs, inputs], over the tokens of two parts of a text.
+
+    Attributes:
+        of_text: Products over the tokens that rounding is fitted to.
+        held_out: Products over the other tokens.
+    """
+
+    of_text: torch.Tensor
+    held_out: torch.Tensor
+
+
+class Effect(NamedTuple):
+    """Distance of layers' outputs from those of the float weights on held-out text, relative to their magnitude.
+
+    Attributes:
+        before: Root mean square with weights that are rounded to nearest, the mean over layers.
+        after: The same with the weights that are stored.
+        layers: Number of layers whose weights were calibrated; the others gain nothing and are rounded to nearest.
+    """
+
+    before: float
+    after: float
+    layers: int
+
+
+@dataclass
+class Calibration:
+    """A text as a model's tokens, and what the calibration of a model found.
+
+    Attributes:
+        sequences: Tokens, int64 [1, length] each.
+    """
+
+    sequences: Sequence[torch.Tensor]
+    _found: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return sum(one.numel() for one in self.sequences)
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the tokens."""
+        return hashlib.sha256(torch.cat(list(self.sequences), dim=1).numpy().tobytes()).hexdigest()
+
+    @property
+    def effect(self) -> Effect | None:
+        """Effect on the layers that were rounded so far, or None if there are none."""
+        if not self._found:
+            return None
+        before, after = (sum(one) / len(self._found) for one in zip(*self._found, strict=True))
+        return Effect(before, after, sum(after < before for before, after in self._found))
+
+    def better(
+        self, weight: torch.Tensor, products: Products, plain: RoundedGroups, fitted: RoundedGroups
+    ) -> RoundedGroups:
+        """Return the rounding whose outputs are nearer to the float weight's on held-out text, and record both."""
+        energy = _energy(weight, products.held_out)
+        errors = [
+            (_energy(weight, products.held_out, one) / energy) ** 0.5 if energy else 0.0 for one in (plain, fitted)
+        ]
+        is_better = errors[1] < errors[0]
+        self._found.append((errors[0], min(errors)))
+        return fitted if is_better else plain
+
+
+def read_calibration(path: str | os.PathLike, tokenizer: PreTrainedTokenizerBase | None) -> Calibration:
+    """Read a text, and split it into sequences of tokens.
+
+    Raises:
+        InputError: If it cannot be read, is too short, or there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise InputError("calibrate needs a tokenizer, and the model has none; pass tokenizer=, or leave calibrate out")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"calibrate must be a text in UTF-8: cannot read {str(path)!r}: {error}") from error
+    # Without a warning that the text is longer than the model's context, because it is cut.
+    ids = tokenizer(text, verbose=False)["input_ids"][:_MOST]
+    if len(ids) < _LEAST:
+        raise InputError(
+            f"calibrate must be a text of at least {_LEAST} tokens, got {len(ids)} in {str(path)!r}; pass a longer "
+            f"text of the kind that the model is used for (up to {_MOST:,} tokens are read)"
+        )
+    return Calibration(torch.tensor([ids], dtype=torch.int64).split(_LENGTH, dim=1))
+
+
+class _Reached(Exception):
+    """Signal that all layers of a group have their inputs, so that later layers need not be computed."""
+
+
+@torch.no_grad()
+def products_of(
+    model: PreTrainedModel, paths: Sequence[str], calibration: Calibration
+) -> Iterator[tuple[str, Products | None]]:
+    """Yield the products of the inputs of linear layers, in the order of the paths; None for those of no token.
+
+    Each pass over the text measures as many layers as `_BYTES_AT_ONCE` holds.
+
+    Raises:
+        UnsupportedModelError: If the model cannot be run on tokens alone, or an input is not finite.
+    """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"calibrate is not supported by encoder-decoders such as {type(model).__name__}, whose encoder needs "
+            "another input; leave it out"
+        )
+    groups: list[list[str]] = []
+    size = 0
+    for path in paths:
+        linear = model.get_submodule(path)
+        assert isinstance(linear, nn.Linear)
+        size += 16 * linear.in_features**2
+        if not groups or size > _BYTES_AT_ONCE:
+            groups.append([])
+            size = 16 * linear.in_features**2
+        groups[-1].append(path)
+    for group in groups:
+        found = _measured(model, group, calibration.sequences)
+        for path in group:
+            yield path, found.pop(path, None)
+
+
+def _measured(model: PreTrainedModel, paths: Sequence[str], sequences: Sequence[torch.Tensor]) -> dict[str, Products]:
+    found: dict[str, Products] = {}
+    waiting: set[str] = set()
+    # The last input with its products, because queries, keys and values read the same one.
+    last: tuple[torch.Tensor | None, str] = (None, "")
+    held_out = False
+
+    def note(path: str, rows: torch.Tensor) -> None:
+        nonlocal last
+        source, waiting_for = last[0], len(waiting)
+        waiting.discard(path)
+        if source is rows and (path not in found or found[path] is found[last[1]]):
+            found[path] = found[last[1]]
+        else:
+            if path not in found:
+                empty = torch.zeros(2, rows.shape[-1], rows.shape[-1], dtype=torch.double)
+                found[path] = Products(*empty)
+            plain = rows.flatten(0, -2).double()
+            if not plain.isfinite().all():
+                raise UnsupportedModelError(
+                    f"the inputs of {path} of {type(model).__name__} must be finite on the calibration text, got "
+                    "infinities or not-a-number; load the model in float32, or load its weights again"
+                )
+            found[path][held_out].addmm_(plain.T, plain)
+            last = (rows, path)
+        if waiting_for and not waiting:
+            raise _Reached
+
+    def hooked(path: str) -> torch.utils.hooks.RemovableHandle:
+        return model.get_submodule(path).register_forward_pre_hook(lambda _, inputs: note(path, inputs[0]))
+
+    hooks = [hooked(path) for path in paths]
+    try:
+        for index, ids in enumerate(sequences):
+            held_out = index % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1 or (index == len(sequences) - 1 and index < 7)
+            waiting |= set(paths if not index else found)
+            try:
+                model(input_ids=ids, use_cache=False)
+            except _Reached:
+                pass
+            last = (None, "")
+            waiting.clear()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _energy(weight: torch.Tensor, products: torch.Tensor, rounded: RoundedGroups | None = None) -> float:
+    """Return the sum of squares of the outputs of a weight, or of its difference from a rounded one."""
+    total, products = 0.0, products.float()
+    rows = max(1, (1 << 24) // weight.shape[1])
+    for start in range(0, weight.shape[0], rows):
+        some = weight[start : start + rows].float()
+        if rounded is not None:
+            integers, scales = (part[start : start + rows].float() for part in rounded)
+            some = some - integers * scales.repeat_interleave(integers.shape[1] // scales.shape[1], 1)
+        total += float(((some @ products) * some).sum(dtype=torch.double))
+    return total
