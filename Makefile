@@ -193,6 +193,7 @@ zoo: $(VENV)/.installed-test
 
 zoo-media: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.zoo.media $(ZOO_ARGS)
+	@$(BIN)/python -m tests.zoo.processors
 
 fuzz: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.security.fuzz $(FUZZ_ARGS)

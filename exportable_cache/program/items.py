@@ -39,8 +39,9 @@ class FixedInput:
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), values[:1] if same else values)
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor [*shape], on the CPU."""
-        return torch.tensor(self.values, dtype=getattr(torch, self.dtype)).expand(self.numel).reshape(self.shape)
+        """Return the tensor [*shape], on the CPU. It is contiguous, because ExecuTorch lifts no other constants."""
+        values = torch.tensor(self.values, dtype=getattr(torch, self.dtype))
+        return values.expand(self.numel).reshape(self.shape).contiguous()
 
     @property
     def numel(self) -> int:

@@ -358,6 +358,12 @@ def _adapted_methods(methods: Mapping[str, ProgramMethod], slots: LoraSlots) -> 
 
 def _program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, ProgramMethod]:
     if not isinstance(cache, ExportableEncoderDecoderCache):
+        for modality in spec.modalities:
+            if cache.max_length is not None and modality.tokens > cache.max_length:
+                raise InputError(
+                    f"max_cache_len must be at least {modality.tokens}, the embeddings of one {modality.kind} of this "
+                    f"size, got {cache.max_length}; raise it, or pass a smaller example or image_size"
+                )
         methods = methods_for(cache, spec)
         crossing = [one for one in spec.modalities if isinstance(one, CrossModality)]
         if crossing:

@@ -236,6 +236,14 @@ _OWN: dict[tuple[str, str], Callable[[PreTrainedModel], Item]] = {
         (name, "image"): _unit(1, 3, 16, 32 * 16, target_sizes=[[4, 8]])
         for name in "minicpm_ocr minicpmv4_6 minicpmv4_7".split()
     },
+    # Frames are packed as images are.
+    **{
+        (name, "video"): lambda _: {
+            "pixel_values_videos": torch.randn(1, 3, 16, 32 * 16),
+            "target_sizes_videos": torch.tensor([[4, 8]]),
+        }
+        for name in "minicpm_ocr minicpmv4_6 minicpmv4_7".split()
+    },
     # Six embeddings of four patches each, of 27 by 27 patches.
     ("molmo2", "image"): lambda _: {
         "pixel_values": torch.randn(1, 729, 588),

@@ -13,8 +13,22 @@ from .support_table import write_support
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "media.md"
 TARGETS = ("eager", "pt2", "executorch")
+#: Outcomes of published processors, by checkpoint and target.
+PUBLISHED = DOCUMENT.with_name("media_published.json")
 #: Of an outcome, in docs/media.json.
-_KEPT = ("status", "difference", "reason")
+KEPT = ("status", "difference", "reason")
+_PROCESSORS = """
+## Published processors ({count})
+
+Items are made by the image processor or feature extractor of each checkpoint, with its published settings, from random pixels and
+samples. Images, tiles, patches and frames have their true sizes; widths and depths of the model are shrunk. Prompts have one item, and
+two of the same size. A session for one size must refuse items of the others with the name of the input. Cells are the largest |logit
+difference|. pt2 and ExecuTorch run the first size, with one item; an empty cell was not run. No tokenizer ran: one text token stands between
+rows of patches (Pixtral, Mistral 3), and between tiles (Idefics 3, SmolVLM).
+
+| checkpoint | model type | eager | pt2 | executorch | embeddings of an item |
+|---|---|---|---|---|---|
+"""
 _HEAD = """# Images, video and audio by architecture
 
 Made by `make zoo-media` on transformers {version}: tiny random models of every architecture that takes images, video or audio, each kind
@@ -37,7 +51,9 @@ def write_media_table(results: Path, document: Path = DOCUMENT) -> None:
     """Write docs/media.md and docs/media.json from one JSON file an architecture."""
     from .media import STEPS
 
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    read = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    # Some types of transformers' mappings take neither images nor video nor audio.
+    found = {name: kinds for name, kinds in read.items() if kinds}
     if not found:
         return
     lines = [_HEAD.format(version=transformers.__version__, steps=STEPS, counts=_counts(found))]
@@ -51,10 +67,10 @@ def write_media_table(results: Path, document: Path = DOCUMENT) -> None:
             lines.append(f"| `{name}` | {kind} | {' | '.join(cells)} | {by} |")
     lines.append("")
     lines += [f"{index + 1}. {reason}" for index, reason in enumerate(reasons)]
-    document.write_text("\n".join(lines) + "\n")
+    document.write_text("\n".join(lines) + "\n" + _processors())
     kept = {
         name: {
-            kind: {target: {key: one[key] for key in _KEPT} for target, one in targets.items()}
+            kind: {target: {key: one[key] for key in KEPT} for target, one in targets.items()}
             for kind, targets in kinds.items()
         }
         for name, kinds in found.items()
@@ -70,6 +86,29 @@ def take_up_media(results: Path, document: Path = DOCUMENT) -> None:
         path = results / f"{name}.json"
         if not path.exists():
             write_json(path, kinds)
+
+
+def _processors() -> str:
+    """Return the section of published processors, with the source of each."""
+    from .processors import published
+
+    results: dict[str, Any] = json.loads(PUBLISHED.read_text())
+    rows = {row.checkpoint: row for row in published() if row.checkpoint in results}
+    lines, reasons = [], []
+    for name, row in rows.items():
+        targets = results[name]
+        cells = [_difference(targets.get(target), reasons) for target in TARGETS]
+        counted = targets["eager"]["reason"] if targets["eager"]["status"] == "pass" else ""
+        lines.append(f"| {name} | {row.model_type} | {' | '.join(cells)} | {counted} |")
+    lines += ["", *(f"{index + 1}. {reason}" for index, reason in enumerate(reasons)), ""] if reasons else [""]
+    lines += ["Sources:", ""]
+    lines += [f"- {name}: {row.source}" for name, row in rows.items()]
+    return _PROCESSORS.format(count=len(rows)) + "\n".join(lines) + "\n"
+
+
+def _difference(outcome: dict[str, Any] | None, reasons: list[str]) -> str:
+    passes = outcome is not None and outcome["status"] == "pass"
+    return f"{outcome['difference']:.0e}" if outcome is not None and passes else _cell(outcome, reasons)
 
 
 def _cell(outcome: dict[str, Any] | None, reasons: list[str]) -> str:

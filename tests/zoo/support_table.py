@@ -1,4 +1,4 @@
-"""The section `Models` of docs/support.md, from docs/architectures.json and docs/media.json."""
+"""The section `Models` of docs/support.md, from the JSON files of docs/."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _lines() -> list[str]:
     rows = {name: facts["targets"] for name, facts in found.items()}
     published = {name: facts for name, facts in rows.items() if name.startswith("published-")}
     types = {name: facts for name, facts in rows.items() if name not in published}
-    media = _of("media")
+    media, processors = _of("media"), _of("media_published")
     anchor = f"architectures.md#published-checkpoints-{len(published)}"
     shown = "eager", "pt2", "executorch"
     by_type = {name: {target: {"status": _best(kinds, target)} for target in shown} for name, kinds in media.items()}
@@ -42,6 +42,7 @@ def _lines() -> list[str]:
         f"| [generative architectures](architectures.md) of transformers 5.23 | {_row(types)} |",
         f"| [published checkpoints]({anchor}), shrunk | {_row(published)} |",
         f"| [model types with images, video or audio](media.md) | {_row(by_type)} |",
+        f"| [published processors](media.md#published-processors-{len(processors)}), true sizes | {_row(processors)} |",
         "",
         "A pass means that the logits of a tiny random model equal the eager model's to 1e-4. The others are refused "
         "with a",

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.errors import InputError
 from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.inputs.modality import joined_items
 from exportable_cache.program.inputs.probe import prompt_with
+from exportable_cache.program.items import FixedInput
 from exportable_cache.verification.references import logits_by_step
 
 from .build import tokens
@@ -40,6 +42,7 @@ MECHANISMS = {
 }
 #: Refused, and what the reason must say.
 REFUSED = {
+    ("minicpmv4_7", "image"): "the positions of an item's tokens depend on more than its start",
     ("hunyuan_vl", "image"): "the positions of an item's tokens depend on more than its start",
     ("blip", "image"): "has no placeholder token for image",
 }
@@ -130,6 +133,22 @@ def test_the_page_is_gone_on_from(tmp_path: Path) -> None:
     written, kept = page.read_text(), json.loads(DOCUMENT.with_suffix(".json").read_text())
     assert "Wrong: 1." in written and "has no placeholder token for" in written
     assert json.loads(page.with_suffix(".json").read_text()) == {**kept, "blip": here}
+
+
+def test_an_item_larger_than_the_cache_is_refused_with_its_tokens() -> None:
+    (row,) = (row for row in media_rows() if row.model_type == "qwen2_vl")
+    model = tiny_media_model(row)
+    with pytest.raises(
+        InputError, match="max_cache_len must be at least 6, the embeddings of one image of this size, got 5"
+    ):
+        Session.from_model(model, ExportableCache.from_model(model, 5), modalities={"image": item(model, "image")})
+
+
+def test_a_mask_of_ones_is_contiguous() -> None:
+    """ExecuTorch refused constants that a single value was expanded to, such as the masks of Gemma 4 and Phi-4."""
+    mask = torch.ones(1, 3, 4)
+    tensor = FixedInput.of(mask).tensor()
+    assert tensor.is_contiguous() and torch.equal(tensor, mask)
 
 
 @pytest.mark.parametrize("model_type, kind", REFUSED)

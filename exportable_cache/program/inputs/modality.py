@@ -246,7 +246,9 @@ def _probed(
         try:
             return probe(model, kind, tokens, token_id, [{**given, **marks} for given in (*items, pair)])
         except Exception as error:  # any model's code runs here
-            problem = problem or error
+            # Errors of ways that the model does not take say nothing about the one that it takes.
+            if problem is None or isinstance(error, UnsupportedModelError):
+                problem = error
     assert problem is not None
     raise problem
 
