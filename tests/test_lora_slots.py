@@ -407,8 +407,8 @@ def test_programs_refuse_what_they_have_no_slots_for(folders: dict[str, Path], t
             live(lora_targets=[target])
     with pytest.raises(InputError, match="lora_targets requires lora_slots"):
         live(lora_slots=0, lora_targets=["q_proj"])
-    with pytest.raises(InputError, match="lora_slots=1 is not supported by target 'tensorrt'"):
-        export("demo", "tensorrt", CAPACITY, tmp_path / "out", lora_slots=1)
+    with pytest.raises(InputError, match="lora_slots=1 is not supported by target 'aoti'"):
+        export("demo", "aoti", CAPACITY, tmp_path / "out", lora_slots=1)
     with pytest.raises(InputError, match="lora_slots=1 cannot be combined with a cache that is an input"):
         export(tiny_model("llama"), "pt2", CAPACITY, tmp_path / "out", lora_slots=1, form="explicit")
 

@@ -35,10 +35,14 @@ LORA_TENSORS = ("lora_a", "lora_b")
 
 
 class _Step(threading.local):
-    """The slots of a step that is running or traced in this thread, int64 [batch]; None for the model itself."""
+    """The slots of a step that is running or traced in this thread, int64 [batch]; None for the model itself.
+
+    `tensors` are the slots' tensors by the id of their layer, if they are inputs of the step; else None.
+    """
 
     def __init__(self) -> None:
         self.slots: torch.Tensor | None = None
+        self.tensors: Mapping[int, Sequence[torch.Tensor]] | None = None
 
 
 _step = _Step()
@@ -52,6 +56,18 @@ def adapting(slots: torch.Tensor | None) -> Iterator[None]:
         yield
     finally:
         _step.slots = before
+
+
+@contextmanager
+def reading_slots(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Read the slots of a model's layers from two tensors for each layer inside the block, see `slot_tensors`."""
+    layers = lora_layers(model).values()
+    before = _step.tensors
+    _step.tensors = {id(one): tensors[2 * index : 2 * index + 2] for index, one in enumerate(layers)}
+    try:
+        yield
+    finally:
+        _step.tensors = before
 
 
 @dataclass(frozen=True)
@@ -124,7 +140,8 @@ class LoraLinear(nn.Linear):
             return output
         # Some layers are called with the tokens of all rows in one dimension.
         rows = input if input.dim() == 3 else input.reshape(slots.shape[0], -1, self.in_features)
-        a, b = self.lora_a.index_select(0, slots), self.lora_b.index_select(0, slots)
+        tensors = (self.lora_a, self.lora_b) if _step.tensors is None else _step.tensors[id(self)]
+        a, b = (one.index_select(0, slots) for one in tensors)
         added = torch.bmm(torch.bmm(rows.to(a.dtype), a), b).to(output.dtype)
         return output + (added if input.dim() == 3 else added.reshape(output.shape))
 
@@ -132,6 +149,11 @@ class LoraLinear(nn.Linear):
 def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
     """Return the layers of a model that have slots, by name."""
     return {name: one for name, one in model.named_modules() if isinstance(one, LoraLinear)}
+
+
+def slot_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return the slots' tensors of a model, `lora_a` and `lora_b` of each layer in turn."""
+    return [getattr(layer, name) for layer in lora_layers(model).values() for name in LORA_TENSORS]
 
 
 def slots_of(model: nn.Module) -> LoraSlots | None:
@@ -264,10 +286,14 @@ class WriteAdapter(nn.Module):
 
     def call(self, slot: torch.Tensor, **tensors: torch.Tensor) -> tuple[torch.Tensor]:
         """Write an adapter's tensors into a slot, int64 [1], and return the number of the next slot."""
-        for index, layer in enumerate(lora_layers(self.model).values()):
-            layer.lora_a.index_copy_(0, slot, tensors[f"a_{index}"])
-            layer.lora_b.index_copy_(0, slot, tensors[f"b_{index}"])
-        return (slot + 1,)
+        return (write_slot(slot_tensors(self.model), slot, *tensors.values()),)
+
+
+def write_slot(into: Sequence[torch.Tensor], slot: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    """Write an adapter into one slot of tensors as `slot_tensors` returns them; see `WriteAdapter.call`."""
+    for target, source in zip(into, tensors, strict=True):
+        target.index_copy_(0, slot, source.to(target.dtype))
+    return slot + 1
 
 
 def check_fits(slots: LoraSlots, tensors: Mapping[str, tuple[torch.Tensor, torch.Tensor]], what: str) -> None:

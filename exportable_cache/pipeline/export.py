@@ -139,7 +139,7 @@ def export(
         tokenizer: Tokenizer to save in the bundle; by default the model's, if it has one.
         lora: Folder of a LoRA adapter (PEFT) to merge into the weights.
         lora_slots: Number of LoRA adapters that the program holds at once, see `Session.load_adapter`; 0 for none.
-            Targets `pt2` and `executorch`.
+            Targets `pt2`, `executorch` and `tensorrt`.
         lora_rank: Largest rank of these adapters.
         lora_targets: Names of the linear layers that they may change; all of the decoder by default.
         draft: "mtp" or the folder of an EAGLE-3 head to export with the model, for `TrainedDraft`. It stays attached to

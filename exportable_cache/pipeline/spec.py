@@ -204,7 +204,8 @@ class ExportSpec:
         ):
             raise InputError(
                 f"lora_slots={self.program.lora_slots} is not supported by target {self.target!r} with these options; "
-                "export for target 'pt2', or 'executorch' with delegate='xnnpack', or merge one adapter (lora=, --lora)"
+                "export for target 'pt2', 'tensorrt', or 'executorch' with delegate='xnnpack', or merge one adapter "
+                "(lora=, --lora)"
             )
         if self.draft is not None:
             _check_draft(self)

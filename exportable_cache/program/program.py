@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,7 +32,9 @@ from ..models.lora import (
     WriteAdapter,
     adapting,
     add_slots,
+    reading_slots,
     remove_slots,
+    slot_tensors,
     slots_of,
 )
 from ..models.patches.mechanisms.rope import check_follows, rope_by
@@ -95,8 +97,10 @@ class ProgramModule(nn.Module):
         self.takes_positions = takes_positions(model, self.positions_name)
         self.has_changing_rope = rope_rule(model) is not None
 
-    #: Arguments of `forward` after the method's inputs.
-    further_arguments: ClassVar[tuple[str, ...]] = ()
+    @property
+    def further_arguments(self) -> tuple[str, ...]:
+        """Arguments of `forward` after the method's inputs."""
+        return ()
 
     def run(
         self,
@@ -264,13 +268,19 @@ class DraftModule(ResidentModule):
 class ExplicitModule(ProgramModule):
     """A method that takes and returns the cache, in its registered pytree form; no input is mutated."""
 
-    further_arguments = ("cache",)
+    @property
+    def further_arguments(self) -> tuple[str, ...]:
+        """See `ProgramModule.further_arguments`."""
+        return ("cache", "lora") if ADAPTERS in self.method.inputs else ("cache",)
 
-    def call(self, cache: ExportableCache, **inputs: torch.Tensor) -> tuple[torch.Tensor, ExportableCache]:
+    def call(
+        self, cache: ExportableCache, lora: Sequence[torch.Tensor] = (), **inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ExportableCache]:
         """Run one step and return the new state.
 
         Args:
             cache: State before the step; its lengths are not read.
+            lora: Tensors of the slots for adapters, if the method takes them, see `slot_tensors`.
             **inputs: See `ResidentModule.call`.
 
         Returns:
@@ -280,7 +290,8 @@ class ExplicitModule(ProgramModule):
             inputs["input_pos"], self.method.kv_read_len, in_place=False, sees_items=ITEMS_SEEN in inputs
         )
         cache = cache.with_state(dict(cache.named_state()), context)
-        return self.run(cache, **inputs), cache
+        with reading_slots(self.model, lora) if lora else nullcontext():
+            return self.run(cache, **inputs), cache
 
 
 def program_methods(model: PreTrainedModel, cache: ExportableCache, spec: ProgramSpec) -> dict[str, ProgramMethod]:
@@ -313,10 +324,13 @@ def program_methods(model: PreTrainedModel, cache: ExportableCache, spec: Progra
         methods = {**methods, SHIFT.name: SHIFT}
     if (head := draft_head_of(model)) is not None:
         several = {f"a batch of {cache.batch_size} rows": cache.batch_size != 1}
-        _check_alone("a draft head", cache, spec, **several)
+        _check_alone("a draft head", cache, spec, **several, **{_EXPLICIT: Form(spec.form) is Form.EXPLICIT})
         head.tie(model)
         methods = {**methods, DRAFT.name: DRAFT}
-    return methods if slots is None else {**methods, **_adapted_methods(methods, slots)}
+    return methods if slots is None else _adapted_methods(methods, slots, spec.lora_inputs)
+
+
+_EXPLICIT = "a cache that is an input and an output"
 
 
 def _check_alone(what: str, cache: ExportableCache, spec: ProgramSpec, **further: bool) -> None:
@@ -324,7 +338,6 @@ def _check_alone(what: str, cache: ExportableCache, spec: ProgramSpec, **further
     others = {
         "an encoder-decoder": isinstance(cache, ExportableEncoderDecoderCache),
         f"modalities {', '.join(one.kind for one in spec.modalities)}": bool(spec.modalities),
-        "a cache that is an input and an output": Form(spec.form) is Form.EXPLICIT,
         "offloaded layers": cache.offloader is not None,
         "a model that is split over processes": cache.ranks is not None,
         **further,
@@ -338,22 +351,30 @@ def _slots_for(model: PreTrainedModel, cache: ExportableCache, spec: ProgramSpec
     """Give the model the slots for adapters that a spec asks for; those of another session stay."""
     if not spec.lora_slots:
         return None
-    _check_alone(f"lora_slots={spec.lora_slots}", cache, spec)
+    explicit = Form(spec.form) is Form.EXPLICIT and not spec.lora_inputs
+    _check_alone(f"lora_slots={spec.lora_slots}", cache, spec, **{_EXPLICIT: explicit})
     return add_slots(model, spec.lora_slots, spec.lora_rank, spec.lora_targets)
 
 
-def _adapted_methods(methods: Mapping[str, ProgramMethod], slots: LoraSlots) -> dict[str, ProgramMethod]:
-    """Return the steps that also take the slot of each row, and the method that writes an adapter.
+def _adapted_methods(
+    methods: Mapping[str, ProgramMethod], slots: LoraSlots, replaces: bool
+) -> dict[str, ProgramMethod]:
+    """Add the steps that also take the slot of each row, and the method that writes an adapter.
 
-    The others stay, so that a step without an adapter costs nothing more.
+    The others stay, so that a step without an adapter costs nothing more, unless the adapted ones are to replace them.
     """
+    prefix = "" if replaces else ADAPTED
     adapted = {
-        f"{ADAPTED}{name}": replace(method, name=f"{ADAPTED}{name}", inputs=(*method.inputs, ADAPTERS))
+        f"{prefix}{name}": replace(method, name=f"{prefix}{name}", inputs=(*method.inputs, ADAPTERS))
         for name, method in methods.items()
         if method.is_step
     }
     written = (TensorSpec("next_slot", "int64", (1,)),)
-    return {**adapted, WRITE_ADAPTER: ProgramMethod(WRITE_ADAPTER, 1, 1, inputs=slots.inputs, outputs=written)}
+    return {
+        **methods,
+        **adapted,
+        WRITE_ADAPTER: ProgramMethod(WRITE_ADAPTER, 1, 1, inputs=slots.inputs, outputs=written),
+    }
 
 
 def _program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, ProgramMethod]:
@@ -485,7 +506,8 @@ class Program:
         if self.form is Form.RESIDENT or not method.is_step:
             return inputs
         # A plain cache, because the example is pickled with the program and must only refer to registered types.
-        return (*inputs, type(self.cache).from_layers(self.cache.layers))
+        slots = [slot_tensors(self.model)] if ADAPTERS in method.inputs else []
+        return (*inputs, type(self.cache).from_layers(self.cache.layers), *slots)
 
     def export(self, name: str, strict: bool = False) -> ExportedProgram:
         """Trace one method with torch.export; sizes for which the method has a range are dynamic.

@@ -66,6 +66,8 @@ class ProgramSpec:
         adapt: Function `(model, cache) -> cache` that converts layers to the layout of a target's operators.
         lora_slots: Number of LoRA adapters that the program holds at once, see `models.lora`; 0 for none. Each step
             then has a second method, such as `adapted_decode`, which takes the slot of each row.
+        lora_inputs: If True, the slots' tensors are inputs of every step, after the cache; for explicit programs. All
+            steps take adapters then; slot 0 is the model itself.
         lora_rank: Largest rank of an adapter.
         lora_targets: Names of the linear layers that adapters may change, see `lora.add_slots`; all by default.
 
@@ -104,6 +106,7 @@ class ProgramSpec:
         least=0,
         shown_default=False,
     )
+    lora_inputs: bool = False
     lora_rank: int = setting(
         LORA_RANK,
         "Largest rank of these adapters.",

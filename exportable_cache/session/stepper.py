@@ -15,7 +15,7 @@ from ..backends.base import ChoosesInGraph, MakesShift, state_of
 from ..cache.layer_spec import KEPT_POSITIONS
 from ..cache.step import starting_at
 from ..errors import BundleError, InputError
-from ..models.lora import ADAPTERS
+from ..models.lora import ADAPTED, ADAPTERS
 from ..models.positions import ANY
 from ..program.items import ITEM_STATES, ITEMS_SEEN
 from ..program.methods import DRAFT, POSITIONS, ROPE_DELTAS, ROPE_LENGTHS, SHIFT, chunk_sizes, method_for
@@ -472,14 +472,21 @@ class ProgramStepper:
             elif spec.name == ITEMS_SEEN and spec.name not in extra:
                 inputs.append(state.seen_tiles(int(spec.shape[1]), fed.shape[1]).to(self.device))
             elif spec.name == ADAPTERS.name:
-                inputs.append(torch.tensor([one.slot for one in self.adapters], device=self.device))
+                inputs.append(
+                    torch.tensor([one.slot for one in self.adapters] or [0] * self.batch_size, device=self.device)
+                )
             else:
                 inputs.append(extra[spec.name])
         return method.name, inputs
 
     def _may_call(self, method: ProgramMethod, by_ids: bool) -> bool:
-        """Return True if a method takes ids, or embeddings, and adapters exactly if a row uses one."""
-        return method.takes_ids is by_ids and (ADAPTERS.name in method.input_names) is self.is_adapted
+        """Return True if a method takes ids, or embeddings, and fits whether a row uses an adapter.
+
+        Programs whose steps all take adapters have one method for both.
+        """
+        takes = ADAPTERS.name in method.input_names
+        both = takes and not method.name.startswith(ADAPTED)
+        return method.takes_ids is by_ids and (both or takes is self.is_adapted)
 
     def _begin(self, tokens: int, rows: torch.Tensor | None = None) -> None:
         """Mark the session as mid-step; cleared when the step finishes."""

@@ -401,8 +401,11 @@ def program_of(manifest: Manifest, model: PreTrainedModel) -> Program:
         if method.is_step and method.kv_read_len is None and not method.only_scores
     ]
     backend = backend_for(manifest.target)
-    spec = backend.program_spec(
-        ProgramSpec(max(method.max_length for method in anywhere)), backend.options.parse(manifest.options)
-    )
+    asked = ProgramSpec(max(method.max_length for method in anywhere))
+    if manifest.program.lora is not None:
+        slots = manifest.program.lora.described()
+        names = tuple(one.name for one in slots.targets)
+        asked = replace(asked, lora_slots=slots.slots, lora_rank=slots.rank, lora_targets=names)
+    spec = backend.program_spec(asked, backend.options.parse(manifest.options))
     spec = replace(spec, forward="forward" in methods, split="decode" in methods)
     return Program(model, ExportableCache(empty_layers(manifest.description())), spec)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Prefixes of state before a step, such as `cache.layers.0.keys`, and after it, such as `next.layers.0.keys`.
 STATE_IN, STATE_OUT = "cache.", "next."
+#: Prefix of the slots' tensors for adapters, such as `lora.0` and `lora.1` of the first layer.
+LORA_IN = "lora."
 LOGITS, NEXT_POS = "logits", "next_pos"
 
 _LENGTH = ".cumulative_length"
@@ -60,6 +62,7 @@ class EngineIO:
         lengths: Fewest, expected and most new tokens.
         scored_tokens: See `ProgramMethod.scored_tokens`.
         empty: Names of empty state tensors, such as rotated keys of a model without rotation.
+        lora: Names of the slots' tensors for adapters.
     """
 
     inputs: tuple[str, ...]
@@ -67,6 +70,7 @@ class EngineIO:
     lengths: tuple[int, int, int]
     empty: frozenset[str] = frozenset()
     scored_tokens: int = 0
+    lora: tuple[str, ...] = ()
 
     @property
     def kept_state(self) -> tuple[str, ...]:
@@ -102,9 +106,10 @@ class EngineIO:
         output.args = ((given[LOGITS], position, *(given[name] for name in self.kept_state)),)
         output.meta.pop("val", None)
         graph.graph.eliminate_dead_code()
-        kept, specs = {STATE_IN + name for name in self.kept_state}.union(self.inputs), []
+        kept, specs = {STATE_IN + name for name in self.kept_state}.union(self.inputs, self.lora), []
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        for node, name in zip(placeholders, (*self.inputs, *(STATE_IN + name for name in self.state)), strict=True):
+        names = (*self.inputs, *(STATE_IN + name for name in self.state), *self.lora)
+        for node, name in zip(placeholders, names, strict=True):
             if name in kept:
                 specs.append(self._spec(name, node.meta["val"]))
                 continue
@@ -136,7 +141,9 @@ def engine_io_of(program: Program, method: str, opt_length: int | None = None) -
     lengths = (described.min_length, opt_length or described.max_length, described.max_length)
     state = dict(program.cache.named_state())
     empty = frozenset(name for name, tensor in state.items() if tensor.numel() == 0)
-    return EngineIO(described.input_names, tuple(state), lengths, empty, described.scored_tokens)
+    count = 0 if program.lora is None else 2 * len(program.lora.targets)
+    lora = tuple(f"{LORA_IN}{index}" for index in range(count))
+    return EngineIO(described.input_names, tuple(state), lengths, empty, described.scored_tokens, lora)
 
 
 #: Field of a file's details that lists its engines.
@@ -206,6 +213,11 @@ class EngineRecord(_Entry):
     def state(self) -> list[Input]:
         """Inputs that hold the cache."""
         return [tensor for tensor in self.inputs if tensor.name.startswith(STATE_IN)]
+
+    @property
+    def lora(self) -> list[Input]:
+        """Inputs that hold the slots for adapters, in the order of `write_adapter`."""
+        return [tensor for tensor in self.inputs if tensor.name.startswith(LORA_IN)]
 
 
 def details_of(*records: EngineRecord) -> dict[str, Any]:

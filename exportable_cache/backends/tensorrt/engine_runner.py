@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ...errors import BundleError
+from ...models.lora import WRITE_ADAPTER, write_slot
 from .engine_io import LOGITS, STATE_IN, STATE_OUT, check_computes, records_of
 from .options import loads_on, remedy_for
 
@@ -66,8 +67,14 @@ class EngineRunner:
             tensor.name: torch.zeros(tensor.max_shape, dtype=getattr(torch, tensor.dtype), device=device)
             for tensor in first.state
         }
+        #: Slots for adapters, which all engines read at one address.
+        self.lora = {
+            tensor.name: torch.zeros(tensor.max_shape, dtype=getattr(torch, tensor.dtype), device=device)
+            for tensor in first.lora
+        }
+        shared = {**self.state, **self.lora}
         self.steps = {
-            name: EngineStep(record, contexts[name], self.state, device, captured=_is_fixed(record))
+            name: EngineStep(record, contexts[name], shared, device, captured=_is_fixed(record))
             for name, record in self.records.items()
         }
         for name, step in self.steps.items():
@@ -76,7 +83,10 @@ class EngineRunner:
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
-        """Run one step and return logits [batch, vocab]."""
+        """Run one step and return logits [batch, vocab], or write an adapter."""
+        if method == WRITE_ADAPTER:
+            # Steps wait for this stream.
+            return write_slot(list(self.lora.values()), *inputs)
         step = self.steps[method]
         if self._stream is None:
             return step.run(inputs, None)
@@ -93,7 +103,7 @@ class EngineStep:
     Args:
         record: Record of the engine.
         context: Execution context of the engine.
-        state: Cache tensors by input name, shared with the other engines.
+        state: Cache tensors and slots for adapters by input name, shared with the other engines.
         device: Device of the engine.
         captured: Replay the engine as a CUDA graph.
     """

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...errors import InputError, UnsupportedModelError, VerificationError
+from ...models.lora import WRITE_ADAPTER
 from ...program.spec import Form
 from ..base import LoweredFile, StandIn
 from .attention import TENSORRT_ATTENTION, trips_the_builder
@@ -41,6 +42,7 @@ class TensorRTBackend:
     linear_schemes = ("8w", "4w", "fp8", "keep")
     kept_weights = "symmetric"
     embedding_schemes = ("8w",)
+    holds_adapters = True
     machine_code = MACHINE_CODE
     options = TensorRTOptions
 
@@ -115,6 +117,8 @@ def engine_program_spec(asked: ProgramSpec) -> ProgramSpec:
         # Batched products, because TensorRT has no grouped expert kernels.
         experts="batched_mm",
         adapt=engine_layers,
+        # A plan's weights are constant, so adapters come in at an address.
+        lora_inputs=bool(asked.lora_slots),
     )
 
 
@@ -137,6 +141,8 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
 
     opt_length, usual = options.opt_length, {}
     for name, method in program.methods.items():
+        if name == WRITE_ADAPTER:
+            continue
         if not method.is_step or method.kv_read_len is not None:
             raise UnsupportedModelError(
                 f"method {name!r} of {type(program.model).__name__} is not supported: TensorRT programs have prefill "
@@ -175,7 +181,7 @@ def _can_share(program: Program) -> bool:
 
     Convolutions and recurrent states have a scan over the prompt, which for one token takes longer than a step.
     """
-    names = {name: method.input_names for name, method in program.methods.items()}
+    names = {name: method.input_names for name, method in program.methods.items() if method.is_step}
     alike = names.keys() - {_FORWARD} == {_PREFILL, _DECODE} and len(set(names.values())) == 1
     return alike and all(keeps_tokens_alone(layer) for layer in program.cache.layers)
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ....errors import InputError, VerificationError
-from ..engine_io import LOGITS, STATE_IN, STATE_OUT
+from ....models.lora import WRITE_ADAPTER, write_slot
+from ..engine_io import LOGITS, LORA_IN, STATE_IN, STATE_OUT
 from .layer import KINDS, read_layer, read_tensor
 from .products import check_aliases
 
@@ -148,11 +149,19 @@ class NetworkRunner:
             for spec in first.inputs
             if spec.name.startswith(STATE_IN)
         }
+        self._lora = {
+            spec.name: torch.zeros(spec.min_shape, dtype=spec.dtype)
+            for spec in first.inputs
+            if spec.name.startswith(LORA_IN)
+        }
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
-        """Run one step and return its logits."""
-        given = dict(zip((name for name in self._inputs[method] if not name.startswith(STATE_IN)), inputs, strict=True))
-        outputs = self._evaluators[method].run({**given, **self._state})
+        """Run one step and return its logits, or write an adapter."""
+        if method == WRITE_ADAPTER:
+            return write_slot(list(self._lora.values()), *inputs)
+        own = (name for name in self._inputs[method] if not name.startswith((STATE_IN, LORA_IN)))
+        given = dict(zip(own, inputs, strict=True))
+        outputs = self._evaluators[method].run({**given, **self._state, **self._lora})
         self._state = {name: outputs[STATE_OUT + name.removeprefix(STATE_IN)] for name in self._state}
         logits = outputs[LOGITS]
         # A network that methods share returns logits of several tokens.
