@@ -143,6 +143,7 @@ class NetworkRunner:
         self._evaluators = {
             name: NetworkEvaluator(network.definition, network.constants) for name, network in networks.items()
         }
+        self._scores = {name: network.scored_tokens > 0 for name, network in networks.items()}
         first = next(iter(networks.values()))
         self._state = {
             spec.name: torch.zeros(spec.min_shape, dtype=spec.dtype)
@@ -164,5 +165,5 @@ class NetworkRunner:
         outputs = self._evaluators[method].run({**given, **self._state, **self._lora})
         self._state = {name: outputs[STATE_OUT + name.removeprefix(STATE_IN)] for name in self._state}
         logits = outputs[LOGITS]
-        # A network that methods share returns logits of several tokens.
-        return logits[:, -1] if logits.dim() == 3 and not self.methods[method].scored_tokens else logits
+        # A network that methods share returns logits of several tokens; a third dimension may also be of codebooks.
+        return logits[:, -1] if self._scores[method] and not self.methods[method].scored_tokens else logits
