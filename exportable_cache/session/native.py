@@ -161,7 +161,8 @@ def open_engines(bundle: CheckedBundle) -> EngineSession:
 
     fields = bundle.fields
     records = _engine_records(bundle)
-    taken = {one.name for _, record in records.values() for one in record.inputs if one not in (*record.state, *record.lora)}
+    kept = [one for _, record in records.values() for one in (*record.state, *record.lora)]
+    taken = {one.name for _, record in records.values() for one in record.inputs if one not in kept}
     if taken != {"input_ids", "input_pos"}:
         raise NotNative(f"its methods take {', '.join(sorted(taken))}")
     methods = _mapping(_mapping(fields, "program"), "methods")
