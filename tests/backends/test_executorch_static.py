@@ -24,7 +24,8 @@ from ..support.sessions import describe
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
 from exportable_cache.backends.executorch.options import ExecutorchOptions
-from exportable_cache.backends.executorch.static.program import StaticPlan, static_programs
+from exportable_cache.backends.executorch.static.plan import StaticPlan
+from exportable_cache.backends.executorch.static.program import static_programs
 from exportable_cache.backends.executorch.static.runner import StaticRunner, mask, open_static
 from exportable_cache.backends.registry import backend_for
 

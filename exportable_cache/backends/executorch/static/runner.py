@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ....errors import BundleError
 from ..runner import ExecutorchRunner
-from .program import StaticLayer, StaticPlan
+from .plan import StaticLayer, StaticPlan
 
 if TYPE_CHECKING:
     from ...base import ProgramDescription
