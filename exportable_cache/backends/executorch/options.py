@@ -94,9 +94,7 @@ class ExecutorchOptions(TensorRTOptions):
     allow_partial: bool = setting(
         False, "Accept a program that the delegate takes in pieces.", flags=("--allow-partial",), kind=bool
     )
-    form: str = setting(
-        "resident", "Whether the program or the host keeps the cache.", flags=("--form",), choices=FORMS
-    )
+    form: str = setting("resident", "static: the host keeps the cache.", flags=("--form",), choices=FORMS)
     keys: str = setting("rows", "Layout of keys in the static form.", choices=KEYS)
     llm_runner: bool = setting(False, "Require what ExecuTorch's text runner calls.", kind=bool)
 
