@@ -138,8 +138,8 @@ class ProgramSpec:
                 raise InputError(f"{name} must be one of {', '.join(one.value for one in members)}, got {value!r}")
             object.__setattr__(self, name, members(value))
         object.__setattr__(self, "buckets", tuple(self.buckets))
-        # Names separated by commas too, as on a command line.
-        if not isinstance(self.lora_targets, (str, Sequence)):
+        # Names separated by commas too, as on a command line, which gives None for an option that was not given.
+        if self.lora_targets is not None and not isinstance(self.lora_targets, (str, Sequence)):
             raise InputError(f"lora_targets must be names of linear layers, got {self.lora_targets!r:.100}")
         given = (self.lora_targets,) if isinstance(self.lora_targets, str) else tuple(self.lora_targets or ())
         names = tuple(name.strip() for one in given for name in str(one).split(","))
