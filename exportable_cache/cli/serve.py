@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,9 @@ from .options import (
 from .output.terminal import Terminal
 from .runtime import Batching, Opening, open_completer, opens
 from .sampling import GivenSampling
+
+#: Kinds of files that messages may have.
+_MESSAGE_KINDS = ("image", "audio")
 
 
 @opens
@@ -91,6 +95,15 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    modalities: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--modalities",
+            metavar="image|audio",
+            help="Kinds of files in messages of a model; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     prefix_cache: Annotated[
         int,
         typer.Option(
@@ -129,7 +142,8 @@ def serve(
     hosts, origins = tuple(allow_host or ()), tuple(allow_origin or ())
     # Checked before the bundle is opened, which may take long.
     AllowedOrigins.of(host, api_key is not None, hosts, origins)
-    use = Use(adapters=_adapters(adapter or []))
+    kinds = _kinds(modalities or [], folder, opening.is_model(folder), rows)
+    use = Use(kinds, adapters=_adapters(adapter or []))
     importing = Thread(target=_import_server)
     importing.start()
     completer = open_completer(
@@ -170,6 +184,29 @@ def _adapters(given: list[str]) -> dict[str, Path]:
             raise typer.BadParameter(f"must be NAME=FILE with each NAME once, got {text!r}", param_hint="'--adapter'")
         found[name] = Path(path)
     return found
+
+
+def _kinds(given: list[str], name: str, is_model: bool, rows: int) -> list[str]:
+    """Return the kinds of files in messages: those of `--modalities` for a model, else those of the bundle."""
+    from ..bundle.checked import CheckedBundle
+    from ..session.native import RUNTIME_VARIABLE
+
+    flag = "'--modalities'"
+    if not given:
+        # The native runner has no processor, and takes text if the user chose it.
+        if is_model or os.environ.get(RUNTIME_VARIABLE) == "native":
+            return []
+        program = CheckedBundle.read(name).fields.get("program")
+        methods = program.get("methods") if isinstance(program, dict) else None
+        return [kind for kind in _MESSAGE_KINDS if isinstance(methods, dict) and f"encode_{kind}" in methods]
+    wrong = next((kind for kind in given if kind not in _MESSAGE_KINDS), None)
+    if wrong is not None:
+        raise typer.BadParameter(f"must be {' or '.join(_MESSAGE_KINDS)}, got {wrong!r}", param_hint=flag)
+    if not is_model:
+        raise typer.BadParameter(f"cannot be combined with the bundle {name}; leave it out", param_hint=flag)
+    if rows > 1:
+        raise typer.BadParameter(f"cannot be combined with --rows {rows}; leave one out", param_hint=flag)
+    return given
 
 
 def _import_server() -> None:

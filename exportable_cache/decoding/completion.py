@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..errors import CacheFullError, InputError, UnsupportedModelError
+from ..errors import BundleError, CacheFullError, InputError, MissingDependencyError, UnsupportedModelError
 from ..generation.constraint import Constraint, ConstraintCompiler, Follower
 from ..generation.sampling_options import SamplingOptions
 from ..generation.text import TextPieces, encode_ids
 from ..generation.token_text import TokenTexts
 from ..models.tokenizers.text import most_characters
+from ..program.inputs.kinds import kinds_in
 from ..session.checks import check_stops
 from .context import Context
 
@@ -33,6 +36,8 @@ FinishReason = Literal["stop", "length"]
 NO_TOKEN = -1
 #: Longest chunk of a prompt, because a completion can be cancelled only between chunks.
 MOST_A_CHUNK = 256
+#: Limit of images and audio in one prompt, because a tiny one becomes a large tensor.
+_MOST_ITEMS = 64
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,19 @@ class Choice(NamedTuple):
     alternatives: tuple[tuple[int, float], ...] = ()
 
 
+class PromptItems(NamedTuple):
+    """Images and audio of a prompt.
+
+    Attributes:
+        inputs: Outputs of the processor besides the token ids.
+        keys: The prompt's token ids, with a negative number for each token that represents a part of an item. The
+            number is another one for other items, so that tokens after them are only reused after the same ones.
+    """
+
+    inputs: Mapping[str, torch.Tensor]
+    keys: list[int]
+
+
 class Cancelled(Exception):
     """Signals that the completion whose prompt is being fed was cancelled."""
 
@@ -132,6 +150,7 @@ class Completion(Iterator[Piece]):
     Attributes:
         ids: Token ids of the prompt.
         options: Options of the completion.
+        items: Images and audio of the prompt; None without any.
         limit: The limit of new tokens; None for no limit.
         follower: Follows the constraint; None for any text.
         reused_tokens: Number of tokens of the prompt that the session held already.
@@ -151,6 +170,7 @@ class Completion(Iterator[Piece]):
         if follower is None and options.constraint is not None:
             follower = completer.follow(options.constraint)
         self.ids, self.options, self.follower = list(ids), options, follower
+        self.items: PromptItems | None = None
         self.limit = completer.limit(len(ids), options)
         self.reused_tokens, self.new_tokens, self.dropped_tokens, self.dropped_turns = 0, 0, 0, 0
         self.finish_reason: FinishReason | None = None
@@ -348,6 +368,49 @@ class AnyCompleter(Context):
         split = self._split_special_tokens
         return encode_ids(self.tokenizer, prompt, starts=starts, split_special_tokens=split, tools=tools)
 
+    def encode_items(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[list[int], PromptItems]:
+        """Return the token ids and the items of chat messages with images or audio.
+
+        Args:
+            messages: See `message_inputs`.
+            tools: See `render_chat`.
+
+        Raises:
+            InputError: If the completer does not take them, or there are too many, or as `message_inputs` does.
+        """
+        self.check_items(messages, {})
+        raise InputError("messages must have images or audio, got text only; use encode")
+
+    def check_items(self, messages: Sequence[Mapping[str, Any]], most: Mapping[str, int | None]) -> None:
+        """Check that a prompt with the images and audio of chat messages can be completed.
+
+        Args:
+            messages: See `encode_items`.
+            most: The kinds that are taken, with the limit of each; None for no limit.
+
+        Raises:
+            InputError: If it cannot.
+        """
+        for kind, count in Counter(kinds_in(messages)).items():
+            if kind not in most:
+                takes = f"this server takes only {' and '.join(['text', *most])}"
+                if self.rows > 1:
+                    takes += " with several rows"
+                raise InputError(f"messages must have no parts of type {kind}, got {count}; {takes}, so leave them out")
+            limit = min(_MOST_ITEMS, _MOST_ITEMS if most[kind] is None else most[kind] or 0)
+            if count > limit:
+                raise InputError(
+                    f"messages must have at most {limit} parts of type {kind}, got {count}; send fewer, or enlarge the "
+                    "cache"
+                )
+            if self.on_full != "refuse":
+                raise InputError(
+                    f"messages must have no parts of type {kind} if a full cache drops tokens, got {count}; leave them "
+                    f"out, or use --on-full refuse instead of {self.on_full}"
+                )
+
     def check_characters(self, count: int) -> None:
         """Check that the tokens of so many characters may fit, because encoding a long text takes long.
 
@@ -370,6 +433,7 @@ class AnyCompleter(Context):
         ids: Sequence[int],
         options: CompletionOptions = CompletionOptions(),
         follower: Follower | None = None,
+        items: PromptItems | None = None,
     ) -> Completion:
         """Return the completion of a prompt. It drops the previous one, if that has not ended.
 
@@ -377,6 +441,7 @@ class AnyCompleter(Context):
             ids: Token ids of the whole prompt.
             options: Options of the completion.
             follower: Result of `follow` for the constraint, if it was compiled before. The completion closes it.
+            items: Images and audio of the prompt, see `encode_items`.
 
         Raises:
             InputError: If the prompt is empty, an id is outside the vocabulary, or the constraint is not valid.
@@ -385,7 +450,9 @@ class AnyCompleter(Context):
         """
         if not ids:
             raise InputError("the prompt is empty; pass at least one token")
-        wrong = next((token for token in ids if not 0 <= token < self._vocab_size), None)
+        # Tokens that represent items may be beyond the vocabulary, and have negative keys.
+        text = ids if items is None else [max(0, key) for key in items.keys]
+        wrong = next((token for token in text if not 0 <= token < self._vocab_size), None)
         if wrong is not None:
             raise InputError(f"token ids must be from 0 to {self._vocab_size - 1}, got {wrong}")
         if options.adapter is not None and options.adapter not in self.adapters:
@@ -395,7 +462,9 @@ class AnyCompleter(Context):
         wrong = next((token for token in options.logit_bias if not 0 <= token < self._vocab_size), None)
         if wrong is not None:
             raise InputError(f"logit_bias must be for token ids from 0 to {self._vocab_size - 1}, got {wrong}")
-        return Completion(self, ids, options, follower)
+        completion = Completion(self, ids, options, follower)
+        completion.items = items
+        return completion
 
     def follow(self, constraint: Constraint) -> Follower:
         """Start to follow a constraint for one completion. Any thread may call it while another completion runs.
@@ -554,7 +623,7 @@ class Completer(AnyCompleter):
         self._use(completion.options.adapter)
         self.protect(completion.options)
         try:
-            completion.reused_tokens, logits = self.feed(ids, completion.check_not_cancelled)
+            completion.reused_tokens, logits = self.feed(ids, completion.check_not_cancelled, completion.items)
         except Cancelled:
             return
         rows = TokenRows.whole(torch.tensor([ids], device=self.session.device))
@@ -575,6 +644,30 @@ class Completer(AnyCompleter):
     def adapters(self) -> tuple[str, ...]:
         """See `AnyCompleter.adapters`."""
         return self.session.adapters
+
+    def encode_items(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[list[int], PromptItems]:
+        """See `AnyCompleter.encode_items`."""
+        from ..session.inputs.prompt import message_inputs
+
+        session, digest = self.session, sha256()
+        methods = session.runner.methods
+        self.check_items(messages, session.stages.most_items(self.max_length, methods))
+        for content in (one["content"] for one in messages if isinstance(one.get("content"), list)):
+            for value in (value for part in content for value in part.values() if isinstance(value, bytes)):
+                digest.update(len(value).to_bytes(8, "big") + value)
+        try:
+            processor = session.processor
+            if processor is None:
+                raise InputError("messages must have text only, because this model came without its processor")
+            inputs = message_inputs(processor, methods, messages, tools, self._split_special_tokens)
+        except (BundleError, MissingDependencyError) as error:
+            raise InputError(str(error)) from error
+        ids = inputs.pop("input_ids")[0].tolist()
+        inputs.pop("attention_mask", None)
+        key = -1 - int.from_bytes(digest.digest()[:8], "big")
+        return ids, PromptItems(inputs, [key if token in session.stages.placeholders else token for token in ids])
 
     def _use(self, adapter: str | None) -> None:
         """Use an adapter. Tokens that were computed with another one are not used again."""
@@ -608,31 +701,47 @@ class Completer(AnyCompleter):
             begin, end = end, min(end + size, max(end + 1, len(ids) - 1))
         self._held = list(ids[: self.length])
 
-    def feed(self, ids: list[int], before_chunk: Callable[[], None] = lambda: None) -> tuple[int, torch.Tensor]:
+    def feed(
+        self,
+        ids: list[int],
+        before_chunk: Callable[[], None] = lambda: None,
+        items: PromptItems | None = None,
+    ) -> tuple[int, torch.Tensor]:
         """Feed the rest of a prompt, and return the number of tokens reused and logits [1, vocab].
 
         Args:
             ids: Token ids of the whole prompt.
             before_chunk: Called before each chunk of at most `MOST_A_CHUNK` tokens. An exception that it raises ends
                 the prompt; the chunks that were fed are kept, for a prompt that begins with them.
+            items: Images and audio of the prompt.
         """
         import torch
 
-        session = self.session
-        ids, common = self.place(ids)
+        session, inputs = self.session, dict[str, torch.Tensor]()
+        held, common = self.place(ids if items is None else items.keys)
+        if items is None:
+            ids = held
+        elif common == 0:
+            inputs = {name: tensor.to(session.device) for name, tensor in items.inputs.items()}
         self._held = None
         try:
             with session.paced(MOST_A_CHUNK, before_chunk):
-                logits = session.prefill(torch.tensor([ids[common:]], device=session.device))
+                logits = session.prefill(torch.tensor([ids[common:]], device=session.device), **inputs)
         except Cancelled:
-            self._held = ids[: int(session.length[0])]
+            self._held = held[: int(session.length[0])]
             raise
-        self._held = list(ids)
+        self._held = list(held)
         return common, logits
 
     def common(self, ids: Sequence[int]) -> int | None:
-        """See `Context.common`. No token is common where RoPE has other factors at the length of the prompt."""
+        """See `Context.common`. No token is common where RoPE has other factors at the length of the prompt.
+
+        Items are fed with the whole prompt, because processors do not tell which part of their outputs an item has.
+        """
         found = super().common(ids)
+        seen = [*(self._held or ()), *ids] if self.session.stages.sees_prompt else ids[found or 0 :]
+        if any(key < 0 for key in seen):
+            return 0
         return 0 if found and not self.session.stepper.continues(found, len(ids)) else found
 
     def most_dropped(self, first: int) -> int:

@@ -89,18 +89,24 @@ def render_chat(
     return rendered.decode("utf-8", "surrogatepass")
 
 
-def apply_chat_template(processor: ProcessorMixin, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+def apply_chat_template(
+    processor: ProcessorMixin,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    **options: Any,
+) -> Any:
     """Do what a processor's `apply_chat_template` does, with the template rendered by `render_chat`.
 
     Args:
         processor: It reads images and audio from the messages, and puts their tokens into the text.
         messages: Of one conversation.
+        tools: See `render_chat`.
         options: Of the processor's method.
 
     Raises:
         InputError: See `render_chat`.
     """
-    rendered = render_chat(processor.tokenizer, messages, processor.chat_template)
+    rendered = render_chat(processor.tokenizer, messages, processor.chat_template, tools)
     check_cost(processor.tokenizer, rendered)
     # Typed loosely, because transformers annotates messages as plain text and knows no variables of a template.
     conversation: list[Any] = list(messages)

@@ -222,6 +222,8 @@ def test_bundles_of_text_take_no_files(run, tmp_path):
     path = export(
         tiny_model("llama"), "pt2", 16, tmp_path / "x", prefill_chunk=1, verify=False, tokenizer=letter_tokenizer()
     ).path
+    result = run("serve", path, "--modalities", "image")
+    assert result.exit_code == 2 and "cannot be combined with the bundle" in " ".join(result.stderr.split())
     result = run("generate", path, "-p", "a", "--image", "x.png")
     assert result.exit_code == 2
     assert "but the bundle takes only text" in " ".join(result.stderr.split())
@@ -263,9 +265,14 @@ def test_samples_of_every_width(tmp_path, width):
 def test_refused_sound(tmp_path):
     slow = write_wav(tmp_path / "slow.wav", bytes(20), rate=8000)
     (tmp_path / "text.wav").write_text("no sound")
+    wide = bytearray(write_wav(tmp_path / "wide.wav", bytes(40)).read_bytes())
+    # Bits of a sample.
+    wide[34:36] = (64).to_bytes(2, "little")
+    (tmp_path / "wide.wav").write_bytes(wide)
     for path, message in (
         (slow, "must have 16000 samples per second, got 8000; convert it: ffmpeg"),
-        (tmp_path / "text.wav", "as WAV"),
+        (tmp_path / "text.wav", "must be a WAV file"),
+        (tmp_path / "wide.wav", "must be a WAV file of integers, got another"),
         (write_wav(tmp_path / "empty.wav", b""), "must have at least one sample"),
         (tmp_path, "is a folder"),
     ):

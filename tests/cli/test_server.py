@@ -241,7 +241,28 @@ def test_an_answer_has_the_form_that_was_asked_for(client, greedy_answer: str) -
             "chat/completions",
             {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             400,
-            "messages.0.content.0.type must be \"text\", got 'image_url'; this server takes only text",
+            "messages.0.content.0.image_url.url must be a data: URL with a PNG or JPEG image in base64, got 'x'; this "
+            "server fetches nothing",
+        ),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [{"role": "user", "content": [{"type": "file"}]}]},
+            400,
+            'messages.0.content.0.type must be "text", "image_url" or "input_audio", got \'file\'',
+        ),
+        (
+            "chat/completions",
+            {
+                **CHAT,
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}],
+                    }
+                ],
+            },
+            400,
+            "messages must have no parts of type audio, got 1; this server takes only text, so leave them out",
         ),
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content must be"),
         ("completions", {**TEXT, "prompt": {"a": 1}}, 400, "prompt must be text or a list of token ids, got {'a': 1}"),

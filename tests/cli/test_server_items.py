@@ -75,7 +75,19 @@ def test_the_events_of_a_stream_make_the_response(address: str) -> None:
     ("more", "says"),
     [
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type must be one of message, function_call"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type must be one of"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0.type must be one of"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "https://x/y.png"}]}]},
+            "image_url.url must be a data: URL with a PNG or JPEG image in base64, got 'https://x/y.png'",
+        ),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA=="}]}
+                ]
+            },
+            "messages must have no parts of type image, got 1; this server takes only text",
+        ),
         ({"input": []}, "input must be text or a list of items"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "must be the id of a call in"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type must be 'function', got 'web_search'"),

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...decoding.completion import AnyCompleter, Completion, CompletionOptions, Piece
+from ...decoding.completion import AnyCompleter, Completion, CompletionOptions, Piece, PromptItems
 from ...decoding.context import PROTECTED, fitting_turns, protected_tokens
 from ...errors import CacheFullError, DeviceMemoryError, ExportableCacheError, InputError
 from ...generation.constraint import Constraint, Follower
@@ -32,7 +32,8 @@ from ...generation.templates import characters_of
 from ...generation.text import check_depth
 from ...generation.token_text import TokenTexts
 from ...generation.tool_calls import Dialect, ResponseParser
-from ...models.tokenizers.text import tokenizer_errors
+from ...models.tokenizers.text import LONG_TEXT, tokenizer_errors
+from ...program.inputs.kinds import kinds_in
 from .engine import Busy, Engine
 from .items import Items, ItemsRequest
 from .origins import AllowedOrigins, OriginGuard
@@ -203,7 +204,7 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
             encoding = engine.prepare(encode, characters=len(given))
         else:
             check_tools(given)
-            encoding = encoded(given, _encoded)
+            encoding = encoded(given, lambda *asked: _encoded(*asked)[0])
         ids = await _unless_disconnected(request, encoding)
         return {"tokens": ids, "count": len(ids), "max_model_len": completer.max_length}
 
@@ -223,10 +224,10 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
     async def metrics() -> PlainTextResponse:
         return PlainTextResponse(_metrics(counts, engine, completer), media_type=_METRICS_TYPE)
 
-    def job(ids: list[int], chosen: CompletionOptions, answer: Answer, dropped: int = 0) -> Job:
+    def job(prompt: _Fitted, chosen: CompletionOptions, answer: Answer) -> Job:
         def begin(follower: Follower | None) -> Completion:
-            completion = completer.complete(ids, chosen, follower)
-            completion.dropped_turns = dropped
+            completion = completer.complete(prompt.ids, chosen, follower, prompt.items)
+            completion.dropped_turns = prompt.dropped
             return completion
 
         return Job(begin, answer, chosen.constraint)
@@ -239,14 +240,16 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
             if isinstance(prompt, str):
                 await engine.prepare(completer.check_characters, len(prompt))
                 prompt = await engine.prepare(completer.encode, prompt, characters=len(prompt))
-            jobs += [job(prompt, one, Answer()) for one in body.choices(chosen)]
+            jobs += [job(_Fitted(prompt), one, Answer()) for one in body.choices(chosen)]
         return jobs
 
     async def encoded(body: ChatRequest, fit: Callable[..., Result]) -> Result:
         forms, tools = body.prompts(), body.plain_tools()
         check_depth("messages", forms[0])
         check_depth("tools", tools)
-        return await engine.prepare(fit, completer, forms, tools, characters=characters_of([forms[0], tools]))
+        # Images take long, like long texts.
+        characters = LONG_TEXT if kinds_in(forms[0]) else characters_of([forms[0], tools])
+        return await engine.prepare(fit, completer, forms, tools, characters=characters)
 
     def adapter_of(model: str) -> str | None:
         if model not in names:
@@ -267,11 +270,11 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
         engine.check_room()
         chosen = replace(body.options(sampling), adapter=adapter_of(body.model))
         await engine.prepare(completer.check_characters, body.least_characters)
-        ids, dropped, protected = await encoded(body, partial(_fitted, chosen.max_new_tokens))
-        chosen = replace(chosen, protected=protected)
+        prompt = await encoded(body, partial(_fitted, chosen.max_new_tokens))
+        chosen = replace(chosen, protected=prompt.protected)
         if dialect.is_plain and not tools:
-            return [job(ids, one, Answer(), dropped) for one in body.choices(chosen)]
-        thought = dialect.thinks("".join(map(texts.text, ids[-_PROMPT_END:])))
+            return [job(prompt, one, Answer()) for one in body.choices(chosen)]
+        thought = dialect.thinks("".join(map(texts.text, prompt.ids[-_PROMPT_END:])))
         schemas = {tool.function.name: tool.function.parameters for tool in tools}
         is_strict = any(tool.function.strict for tool in tools)
         parallel = body.parallel_tool_calls is not False
@@ -281,9 +284,9 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
         chosen = replace(chosen, constraint=form, shown=dialect.tokens)
         make: Callable[[], Parser] = partial(ResponseParser, dialect, schemas, thought, None if parallel else 1)
         if dialect.template is not None:
-            prompt = completer.tokenizer.decode(ids, skip_special_tokens=False)
-            make = partial(TemplateParser, dialect.template, str(prompt), [tool.plain() for tool in tools])
-        return [job(ids, one, Answer(await engine.prepare(make)), dropped) for one in body.choices(chosen)]
+            rendered = completer.tokenizer.decode(prompt.ids, skip_special_tokens=False)
+            make = partial(TemplateParser, dialect.template, str(rendered), [tool.plain() for tool in tools])
+        return [job(prompt, one, Answer(await engine.prepare(make))) for one in body.choices(chosen)]
 
     async def respond(request: Request, body: ChatRequest | CompletionRequest, jobs: list[Job]) -> Any:
         response = Response(body.model, isinstance(body, ChatRequest), texts, [job.answer for job in jobs])
@@ -505,8 +508,26 @@ async def _events(response: Response, first: _Step, pieces: AsyncIterator[_Step]
     yield _DONE
 
 
-def _encoded(completer: AnyCompleter, forms: list[list[dict[str, Any]]], tools: list[dict[str, Any]]) -> list[int]:
-    """Return the token ids of the first form of messages that the chat template takes.
+class _Fitted(NamedTuple):
+    """A prompt.
+
+    Attributes:
+        ids: Its token ids.
+        dropped: Number of turns that the policy for a full cache left out.
+        protected: Number of first tokens that shifts keep; None for the default.
+        items: Its images and audio.
+    """
+
+    ids: list[int]
+    dropped: int = 0
+    protected: int | None = None
+    items: PromptItems | None = None
+
+
+def _encoded(
+    completer: AnyCompleter, forms: list[list[dict[str, Any]]], tools: list[dict[str, Any]]
+) -> tuple[list[int], PromptItems | None]:
+    """Return the token ids and items of the first form of messages that the chat template takes.
 
     Raises:
         InputError: If it takes none, with the reason why it refuses the first one.
@@ -515,44 +536,49 @@ def _encoded(completer: AnyCompleter, forms: list[list[dict[str, Any]]], tools: 
         # OpenAI's newer name of the role, which only few templates know.
         names = {"developer": "system"}
         forms = [[{**one, "role": names.get(one["role"], one["role"])} for one in form] for form in forms]
+
+    def encode(form: list[dict[str, Any]]) -> tuple[list[int], PromptItems | None]:
+        return completer.encode_items(form, tools) if kinds_in(form) else (completer.encode(form, tools), None)
+
     try:
-        return completer.encode(forms[0], tools)
+        return encode(forms[0])
     except InputError:
         for form in forms[1:]:
             with suppress(InputError):
-                return completer.encode(form, tools)
+                return encode(form)
         raise
 
 
 def _fitted(
     reserve: int | None, completer: AnyCompleter, forms: list[list[dict[str, Any]]], tools: list[dict[str, Any]]
-) -> tuple[list[int], int, int | None]:
-    """Return the token ids of messages, without turns that the policy for a full cache drops.
+) -> _Fitted:
+    """Return the prompt of messages, without turns that the policy for a full cache drops.
 
     Args:
         reserve: Number of tokens to leave for the response; None for a quarter of the cache.
         completer: The completer.
         forms: See `_encoded`.
         tools: See `_encoded`.
-
-    Returns:
-        The ids, the number of dropped turns, and the number of first tokens that shifts keep.
     """
+    if kinds_in(forms[0]):
+        # The policy is to refuse, see `AnyCompleter.check_items`.
+        ids, items = _encoded(completer, forms, tools)
+        return _Fitted(ids, items=items)
     said, most = forms[0], completer.max_length or 0
     first = next((index for index, one in enumerate(said) if one["role"] not in _SYSTEM), len(said))
 
     def encode(messages: Sequence[Mapping[str, Any]]) -> list[int]:
         # The same messages of each form: the first ones, and those after the turns that are dropped.
         dropped = len(said) - len(messages)
-        return _encoded(completer, [[*form[:first], *form[first + dropped :]] for form in forms], tools)
+        return _encoded(completer, [[*form[:first], *form[first + dropped :]] for form in forms], tools)[0]
 
     ids, dropped = fitting_turns(encode, completer, said[:first], said[first:], reserve or most // 4)
     protected = None
     if completer.on_full == "shift":
         protected = protected_tokens(
-            lambda messages: _encoded(completer, [[dict(one) for one in messages]], tools), said[:first]
+            lambda messages: _encoded(completer, [[dict(one) for one in messages]], tools)[0], said[:first]
         )
-    return ids, dropped, protected
+    return _Fitted(ids, dropped, protected)
 
 
 def _event(document: dict[str, Any]) -> bytes:

@@ -30,6 +30,22 @@ def _items(value: Any) -> list[dict[str, Any]]:
     return items
 
 
+def _content(content: Any, at: str) -> Any:
+    """Return the content of a message for chat completions: text, or parts if some are images."""
+    if not isinstance(content, list) or not any(_is_image(part) for part in content):
+        return _text(content, at)
+    return [
+        {"type": "image_url", "image_url": part.get("image_url")}
+        if _is_image(part)
+        else {"type": "text", "text": _text([part], f"{at}.{index}")}
+        for index, part in enumerate(content)
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
 def _text(content: Any, at: str) -> Any:
     """Return the text of an item's content."""
     if content is None or isinstance(content, str):
@@ -40,7 +56,7 @@ def _text(content: Any, at: str) -> Any:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise InputError(
                 f"{at}.{index}.type must be one of {', '.join(_TEXTS)}, got {str(kind)[:80]!r}; this server takes only "
-                "text, so leave images, audio and files out"
+                "text, and images of messages, so leave audio and files out"
             )
     return "".join(part["text"] for part in parts)
 
@@ -132,7 +148,7 @@ class ItemsRequest(Fields):
         for index, item in enumerate(self.input):
             kind = item.get("type", "message")
             if kind == "message":
-                content = _text(item.get("content"), f"input.{index}.content")
+                content = _content(item.get("content"), f"input.{index}.content")
                 messages.append({"role": item.get("role"), "content": content})
             elif kind == "function_call":
                 # Calls of one response follow its text.

@@ -6,6 +6,7 @@ https://platform.openai.com/docs/api-reference/chat/create and .../completions/c
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import reprlib
@@ -184,20 +185,54 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
+_IMAGE = re.compile(r"data:image/(png|jpe?g);base64,", re.IGNORECASE)
+
+
 def _content(value: Any) -> Any:
-    """Return a message's content for chat templates: text, with parts joined."""
+    """Return a message's content for chat templates: text, with parts joined; or the parts, if some are not text."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         refuse("text or a list of parts", value, "send text")
-    for index, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            fix = "this server takes only text, so leave images, audio and files out"
-            refuse('"text"', part if kind is None else kind, fix, at=f".{index}.type")
-        if not isinstance(part.get("text"), str):
-            refuse("text", part.get("text"), "send the part's text", at=f".{index}.text")
-    return "".join(part["text"] for part in value)
+    parts = [_part(part, f".{index}") for index, part in enumerate(value)]
+    if all("text" in part for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: Any, at: str) -> dict[str, Any]:
+    """Return a part of a message's content, see `session.inputs.prompt.message_inputs`."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", "image_url", "input_audio"):
+        fix = "this server takes no other parts, so leave files out"
+        refuse('"text", "image_url" or "input_audio"', part if kind is None else kind, fix, f"{at}.type")
+    given = part.get(kind)
+    if kind == "text":
+        if not isinstance(given, str):
+            refuse("text", given, "send the part's text", f"{at}.text")
+        return {"type": "text", "text": given}
+    if kind == "image_url":
+        url = given.get("url") if isinstance(given, dict) else given
+        head = _IMAGE.match(url) if isinstance(url, str) else None
+        if head is None or not isinstance(url, str):
+            fix = "this server fetches nothing, so send the image's content"
+            refuse("a data: URL with a PNG or JPEG image in base64", url, fix, f"{at}.image_url.url")
+        return {"type": "image", "image": _decoded(url[head.end() :], f"{at}.image_url.url")}
+    form = given.get("format") if isinstance(given, dict) else given
+    if form != "wav":
+        refuse('an object with format "wav"', form, "convert the audio", f"{at}.input_audio.format")
+    return {"type": "audio", "audio": _decoded(given.get("data"), f"{at}.input_audio.data")}
+
+
+def _decoded(text: Any, at: str) -> bytes:
+    """Return the bytes of base64."""
+    try:
+        content = base64.b64decode(text, validate=True)
+    except (TypeError, ValueError):
+        content = b""
+    if not content:
+        refuse("base64 of at least one byte", text, "encode the file's content", at)
+    return content
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -582,8 +617,10 @@ class ChatRequest(_Request):
     @property
     def least_characters(self) -> int:
         """The number of characters that any chat template keeps. Some shorten messages of the assistant."""
-        said = [one.content for one in self.messages if one.role != "assistant" and isinstance(one.content, str)]
-        return sum(len(text.strip()) for text in said)
+        said = [one.content for one in self.messages if one.role != "assistant"]
+        parts = [[content] if isinstance(content, str) else content or () for content in said]
+        texts = [part if isinstance(part, str) else part.get("text", "") for one in parts for part in one]
+        return sum(len(text.strip()) for text in texts)
 
     def used_tools(self) -> list[Tool]:
         """Return the tools that the response may call.

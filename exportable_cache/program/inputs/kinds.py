@@ -11,6 +11,13 @@ from ...errors import InputError
 KINDS = IMAGE, VIDEO, AUDIO = ("image", "video", "audio")
 
 
+def kinds_in(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the kind of each part of chat messages that is not text."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [str(part.get("type")) for part in parts if part.get("type") != "text"]
+
+
 def check_kinds(modalities: Sequence[str] | Mapping[str, Any]) -> None:
     """Check the names of inputs besides text.
 

@@ -51,6 +51,15 @@ class ItemStage:
         """Number of embeddings of one item."""
         return int(self.method.outputs[0].shape[0])
 
+    def most_items(self, slots: int | None, methods: Mapping[str, ProgramMethod]) -> int | None:
+        """Return the most items that a cache of so many slots holds; None for any number.
+
+        Args:
+            slots: Number of slots; None for no limit.
+            methods: Methods of the program.
+        """
+        return None if slots is None else slots // self.tokens_per_item
+
     def check(self, rows: TokenRows, given: Mapping[str, Any]) -> Mapping[str, list[tuple[torch.Tensor, ...]]]:
         """Check the items of a prompt, and return the encoder's inputs of each item by the method's name.
 
@@ -204,6 +213,10 @@ class CrossItemStage(ItemStage):
         """Number of placeholders of one item."""
         return 1
 
+    def most_items(self, slots: int | None, methods: Mapping[str, ProgramMethod]) -> int:
+        """See `ItemStage.most_items`. Images take no slots of the text."""
+        return _states_spec(methods).sizes({"batch": 1})[1] // int(self.method.outputs[0].shape[0])
+
     def check(self, rows: TokenRows, given: Mapping[str, Any]) -> Mapping[str, list[tuple[torch.Tensor, ...]]]:
         """Check the images of a prompt, and return the encoder's inputs of each, followed by its tiles, bool [tiles].
 
@@ -237,7 +250,7 @@ class CrossItemStage(ItemStage):
         items, state = prompt.items[self.method.name], stepper.state
         shape = _states_spec(stepper.runner.methods).sizes({"batch": 1})
         slots = int(self.method.outputs[0].shape[0])
-        most, held = shape[1] // slots, len(state.images.rows[0])
+        most, held = self.most_items(None, stepper.runner.methods), len(state.images.rows[0])
         if held + len(items) > most:
             raise InputError(
                 f"the session holds {held} images, the prompt has {len(items)}, and the cache keeps {most}; reset(), "

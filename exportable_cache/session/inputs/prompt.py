@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import wave
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ...errors import InputError, MissingDependencyError
 from ...generation.control_tokens import ControlTokens
-from ...generation.templates import apply_chat_template
+from ...generation.templates import apply_chat_template, render_chat
 from ...generation.text import encode_prompt
 from ...models.tokenizers.text import tokenizer_errors
 from ...program.inputs.kinds import AUDIO, IMAGE
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 
 # Attributes of processors that hold the text of one item in a prompt.
 _MARKERS = {IMAGE: ("boi_token", "image_token"), AUDIO: ("audio_token",)}
+#: Limit of the pixels of all images in one conversation, because small files may be huge images.
+MOST_PIXELS = 2**25
+#: Formats of images in messages. Pillow's decoders of others are used less.
+_FORMATS = ("PNG", "JPEG")
+#: Fields of messages in the API of `serve`, by kind of the part.
+_FIELDS = {IMAGE: "image_url", AUDIO: "input_audio"}
+#: Bytes of the widest sample of audio.
+_WIDEST = 4
 
 
 def prompt_inputs(
@@ -93,18 +102,101 @@ def _chat_inputs(
             f"the prompt must mark the position of the {kind}, because the model has no chat template, got "
             f"{text!r:.80}; {remedy}"
         )
-    spelled = ControlTokens(processor.tokenizer).marked([{"role": "user", "content": text}]).found
-    if split_special_tokens and spelled is not None:
-        raise InputError(
-            f"the prompt must not spell control tokens, got {spelled!r} in {text!r:.80}; remove it, or pass "
-            "split_special_tokens=False (--no-split-special-tokens)"
-        )
+    _check_control_tokens(processor, [{"role": "user", "content": text}], split_special_tokens)
     content = [{"type": kind, kind: item} for kind, given in items.items() for item in given]
     message = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
+    return _of_template(processor, [message], (), options)
+
+
+def message_inputs(
+    processor: ProcessorMixin,
+    methods: Mapping[str, ProgramMethod],
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    split_special_tokens: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Return what the model's processor makes of chat messages with images and audio.
+
+    Args:
+        processor: Processor of the model.
+        methods: Methods of the program that takes the result.
+        messages: Their contents are texts or lists of parts. A part with the content of a PNG, JPEG or WAV file is
+            `{"type": "image", "image": content}` or `{"type": "audio", "audio": content}`.
+        tools: See `render_chat`.
+        split_special_tokens: See `prompt_inputs`.
+
+    Raises:
+        InputError: If a file cannot be read, the images have more than `MOST_PIXELS` pixels, there is no chat template,
+            or it or the processor refuses the messages.
+        MissingDependencyError: If a package that reads a file is not installed.
+    """
+    if processor.chat_template is None:
+        raise InputError("messages with images or audio need a chat template, and the model's processor has none")
+    _check_control_tokens(processor, [*messages, {"tools": list(tools)}], split_special_tokens)
+    size, pixels, options = _size(processor, methods), MOST_PIXELS, dict[str, Any]()
+    said: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        parts = [dict(part) for part in content] if isinstance(content, list) else content
+        for number, part in enumerate(parts if isinstance(parts, list) else ()):
+            kind = part["type"]
+            name = f"messages.{index}.content.{number}.{_FIELDS.get(kind)}"
+            if kind == IMAGE:
+                part[kind], used = decoded_image(part[kind], name, size, pixels)
+                pixels -= used
+            elif kind == AUDIO:
+                options = {"sampling_rate": processor.feature_extractor.sampling_rate}
+                part[kind] = decoded_audio(part[kind], name, **options)
+        said.append({**message, "content": parts} if "content" in message else dict(message))
+    return _of_dtypes(_of_template(processor, _form(processor, said, tools), tools, options), methods)
+
+
+def _form(
+    processor: ProcessorMixin, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return messages with the texts as parts if the template leaves out texts that are not in a part."""
+
+    def keeps(one: list[dict[str, Any]]) -> bool:
+        rendered = render_chat(processor.tokenizer, one, processor.chat_template, tools)
+        return all(
+            message["content"].strip() in rendered
+            for message in messages
+            if isinstance(message.get("content"), str) and message["role"] != "assistant"
+        )
+
+    if any(isinstance(message.get("content"), str) for message in messages) and not keeps(messages):
+        return [
+            {**one, "content": [{"type": "text", "text": one["content"]}]}
+            if isinstance(one.get("content"), str)
+            else one
+            for one in messages
+        ]
+    return messages
+
+
+def _check_control_tokens(
+    processor: ProcessorMixin, messages: Sequence[Mapping[str, Any]], split_special_tokens: bool
+) -> None:
+    """Check that messages spell no control tokens, because processors cannot encode these as text."""
+    spelled = ControlTokens(processor.tokenizer).marked(messages).found if split_special_tokens else None
+    if spelled is not None:
+        raise InputError(
+            f"the prompt must not spell control tokens, got {spelled!r}; remove it, or pass "
+            "split_special_tokens=False (--no-split-special-tokens)"
+        )
+
+
+def _of_template(
+    processor: ProcessorMixin,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+) -> Any:
     return _processed(
         apply_chat_template,
         processor,
-        [message],
+        messages,
+        tools,
         tokenize=True,
         return_dict=True,
         return_tensors="pt",
@@ -163,18 +255,64 @@ def read_image(path: Path, size: tuple[int, int] | None = None) -> Image:
         InputError: If there is no such file, or Pillow cannot read it.
         MissingDependencyError: If Pillow is not installed.
     """
-    try:
-        from PIL import Image, ImageOps
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"reading image {str(path)!r} needs Pillow, which is not installed: pip install pillow"
-        ) from error
+    _check_pillow(f"reading image {str(path)!r}")
+    from PIL import Image, ImageOps
+
     _check_file("image", path)
     try:
         with Image.open(path) as opened:
             image = ImageOps.exif_transpose(opened).convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise InputError(f"cannot read image {str(path)!r} ({error}); pass a file such as PNG or JPEG") from error
+    return _resized(image, size)
+
+
+def decoded_image(
+    content: bytes, name: str, size: tuple[int, int] | None = None, most_pixels: int = MOST_PIXELS
+) -> tuple[Image, int]:
+    """Decode a PNG or JPEG image of a stranger like `read_image`, and return it with its number of pixels.
+
+    Args:
+        content: Content of the file.
+        name: Name of the image in errors.
+        size: See `read_image`.
+        most_pixels: Limit of its pixels, which are counted before they are decoded.
+
+    Raises:
+        InputError: If Pillow cannot read it, or it has more pixels.
+        MissingDependencyError: If Pillow is not installed.
+    """
+    _check_pillow(f"reading {name}")
+    from PIL import Image, ImageOps
+
+    pixels = 0
+    try:
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as opened:
+            pixels = opened.width * opened.height
+            image = None if pixels > most_pixels else ImageOps.exif_transpose(opened).convert("RGB")
+    except Exception as error:  # decoders raise errors of many classes, also struct.error and IndexError
+        raise InputError(
+            f"{name} must be a PNG or JPEG image, got {len(content)} bytes that Pillow cannot read as one "
+            f"({str(error)[:100]}); send another"
+        ) from error
+    if image is None:
+        raise InputError(
+            f"{name} must have at most {most_pixels} pixels (the limit for all images is {MOST_PIXELS}), got {pixels}; "
+            "send smaller images"
+        )
+    return _resized(image, size), pixels
+
+
+def _check_pillow(what: str) -> None:
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(f"{what} needs Pillow, which is not installed: pip install pillow") from error
+
+
+def _resized(image: Image, size: tuple[int, int] | None) -> Image:
+    from PIL import Image
+
     return image if size is None else image.resize((size[1], size[0]), Image.Resampling.BICUBIC)
 
 
@@ -189,17 +327,40 @@ def read_audio(path: Path, sampling_rate: int) -> np.ndarray:
         InputError: If there is no such file, it has no integer samples in WAV format, or another sampling rate.
     """
     _check_file("audio", path)
-    remedy = f"convert it: ffmpeg -i {path} -ar {sampling_rate} -c:a pcm_s16le {path.stem}-{sampling_rate}.wav"
+    with path.open("rb") as file:
+        return _audio(file, f"audio {str(path)!r}", sampling_rate, str(path))
+
+
+def decoded_audio(content: bytes, name: str, sampling_rate: int) -> np.ndarray:
+    """Decode a WAV file of a stranger like `read_audio`.
+
+    Args:
+        content: Content of the file.
+        name: Name of the audio in errors.
+        sampling_rate: See `read_audio`.
+
+    Raises:
+        InputError: See `read_audio`.
+    """
+    return _audio(io.BytesIO(content), name, sampling_rate, "FILE")
+
+
+def _audio(opened: IO[bytes], name: str, sampling_rate: int, path: str) -> np.ndarray:
+    remedy = f"convert it: ffmpeg -i {path} -ar {sampling_rate} -c:a pcm_s16le {Path(path).stem}-{sampling_rate}.wav"
     try:
-        with wave.open(str(path), "rb") as file:
+        with wave.open(opened, "rb") as file:
             rate, channels, width = file.getframerate(), file.getnchannels(), file.getsampwidth()
             content = file.readframes(file.getnframes())
-    except (OSError, EOFError, wave.Error) as error:
-        raise InputError(f"cannot read audio {str(path)!r} as WAV ({error}); {remedy}") from error
+        if width > _WIDEST:
+            raise wave.Error(f"samples of {width} bytes")
+    except (OSError, EOFError, ValueError, wave.Error) as error:
+        raise InputError(f"{name} must be a WAV file of integers, got another ({error}); {remedy}") from error
     if rate != sampling_rate:
-        raise InputError(f"audio {str(path)!r} must have {sampling_rate} samples per second, got {rate}; {remedy}")
+        raise InputError(f"{name} must have {sampling_rate} samples per second, got {rate}; {remedy}")
+    # A file that was cut off may end within a sample.
+    content = content[: len(content) // (width * channels) * width * channels]
     if not content:
-        raise InputError(f"audio {str(path)!r} must have at least one sample, got none; pass another file")
+        raise InputError(f"{name} must have at least one sample, got none; pass another file")
     return _samples(content, width).reshape(-1, channels).mean(axis=1)
 
 

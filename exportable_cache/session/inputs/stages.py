@@ -50,6 +50,16 @@ class InputStages:
         self._stages = tuple(_item_stage(methods[name], token, limits) for name, token in placeholders.items())
         self._positions = ItemPositions(self._stages, methods, limits.device)
 
+    @property
+    def sees_prompt(self) -> bool:
+        """True if all tokens of a prompt with items attend to each other."""
+        return self._positions.sees_prompt
+
+    def most_items(self, slots: int | None, methods: Mapping[str, ProgramMethod]) -> dict[str, int | None]:
+        """Return the most items of each kind, such as `{"image": 4}`; see `ItemStage.most_items`."""
+        stages = {stage.method.name.removeprefix("encode_"): stage for stage in self._stages}
+        return {kind: stage.most_items(slots, methods) for kind, stage in stages.items()}
+
     def check(self, input_ids: Any, attention_mask: Any, given: Mapping[str, Any], state: SequenceState) -> Prompt:
         """Check the inputs of a prompt.
 
