@@ -11,7 +11,7 @@ from ...common.compat.torch import RESHAPE_COPY
 from ...models import float8  # noqa: F401  registers the operators
 from . import kv_cache  # noqa: F401  registers the operator
 from .kv_cache import scatter_update
-from .plain_layers import TORCH_DTYPES, TRT_DTYPES, add_constant, shared_cast
+from .plain_layers import TORCH_DTYPES, TRT_DTYPES, add_constant, has_constant, shared_cast
 from .quantized import dequantize_affine, kept_scale, packed
 from .upstream import (
     ConverterPriority,
@@ -160,6 +160,11 @@ def _linear(
     source = get_trt_tensor(ctx, source, f"{name}_source")
     leading = [1] * (len(source.shape) - 2)
     operation = trt.MatrixOperation.TRANSPOSE
+    sizes = [*source.shape[:-1], weight.shape[0]]
+    # A table that is gathered, too, is stored twice if it has three dimensions, or is reshaped to them.
+    is_tied = isinstance(weight, torch.Tensor) and has_constant(ctx, weight) and sizes.count(-1) <= 1
+    if is_tied:
+        source, leading = _reshaped(ctx, source, (-1, weight.shape[1]), f"{name}_rows"), []
     if isinstance(weight, torch.Tensor):
         right = add_constant(ctx, weight, f"{name}_weight", [*leading, *weight.shape])
     else:
@@ -172,12 +177,32 @@ def _linear(
         right, operation = turned.get_output(0), trt.MatrixOperation.NONE
     layer = ctx.net.add_matrix_multiply(source, trt.MatrixOperation.NONE, right, operation)
     set_layer_name(layer, target, name)
+    if bias is not None:
+        added = add_constant(ctx, bias, f"{name}_bias", [*leading, 1, bias.numel()])
+        layer = ctx.net.add_elementwise(layer.get_output(0), added, trt.ElementWiseOperation.SUM)
+        layer.name = f"{name}_biased"
     result = layer.get_output(0)
-    if bias is None:
-        return result
-    added = add_constant(ctx, bias, f"{name}_bias", [*leading, 1, bias.numel()])
-    layer = ctx.net.add_elementwise(result, added, trt.ElementWiseOperation.SUM)
-    layer.name = f"{name}_biased"
+    return _reshaped(ctx, result, sizes, f"{name}_of_rows") if is_tied else result
+
+
+@dynamo_tensorrt_converter(
+    torch.ops.aten.embedding.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
+)
+def _embedding(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert `embedding` to a gather of a constant, which a tied head multiplies with, too, see `_linear`."""
+    table, index = args[:2]
+    table = add_constant(ctx, table, f"{name}_table") if isinstance(table, torch.Tensor) else table
+    layer = ctx.net.add_gather(table, get_trt_tensor(ctx, index, f"{name}_index"), axis=0)
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+def _reshaped(ctx: ConversionContext, tensor: trt.ITensor, sizes: Sequence[int], name: str) -> trt.ITensor:
+    layer = ctx.net.add_shuffle(tensor)
+    layer.reshape_dims = sizes
+    layer.name = name
     return layer.get_output(0)
 
 

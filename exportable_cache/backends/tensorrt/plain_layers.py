@@ -66,6 +66,12 @@ def add_constant(
     return shared[key]
 
 
+def has_constant(ctx: ConversionContext, tensor: torch.Tensor) -> bool:
+    """Return True if a large tensor is a constant of the network already, in its own shape."""
+    key = (TRT_DTYPES.get(tensor.dtype), tuple(tensor.shape), tensor.data_ptr())
+    return key in vars(ctx).get("shared_constants", {})
+
+
 def shared_cast(ctx: ConversionContext, tensor: trt.ITensor, dtype: trt.DataType, name: str) -> trt.ITensor:
     """Return a tensor in a dtype, cast once for all of its readers."""
     if tensor.dtype == dtype:

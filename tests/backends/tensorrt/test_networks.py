@@ -16,7 +16,13 @@ pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no te
 from exportable_cache.backends.tensorrt.kv_cache import EngineLayout
 from exportable_cache.backends.tensorrt.network import Network
 from exportable_cache.backends.tensorrt.options import TensorRTOptions
-from exportable_cache.backends.tensorrt.target import engine_networks, engine_program_spec, program_networks
+from exportable_cache.backends.tensorrt.target import (
+    _buildable,
+    engine_networks,
+    engine_program_spec,
+    methods_by_engine,
+    program_networks,
+)
 
 from .models import engine_model
 from .programs import engine_program, network_session, program_of
@@ -109,6 +115,28 @@ def test_methods_that_share_a_network_have_their_own_lengths() -> None:
     assert shapes == {"decode": ((1, 1),) * 3, "prefill": ((1, 2), (1, 16), (1, 16))}
     # The cache has one shape in both.
     assert networks["decode"].inputs[2:] == networks["prefill"].inputs[2:]
+
+
+def test_a_tied_table_is_one_constant() -> None:
+    """Count the constants that equal the table of Gemma 3, which is tied to the head."""
+    model, _, networks = engine_program("gemma3_text")
+    table = model.get_input_embeddings().weight
+    for network in networks.values():
+        assert sum(torch.equal(one, table) for one in network.constants.values()) == 1
+
+
+@pytest.mark.parametrize("score_length", [0, pytest.param(3, marks=pytest.mark.full)])
+def test_a_plan_has_a_tied_table_once(score_length: int) -> None:
+    """Build a plan most of whose weights are a tied table, and compare its size with theirs."""
+    sizes = {"vocab_size": 32768, "hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = engine_model("llama", torch.float16, tie_word_embeddings=True, **sizes)
+    options = TensorRTOptions(score_length=score_length)
+    networks = engine_networks(program_of(model, options=options), options)
+    (methods,) = methods_by_engine(networks)
+    profiles = [_buildable(networks[method].inputs) for method in methods]
+    size = len(networks[methods[0]].build_plan((), profiles))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert weights < size < 1.15 * weights
 
 
 @pytest.mark.full
