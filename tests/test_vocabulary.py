@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,8 +75,12 @@ def test_ids_are_read(tmp_path: Path) -> None:
     for given in (tmp_path, tmp_path / "missing"):
         with pytest.raises(InputError, match="must be a file of token ids, got .*: no such file"):
             read_vocabulary(given)
-    with pytest.raises(InputError, match="must be token ids, got 'True'"):
-        read_vocabulary([True, 2])
+    values: list[Any] = [[True, 2], [None], 5, 1.5, b"abc", None]
+    for given in values:
+        with pytest.raises(InputError, match="must be token ids, got "):
+            read_vocabulary(given)
+    with pytest.raises(InputError, match="cannot be read from ~nouser/x"):
+        read_vocabulary("~nouser/x")
 
 
 def test_ids_of_another_model_are_refused(tmp_path: Path) -> None:

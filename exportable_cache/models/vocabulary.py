@@ -40,27 +40,31 @@ def read_vocabulary(given: str | os.PathLike | Iterable[int]) -> tuple[int, ...]
     Raises:
         InputError: If the file cannot be read, an id is not a whole number or occurs twice, or there is none.
     """
-    wrong: object
+    wrong: list[object]
     if isinstance(given, (str, os.PathLike)):
-        path = Path(given).expanduser()
+        path = Path(given)
         try:
+            path = path.expanduser()
             if not path.is_file() or path.stat().st_size > _MOST_BYTES:
                 what = f"larger than {_MOST_BYTES:,} bytes" if path.is_file() else "no such file"
                 raise InputError(f"vocabulary must be a file of token ids, got {path}: {what}; pass another")
             text = path.read_text(encoding="utf-8", errors="replace").strip()
-        except OSError as error:
-            raise InputError(f"vocabulary cannot be read from {path}: {error.strerror}; pass another file") from error
+        except (OSError, RuntimeError) as error:  # a home folder may be unknown
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(f"vocabulary cannot be read from {path}: {reason}; pass another file") from error
         if text[:1] == "[" and text[-1:] == "]":
             text = text[1:-1]
         words = text.replace(",", " ").split()
-        wrong = next((one for one in words if not (one.isascii() and one.isdigit() and len(one) <= _MOST_DIGITS)), None)
-        ids = [] if wrong is not None else [int(one) for one in words]
-    else:
+        wrong = [one for one in words if not (one.isascii() and one.isdigit() and len(one) <= _MOST_DIGITS)]
+        ids = [] if wrong else [int(one) for one in words]
+    elif isinstance(given, Iterable) and not isinstance(given, (bytes, bytearray, memoryview)):
         path, ids = None, list(given)
-        wrong = next((one for one in ids if not isinstance(one, int) or isinstance(one, bool)), None)
+        wrong = [one for one in ids if not isinstance(one, int) or isinstance(one, bool)]
+    else:
+        path, ids, wrong = None, [], [given]
     where = "" if path is None else f" in {path}"
-    if wrong is not None:
-        raise InputError(f"vocabulary must be token ids, got {str(wrong)[:40]!r}{where}; pass numbers from 0 on")
+    if wrong:
+        raise InputError(f"vocabulary must be token ids, got {str(wrong[0])[:40]!r}{where}; pass numbers from 0 on")
     if not ids:
         raise InputError(f"vocabulary must have at least one token id, got none{where}; pass the tokens to keep")
     ids.sort()
