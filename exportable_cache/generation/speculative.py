@@ -118,7 +118,11 @@ class _Drawing:
         tokens: list[int] = []
         probabilities: list[torch.Tensor] = []
         while True:
-            probabilities.append(self._sampler.distribution(logits)[0])
+            distribution = self._sampler.distribution(logits)[0]
+            # A draft may compute anything, and a token that was not drawn from a distribution cannot be judged.
+            if not bool(distribution.isfinite().all()):
+                return Proposal(tokens, torch.stack(probabilities) if tokens else None)
+            probabilities.append(distribution)
             tokens.append(self._sampler.draw_from(probabilities[-1]))
             if len(tokens) == count:
                 return Proposal(tokens, torch.stack(probabilities))
@@ -347,10 +351,14 @@ def _judge(logits: torch.Tensor, proposal: Proposal, sampler: Sampler) -> tuple[
             drafted[proposed] = 1.0
         else:
             drafted = proposal.probabilities[index]
-        if not float(sampler.uniform(1)) * float(drafted[proposed]) < float(probabilities[proposed]):
+        share = float(drafted[proposed])
+        # False for NaN, too.
+        is_accepted = float(sampler.uniform(1)) * share < float(probabilities[proposed]) and share > 0
+        if not is_accepted:
             rest = (probabilities - drafted).clamp(min=0)
             # If the distributions differ only by rounding, nothing is left, and any token of the model's is right.
-            tokens.append(sampler.draw_from(rest if bool(rest.any()) else probabilities))
+            is_usable = bool(rest.any()) and bool(rest.isfinite().all())
+            tokens.append(sampler.draw_from(rest if is_usable else probabilities))
             sampler.see(logits.new_tensor(tokens[-1:], dtype=torch.int64))
             return tokens, index
         tokens.append(proposed)

@@ -22,6 +22,13 @@ from transformers.models.llama.modeling_llama import (
 from ..errors import InputError, UnsupportedModelError, first_line
 
 _FILE = "model.safetensors"
+#: Sizes in the config of a head.
+_SIZES = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+#: All fields that are read. Others, such as the attention implementation, could load code from the hub.
+_FIELDS = (
+    *(*_SIZES, "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "max_position_embeddings"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "draft_vocab_size", "eagle_config"),
+)
 
 
 class EagleLayer(nn.Module):
@@ -109,9 +116,19 @@ def load_eagle(model: PreTrainedModel, folder: Path) -> EagleModel:
                 f"draft must be 'mtp' or the folder of an EAGLE-3 head, got {str(folder)!r} with architectures "
                 f"{names or 'none'!s}; Medusa, EAGLE-1 and EAGLE-2 heads are not supported"
             )
-        config = LlamaConfig.from_dict(fields)
+        if fields.get("num_hidden_layers", 1) != 1:
+            raise InputError(
+                f"num_hidden_layers of an EAGLE-3 head must be 1, got {str(fields['num_hidden_layers'])[:40]} in "
+                f"{str(folder)!r}; heads of several layers are not supported"
+            )
+        known = {name: fields[name] for name in _FIELDS if name in fields}
+        config = LlamaConfig.from_dict({**known, "num_hidden_layers": 1}, attn_implementation="sdpa")
+        for name in (*_SIZES, *(("draft_vocab_size",) if known.get("draft_vocab_size") is not None else ())):
+            size = getattr(config, name)
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{name} is {str(size)[:40]!r}")
         weights = load_file(folder / _FILE)
-    except UnsupportedModelError:
+    except (InputError, UnsupportedModelError):
         raise
     except Exception as error:  # the files may be anything
         raise InputError(
@@ -125,20 +142,29 @@ def load_eagle(model: PreTrainedModel, folder: Path) -> EagleModel:
                 f"the {name} of the draft head must be that of the model, {getattr(target, name)}, got "
                 f"{getattr(config, name)}; use a head that was trained for {type(model).__name__} of this size"
             )
-    head = EagleModel(config, model)
     renamed = {
         name.removeprefix("model.").replace("midlayer.", "layers.0."): weight
         for name, weight in weights.items()
         if not name.endswith(("t2d", "embed_tokens.weight"))
     }
     try:
-        head.load_state_dict(renamed, strict=True)
+        # On no device, because the sizes in the config may be anything until they are compared with the tensors.
+        with torch.device("meta"):
+            head = EagleModel(config, model)
+        if not all(type(index) is int and 0 <= index < target.num_hidden_layers for index in head.sources):
+            raise ValueError(f"layers {head.sources} are fused")
+        dtypes = {name: torch.int64 if name == "d2t" else model.dtype for name in renamed}
+        head.load_state_dict(
+            {name: weight.to(dtypes[name], copy=True) for name, weight in renamed.items()}, strict=True, assign=True
+        )
+        head.rotary = LlamaRotaryEmbedding(config)
         tokens = torch.arange(len(head.d2t)) + head.d2t
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < target.vocab_size:
             raise ValueError(f"d2t maps to token {int(tokens.max())}")
-        if not all(0 <= index < target.num_hidden_layers for index in head.sources):
-            raise ValueError(f"layers {head.sources} are fused")
-    except (RuntimeError, ValueError) as error:
+        with torch.no_grad():  # settings such as those of RoPE fail in a step only
+            state = torch.zeros(1, 1, config.hidden_size, dtype=model.dtype)
+            head.forward_layer(0, state, torch.zeros(1, 1, dtype=torch.int64), None, inputs_embeds=state)
+    except Exception as error:
         raise InputError(
             f"the tensors of {folder / _FILE} must be those of its config and fit the model, got: "
             f"{' '.join(str(error).split())[:300]}; download the head again"

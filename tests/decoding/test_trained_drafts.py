@@ -16,8 +16,9 @@ from transformers.modeling_layers import MtpModel
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.decoding import Sampler, Sampling, SpeculationStatistics, TrainedDraft, generate_speculative
 from exportable_cache.errors import InputError, UnsupportedModelError
+from exportable_cache.generation.speculative import Proposal, _judge
 from exportable_cache.models.draft_heads import attach_head, attach_predictor, draft_head_of
-from exportable_cache.models.eagle import EagleModel
+from exportable_cache.models.eagle import EagleModel, load_eagle
 
 from ..support.models import WINDOW, tiny_model, tokens
 
@@ -289,3 +290,60 @@ def test_an_eagle_head_for_another_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 4}')
     with pytest.raises(UnsupportedModelError, match="Medusa, EAGLE-1 and EAGLE-2 heads are not supported"):
         attach_head(model, tmp_path)
+
+
+#: Fields of a config that no head has.
+BAD_FIELDS: list[dict[str, Any]] = [
+    {"num_key_value_heads": 0},
+    {"head_dim": 0},
+    {"intermediate_size": -1},
+    {"draft_vocab_size": "9"},
+    {"draft_vocab_size": -3},
+    {"draft_vocab_size": 10**12},
+    {"hidden_act": "evil"},
+    {"rms_norm_eps": "x"},
+    {"rope_scaling": {"rope_type": "evil"}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": "x"}},
+    {"rope_theta": "abc"},
+    {"eagle_config": "x"},
+    {"eagle_config": {"eagle_aux_hidden_state_layer_ids": 5}},
+    {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a", "b", "c"]}},
+    {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1.0, 2.0, 3.0]}},
+    {"num_hidden_layers": 2},
+]
+
+
+def test_configs_of_heads_may_be_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bad fields are errors of input, and none makes transformers load code."""
+    model = tiny_model("llama", num_hidden_layers=8)
+    eagle_folder(tmp_path, model)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    for bad in BAD_FIELDS:
+        path.write_text(json.dumps({**fields, **bad}))
+        with pytest.raises(InputError, match="an EAGLE-3 head|must be those of its config and fit the model"):
+            load_eagle(model, tmp_path)
+    path.write_text(json.dumps({**fields, "_attn_implementation": "kernels-community/flash-attn"}))
+    assert load_eagle(model, tmp_path).config._attn_implementation == "sdpa"
+    scaled = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
+    scaled["rope_scaling"]["original_max_position_embeddings"] = 64
+    path.write_text(json.dumps({**fields, **scaled}))
+    expected = EagleModel(LlamaConfig.from_dict({**fields, **scaled}), model).rotary.inv_freq
+    assert torch.equal(load_eagle(model, tmp_path).rotary.inv_freq, expected)
+
+
+def test_a_head_without_finite_logits_proposes_nothing(tmp_path: Path) -> None:
+    """Sampled tokens are then those of the model."""
+    model, ids = tiny_model("llama", num_hidden_layers=8), tokens(9)
+    eagle_folder(tmp_path, model)
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 3}
+    expected = list(Session.from_model(model, max_cache_len=64).generate(ids, 8, **sampling))
+    head = attach_head(model, tmp_path)
+    head.predictor.lm_head.weight.fill_(torch.nan)
+    session = Session.from_model(model, max_cache_len=64)
+    assert list(session.generate(ids, 8, **sampling, draft=TrainedDraft(session, 3))) == expected
+    # Probabilities of a draft of another kind are judged, too.
+    logits = torch.tensor([[0.0, 50.0, 0.0], [0.0, 50.0, 0.0]])
+    judge = Sampler(Sampling(**sampling), ids[:, :1], 3)
+    for bad in (torch.nan, 0.0):
+        assert _judge(logits, Proposal([0], torch.full((1, 3), bad)), judge) == ([1], 0)
