@@ -666,7 +666,7 @@ class Completer(AnyCompleter):
             raise InputError(str(error)) from error
         ids = inputs.pop("input_ids")[0].tolist()
         inputs.pop("attention_mask", None)
-        key = -1 - int.from_bytes(digest.digest()[:8], "big")
+        key = -1 - int.from_bytes(digest.digest(), "big")
         return ids, PromptItems(inputs, [key if token in session.stages.placeholders else token for token in ids])
 
     def _use(self, adapter: str | None) -> None:

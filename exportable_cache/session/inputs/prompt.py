@@ -32,6 +32,8 @@ MOST_PIXELS = 2**25
 _FORMATS = ("PNG", "JPEG")
 #: Fields of messages in the API of `serve`, by kind of the part.
 _FIELDS = {IMAGE: "image_url", AUDIO: "input_audio"}
+#: Roles whose texts no chat template shortens or encodes.
+_SAID = ("system", "user")
 #: Bytes of the widest sample of audio.
 _WIDEST = 4
 
@@ -161,7 +163,7 @@ def _form(
         return all(
             message["content"].strip() in rendered
             for message in messages
-            if isinstance(message.get("content"), str) and message["role"] != "assistant"
+            if isinstance(message.get("content"), str) and message["role"] in _SAID
         )
 
     if any(isinstance(message.get("content"), str) for message in messages) and not keeps(messages):
