@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exportable_cache import export
+from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.bundle.entries import Calibrated, Quantized
+from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.cli.app import app
 from exportable_cache.demo import demo_path
 from exportable_cache.demo.task import make_question
@@ -123,6 +127,109 @@ def test_products_are_those_of_all_tokens_and_are_measured_in_groups(monkeypatch
     rows = torch.cat(seen[:4])
     torch.testing.assert_close(whole[paths[-2]].of_text, rows.T @ rows)
     torch.testing.assert_close(whole[paths[-2]].held_out, seen[4].T @ seen[4])
+
+
+@pytest.mark.parametrize(
+    ("a_token", "tokens", "pieces"),
+    [(8, 16384, [65536, 131072, 262144]), (1000, 524, [65536, 131072, 262144, 524288])],
+    ids=["enough", "few"],
+)
+def test_the_start_of_a_long_text_is_read(a_token: int, tokens: int, pieces: list[int], tmp_path: Path) -> None:
+    """Check the sizes of what is tokenized of a million characters, by a tokenizer of one length of tokens."""
+    path, seen = tmp_path / "text.txt", []
+    path.write_text("ä" * 1_000_000, encoding="utf-8")
+
+    def tokenizer(text: str, verbose: bool) -> dict[str, list[int]]:
+        seen.append(len(text))
+        return {"input_ids": [*range(len(text) // a_token)]}
+
+    calibration = read_calibration(path, tokenizer)
+    assert torch.cat(list(calibration.sequences), dim=1).tolist() == [[*range(tokens)]] and seen == pieces
+
+
+@pytest.mark.parametrize(("tokens", "last"), [(512, 128), (513, 129), (575, 191), (576, 64)])
+def test_the_last_sequence_is_not_short(tokens: int, last: int, tmp_path: Path) -> None:
+    """Check the lengths of sequences, because the last one of a short text is held out."""
+    path = tmp_path / "text.txt"
+    path.write_text("a" * tokens, encoding="utf-8")
+    sequences = read_calibration(path, lambda text, verbose: {"input_ids": [*map(ord, text)]}).sequences
+    lengths = [one.numel() for one in sequences]
+    assert sum(lengths) == tokens and lengths[-1] == last and {*lengths[:-1]} == {128}
+
+
+@torch.no_grad()
+def test_layers_that_are_called_several_times_are_measured_in_each_call() -> None:
+    """Compare the products of a layer in a model that loops over its layers with the inputs that a hook sees."""
+    model = tiny_model("llama")
+    layers = model.model.layers
+    model.model.layers, model.config.num_hidden_layers = torch.nn.ModuleList([*layers, *layers]), 2 * len(layers)
+    ids = torch.randint(3, 100, (1, 4 * 16), generator=torch.Generator().manual_seed(0))
+    calibration, path = Calibration(ids.split(16, dim=1)), "model.layers.0.mlp.down_proj"
+    ((_, found),) = products_of(model, [path], calibration)
+    seen: list[torch.Tensor] = []
+    model.get_submodule(path).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0].double()))
+    for one in calibration.sequences:
+        model(input_ids=one, use_cache=False)
+    assert found is not None and len(seen) == 8
+    rows = torch.cat(seen[:6])
+    torch.testing.assert_close(found.of_text, rows.T @ rows)
+
+
+def test_a_layer_that_later_sequences_reach_first_is_measured() -> None:
+    """Let a layer be called only in the second of three sequences, after the other layer of the group."""
+    model = tiny_model("llama")
+    up, down = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down"))
+    calls, plain = [], model.get_submodule(down)
+
+    class Routed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.expert = plain
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            calls.append(rows)
+            return self.expert(rows) if len(calls) == 2 else rows[..., : plain.out_features]
+
+    model.model.layers[0].mlp.down_proj = Routed()
+    ids = torch.randint(3, 100, (1, 3 * 16), generator=torch.Generator().manual_seed(0))
+    found = dict(products_of(model, [up, f"{down}.expert"], Calibration(ids.split(16, dim=1))))
+    assert len(calls) == 3 and found[f"{down}.expert"] is not None
+
+
+def test_the_model_may_be_on_another_device() -> None:
+    """Check with the meta device that ids go to the model's device and inputs of layers to the CPU."""
+
+    class Small(torch.nn.Sequential):
+        config, device = SimpleNamespace(is_encoder_decoder=False), torch.device("meta")
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+            assert input_ids.device == self.device
+            return super().forward(input_ids)
+
+    model = Small(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4)).to("meta")
+    calibration = Calibration(torch.ones(1, 8, dtype=torch.int64).split(4, dim=1))
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        dict(products_of(model, ["1"], calibration))
+
+
+@pytest.mark.parametrize(
+    ("quantized", "given", "message"),
+    [
+        (None, "text.txt", "calibrate must be None, because the weights of this bundle were not calibrated, got"),
+        ({}, "text.txt", "calibrate must be None, because the weights of this bundle were not calibrated, got"),
+        ({"calibration": Calibrated(tokens=600, sha256="")}, None, "must be the text of 600 tokens .* got None"),
+        ({"calibration": Calibrated(tokens=600, sha256="")}, "none.txt", "must be a text file, got .*none.txt"),
+    ],
+    ids=["float", "plain", "missing", "no-file"],
+)
+def test_verify_checks_calibrate_before_the_model_is_loaded(
+    quantized: dict | None, given: str | None, message: str, text: Path, tmp_path: Path
+) -> None:
+    """Verify with a model that does not exist, whose loading would be another error."""
+    recorded = None if quantized is None else Quantized(linear="4w", group_size=32, embeddings=None, **quantized)
+    bundle = Bundle(tmp_path, Manifest.model_construct(quantization=recorded, dtype="float32"))
+    with pytest.raises(InputError, match=message):
+        verify(bundle, tmp_path / "no-model", calibrate=None if given is None else text.with_name(given))
 
 
 @pytest.mark.parametrize(

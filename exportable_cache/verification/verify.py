@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,6 +92,7 @@ def verify(
         else Bundle.open(path_or_bundle, trust=trust, key=key, progress=progress)
     )
     manifest = bundle.manifest
+    _check_calibrate(None if manifest.quantization is None else manifest.quantization.calibration, calibrate)
     if manifest.quantization is None:
         loaded = load_model(model_or_path, manifest.dtype, lora=lora, progress=progress)
     else:
@@ -152,25 +154,38 @@ def verify(
     return report
 
 
+def _check_calibrate(recorded: Calibrated | None, calibrate: str | os.PathLike | None) -> None:
+    """Check that a text is given if the weights were calibrated, and none if they were not.
+
+    Raises:
+        InputError: If it is missing, or is not needed.
+    """
+    if recorded is None and calibrate is not None:
+        raise InputError(
+            "calibrate must be None, because the weights of this bundle were not calibrated, got "
+            f"{str(calibrate)!r}; leave it out"
+        )
+    if recorded is not None and calibrate is None:
+        raise InputError(
+            f"calibrate must be the text of {recorded.tokens:,} tokens that the weights were calibrated on, got None; "
+            "pass calibrate= (--calibrate FILE)"
+        )
+    if calibrate is not None and not Path(calibrate).is_file():
+        raise InputError(f"calibrate must be a text file, got {str(calibrate)!r}; pass the path of a text in UTF-8")
+
+
 def _calibration_of(
     recorded: Calibrated | None, calibrate: str | os.PathLike | None, loaded: LoadedModel
 ) -> Calibration | None:
     """Return the text that weights were calibrated on, or None if they were not.
 
     Raises:
-        InputError: If it is missing, or is another one.
+        InputError: If it is another one.
     """
     from ..models.quantization.calibration import read_calibration
 
-    if calibrate is None and recorded is None:
+    if calibrate is None or recorded is None:
         return None
-    if recorded is None:
-        raise InputError("calibrate must be None, because the weights of this bundle were not calibrated; leave it out")
-    if calibrate is None:
-        raise InputError(
-            f"calibrate must be the text of {recorded.tokens:,} tokens that the weights were calibrated on, got None; "
-            "pass calibrate= (--calibrate FILE)"
-        )
     found = read_calibration(calibrate, loaded.tokenizer)
     if found.sha256 != recorded.sha256:
         raise InputError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Tokens of a sequence, and limits of the tokens of a text. A longer text is cut.
 _LENGTH, _LEAST, _MOST = 128, 512, 16384
+# Characters of a text that are tokenized until there are enough tokens; the last is the limit of those that are read.
+_CHARACTERS = tuple(each * _MOST for each in (4, 8, 16, 32))
 #: One sequence in so many is held out, to measure what calibration gains on text that it has not seen.
 _HELD_OUT_EVERY = 8
 # Bytes of the products of the layers that one pass over the text measures; a larger layer is measured alone.
@@ -97,7 +100,7 @@ class Calibration:
 
 
 def read_calibration(path: str | os.PathLike, tokenizer: PreTrainedTokenizerBase | None) -> Calibration:
-    """Read a text, and split it into sequences of tokens.
+    """Read the start of a text, and split it into sequences of tokens.
 
     Raises:
         InputError: If it cannot be read, is too short, or there is no tokenizer.
@@ -105,17 +108,30 @@ def read_calibration(path: str | os.PathLike, tokenizer: PreTrainedTokenizerBase
     if tokenizer is None:
         raise InputError("calibrate needs a tokenizer, and the model has none; pass tokenizer=, or leave calibrate out")
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(_CHARACTERS[-1])
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"calibrate must be a text in UTF-8: cannot read {str(path)!r}: {error}") from error
-    # Without a warning that the text is longer than the model's context, because it is cut.
-    ids = tokenizer(text, verbose=False)["input_ids"][:_MOST]
+    ids: list[int] = []
+    for size in _CHARACTERS:
+        # Without a warning that the text is longer than the model's context, because it is cut.
+        ids = tokenizer(text[:size], verbose=False)["input_ids"]
+        # One sequence more than the limit, because a cut of the text changes its last tokens.
+        if size >= len(text) or len(ids) >= _MOST + _LENGTH:
+            break
+    ids = ids[:_MOST]
     if len(ids) < _LEAST:
         raise InputError(
             f"calibrate must be a text of at least {_LEAST} tokens, got {len(ids)} in {str(path)!r}; pass a longer "
             f"text of the kind that the model is used for (up to {_MOST:,} tokens are read)"
         )
-    return Calibration(torch.tensor([ids], dtype=torch.int64).split(_LENGTH, dim=1))
+    lengths = [_LENGTH] * (len(ids) // _LENGTH)
+    # A short rest is part of the sequence before it, because a few tokens held out would decide for all layers.
+    if (rest := len(ids) % _LENGTH) < _LENGTH // 2:
+        lengths[-1] += rest
+    else:
+        lengths.append(rest)
+    return Calibration(torch.tensor([ids], dtype=torch.int64).split(lengths, dim=1))
 
 
 class _Reached(Exception):
@@ -156,6 +172,7 @@ def products_of(
 
 def _measured(model: PreTrainedModel, paths: Sequence[str], sequences: Sequence[torch.Tensor]) -> dict[str, Products]:
     found: dict[str, Products] = {}
+    calls: Counter[str] = Counter()
     waiting: set[str] = set()
     # The last input with its products, because queries, keys and values read the same one.
     last: tuple[torch.Tensor | None, str] = (None, "")
@@ -165,13 +182,14 @@ def _measured(model: PreTrainedModel, paths: Sequence[str], sequences: Sequence[
         nonlocal last
         source, waiting_for = last[0], len(waiting)
         waiting.discard(path)
+        calls[path] += 1
         if source is rows and (path not in found or found[path] is found[last[1]]):
             found[path] = found[last[1]]
         else:
             if path not in found:
                 empty = torch.zeros(2, rows.shape[-1], rows.shape[-1], dtype=torch.double)
                 found[path] = Products(*empty)
-            plain = rows.flatten(0, -2).double()
+            plain = rows.flatten(0, -2).cpu().double()
             if not plain.isfinite().all():
                 raise UnsupportedModelError(
                     f"the inputs of {path} of {type(model).__name__} must be finite on the calibration text, got "
@@ -189,9 +207,11 @@ def _measured(model: PreTrainedModel, paths: Sequence[str], sequences: Sequence[
     try:
         for index, ids in enumerate(sequences):
             held_out = index % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1 or (index == len(sequences) - 1 and index < 7)
-            waiting |= set(paths if not index else found)
+            # The first pass is whole. Later ones end early unless a layer may be called again, or for the first time.
+            if index and all(calls[path] == index for path in paths):
+                waiting |= set(paths)
             try:
-                model(input_ids=ids, use_cache=False)
+                model(input_ids=ids.to(model.device), use_cache=False)
             except _Reached:
                 pass
             last = (None, "")
@@ -207,7 +227,7 @@ def _energy(weight: torch.Tensor, products: torch.Tensor, rounded: RoundedGroups
     total, products = 0.0, products.float()
     rows = max(1, (1 << 24) // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
-        some = weight[start : start + rows].float()
+        some = weight[start : start + rows].float().cpu()
         if rounded is not None:
             integers, scales = (part[start : start + rows].float() for part in rounded)
             some = some - integers * scales.repeat_interleave(integers.shape[1] // scales.shape[1], 1)

@@ -102,7 +102,7 @@ def round_with_feedback(
 
     def round_some(first: int) -> None:
         some = slice(first, first + _ROWS_WITH_FEEDBACK)
-        left = weight.detach()[some].float().clone()
+        left = weight.detach()[some].to("cpu", torch.float32, copy=True)
         for start in range(0, columns, group_size):
             end = start + group_size
             group = left[:, start:end].contiguous()
