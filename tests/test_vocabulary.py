@@ -91,6 +91,10 @@ def test_ids_of_another_model_are_refused(tmp_path: Path) -> None:
         export(model, "pt2", 64, tmp_path / "out", vocabulary=[3, 4])
     with pytest.raises(InputError, match="tensor_parallel=2 cannot be combined with vocabulary"):
         export(model, "pt2", 64, tmp_path / "out", vocabulary=[2], tensor_parallel=2)
+    with pytest.raises(InputError, match="got ids without 2; add them"):
+        export(model, "pt2", 64, tmp_path / "out", vocabulary=[3, 4], dry_run=True)
+    with pytest.raises(InputError, match="got ids without .*; add them"):
+        export("demo", "pt2", 64, tmp_path / "out", vocabulary=[3, 4], dry_run=True)
     assert not (tmp_path / "out").exists()
 
 

@@ -11,6 +11,7 @@ from ..errors import InputError
 from ..program.spec import Form, ProgramSpec
 
 if TYPE_CHECKING:
+    from ..cache.spec import CacheSpec
     from ..models.quantization.spec import Quantization
 
 Options = TypeVar("Options", bound="TargetOptions")
@@ -57,6 +58,13 @@ class TargetOptions:
 
         Raises:
             InputError: If they do not.
+        """
+
+    def check_cache(self, cache: CacheSpec) -> None:
+        """Check that a program with these options can have a cache.
+
+        Raises:
+            InputError: If it cannot.
         """
 
     def check_export(self, prefill_chunk: int | None, verify: bool) -> None:

@@ -16,9 +16,13 @@ from ..common.process.quiet import quietly
 from ..common.progress import silent
 from ..common.tensors import dtype_name
 from ..errors import InputError, UnsupportedModelError
+from ..generation.checkpoint_settings import end_tokens
+from ..models.layers.specs import vocab_size_of
+from ..models.loading.generation_configs import stored_generation_config
 from ..models.loading.loading import live_model, load_config
+from ..models.loading.location import locate
 from ..models.loading.prequantized import stored_quantization
-from ..models.loading.tokenizer import has_tokenizer
+from ..models.loading.tokenizer import has_tokenizer, tokenizer_of
 from ..models.loading.without_weights import model_without_weights
 from ..models.lora import add_slots, remove_slots
 from ..models.positions import check_rope
@@ -296,7 +300,7 @@ def preview(spec: ExportSpec) -> DryRun:
     model: Any = model_without_weights(config, whole=True)
     kept = vocabulary_of(spec)
     if kept is not None and model is not None:
-        model = keep_tokens(model, kept)
+        model = keep_tokens(model, kept, _ends_of(spec, vocab_size_of(model)))
     weights = made.weights_bytes
     coverage = None
     if model is not None:
@@ -350,6 +354,15 @@ def preview(spec: ExportSpec) -> DryRun:
         recipes=sizes_of_recipes(live or config, spec.cache) if spec.target == "executorch" else {},
         remarks=tuple(remarks),
     )
+
+
+def _ends_of(spec: ExportSpec, vocab_size: int) -> list[int]:
+    """Return the tokens that end a generation of the exported program, without reading weights."""
+    live, tokenizer = live_model(spec.model_or_path), spec.tokenizer
+    if live is not None:
+        return end_tokens(live.generation_config, vocab_size, tokenizer)
+    location = locate(str(spec.model_or_path))
+    return end_tokens(stored_generation_config(location), vocab_size, tokenizer or tokenizer_of(location))
 
 
 def _files(spec: ExportSpec) -> dict[str, str]:

@@ -195,8 +195,9 @@ class ExportSpec:
             lifted = getattr(options, "rows_by", None)
             raise InputError(
                 f"batch_size must be at most {most} for target {self.target!r}, got {rows}; "
-                f"reduce it, {f'pass {lifted}, ' if lifted else ''}or export for target 'pt2'"
+                f"reduce it, {f'{lifted}, ' if lifted else ''}or export for target 'pt2'"
             )
+        options.check_cache(self.cache)
         if self.tensor_parallel is not None:
             _check_ranks(self, backend)
         if self.program.lora_slots and not (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..support.sessions import describe
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
 from exportable_cache.backends.executorch.options import ExecutorchOptions
-from exportable_cache.backends.executorch.static.plan import StaticPlan
+from exportable_cache.backends.executorch.static.plan import StaticLayer, StaticPlan, check_plan
 from exportable_cache.backends.executorch.static.program import static_programs
 from exportable_cache.backends.executorch.static.runner import StaticRunner, mask, open_static
 from exportable_cache.backends.registry import backend_for
@@ -156,6 +157,46 @@ def test_options_that_contradict_are_refused(options: dict[str, Any], said: str)
 def test_several_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="batch_size must be"):
         export(tiny_model("llama"), "executorch", CAPACITY, tmp_path / "x", batch_size=2, form="static")
+
+
+def test_the_remedy_for_rows_and_caches_names_the_form(tmp_path: Path) -> None:
+    """A dry run refuses what the export would."""
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"batch_size": 2}, "leave out form='static'"),
+        ({"kv_dtype": "int8"}, "kv_dtype must be left out with form='static', got 'int8'"),
+        ({"attention_sinks": 4, "attention_window": 8}, "attention_sinks must be left out with form='static', got 4"),
+    )
+    for options, said in cases:
+        with pytest.raises(InputError, match=said):
+            export("demo", "executorch", CAPACITY, tmp_path / "x", form="static", dry_run=True, **options)
+
+
+_LAYER = StaticLayer("full_attention", 8, None, 2, 4, 4)
+_STATE = {"shape": [1, 2, 8, 4], "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "state"),
+    [
+        ({"slots": 0}, {}),
+        ({"heads": -1}, {}),
+        ({"window": 0}, {}),
+        ({"mask": "chunked_attention"}, {}),
+        ({}, {"values": None}),
+        ({}, {"keys": {**_STATE, "dtype": "nn"}}),
+        ({}, {"keys": {**_STATE, "shape": [1, 2, 9, 4]}}),
+        ({"tables": ["rope_0_cos", "rope_0_cos"]}, {}),
+    ],
+)
+def test_parts_of_a_plan_are_checked(plan: dict[str, Any], state: dict[str, Any]) -> None:
+    """Each changed field is refused; the plan without changes is not."""
+    recorded = {"tensors": {"keys": _STATE, "values": _STATE}}
+    tables = {"rope_0_cos": torch.zeros(8, 4)}
+    names = plan.pop("tables", list(tables))
+    check_plan(StaticPlan([_LAYER], list(tables), False, False), [recorded], tables)
+    changed = StaticPlan([replace(_LAYER, **plan)], names, False, False)
+    with pytest.raises(BundleError, match="of the static form"):
+        check_plan(changed, [{"tensors": {**recorded["tensors"], **state}}], tables)
 
 
 @pytest.fixture(scope="module")

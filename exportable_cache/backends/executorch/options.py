@@ -13,6 +13,7 @@ from ..tensorrt.options import TensorRTOptions
 from .delegates.table import DELEGATES, Delegate
 
 if TYPE_CHECKING:
+    from ...cache.spec import CacheSpec
     from ...models.quantization.spec import Quantization
 
 METHODS = ("auto", "forward", "split", "both")
@@ -98,8 +99,10 @@ class ExecutorchOptions(TensorRTOptions):
     keys: str = setting("rows", "Layout of keys in the static form.", choices=KEYS)
     llm_runner: bool = setting(False, "Require what ExecuTorch's text runner calls.", kind=bool)
 
-    #: Option that lifts the limit of rows, for messages.
-    rows_by: ClassVar[str] = "delegate='xnnpack'"
+    @property
+    def rows_by(self) -> str:
+        """Remedy for the limit of rows, for messages."""
+        return "pass delegate='xnnpack'" if self.form == "resident" else "leave out form='static'"
 
     @property
     def facts(self) -> Delegate:
@@ -137,6 +140,16 @@ class ExecutorchOptions(TensorRTOptions):
                 f"float activations, got {self.linears or 'delegate'!r}; pass linears='native' (-O linears=native), or "
                 "use '8da4w'"
             )
+
+    def check_cache(self, cache: CacheSpec) -> None:
+        """See `TargetOptions.check_cache`."""
+        if self.form == "static":
+            for name in ("kv_dtype", "attention_sinks", "attention_window"):
+                if (given := getattr(cache, name)) is not None:
+                    raise InputError(
+                        f"{name} must be left out with form='static', got {given!r}: the host keeps keys and values as "
+                        "the model writes them; leave one of them out"
+                    )
 
     def check_export(self, prefill_chunk: int | None, verify: bool) -> None:
         """See `TargetOptions.check_export`."""

@@ -57,6 +57,22 @@ def check_generation_config(location: Location) -> None:
             raise InputError(reason) from error
 
 
+def stored_generation_config(location: Location) -> GenerationConfig:
+    """Return the generation config that the model of a checkpoint gets, as far as it names end tokens.
+
+    Raises:
+        InputError: See `check_generation_config`.
+    """
+    check_generation_config(location)
+    path = file_in(location, FILE)
+    fields = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+    config = GenerationConfig.from_dict(fields)
+    ends = eos_tokens_of(location, config)
+    if ends is not None:
+        config.eos_token_id = ends
+    return config
+
+
 def eos_tokens_of(location: Location, config: GenerationConfig | None) -> Any:
     """Return end tokens that are missing from a checkpoint's generation config, or None if none are missing.
 

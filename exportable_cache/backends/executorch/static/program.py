@@ -25,7 +25,7 @@ from ....common.method_io import name_forward
 from ....errors import UnsupportedModelError, describe_trace_error
 from ....models.patches.registry import patch_model
 from ....models.quantized_rows import is_quantized
-from .plan import StaticLayer, StaticPlan
+from .plan import MASKS, StaticLayer, StaticPlan
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ....program.program import Program
 
 _REMEDY = "export without form='static' (-O form=static)"
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING = MASKS
 
 
 class _GivenLayer(CacheLayerMixin):

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ....errors import BundleError
 from ..runner import ExecutorchRunner
-from .plan import StaticLayer, StaticPlan
+from .plan import StaticLayer, StaticPlan, check_plan
 
 if TYPE_CHECKING:
     from ...base import ProgramDescription
@@ -52,18 +52,12 @@ class StaticRunner:
         tables: Mapping[str, torch.Tensor],
         description: ProgramDescription,
     ) -> None:
-        if tables.keys() != set(plan.tables) or len(plan.layers) != len(description.layers) or not plan.layers:
-            raise BundleError("the plan of the static form has other tables or layers than the bundle; export again")
+        check_plan(plan, description.layers, tables)
         self.methods, self.state = description.methods, {}
         self._graphs, self._plan, self._tables = graphs, plan, tables
         for index, (layer, recorded) in enumerate(zip(plan.layers, description.layers, strict=True)):
             for kind, size in (("keys", layer.key_size), ("values", layer.value_size)):
                 shape, tensor = [1, layer.heads, layer.slots, size], recorded["tensors"][kind]
-                if list(tensor["shape"]) != shape:
-                    raise BundleError(
-                        f"{kind} of layer {index} must be {list(tensor['shape'])}, as the bundle's layers say, got "
-                        f"{shape} in the plan of the static form; export the model again"
-                    )
                 is_turned = kind == "keys" and plan.transposed
                 memory = torch.zeros(
                     [*shape[:2], size, layer.slots] if is_turned else shape, dtype=getattr(torch, tensor["dtype"])
