@@ -6,7 +6,7 @@ import io
 import json
 import os
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -122,7 +122,7 @@ def _answer_all(conversation: _Conversation, questions: Questions) -> None:
         try:
             question = questions.next()
             was_interrupted = False
-            if question is None or not conversation.take(question):
+            if question is None or not conversation.take(question, questions.is_quoted):
                 return
         except KeyboardInterrupt:
             if not questions.is_typed:
@@ -147,7 +147,7 @@ class _Conversation:
         dropped: Number of oldest turns that the model does not see, by `on_full`.
         is_protected: True once the number of tokens of the system prompt is known.
         name: Name of this conversation among those of `/fork`.
-        others: Messages and dropped turns of the other conversations, by name.
+        others: System prompt, messages and dropped turns of the other conversations, by name.
         rate: Tokens a second of the last response; None before the first.
     """
 
@@ -161,7 +161,7 @@ class _Conversation:
     dropped: int = 0
     is_protected: bool = False
     name: str = "main"
-    others: dict[str, tuple[list[dict[str, str]], int]] = field(default_factory=dict)
+    others: dict[str, tuple[str | None, list[dict[str, str]], int]] = field(default_factory=dict)
     rate: float | None = None
 
     def _prompt(self, message: dict[str, str]) -> list[int]:
@@ -197,7 +197,7 @@ class _Conversation:
     def _system(self) -> list[dict[str, str]]:
         return [{"role": "system", "content": self.system}] if self.system else []
 
-    def take(self, line: str) -> bool:
+    def take(self, line: str, is_quoted: bool = False) -> bool:
         """Answer a message or run a command; return False if it ends the conversation.
 
         Raises:
@@ -205,8 +205,8 @@ class _Conversation:
         """
         if not line.strip():
             return True
-        # Pasted text of several lines is a message, even if it begins like a command.
-        if not line.startswith("/") or "\n" in line:
+        # Quoted text, and pasted text of several lines, is a message, even if it begins like a command.
+        if is_quoted or not line.startswith("/") or "\n" in line:
             self._ask(line)
             return True
         command, _, argument = line.strip().partition(" ")
@@ -289,7 +289,7 @@ class _Conversation:
         if not name or name == self.name or name in self.others:
             taken = ", ".join([self.name, *self.others])
             raise InputError(f"/fork needs a new name (there is {taken}), got {name!r:.100}: /fork NAME")
-        self.others[self.name] = [*self.messages], self.dropped
+        self.others[self.name] = self.system, [*self.messages], self.dropped
         self.name = name
 
     def _switch(self, name: str) -> None:
@@ -300,9 +300,10 @@ class _Conversation:
         if name not in self.others:
             known = ", ".join(self.others) or "none, /fork makes one"
             raise InputError(f"there is no other conversation {name!r:.100}; there is {known}")
-        self.others[self.name] = self.messages, self.dropped
+        self.others[self.name] = self.system, self.messages, self.dropped
         self.name = name
-        self.messages, self.dropped = self.others.pop(name)
+        self.system, self.messages, self.dropped = self.others.pop(name)
+        self.is_protected = False
 
     def _help(self) -> None:
         self.terminal.note(_HELP)
@@ -358,12 +359,15 @@ class Questions:
 
     Args:
         stdout: Stream of the terminal; `sys.stdout` may be redirected while a command runs.
+
+    Attributes:
+        is_quoted: True if the newest message was in quotes.
     """
 
     def __init__(self, stdout: TextIO) -> None:
         if sys.stdin is None:
             raise InputError("stdin must be open, because chat reads questions from it; pipe them in, or type them")
-        self._stdout = stdout
+        self._stdout, self.is_quoted = stdout, False
         self.is_typed = sys.stdin.isatty() and stdout.isatty()
         self._editor = _editor(stdout) if self.is_typed else None
         if self.is_typed and self._editor is None:
@@ -376,7 +380,8 @@ class Questions:
             KeyboardInterrupt: If the user interrupts it.
         """
         line = self._line(PROMPT)
-        if line is None or not line.startswith(_QUOTE):
+        self.is_quoted = line is not None and line.startswith(_QUOTE)
+        if line is None or not self.is_quoted:
             return line
         lines = [line.removeprefix(_QUOTE)]
         while not lines[-1].rstrip().endswith(_QUOTE) and (more := self._line(_MORE)) is not None:
@@ -410,12 +415,19 @@ def _editor(stdout: TextIO) -> Any:
         from prompt_toolkit.key_binding import KeyBindings
     except ImportError:
         return None
+
+    class Kept(FileHistory):
+        def store_string(self, string: str) -> None:
+            # A full disk, or text that is not UTF-8, costs one line of the history.
+            with suppress(OSError, ValueError):
+                super().store_string(string)
+
     history: Any = InMemoryHistory()
     try:
         path = user_folder(home_folder(), make=True) / _HISTORY
         # For this user only, because messages may be private.
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
-        history = FileHistory(path)
+        history = Kept(path)
     except (OSError, RuntimeError, InputError):  # there is no folder that only this user can write
         pass
     keys = KeyBindings()

@@ -140,12 +140,22 @@ def test_conversations_are_forked_and_switched(chat, bundle: Path, tmp_path: Pat
         assert said in result.stderr, result.stderr
 
 
+def test_a_loaded_system_prompt_is_that_of_one_conversation_only(chat, bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(json.dumps({"system": "the code of paper is 7.", "messages": []}))
+    lines = ["/fork side", f"/load {tmp_path}/other.json", "/switch main", f"/save {tmp_path}/main.json"]
+    lines += ["/switch side", f"/save {tmp_path}/side.json"]
+    result = chat(bundle, "--system", "the code of amber is 7.", input="\n".join(lines) + "\n")
+    assert result.exit_code == 0 and "error" not in result.stderr, result.stderr
+    saved = [json.loads((tmp_path / f"{name}.json").read_text())["system"] for name in ("main", "side")]
+    assert saved == ["the code of amber is 7.", "the code of paper is 7."]
+
+
 def test_a_message_of_several_lines_is_quoted(chat, bundle: Path) -> None:
     """The first line would otherwise be a command, and an end of the input ends the message."""
-    given = f'"""/help\n{QUESTION}"""\n"""one line"""\n/context\n"""paper?\n\n'
+    given = f'"""/help\n{QUESTION}"""\n"""/one line"""\n/context\n"""paper?\n\n'
     result = chat(bundle, input=given)
     assert result.exit_code == 0 and "/undo" not in result.stderr, result.stderr
-    assert result.stdout.splitlines() == answers(bundle, f"/help\n{QUESTION}", "one line", "paper?")
+    assert result.stdout.splitlines() == answers(bundle, f"/help\n{QUESTION}", "/one line", "paper?")
     assert re.search(rf"of {DEMO_MAX_CACHE_LEN} tokens, \d+ tokens/s", result.stderr), result.stderr
 
 
@@ -163,6 +173,7 @@ def test_an_editor_keeps_a_history_of_messages_of_several_lines(
         with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
             keys.send_text(typed)
             assert _editor(sys.stdout).prompt("> ") == "one\ntwo"
+    _editor(sys.stdout).history.store_string("half of a character: \ud83d")
     assert (tmp_path / "home" / "chat_history").stat().st_mode & 0o777 == 0o600
 
 

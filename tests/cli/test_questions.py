@@ -30,7 +30,7 @@ from exportable_cache.cli.output.terminal import Terminal
 
 class Talk:
     terminal = Terminal(sys.stdout)
-    def take(self, line):
+    def take(self, line, is_quoted):
         if line == "wait":
             raise KeyboardInterrupt
         self.terminal.write(f"got {line!r}\\n")
