@@ -318,14 +318,15 @@ def test_times_are_taken_even_if_a_check_fails(
         class Manifest:
             files = ("decode.plan",)
 
-        manifest = Manifest()
+        manifest, path = Manifest(), Path("missing")
 
     def build(*given: object) -> Built:
         if not opens:
             raise BundleError("no plan loads here")
         return Built()
 
-    def forms_of(make: Callable[[], Any], length: int, engines: object) -> dict[str, object]:
+    def forms_of(make: Callable[[], Any], length: int, engines: object, compared: bool) -> dict[str, object]:
+        assert compared
         model = make()
         timed.append((model.dtype, model.config.model_type, engines))
         return {}
@@ -334,6 +335,7 @@ def test_times_are_taken_even_if_a_check_fails(
         raise BundleError("logits differ")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2, 2))
     monkeypatch.setattr(tensorrt, "machine", lambda: {"gpu": "none"})
     monkeypatch.setattr(tensorrt, "build", build)
     monkeypatch.setattr(tensorrt.Session, "from_bundle", lambda bundle: Opened())
@@ -343,7 +345,9 @@ def test_times_are_taken_even_if_a_check_fails(
     monkeypatch.setattr(tensorrt, "timed", lambda forms, positions, rounds, steps: {"form": {8: 1.0}})
     path = tmp_path / "x.json"
     with pytest.raises(typer.Exit) as ended:
-        tensorrt.main("demo", "float16", "llama-tiny", 32, None, 1, 1, path)
+        tensorrt.main(
+            "demo", "float16", "llama-tiny", 32, rounds=1, steps=1, json_path=path, quantize=None, output=None
+        )
     assert ended.value.exit_code == 1
     assert timed == [(torch.float16, "llama", Opened.runner if opens else None)]
     record = json.loads(path.read_text())
