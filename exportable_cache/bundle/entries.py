@@ -231,12 +231,13 @@ class ItemEntry(Entry):
     sees: Literal["", "item", "sliding item", "whole item", "items", "prompt"] = ""
     apart: bool = False
     tiles: int = Field(0, ge=0)
+    tokens: int = Field(0, ge=0)
 
     def described(self) -> ItemFacts:
         """Return the entry as a program's `ItemFacts`."""
         fixed = {name: FixedInput(one.dtype, tuple(one.shape), tuple(one.values)) for name, one in self.fixed.items()}
         positions = tuple(map(tuple, self.positions))
-        return ItemFacts(self.token_id, fixed, positions, self.advance, self.sees, self.apart, self.tiles)
+        return ItemFacts(self.token_id, fixed, positions, self.advance, self.sees, self.apart, self.tiles, self.tokens)
 
 
 class MethodEntry(Entry):

@@ -328,7 +328,7 @@ def reference_prompt(bundle: Bundle) -> ReferencePrompt:
     given: dict[str, Any] = {}
     fixed: dict[str, Any] = {}
     for method in methods.values():
-        if method.item is None:
+        if method.item is None or method.item.tokens:
             continue
         prompt += [method.item.token_id] * method.outputs[0].sizes({})[0]
         given |= {spec.name: _signal(spec.sizes({})).to(getattr(torch, spec.dtype)) for spec in method.inputs}

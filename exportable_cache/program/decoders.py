@@ -12,6 +12,7 @@ from torch import nn
 from ..common.method_io import TensorSpec, name_forward
 from ..errors import InputError, UnsupportedModelError
 from ..models.layers.encoder import ENCODER_LENGTH, EncoderStates, run_encoder
+from .inputs.encoder_items import EncoderModality
 from .methods import ProgramMethod
 from .spec import ProgramSpec
 
@@ -102,8 +103,8 @@ def length_buckets(cache: ExportableCache, smallest: int = SMALLEST_BUCKET) -> l
     return [2**power for power in range(math.ceil(math.log2(smallest)), 63) if 2**power < most]
 
 
-def encode_method(encoder: Encoder) -> ProgramMethod:
-    """Return the method `encode`, from input and mask to hidden states and their number per row."""
+def encode_method(encoder: Encoder, items: EncoderModality | None = None) -> ProgramMethod:
+    """Return the method `encode`, from input, mask and items to hidden states and their number per row."""
     mask = (TensorSpec("attention_mask", "int64", ("batch", "length")),) if encoder.takes_mask else ()
     hidden, lengths = encoder.outputs
     # The output length follows from the input length, so it is not a dynamic size here.
@@ -112,24 +113,29 @@ def encode_method(encoder: Encoder) -> ProgramMethod:
         "encode",
         encoder.min_length,
         encoder.max_length,
-        inputs=(encoder.main_input, *mask),
+        inputs=(encoder.main_input, *mask, *(() if items is None else items.batched_inputs)),
         ranges=ranges,
         outputs=(hidden, lengths),
         multiple=encoder.multiple,
+        item=None if items is None else items.facts,
     )
 
 
 class EncodeModule(nn.Module):
     """Module of the method `encode`."""
 
-    def __init__(self, model: PreTrainedModel, encoder: Encoder) -> None:
+    def __init__(self, model: PreTrainedModel, encoder: Encoder, items: EncoderModality | None = None) -> None:
         super().__init__()
         # The whole model, because programs that are packaged together share weights by name.
         self.model = model
-        name_forward(self, encode_method(encoder).input_names)
+        self.items = items
+        name_forward(self, encode_method(encoder, items).input_names)
 
     def call(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the encoder, see `run_encoder`."""
+        if self.items is not None:
+            given = {spec.name: inputs.pop(spec.name) for spec in self.items.inputs}
+            inputs["inputs_embeds"] = self.items.embedded(self.model, inputs.pop("input_ids"), given)
         return run_encoder(self.model, **inputs)
 
 
@@ -140,20 +146,38 @@ def seq2seq_methods(cache: ExportableEncoderDecoderCache, spec: ProgramSpec | No
 
     Args:
         cache: The cache, with its encoder.
-        spec: Only `prefill_chunk` and `buckets` are used.
+        spec: Only `prefill_chunk`, `buckets` and `modalities` are used.
 
     Raises:
-        InputError: If the cache has no encoder.
+        InputError: If the cache has no encoder, modalities are not among its text, or an item does not fit its input.
     """
     if cache.encoder is None:
         raise InputError("cache.encoder must be set, got None; allocate the cache with ExportableCache.from_model")
-    methods = {"encode": encode_method(cache.encoder)}
     spec = ProgramSpec() if spec is None else spec
+    methods = {"encode": encode_method(cache.encoder, _items_of(cache.encoder, spec))}
     for name, method in methods_for(cache, ProgramSpec(spec.prefill_chunk, buckets=spec.buckets)).items():
         methods[name] = method if method.max_length == 1 else _with_encoder(method, cache.encoder)
     if spec.prefill_chunk == 1:
         methods["prefill"] = _with_encoder(ProgramMethod("prefill", 1, 1), cache.encoder)
     return methods
+
+
+def _items_of(encoder: Encoder, spec: ProgramSpec) -> EncoderModality | None:
+    """Return the items among the encoder's text, or None without modalities."""
+    if not spec.modalities:
+        return None
+    kinds, items = ", ".join(one.kind for one in spec.modalities), spec.modalities[0]
+    if len(spec.modalities) > 1 or not isinstance(items, EncoderModality):
+        raise InputError(
+            "modalities must be empty for an encoder-decoder, or one kind of item that its encoder takes among text, "
+            f"got {kinds}; leave them out"
+        )
+    if items.tokens > encoder.capacity:
+        raise InputError(
+            f"max_encoder_len must be at least {items.tokens}, the placeholders of one {items.kind}, got "
+            f"{encoder.capacity}; raise it"
+        )
+    return items
 
 
 def _with_encoder(method: ProgramMethod, encoder: Encoder) -> ProgramMethod:

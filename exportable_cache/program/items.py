@@ -67,6 +67,8 @@ class ItemFacts:
             "items" for those of all items of the prompt, "prompt" for the whole prompt, "" for nothing.
         tiles: Tiles per item that cross-attention masks separately; 0 if embeddings replace placeholders instead.
         apart: True if the frames of a video are separate items of one frame in a prompt.
+        tokens: Placeholders of one item, for the method `encode` of an encoder-decoder; 0 for methods that return
+            the embeddings.
     """
 
     token_id: int
@@ -76,6 +78,7 @@ class ItemFacts:
     sees: str = ""
     apart: bool = False
     tiles: int = 0
+    tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as JSON values."""
@@ -90,6 +93,7 @@ class ItemFacts:
             "sees": self.sees,
             "apart": self.apart,
             "tiles": self.tiles,
+            **({"tokens": self.tokens} if self.tokens else {}),
         }
 
 

@@ -44,6 +44,7 @@ from ..models.positions import check_rope, rope_rule, takes_positions, text_mode
 from ..models.scans import longest_step
 from .decoders import EncodeModule, checked_prefill_chunk, decoder_arguments, methods_for, seq2seq_methods
 from .inputs.cross_items import CrossModality, cross_methods, without_items
+from .inputs.encoder_items import EncoderModality
 from .inputs.front import passing_extra_features
 from .inputs.image_masks import image_masks
 from .inputs.modality import EmbedModule
@@ -390,11 +391,6 @@ def _program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, Pro
         if crossing:
             return cross_methods(methods, crossing[0], cache)
         return multimodal_methods(methods, spec.modalities) if spec.modalities else methods
-    if spec.modalities:
-        raise InputError(
-            f"modalities must be empty for an encoder-decoder, whose input goes through encode, got "
-            f"{', '.join(m.kind for m in spec.modalities)}; leave them out"
-        )
     if spec.score_length:
         raise InputError(f"score_length must be 0 for an encoder-decoder, got {spec.score_length}; leave it out")
     if spec.forward:
@@ -419,7 +415,8 @@ def front_module(
     for modality in modalities:
         if method.name == modality.method.name:
             return modality.module(model)
-    return EncodeModule(model, _encoder_of(cache))
+    items = next((one for one in modalities if isinstance(one, EncoderModality)), None)
+    return EncodeModule(model, _encoder_of(cache), items)
 
 
 def _encoder_of(cache: ExportableCache) -> Encoder:

@@ -95,7 +95,9 @@ def live_session(
         device=cache.device,
         target="compiled" if options.compiling.compile else "eager",
         fingerprint=fingerprint(model),
-        placeholders={modality.method.name: modality.token_id for modality in modalities},
+        placeholders={
+            modality.method.name: modality.token_id for modality in modalities if modality.method.name in runner.methods
+        },
         steps_per_launch=options.steps_per_launch,
     )
 

@@ -21,6 +21,7 @@ from ..common.progress import silent
 from ..common.tensors import logit_differences
 from ..errors import UnsupportedModelError
 from ..models.cache_factory import ExportableCache
+from ..models.layers.encoder import EncoderStates
 from ..models.layers.specs import vocab_size_of
 from ..models.loading.support import RIGHT_BY_TOKEN, WITHOUT_DYNAMIC_CACHE
 from ..models.positions import lengths_forgotten, rope_rule, takes_positions, text_model_of
@@ -135,7 +136,22 @@ def random_inputs(
         if spec.name == "flattened_patches":
             # The first two values of a patch are its row and column, starting at 1.
             inputs[spec.name][..., :2] = torch.arange(1, length + 1).to(inputs[spec.name].dtype)[:, None]
+    if method.item is not None:
+        ids, token = inputs["input_ids"], method.item.token_id
+        ids[ids == token] = (token + 1) % vocab_size
+        if length < method.item.tokens:
+            # Text alone, because an item does not fit.
+            return {name: inputs[name] for name in inputs if name in ("input_ids", "attention_mask")}
+        ids[:, : method.item.tokens] = token
     return inputs
+
+
+def encoder_states(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Any:
+    """Return the encoder's output, computed by the whole model if there are items among its text."""
+    if "input_ids" not in inputs or set(inputs) <= {"input_ids", "attention_mask"}:
+        return model.get_encoder()(**inputs)
+    whole = model(**inputs, decoder_input_ids=inputs["input_ids"][:, :1], use_cache=False)
+    return EncoderStates.of(whole.encoder_last_hidden_state)
 
 
 def encoder_lengths(method: ProgramMethod) -> list[int]:
@@ -154,7 +170,7 @@ def decoder_of(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Calla
     """
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     common = {
-        "encoder_outputs": model.get_encoder()(**inputs),
+        "encoder_outputs": encoder_states(model, inputs),
         cache_argument(model): EncoderDecoderCache(DynamicCache(), DynamicCache()),
         **{name: tensor for name, tensor in inputs.items() if name == "attention_mask"},
     }

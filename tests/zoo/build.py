@@ -13,7 +13,7 @@ from exportable_cache.models.layers.codebooks import codebooks_of
 from exportable_cache.models.layers.encoder import encoder_of
 from exportable_cache.models.loading.support import RIGHT_BY_TOKEN
 from exportable_cache.program.decoders import encode_method
-from exportable_cache.verification.references import random_inputs
+from exportable_cache.verification.references import encoder_states, random_inputs
 
 from .architectures import Architecture
 from .shrink import FIRST_TOKEN, VOCAB, WINDOW, tiny_config
@@ -120,7 +120,7 @@ def forward(model: PreTrainedModel, ids: torch.Tensor, encoding: dict[str, Any],
 def encoded(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What the decoder is given of the encoder."""
     mask = {name: tensor for name, tensor in inputs.items() if name == "attention_mask"}
-    return {"encoder_outputs": model.get_encoder()(**inputs), **mask} if inputs else {}
+    return {"encoder_outputs": encoder_states(model, inputs), **mask} if inputs else {}
 
 
 @torch.no_grad()

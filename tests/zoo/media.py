@@ -34,6 +34,7 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
 from exportable_cache.models.layers.specs import vocab_size_of
 from exportable_cache.models.positions import text_model_of
+from exportable_cache.program.inputs.encoder_items import EncoderModality
 from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.inputs.modality import Modality, joined_items
 from exportable_cache.program.inputs.probe import prompt_with
@@ -88,6 +89,8 @@ def check_media(row: Architecture, kind: str, target: str, model: PreTrainedMode
 def _run(model: PreTrainedModel, kind: str, target: str) -> Outcome:
     example = item(model, kind)
     (modality,) = modalities_of(model, {kind: example})
+    if isinstance(modality, EncoderModality):
+        return _run_among_text(model, modality, example, target)
     prompts = [prompt_of(model, modality, example, pieces) for pieces in PROMPTS]
     following = torch.randint(FIRST_TOKEN, VOCAB, (1, STEPS), generator=torch.Generator().manual_seed(5))
     references = []
@@ -125,6 +128,31 @@ def _run_encoder(model: PreTrainedModel, target: str) -> Outcome:
     outcome = check._run(model, target, (ids, inputs, check._references(model, ids, inputs, {})), {})
     outcome.reason = "encoder"
     return outcome
+
+
+def _run_among_text(
+    model: PreTrainedModel, modality: Modality, example: dict[str, torch.Tensor], target: str
+) -> Outcome:
+    """Check an item among the text of an encoder-decoder's encoder, which takes one for each prompt."""
+    ids, difference = tokens(model), 0.0
+    cases = []
+    for pieces in (pieces for pieces in PROMPTS if len(pieces) == 2):
+        inputs = prompt_of(model, modality, example, pieces)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        references = check._references(model, ids, inputs, {})
+        other = {name: tensor if tensor.dtype == torch.int64 else tensor.flip(-1) for name, tensor in inputs.items()}
+        moved = (check._references(model, ids, other, {})[6] - references[6]).abs().max().item()
+        if not moved > 1e-2:
+            raise RuntimeError(f"no test: another item moves the logits by {moved:.1e}")
+        cases.append((inputs, references))
+    length = max(inputs["input_ids"].shape[1] for inputs, _ in cases)
+    cache = ExportableCache.from_model(model, check.MAX_CACHE_LEN, max_encoder_len=length, attn_implementation=None)
+    with _session(model, cache, modality, target, check.PREFILL_CHUNK) as session:
+        for inputs, references in cases:
+            for pieces in check.PROMPTS:
+                given = check._difference(session, ids, inputs, pieces, references[sum(pieces)])
+                difference = max(difference, given)
+    return Outcome("pass" if difference <= TOLERANCE else "wrong", difference, "places in the encoder")
 
 
 def mechanism_of(modality: Modality) -> str:
@@ -190,7 +218,9 @@ def _session(
     backend = backend_for(target)
     spec = backend.program_spec(ProgramSpec(chunk, modalities=(modality,)), backend.options())
     program = Program(model, cache, spec)
-    if not modality.facts.tiles:
+    if "encode" in program.methods:
+        placeholders = {}
+    elif not modality.facts.tiles:
         # Every prompt here has an item, and goes through as embeddings.
         program.methods.pop("prefill"), program.modules.pop("prefill")
     with tempfile.TemporaryDirectory() as folder:

@@ -39,6 +39,8 @@ MECHANISMS = {
     "items that see each other": ("molmo2", "image"),
     "positions by tokens around items": ("qwen2_5_omni_thinker", "video"),
     "frames of sound with lengths": ("qwen2_audio", "audio"),
+    "places among the text of an encoder": ("t5gemma2", "image"),
+    "places among the text of an encoder that takes embeddings only": ("florence2", "image"),
 }
 #: Refused, and what the reason must say.
 REFUSED = {
@@ -142,6 +144,29 @@ def test_an_item_larger_than_the_cache_is_refused_with_its_tokens() -> None:
         InputError, match="max_cache_len must be at least 6, the embeddings of one image of this size, got 5"
     ):
         Session.from_model(model, ExportableCache.from_model(model, 5), modalities={"image": item(model, "image")})
+
+
+def test_items_of_an_encoder_are_checked_row_by_row() -> None:
+    """A row without an image, or with part of one, would get the embeddings of another row's."""
+    (row,) = (row for row in media_rows() if row.model_type == "t5gemma2")
+    model = tiny_media_model(row)
+    pixels = torch.cat([item(model, "image", seed)["pixel_values"] for seed in (1, 2)])
+    cache = ExportableCache.from_model(model, 16, batch_size=2, max_encoder_len=8, attn_implementation=None)
+    with Session.from_model(model, cache, modalities=["image"]) as session:
+        token, count = model.config.image_token_id, session.runner.methods["encode"].item.tokens
+        ids = torch.full((2, count + 2), FIRST_TOKEN)
+        text = session.encode(input_ids=ids)
+        ids[:, 1:-1] = token
+        both = session.encode(input_ids=ids, pixel_values=pixels)
+        assert torch.allclose(session.encode(input_ids=ids, pixel_values=pixels.flip(0)), both.flip(0), atol=1e-5)
+        assert (both[0] - both[1]).abs().max() > 1e-2 and (both - text).abs().max() > 1e-2
+        with pytest.raises(InputError, match=f"each row of input_ids must have {count} placeholders {token} with"):
+            session.encode(input_ids=ids)
+        ids[1, 1] = FIRST_TOKEN
+        with pytest.raises(InputError, match=rf"got \[{count}, {count - 1}\] with pixel_values"):
+            session.encode(input_ids=ids, pixel_values=pixels)
+        with pytest.raises(InputError, match="pixel_values must have shape"):
+            session.encode(input_ids=ids, pixel_values=pixels[:1])
 
 
 def test_a_mask_of_ones_is_contiguous() -> None:

@@ -58,7 +58,9 @@ def example_of(
                 "pixel_values": zeros(patches, patch_values(config)),
                 _GRID: torch.tensor([grid], device=model.device),
             }
-    vision, audio = getattr(config, "vision_config", None), getattr(config, "audio_config", None)
+    # T5Gemma 2 has it in the config of its encoder.
+    vision = getattr(config, "vision_config", getattr(getattr(config, "encoder", None), "vision_config", None))
+    audio = getattr(config, "audio_config", None)
     side = getattr(vision, "image_size", None)
     if kind == IMAGE and "pixel_values" in names and side is not None:
         height, width = side if isinstance(side, (list, tuple)) else (side, side)

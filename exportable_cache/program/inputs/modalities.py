@@ -12,6 +12,7 @@ from ...cache.attention.implementation import attention_of
 from ...errors import InputError, UnsupportedModelError
 from ...models.layers.specs import item_slots_of
 from .cross_items import cross_modality
+from .encoder_items import encoder_modality, takes_encoder_items
 from .examples import example_of
 from .kinds import IMAGE, check_kinds
 from .modality import Modality, modality_of
@@ -54,6 +55,9 @@ def modalities_of(
         if crosses and image_size is None:
             with attention_of(model, "eager"):
                 found.append(cross_modality(model, kind, given))
+            continue
+        if takes_encoder_items(model):
+            found.append(encoder_modality(model, kind, given, image_size))
             continue
         if given is not None:
             found.append(modality_of(model, kind, given))

@@ -29,7 +29,7 @@ _KINDS = {
 def kinds_taken(methods: Mapping[str, ProgramMethod]) -> tuple[str, ...]:
     """Return the kinds of input of a program: `("text",)`, `("text", "image")`, or `("audio",)` for Whisper."""
     if "encode" in methods:
-        return (_KINDS[methods["encode"].inputs[0].name],)
+        return tuple(_KINDS[spec.name] for spec in methods["encode"].inputs if spec.name in _KINDS)
     return ("text", *(name.removeprefix("encode_") for name in methods if name.startswith("encode_")))
 
 

@@ -39,7 +39,7 @@ class EncoderStage:
         """Run the encoder over the output of a tokenizer or processor, and keep the result in the state.
 
         Args:
-            inputs: Inputs by name; `attention_mask` is optional.
+            inputs: Inputs by name; `attention_mask` is optional, and so are items if the text has no placeholders.
             stepper: Stepper whose state gets the result as `encoded`.
 
         Returns:
@@ -50,14 +50,16 @@ class EncoderStage:
                 then.
         """
         check_no_autocast(self.device)
-        name = self.method.inputs[0].name
-        unknown = sorted(set(inputs) - {name, "attention_mask"})
+        name, further = self.method.inputs[0].name, [one.name for one in self._items]
+        unknown = sorted(set(inputs) - {name, "attention_mask", *further})
         if name not in inputs or unknown:
             raise InputError(
-                f"encode takes {name} and attention_mask, got {', '.join(inputs) or 'nothing'}; pass {name}=..."
+                f"encode takes {', '.join((name, *further))} and attention_mask, got {', '.join(inputs) or 'nothing'}; "
+                f"pass {name}=..."
             )
         main_input = inputs[name]
-        self._check(main_input)
+        self._check(self.method.inputs[0], main_input)
+        items = self._checked_items(main_input, inputs)
         length = main_input.shape[self._length_dim]
         mask = inputs.get("attention_mask")
         if mask is not None:
@@ -67,6 +69,7 @@ class EncoderStage:
         if "attention_mask" in self.method.input_names:
             full = torch.ones(self.batch_size, length, dtype=torch.int64, device=self.device)
             arguments.append(F.pad(full if mask is None else mask.to(torch.int64), (0, padding)))
+        arguments += items
         stepper.state = replace(stepper.state, encoded=tuple(stepper.runner.run("encode", *arguments)))
         return stepper.state.encoded[0]
 
@@ -100,21 +103,49 @@ class EncoderStage:
                 layer.written = state.encoded[0].shape[1]
 
     @property
+    def _items(self) -> tuple[TensorSpec, ...]:
+        """Inputs besides text and mask, with one item per row."""
+        return tuple(spec for spec in self.method.inputs[1:] if spec.name != "attention_mask")
+
+    def _checked_items(self, input_ids: torch.Tensor, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return the items of all rows, or zeros for text without placeholders."""
+        item, sizes = self.method.item, {"batch": self.batch_size}
+        if item is None:
+            return []
+        given = [spec for spec in self._items if spec.name in inputs]
+        for spec in given:
+            self._check(spec, inputs[spec.name])
+        counts = (input_ids == item.token_id).sum(-1).tolist()
+        expected = item.tokens if given else 0
+        if any(count != expected for count in counts) or 0 < len(given) < len(self._items):
+            names = ", ".join(spec.name for spec in self._items)
+            raise InputError(
+                f"each row of input_ids must have {item.tokens} placeholders {item.token_id} with {names}, and none "
+                f"without, got {counts} with {', '.join(spec.name for spec in given) or 'none'}; pass the output of "
+                "the processor for one item per row"
+            )
+        return [
+            inputs[spec.name]
+            if given
+            else torch.zeros(spec.sizes(sizes), dtype=getattr(torch, spec.dtype), device=self.device)
+            for spec in self._items
+        ]
+
+    @property
     def _length_dim(self) -> int:
         shape = self.method.inputs[0].shape
         return shape.index("length") if "length" in shape else len(shape) - 1
 
-    def _check(self, main_input: Any) -> None:
-        spec = self.method.inputs[0]
+    def _check(self, spec: TensorSpec, given: Any) -> None:
         if spec.dtype == "int64":
-            check_ids(spec.name, main_input, ("batch", "length"), self.limits)
-        if not isinstance(main_input, torch.Tensor):
-            raise InputError(f"{spec.name} must be a {spec.dtype} tensor, got a {type(main_input).__name__}")
+            check_ids(spec.name, given, ("batch", "length"), self.limits)
+        if not isinstance(given, torch.Tensor):
+            raise InputError(f"{spec.name} must be a {spec.dtype} tensor, got a {type(given).__name__}")
         least, most = self.method.min_length, self.method.max_length
         shape: dict[int | str, int | str] = {"batch": self.batch_size}
         expected = [shape.get(size, size) for size in spec.shape]
-        found = list(main_input.shape)
-        if len(found) != len(expected) or any(size not in (given, "length") for size, given in zip(expected, found)):
+        found = list(given.shape)
+        if len(found) != len(expected) or any(size not in (one, "length") for size, one in zip(expected, found)):
             raise InputError(f"{spec.name} must have shape [{', '.join(map(str, expected))}], got {found}")
         least = 1 if self.method.pads else least
         if "length" in spec.shape and not least <= found[self._length_dim] <= most:
@@ -127,13 +158,12 @@ class EncoderStage:
                 f"{spec.name} must have a length that is a multiple of {self.method.multiple}, got "
                 f"{found[self._length_dim]}; cut it, or pad it with silence"
             )
-        if main_input.dtype != getattr(torch, spec.dtype):
+        if given.dtype != getattr(torch, spec.dtype):
             raise InputError(
-                f"{spec.name} must be torch.{spec.dtype}, got {main_input.dtype}; pass "
-                f"{spec.name}.to(torch.{spec.dtype})"
+                f"{spec.name} must be torch.{spec.dtype}, got {given.dtype}; pass {spec.name}.to(torch.{spec.dtype})"
             )
-        if main_input.device != self.device:
-            raise InputError(f"{spec.name} must be on {self.device}, got {main_input.device}; move it")
+        if given.device != self.device:
+            raise InputError(f"{spec.name} must be on {self.device}, got {given.device}; move it")
 
     def _check_mask(self, mask: torch.Tensor, length: int) -> None:
         if "attention_mask" not in self.method.input_names:
