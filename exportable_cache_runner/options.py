@@ -124,8 +124,8 @@ class Options:
             *(("counted_tokens", token, 0) for token in self.counted_tokens),
             *(("stop_tokens", token, 0) for token in self.stop_tokens),
         ):
-            if value is not None and not least <= value < 2**63:
-                raise Failure(Status.INPUT, f"{name} must be from {least} to 2**63 - 1, got {value}")
+            if value is not None and not (hasattr(value, "__index__") and least <= value < 2**63):
+                raise Failure(Status.INPUT, f"{name} must be from {least} to 2**63 - 1, got {value!r}")
         if self.repetition_penalty == 0:
             raise Failure(Status.INPUT, "repetition_penalty must be a number above 0 (1 changes nothing), got 0")
         if self.seed is not None and not 0 <= self.seed < 2**64:
@@ -164,8 +164,10 @@ def encoded(text: str) -> bytes:
     """Return a text encoded for C.
 
     Raises:
-        Failure: If it has a zero byte, which ends a text in C, or half of a character.
+        Failure: If it is no string, or has a zero byte, which ends a text in C, or half of a character.
     """
+    if not isinstance(text, str):
+        raise Failure(Status.INPUT, f"a text must be a str, got {text!r:.100}")
     if "\0" in text:
         raise Failure(Status.INPUT, f"the text has a zero byte at {text.index(chr(0))}; leave it out")
     try:

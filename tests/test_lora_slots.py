@@ -388,9 +388,7 @@ def test_adapters_that_a_dtype_does_not_hold_are_refused(folders: dict[str, Path
     config = json.loads((folders["one"] / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 1e300}))
     save_file(load_file(folders["one"] / "adapter_model.safetensors"), tmp_path / "adapter_model.safetensors")
-    with pytest.raises(
-        InputError, match=r"values, .*, that float32 holds, got larger ones in model.layers.0"
-    ):
+    with pytest.raises(InputError, match=r"values, .*, that float32 holds, got larger ones in model.layers.0"):
         live().load_adapter(tmp_path)
 
 

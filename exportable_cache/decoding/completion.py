@@ -526,6 +526,12 @@ class AnyCompleter(Context):
             # A response has an end: where the cache is full, or after half a cache if that is later.
             least = default or max(most + 1 - prompt, most // 2)
             return least if asked is None else asked
+        if self.on_full == "shift" and options.protected is not None and prompt > most:
+            raise CacheFullError(
+                f"the prompt has {prompt} tokens, and its system prompt {options.protected}, but a cache of {most} can "
+                f"only drop tokens after a system prompt of at most {most // 2}; shorten it, or export with a larger "
+                "max_cache_len"
+            )
         self.check_fits(prompt)
         if asked is not None and prompt + asked > most + 1:
             raise CacheFullError(

@@ -52,7 +52,12 @@ def test_adapters_give_the_logits_of_the_session(tmp_path: Path, probe: Probe) -
     (tmp_path / "long.adapter").write_bytes(b"\xff" * 8 + raw[8:])
     (tmp_path / "text.adapter").write_text("an adapter")
     (tmp_path / "other.adapter").write_bytes(raw.replace(opened.manifest.fingerprint.encode(), b"f" * 64))
-    bad = [("load_adapter", tmp_path / f"{name}.adapter", "x") for name in ("cut", "long", "text", "other", "missing")]
+    with open(tmp_path / "huge.adapter", "wb") as file:
+        file.truncate(1 << 40)  # it has holes, and takes no space on the disk
+    bad = [
+        ("load_adapter", tmp_path / f"{name}.adapter", "x")
+        for name in ("cut", "long", "text", "other", "missing", "huge")
+    ]
     steps = [
         step
         for name in ("one", "two", "", "one")
@@ -64,6 +69,7 @@ def test_adapters_give_the_logits_of_the_session(tmp_path: Path, probe: Probe) -
         ("load_adapter", tmp_path / "one.adapter", "third"),
         ("use_adapter", "third"),
         *steps,
+        ("save", tmp_path / "state"),
         ("unload_adapter", "one"),
         ("reset",),
         ("prefill", ids(given[0])),
@@ -74,9 +80,12 @@ def test_adapters_give_the_logits_of_the_session(tmp_path: Path, probe: Probe) -
     for index, name in enumerate(("one", "two", "", "one")):
         logits = torch.tensor(replies[5 + 3 * index + 2].numbers())
         assert (logits - expected[name]).abs().max() <= TOLERANCE, name
-    assert (torch.tensor(replies[19].numbers()) - expected[""]).abs().max() <= TOLERANCE
-    messages = [reply.values[1] for reply in replies[20:]]
-    for message, says in zip(messages, ("matrices", "header", "header", "other weights", "cannot read"), strict=True):
+    assert (torch.tensor(replies[20].numbers()) - expected[""]).abs().max() <= TOLERANCE
+    assert "with an adapter in use cannot be saved" in replies[17].values[1]
+    messages = [reply.values[1] for reply in replies[21:]]
+    for message, says in zip(
+        messages, ("matrices", "header", "header", "other weights", "cannot read", "at most"), strict=True
+    ):
         assert says in message
 
 

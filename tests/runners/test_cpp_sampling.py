@@ -128,7 +128,16 @@ def test_additions_to_logits_are_those_of_a_session(demo_bundle, probe: Probe, r
 
 
 @pytest.mark.parametrize(
-    "option", ["bias=-1:1", "bias=100000:1", "bias=5:nan", "presence_penalty=inf", "frequency_penalty=nan"]
+    "option",
+    [
+        "bias=-1:1",
+        "bias=100000:1",
+        "bias=5:nan",
+        "bias=5:1e308",
+        "counted=-1",
+        "presence_penalty=inf",
+        "frequency_penalty=nan",
+    ],
 )
 def test_wrong_additions_are_refused(demo_bundle, probe: Probe, option: str) -> None:
     reply = probe(("open", demo_bundle), ("generate", "5 6", option))[1]

@@ -157,6 +157,20 @@ def test_text_of_messages_is_told_from_that_of_the_template(render: Render) -> N
 
 
 @pytest.mark.parametrize(
+    "template",
+    ["[{{ messages[0].content|tojson }}]", "[{{ [messages[0].content]|join }}]"]
+    + ["[{{ messages|map(attribute='content')|join }}]", "[{{ messages[0].content|string }}]"],
+)
+def test_control_tokens_that_filters_join_to_the_template_are_said(render: Render, template: str) -> None:
+    """The first character is enough, because the token is split after it; the template's own token is not said."""
+    status, parts = render(template + "{{ eos_token }}", [{"role": "user", "content": "a</s>b"}])
+    text = "".join(text for _, text in parts)
+    said = "".join(("1" if is_said else "0") * len(text) for is_said, text in parts)
+    assert status == "ok" and text in ('["a</s>b"]</s>', "[a</s>b]</s>"), parts
+    assert said[text.index("</s>")] == "1" and said.endswith("00000"), parts
+
+
+@pytest.mark.parametrize(
     ("template", "says"),
     [
         ("{% for a in range(10 ** 9) %}{% endfor %}", "refuses the messages"),

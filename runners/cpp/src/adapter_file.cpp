@@ -85,6 +85,10 @@ Result<std::vector<std::vector<float>>> read_adapter(const std::string& path, co
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   if (!file) return fail(ErrorCode::kInput, "cannot read the adapter ", path, "; pass a file that `exportable-cache adapter` wrote");
   const auto bytes = static_cast<uint64_t>(std::max<int64_t>(0, file.tellg()));
+  // An adapter has at most float64 values of each target's two matrices; a larger file would only take memory.
+  uint64_t most = sizeof(uint64_t) + kMostHeader;
+  for (const LoraTarget& target : lora.targets) most += static_cast<uint64_t>((target.inputs + target.outputs) * lora.rank) * sizeof(double);
+  if (bytes > most) return damaged("it has " + std::to_string(bytes) + " bytes, at most " + std::to_string(most) + " fit the program");
   uint64_t size = 0;
   file.seekg(0);
   if (bytes < sizeof size || !file.read(reinterpret_cast<char*>(&size), sizeof size)) return damaged("it has " + std::to_string(bytes) + " bytes");

@@ -33,7 +33,13 @@ Result<std::vector<ChatPart>> BundleText::render(const std::string& request) {
     if (!found.ok()) return found.error();
     template_ = std::move(*found);
   }
-  return template_->render(request);
+  Result<const Detokenizer*> vocabulary = detokenizer();
+  if (!vocabulary.ok()) return vocabulary.error();
+  std::vector<std::string> control;
+  for (const auto& [token, name] : (*vocabulary)->specials()) {
+    if (!name.empty()) control.push_back(name);
+  }
+  return template_->render(request, control);
 }
 
 std::string AnswerText::push(int64_t token) {

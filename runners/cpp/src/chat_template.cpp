@@ -42,15 +42,16 @@ Result<ChatTemplate> ChatTemplate::open(const std::string& folder) {
   return found;
 }
 
-Result<std::vector<ChatPart>> ChatTemplate::render(const std::string& request) const {
+Result<std::vector<ChatPart>> ChatTemplate::render(const std::string& request, const std::vector<std::string>& control) const {
 #if defined(EC_TEMPLATES)
   const Result<Json> parsed = Json::parse(request);
   if (!parsed.ok()) return fail(ErrorCode::kInput, "the request is ", parsed.error().message, "; pass the messages as JSON");
   const Json::Array* tools = (*parsed)["tools"].array();
   const bool has_tools = tools != nullptr && !tools->empty();
-  return render_template(has_tools && !with_tools_.empty() ? with_tools_ : text_, specials_, request);
+  return render_template(has_tools && !with_tools_.empty() ? with_tools_ : text_, specials_, control, request);
 #else
   (void)request;
+  (void)control;
   return fail(ErrorCode::kBundle, "this library was built without chat templates; build it with -DEC_TEMPLATES=ON, or render the ",
               "conversation in Python, and pass the text to generate_text");
 #endif

@@ -55,8 +55,13 @@ Status check_options(const GenerateOptions& options, const Manifest& manifest) {
     }
   }
   for (const auto& [token, value] : options.sampling.logit_bias) {
-    if (token < 0 || token >= manifest.vocab_size || !std::isfinite(value)) {
+    if (token < 0 || token >= manifest.vocab_size || !std::isfinite(static_cast<float>(value))) {
       return fail(ErrorCode::kInput, "logit_bias must be numbers for token ids from 0 to ", manifest.vocab_size - 1, ", got ", value, " for ", token);
+    }
+  }
+  for (const int64_t token : options.sampling.counted_tokens) {
+    if (token < 0 || token >= manifest.vocab_size) {
+      return fail(ErrorCode::kInput, "counted token ", token, " is outside the vocabulary of 0 to ", manifest.vocab_size - 1);
     }
   }
   for (const std::string& string : options.stop_strings) {

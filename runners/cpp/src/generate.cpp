@@ -245,21 +245,22 @@ Result<std::vector<int64_t>> Session::encode_parts(std::span<const ChatPart> par
   if (!vocabulary.ok()) return vocabulary.error();
   // The reader encodes every spelled special token as one. In messages it is split after its first character, so that no user forges
   // another turn.
-  std::string text;
+  std::string text, said;
   std::set<size_t> cuts;
   for (const auto& [part, is_said] : parts) {
-    if (is_said) {
-      for (const auto& [token, name] : (*vocabulary)->specials()) {
-        for (size_t found = name.empty() ? std::string::npos : part.find(name); found != std::string::npos; found = part.find(name, found + 1)) {
-          const size_t first = utf8_prefix(name).size;
-          if (first == name.size()) {
-            return fail(ErrorCode::kInput, "the message spells the special token '", name, "', which cannot be cut; remove it");
-          }
-          cuts.insert(text.size() + found + first);
-        }
-      }
-    }
     text += part;
+    said.append(part.size(), is_said ? '1' : '0');
+  }
+  for (const auto& [token, name] : (*vocabulary)->specials()) {
+    for (size_t found = name.empty() ? std::string::npos : text.find(name); found != std::string::npos; found = text.find(name, found + 1)) {
+      // A part of it may be the template's.
+      if (said.find('1', found) >= found + name.size()) continue;
+      const size_t first = utf8_prefix(name).size;
+      if (first == name.size()) {
+        return fail(ErrorCode::kInput, "the message spells the special token '", name, "', which cannot be cut; remove it");
+      }
+      cuts.insert(found + first);
+    }
   }
   std::vector<int64_t> ids;
   size_t start = 0;

@@ -374,6 +374,10 @@ Status Session::save_state(const std::string& path) const {
   if (cache.empty()) {
     return fail(ErrorCode::kBundle, manifest_.program_path(), " does not store its cache separately; export it again");
   }
+  // The file does not hold the adapter's name, so a restored state would silently continue with the model itself.
+  if (adapter_ > 0) {
+    return fail(ErrorCode::kInput, "a state with an adapter in use cannot be saved; use_adapter(\"\") and feed the tokens again first");
+  }
   return write_state(path, manifest_.program_sha256, {length_, max_len_ever_, pending_, placed_}, cache);
 }
 

@@ -31,11 +31,13 @@ int main() {
     std::string text, request;
     words >> text >> request;
     std::vector<std::pair<std::string, std::string>> specials;
+    std::vector<std::string> control;
     for (std::string word; words >> word;) {
       const size_t cut = word.find('=');
       specials.emplace_back(word.substr(0, cut), word.substr(cut + 1));
+      control.push_back(word.substr(cut + 1));
     }
-    const auto parts = render_template(from_hex(text), specials, from_hex(request));
+    const auto parts = render_template(from_hex(text), specials, control, from_hex(request));
     if (!parts.ok()) {
       std::cout << "error " << to_hex(parts.error().message) << std::endl;
       continue;

@@ -21,6 +21,7 @@
 #include <cstring>
 #include <exception>
 #include <new>
+#include <set>
 
 namespace exportable_cache {
 namespace {
@@ -56,12 +57,60 @@ common_json as_rendered(const common_json& messages) {
   return found;
 }
 
-std::string rendered(const std::string& text, const std::vector<std::pair<std::string, std::string>>& specials, const std::string& request) {
+// A character for private use that the request does not have.
+std::string unused_mark(const std::string& request) {
+  for (char last = '\x80'; last < '\xC0'; ++last) {
+    const std::string mark = std::string("\xF3\xB0\x80") + last;
+    if (request.find(mark) == std::string::npos) return mark;
+  }
+  throw std::runtime_error("the messages have too many characters for private use");
+}
+
+// A copy of a value with a mark after the first character of each control token that its strings spell.
+common_json marked(const common_json& value, const std::vector<std::string>& control, const std::string& mark) {
+  if (value.is_string()) {
+    const std::string text = value.get<std::string>();
+    std::set<size_t> places;
+    for (const std::string& name : control) {
+      size_t first = 1;
+      while (first < name.size() && (static_cast<unsigned char>(name[first]) & 0xC0) == 0x80) ++first;
+      for (size_t found = text.find(name); found != std::string::npos; found = text.find(name, found + 1)) places.insert(found + first);
+    }
+    std::string found;
+    size_t start = 0;
+    for (const size_t place : places) {
+      found += text.substr(start, place - start) + mark;
+      start = place;
+    }
+    return found + text.substr(start);
+  }
+  if (value.is_array()) {
+    common_json found = common_json::array();
+    for (const common_json& one : value) found.push_back(marked(one, control, mark));
+    return found;
+  }
+  if (!value.is_object()) return value;
+  common_json found = common_json::object();
+  for (const auto& entry : value.items()) found[entry.key()] = marked(entry.value(), control, mark);
+  return found;
+}
+
+void append_part(std::string& reply, const std::string& text, bool is_said) {
+  const uint64_t size = text.size();
+  if (size == 0) return;
+  reply += is_said ? '1' : '0';
+  reply.append(reinterpret_cast<const char*>(&size), sizeof size);
+  reply += text;
+}
+
+std::string rendered(const std::string& text, const std::vector<std::pair<std::string, std::string>>& specials,
+                     const std::vector<std::string>& control, const std::string& request) {
   common_json given = common_json::parse(request);
   if (given.is_array()) given = common_json::object({{"messages", given}});
   if (!given.is_object() || !given.contains("messages") || !given.at("messages").is_array()) {
     throw std::runtime_error("the request must have a list of messages");
   }
+  const std::string mark = unused_mark(given.dump());
   common_json variables = common_json::object({{"tools", nullptr}, {"documents", nullptr}, {"add_generation_prompt", true}});
   for (const auto& [name, token] : specials) variables[name] = token;
   for (const auto& entry : given.items()) {
@@ -74,14 +123,27 @@ std::string rendered(const std::string& text, const std::vector<std::pair<std::s
   const jinja::program program = jinja::parse_from_tokens(tokens);
   jinja::context context(tokens.source);
   jinja::global_from_json(context, variables, false);
-  jinja::global_from_json(context, common_json::object({{"messages", as_rendered(given.at("messages"))}}), true);
+  jinja::global_from_json(context, common_json::object({{"messages", marked(as_rendered(given.at("messages")), control, mark)}}), true);
   const auto parts = jinja::runtime::gather_string_parts(jinja::runtime(context).execute(program));
   std::string reply(1, kRendered);
   for (const auto& part : parts->val_str.parts) {
-    const uint64_t size = part.val.size();
-    reply += part.is_input ? '1' : '0';
-    reply.append(reinterpret_cast<const char*>(&size), sizeof size);
-    reply += part.val;
+    // Filters such as tojson and join lose which text came from messages, so a character before a mark is always said.
+    std::string whole;
+    size_t start = 0;
+    for (size_t found = part.val.find(mark); found != std::string::npos; found = part.val.find(mark, start)) {
+      size_t first = found;
+      while (first > start && (static_cast<unsigned char>(part.val[--first]) & 0xC0) == 0x80) {
+      }
+      if (part.is_input) first = found;
+      whole += part.val.substr(start, first - start);
+      if (!part.is_input) {
+        append_part(reply, whole, false);
+        append_part(reply, part.val.substr(first, found - first), true);
+        whole.clear();
+      }
+      start = found + mark.size();
+    }
+    append_part(reply, whole + part.val.substr(start), part.is_input);
   }
   return reply;
 }
@@ -121,7 +183,7 @@ void write_all(int pipe, const std::string& bytes) {
 
 // Everything after the fork.
 [[noreturn]] void serve(int pipe, rlim_t memory, const std::string& text, const std::vector<std::pair<std::string, std::string>>& specials,
-                        const std::string& request) {
+                        const std::vector<std::string>& control, const std::string& request) {
   for (const int number : {SIGSEGV, SIGBUS, SIGABRT, SIGFPE, SIGILL, SIGTERM, SIGINT, SIGXCPU}) std::signal(number, SIG_DFL);
   std::signal(SIGPIPE, SIG_IGN);
   limit(RLIMIT_CORE, 0);
@@ -129,7 +191,7 @@ void write_all(int pipe, const std::string& bytes) {
   if (memory > 0) limit(RLIMIT_AS, memory);
   std::string reply;
   try {
-    reply = rendered(text, specials, request);
+    reply = rendered(text, specials, control, request);
   } catch (const std::exception& error) {
     reply = kRefused + reason_of(error.what());
   } catch (...) {
@@ -190,7 +252,7 @@ Result<std::vector<ChatPart>> parts_of(const std::string& reply) {
 
 Result<std::vector<ChatPart>> render_template(const std::string& text,
                                                   const std::vector<std::pair<std::string, std::string>>& specials,
-                                                  const std::string& request) {
+                                                  const std::vector<std::string>& control, const std::string& request) {
   if (text.size() > kMostTemplate) {
     return exceeded("it has " + std::to_string(text.size()) + " bytes, at most " + std::to_string(kMostTemplate));
   }
@@ -204,7 +266,7 @@ Result<std::vector<ChatPart>> render_template(const std::string& text,
   const pid_t child = fork();
   if (child == 0) {
     close(ends[0]);
-    serve(ends[1], held == 0 ? 0 : held + kMoreMemory, text, specials, request);
+    serve(ends[1], held == 0 ? 0 : held + kMoreMemory, text, specials, control, request);
   }
   close(ends[1]);
   if (child < 0) {

@@ -20,6 +20,6 @@ namespace exportable_cache {
 /// Error kInput if a limit is exceeded, the request is not valid, or the template refuses the messages.
 Result<std::vector<ChatPart>> render_template(const std::string& text,
                                                   const std::vector<std::pair<std::string, std::string>>& specials,
-                                                  const std::string& request);
+                                                  const std::vector<std::string>& control, const std::string& request);
 
 }  // namespace exportable_cache

@@ -25,9 +25,10 @@ class ChatTemplate {
 
   /// Render a request, which is JSON: the messages, or an object with `messages`, `tools` and other variables of the template.
   ///
+  /// Of each text of `control` that the messages spell, the first character is a part that is said, even if the template joins it to others.
   /// Error kInput if the template refuses the messages, or exceeds a limit of time, memory or size; kBundle if this library was built
   /// without the engine.
-  Result<std::vector<ChatPart>> render(const std::string& request) const;
+  Result<std::vector<ChatPart>> render(const std::string& request, const std::vector<std::string>& control) const;
 
  private:
   std::string text_;

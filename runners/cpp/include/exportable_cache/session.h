@@ -167,7 +167,7 @@ class Session {
   /// Save the position and the non-zero part of the cache to a file, so that a prefix is computed once or another process continues
   /// the conversation. The file is for the same bundle only, and not for `Session` in Python.
   ///
-  /// Error kInput if the file cannot be written; kBundle if the program does not store its cache separately.
+  /// Error kInput if the file cannot be written, or an adapter is in use; kBundle if the program does not store its cache separately.
   Status save_state(const std::string& path) const;
 
   /// Load a state that a session of this bundle saved.
