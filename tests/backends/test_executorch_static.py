@@ -234,3 +234,15 @@ def test_a_plan_that_does_not_fit_is_an_error(bundle: Any, changed: dict[str, An
     description.details["program.pte"] = {"static": details}
     with pytest.raises(BundleError, match=said):
         open_static(bundle.path / "program.pte", bundle.path / "rope.safetensors", description)
+
+
+def test_models_that_derive_positions_themselves_are_refused(tmp_path: Path) -> None:
+    """MPT makes its biases from the length of the cache, and BART's decoder its positions."""
+    for family, sizes in (
+        ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 64}),
+        ("bart", {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}),
+    ):
+        with pytest.raises(
+            UnsupportedModelError, match="computes something else in the static form"
+        ):
+            export(tiny_model(family, **sizes), "executorch", CAPACITY, tmp_path / family, form="static")

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from ....common.tensors import dtype_name
 from ....errors import ExportableCacheError, UnsupportedModelError, describe_trace_error
-from ...base import LoweredFile
+from ....models.layers.specs import vocab_size_of
+from ....models.quantized_rows import rounds_activations
+from ...base import LoweredFile, ProgramDescription
 from ..delegates.checks import delegated_calls
 from ..lowering.lower import lower_programs
 from ..pte.kernels import check_kernels
 from ..pte.rewrite import make_largest_first, write_pte
 from .program import static_programs
-from .runner import PLAN, TABLES
+from .runner import PLAN, TABLES, StaticRunner
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from ....program.program import Program
     from ..options import ExecutorchOptions
+
+
+#: Largest root mean square of differences in the trial, of the logits' spread: in float, and with 8-bit activations.
+_MOST, _MOST_ROUNDED = 0.02, 0.25
 
 
 def write_static(program: Program, folder: Path, file: str, options: ExecutorchOptions) -> list[LoweredFile]:
@@ -36,6 +46,12 @@ def write_static(program: Program, folder: Path, file: str, options: ExecutorchO
     from safetensors.torch import save_file
 
     graphs, plan, tables = static_programs(program, options.keys == "transposed")
+    layers = [
+        {"tensors": {name: {"shape": one.shape, "dtype": dtype_name(one.dtype)} for name, one in layer.named_state()}}
+        for layer in program.cache.layers
+    ]
+    description = ProgramDescription(program.methods, program.form, program.logits, program.batch_size, layers)
+    check_steps(program, StaticRunner(Traced(graphs), plan, tables, description))
     try:
         lowered = lower_programs(graphs, delegate=options.delegate)
     except ExportableCacheError:
@@ -60,6 +76,42 @@ def write_static(program: Program, folder: Path, file: str, options: ExecutorchO
         ),
         LoweredFile(TABLES, "rotary tables, for the host"),
     ]
+
+
+class Traced:
+    """Runs traced graphs in torch, in place of a `.pte`."""
+
+    def __init__(self, graphs: Mapping[str, ExportedProgram]) -> None:
+        self._modules = {name: graph.module() for name, graph in graphs.items()}
+
+    def outputs(self, method: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """See `static.runner.Graphs`."""
+        return self._modules[method](*inputs)
+
+
+@torch.no_grad()
+def check_steps(program: Program, runner: StaticRunner) -> None:
+    """Feed a few tokens one by one, and compare with the model over all of them.
+
+    Some models derive positions from the length of their cache, or masks from their config, in place of those that are
+    given; they are traced without an error.
+
+    Raises:
+        UnsupportedModelError: If the logits differ by more than rounding.
+    """
+    model, count = program.model, min(8, program.cache.max_length or 8)
+    ids = torch.arange(1, count + 1)[None] % vocab_size_of(model)
+    expected = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+    for position in range(count):
+        logits = runner.run("decode", ids[:, position : position + 1], torch.tensor([position]))
+    difference = (logits[0].float() - expected).square().mean().sqrt() / expected.std()
+    is_rounded = any(rounds_activations(weight) for weight in model.parameters())
+    if not difference <= (_MOST_ROUNDED if is_rounded else _MOST):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes something else in the static form (logits differ by {difference:.2f} of "
+            "their spread after a few tokens), because it derives positions or masks itself; export without "
+            "form='static' (-O form=static)"
+        )
 
 
 def _zeros(graph: ExportedProgram) -> list[tuple[list[int], int, str]]:
