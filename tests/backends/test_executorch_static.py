@@ -242,7 +242,5 @@ def test_models_that_derive_positions_themselves_are_refused(tmp_path: Path) -> 
         ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 64}),
         ("bart", {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}),
     ):
-        with pytest.raises(
-            UnsupportedModelError, match="computes something else in the static form"
-        ):
+        with pytest.raises(UnsupportedModelError, match="computes something else in the static form"):
             export(tiny_model(family, **sizes), "executorch", CAPACITY, tmp_path / family, form="static")
