@@ -196,8 +196,10 @@ def test_options_of_slots_are_checked(options: dict[str, Any], message: str) -> 
 
 
 def test_one_target_is_a_name() -> None:
-    session = live(lora_targets="q_proj")
-    assert {one.name.rpartition(".")[2] for one in session._adapters.checked().targets} == {"q_proj"}
+    model = tiny_model("llama")
+    Session.from_model(model, max_cache_len=CAPACITY, lora_slots=1, lora_targets="q_proj")
+    slots = slots_of(model)
+    assert slots is not None and {one.name.rpartition(".")[2] for one in slots.targets} == {"q_proj"}
 
 
 def test_an_adapter_of_a_model_with_other_layers_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -223,8 +225,11 @@ def test_products_of_adapters_fit_the_dtype() -> None:
 
 
 def test_an_adapter_file_is_readable_as_other_files_are(folders: dict[str, Path], tmp_path: Path) -> None:
-    session, path = live(), tmp_path / "one.adapter"
-    write_adapter_file(path, read_lora(folders["one"]), session._adapters.checked(), session.fingerprint, None)
+    model, path = tiny_model("llama"), tmp_path / "one.adapter"
+    session = Session.from_model(model, max_cache_len=CAPACITY, lora_slots=3, lora_rank=4)
+    slots = slots_of(model)
+    assert slots is not None
+    write_adapter_file(path, read_lora(folders["one"]), slots, session.fingerprint, None)
     (tmp_path / "other").touch()
     assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
 

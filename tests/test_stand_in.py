@@ -108,7 +108,7 @@ def test_a_program_is_made_anew_with_the_methods_it_had(model: PreTrainedModel, 
     }
     for names in (("decode", "prefill"), ("forward",), ("decode", "prefill", "forward")):
         methods = {name: known[name] for name in names}
-        program = SimpleNamespace(methods=methods)
+        program = SimpleNamespace(methods=methods, lora=None)
         described = SimpleNamespace(
             program=program, target="pt2", options=manifest.options, description=manifest.description
         )

@@ -173,7 +173,7 @@ def test_an_operator_that_the_runtime_lacks_is_named(
 
 
 def test_unknown_options_are_refused() -> None:
-    known = "delegate, compute, kernels, linears, llm_runner, methods, score_length"
+    known = "delegate, compute, form, kernels, keys, linears, llm_runner, methods, score_length"
     with pytest.raises(InputError, match=f"no option 'quantize'; it knows {known}"):
         backend_for("executorch").options.parse({"quantize": True})
 

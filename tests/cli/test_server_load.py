@@ -153,9 +153,9 @@ def test_a_server_shifts_after_the_system_prompt(server_bundle: Path, rows_bundl
     messages, dropped, kept = [system], list[int](), list[int | None]()
     complete = completer.complete
 
-    def noted(ids: Any, options: Any, follower: Any) -> Any:
+    def noted(ids: Any, options: Any, *rest: Any) -> Any:
         kept.append(options.protected)
-        return complete(ids, options, follower)
+        return complete(ids, options, *rest)
 
     completer.complete = noted
     with served(completer) as address:

@@ -301,7 +301,7 @@ def test_program_takes_token_ids(demo_bundle, session, program: Program) -> None
     ("arguments", "message"),
     [
         (["--prompt", "x"], "pass one bundle"),
-        (["BUNDLE"], "pass one of --prompt, --chat and --tokens"),
+        (["BUNDLE"], "pass one of --prompt, --chat, --messages and --tokens"),
         (["BUNDLE", "--tokens", "1 x"], "--tokens got '1 x'"),
         (["BUNDLE", "--prompt", "x", "--seed", "-1"], "--seed got '-1'"),
         (["BUNDLE", "--tokens", "5", "--threads", "0"], "threads is 0; it must be from 1 to 512"),
