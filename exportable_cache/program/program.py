@@ -87,14 +87,15 @@ class ProgramModule(nn.Module):
         self.scored = method.scored_tokens if self.logits is Logits.LAST else 0
         name_forward(self, (*method.input_names, *self.further_arguments))
         # Most models can compute the head for the last token only; logits of the others are sliced.
-        # In a tuple, because a module would register it a second time.
-        self.text_model = (text_model_of(model),)
-        parameters = inspect.signature(self.text_model[0].forward).parameters
+        text_model = text_model_of(model)
+        # A step calls it by its path, because compiled layers are found by the paths of their modules.
+        self.has_inner_text_model = text_model is not model
+        parameters = inspect.signature(text_model.forward).parameters
         self.keeps_last = self.logits is Logits.LAST and "logits_to_keep" in parameters
         self.positions_name = (
             "decoder_position_ids" if isinstance(cache, ExportableEncoderDecoderCache) else "position_ids"
         )
-        self.cache_argument = cache_argument(self.text_model[0])
+        self.cache_argument = cache_argument(text_model)
         self.takes_positions = takes_positions(model, self.positions_name)
         self.has_changing_rope = rope_rule(model) is not None
 
@@ -169,11 +170,17 @@ class ProgramModule(nn.Module):
         """Run the model, and its draft head over the same tokens if it has one."""
         head = draft_head_of(self.model)
         if head is None:
-            return self.text_model[0](use_cache=True, **options).logits
+            return self._run_text(**options).logits
         with collecting_hidden() as hidden:
-            logits = self.text_model[0](use_cache=True, **options).logits
+            logits = self._run_text(**options).logits
             head.follow(options["input_ids"], input_pos, cache, hidden)
         return logits
+
+    def _run_text(self, **options: Any) -> Any:
+        if self.has_inner_text_model:
+            inner: Any = self.model.language_model
+            return inner(use_cache=True, **options)
+        return self.model(use_cache=True, **options)
 
     def _kept(self, tokens: torch.Tensor) -> int | torch.Tensor:
         """Return `logits_to_keep`: 1 for the last token, or the indices of the scored tokens."""
