@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,22 +24,13 @@ from ..support.sessions import describe
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
 from exportable_cache.backends.executorch.options import ExecutorchOptions
+from exportable_cache.backends.executorch.static.lower import Traced
 from exportable_cache.backends.executorch.static.plan import StaticLayer, StaticPlan, check_plan
 from exportable_cache.backends.executorch.static.program import static_programs
 from exportable_cache.backends.executorch.static.runner import StaticRunner, mask, open_static
 from exportable_cache.backends.registry import backend_for
 
 CAPACITY, CHUNK = 32, 5
-
-
-class Traced:
-    """Runs exported programs in place of a `.pte`."""
-
-    def __init__(self, graphs: Mapping[str, ExportedProgram]) -> None:
-        self.modules = {name: graph.module() for name, graph in graphs.items()}
-
-    def outputs(self, method: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.modules[method](*inputs)
 
 
 def program_of(model: PreTrainedModel, **cache: Any) -> Program:
@@ -210,7 +200,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_a_bundle_is_verified_in_the_runtime(bundle: Any) -> None:
     assert bundle.manifest.verification["passed"]
-    # Each step is one call of XNNPACK but for what it does not take, such as tables with 8 bits.
+    # XNNPACK computes all but what it does not take, such as tables with 8 bits.
     assert bundle.manifest.options == {"form": "static", "keys": "transposed"}
     with Session.from_bundle(bundle) as session:
         ids = tokens(2 * CHUNK + 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -221,9 +221,7 @@ def write_program(
         check_cache(facts, program, lowered, allow_partial)
         calls = ", ".join(f"{count} in {name}" for name, count in delegated_calls(lowered).items())
         holds += f"; calls of {facts.backend_id}: {calls}"
-    write_pte(lowered, path)
-    make_largest_first(path)
-    release_program(lowered)
+    write_lowered(lowered, path)
     del lowered
     # Graphs and their nodes are reference cycles.
     gc.collect()
@@ -239,17 +237,33 @@ def _lowered(
         with FoldedLinears(program.model) if delegate == "xnnpack" else nullcontext():
             exported = {name: program.export(name) for name in program.methods}
         metadata = runner_metadata(program, required=for_llm_runner) if "forward" in exported else None
-        try:
+        what = f"{type(program.model).__name__} cannot be lowered for ExecuTorch"
+        with refusing(what, "export it for target 'pt2' instead"):
             lowered = lower_programs(exported, metadata, delegate, native, rounded)
-        except ExportableCacheError:
-            raise
-        except Exception as error:  # passes and compilers raise arbitrary errors
-            raise UnsupportedModelError(
-                f"{type(program.model).__name__} cannot be lowered for ExecuTorch ({describe_trace_error(error)}); "
-                "export it for target 'pt2' instead"
-            ) from error
     check_kernels(lowered)
     return lowered
+
+
+@contextmanager
+def refusing(what: str, remedy: str) -> Iterator[None]:
+    """Refuse a model whose lowering fails in this block, because passes and compilers raise errors of any class.
+
+    Raises:
+        UnsupportedModelError: If it does, with the reason between the two texts.
+    """
+    try:
+        yield
+    except ExportableCacheError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(f"{what} ({describe_trace_error(error)}); {remedy}") from error
+
+
+def write_lowered(lowered: ExecutorchProgramManager, path: Path) -> None:
+    """Write a lowered program to a `.pte`, and release its memory."""
+    write_pte(lowered, path)
+    make_largest_first(path)
+    release_program(lowered)
 
 
 def runner_metadata(program: Program, required: bool = True) -> dict[str, Any]:

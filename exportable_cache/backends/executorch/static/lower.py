@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ....common.tensors import dtype_name
-from ....errors import ExportableCacheError, UnsupportedModelError, describe_trace_error
+from ....errors import UnsupportedModelError
 from ....models.layers.specs import vocab_size_of
 from ....models.quantized_rows import rounds_activations
 from ...base import LoweredFile, ProgramDescription
 from ..delegates.checks import delegated_calls
-from ..lowering.lower import lower_programs
+from ..lowering.lower import lower_programs, refusing, write_lowered
 from ..pte.kernels import check_kernels
-from ..pte.rewrite import make_largest_first, write_pte
-from .program import static_programs
+from .program import REMEDY, static_programs
 from .runner import PLAN, TABLES, StaticRunner
 
 if TYPE_CHECKING:
@@ -52,24 +51,16 @@ def write_static(program: Program, folder: Path, file: str, options: ExecutorchO
     ]
     description = ProgramDescription(program.methods, program.form, program.logits, program.batch_size, layers)
     check_steps(program, StaticRunner(Traced(graphs), plan, tables, description))
-    try:
+    with refusing(f"{type(program.model).__name__} cannot be lowered in the static form", REMEDY):
         lowered = lower_programs(graphs, delegate=options.delegate)
-    except ExportableCacheError:
-        raise
-    except Exception as error:  # passes and compilers raise arbitrary errors
-        raise UnsupportedModelError(
-            f"{type(program.model).__name__} cannot be lowered in the static form ({describe_trace_error(error)}); "
-            "export without form='static' (-O form=static)"
-        ) from error
     check_kernels(lowered)
-    write_pte(lowered, folder / file)
-    make_largest_first(folder / file)
+    calls = ", ".join(f"{count} in {name}" for name, count in delegated_calls(lowered).items())
+    write_lowered(lowered, folder / file)
     if options.delegate == "openvino":
         from ..delegates.openvino import check_calls
 
         check_calls(folder / file, program.model, [(name, _zeros(graph)) for name, graph in graphs.items()])
     save_file(tables, folder / TABLES)
-    calls = ", ".join(f"{count} in {name}" for name, count in delegated_calls(lowered).items())
     return [
         LoweredFile(
             file, f"methods {', '.join(graphs)}, weights; calls of the delegate: {calls}", {PLAN: plan.to_dict()}
@@ -109,8 +100,7 @@ def check_steps(program: Program, runner: StaticRunner) -> None:
     if not difference <= (_MOST_ROUNDED if is_rounded else _MOST):
         raise UnsupportedModelError(
             f"{type(model).__name__} computes something else in the static form (logits differ by {difference:.2f} of "
-            "their spread after a few tokens), because it derives positions or masks itself; export without "
-            "form='static' (-O form=static)"
+            f"their spread after a few tokens), because it derives positions or masks itself; {REMEDY}"
         )
 
 
@@ -118,4 +108,4 @@ def _zeros(graph: ExportedProgram) -> list[tuple[list[int], int, str]]:
     """Return zeros for the inputs of a graph, see `openvino.Filled`."""
     given = set(graph.graph_signature.user_inputs)
     values = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder") if node.name in given]
-    return [(list(value.shape), 0, str(value.dtype).removeprefix("torch.")) for value in values]
+    return [(list(value.shape), 0, dtype_name(value.dtype)) for value in values]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from ....program.methods import ProgramMethod
     from ....program.program import Program
 
-_REMEDY = "export without form='static' (-O form=static)"
+REMEDY = "export without form='static' (-O form=static)"
 _FULL, _SLIDING = MASKS
 
 
@@ -190,15 +191,15 @@ def static_programs(
             most = most or model.config.get_text_config(decoder=True).max_position_embeddings
             tables = _tables(model, keys, most)
             plan = StaticPlan(layers, list(tables), positions=True, transposed=transposed)
+            # The shortest method tells whether positions are read, because all run the same code.
+            shortest = min(program.methods.values(), key=lambda method: method.max_length)
+            plan = replace(plan, positions=_uses_positions(_traced(model, plan, keys, tables, shortest)))
             graphs = {name: _traced(model, plan, keys, tables, method) for name, method in program.methods.items()}
-            if not any(_uses_positions(graph) for graph in graphs.values()):
-                plan = StaticPlan(layers, list(tables), positions=False, transposed=transposed)
-                graphs = {name: _traced(model, plan, keys, tables, method) for name, method in program.methods.items()}
         except UnsupportedModelError:
             raise
         except Exception as error:  # any model code runs here
             raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be traced in the static form ({describe_trace_error(error)}); {_REMEDY}"
+                f"{type(model).__name__} cannot be traced in the static form ({describe_trace_error(error)}); {REMEDY}"
             ) from error
     return graphs, plan, tables
 
@@ -222,7 +223,7 @@ def _layer(model: PreTrainedModel, index: int, layer: Any) -> StaticLayer:
                 )
     raise UnsupportedModelError(
         f"the static form needs layers of full attention or of a sliding window over float keys and values, and layer "
-        f"{index} of {type(model).__name__} is {kind}; {_REMEDY}"
+        f"{index} of {type(model).__name__} is {kind}; {REMEDY}"
     )
 
 
@@ -243,7 +244,7 @@ def _rotary_calls(model: PreTrainedModel, layers: Sequence[StaticLayer]) -> list
         if found != shapes:
             raise UnsupportedModelError(
                 f"layer {index} of {type(model).__name__} must write keys and values of {shapes[0]} and {shapes[1]} "
-                f"for a token in the static form, got {found or 'nothing'}; {_REMEDY}"
+                f"for a token in the static form, got {found or 'nothing'}; {REMEDY}"
             )
     return list(given)
 
@@ -260,7 +261,7 @@ def _tables(model: PreTrainedModel, keys: Sequence[Any], most: int) -> dict[str,
         if not isinstance(found, tuple) or len(found) != 2 or found[0].is_complex() or found[0].dim() != 3:
             raise UnsupportedModelError(
                 f"{name} of {type(model).__name__} must return cosines and sines [1, tokens, size] in the static form; "
-                f"{_REMEDY}"
+                f"{REMEDY}"
             )
         tables |= {f"rope_{index}_cos": found[0][0].contiguous(), f"rope_{index}_sin": found[1][0].contiguous()}
     return tables
