@@ -482,6 +482,10 @@ class Session:
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 
+    def use_slots(self, adapters: SessionAdapters) -> None:
+        """Load and choose the adapters in the slots of the program."""
+        self._adapters = adapters
+
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the LoRA adapters that are loaded."""
@@ -649,7 +653,7 @@ class Session:
         session = live_session(cls, model, cache, options, tokenizer)
         session._cache, session._scores_by_default = cache, plans_drafts
         if lora_slots:
-            session._adapters = SessionAdapters.of_model(model, session.device)
+            session.use_slots(SessionAdapters.of_model(model, session.device))
         session.use_ranks(cache.ranks, cache.parts_of_heads)
         session.stepper.rope = changing_rope(model, cache)
         # A copy, because the session owns its lengths and the cache writes its own.
@@ -690,7 +694,7 @@ class Session:
             session.stepper.rope = manifest.program.rope.described()
             session.stepper.move_to(session.stepper.state)
         if manifest.program.lora is not None:
-            session._adapters = SessionAdapters(manifest.program.lora.described(), session.device)
+            session.use_slots(SessionAdapters(manifest.program.lora.described(), session.device))
         session.stepper.logits_size = manifest.logits_size or manifest.vocab_size
         if bundle.has_processor:
             session.load_processor = functools.cache(bundle.processor)

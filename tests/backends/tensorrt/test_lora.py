@@ -59,7 +59,7 @@ def test_networks_add_the_adapter_in_a_slot() -> None:
         for name, adapter in adapters.items():
             loaded.load(runner, adapter, name)
         # `Session.from_bundle` takes them from the manifest, which these networks lack.
-        vars(session)["_adapters"] = loaded
+        session.use_slots(loaded)
         for name in ("a", "b", None):
             session.use_adapter(name)
             with _with_products(model, {} if name is None else adapters[name].tensors):
