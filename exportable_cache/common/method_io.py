@@ -23,12 +23,18 @@ class TensorSpec:
     dtype: str
     shape: tuple[int | str, ...]
 
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
+        """Return the spec of inputs like a tensor, all of whose sizes are fixed."""
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
     def sizes(self, named: Mapping[str, int]) -> list[int]:
         """Return the shape with each name replaced by its number."""
         return [named[size] if isinstance(size, str) else size for size in self.shape]
 
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 

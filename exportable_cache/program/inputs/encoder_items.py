@@ -97,10 +97,7 @@ def encoder_modality(
             raise not_understood(model, kind, error) from error
     return EncoderModality(
         kind,
-        tuple(
-            TensorSpec(name, str(value.dtype).removeprefix("torch."), tuple(value.shape))
-            for name, value in inputs.items()
-        ),
+        tuple(TensorSpec.of(name, value) for name, value in inputs.items()),
         features.shape[1],
         features.shape[2],
         str(features.dtype).removeprefix("torch."),

@@ -183,10 +183,7 @@ def modality_of(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -
             raise not_understood(model, kind, problem) from problem
     return Modality(
         kind,
-        tuple(
-            TensorSpec(key, str(value.dtype).removeprefix("torch."), tuple(value.shape))
-            for key, value in inputs.items()
-        ),
+        tuple(TensorSpec.of(key, value) for key, value in inputs.items()),
         tokens,
         features.shape[1],
         str(features.dtype).removeprefix("torch."),
