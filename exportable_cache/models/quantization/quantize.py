@@ -338,7 +338,7 @@ def _largest_inputs(
     hooks = [module.register_forward_pre_hook(note) for module in linears]
     try:
         for ids in [random] if calibration is None else calibration.sequences:
-            model(input_ids=ids, use_cache=False)
+            model(input_ids=ids.to(model.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
