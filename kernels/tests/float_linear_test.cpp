@@ -87,6 +87,19 @@ void run_layers(const std::vector<RoundedLinear>& layers, const Threads& threads
   apply_float_linears(layers.data(), layers.size(), threads, scratch.get());
 }
 
+// The outputs [rows, outputs] of layers that share them, whose first ones are given.
+template <class L>
+std::vector<float> computed(const Case& c, const std::vector<L>& layers, const std::vector<int64_t>& first_of) {
+  run_layers(layers, threads_of(c.threads));
+  std::vector<float> all(c.rows * c.outputs);
+  for (int64_t row = 0; row < c.rows; ++row) {
+    for (int64_t output = 0; output < c.outputs; ++output) {
+      all[row * c.outputs + output] = result(layers, first_of, row, output);
+    }
+  }
+  return all;
+}
+
 // The outputs of a case's layers, [rows, outputs].
 template <class L>
 std::vector<float> results(const Case& c, const Numbers& numbers) {
@@ -107,14 +120,7 @@ std::vector<float> results(const Case& c, const Numbers& numbers) {
     layers.push_back(made);
     first_of.push_back(first);
   }
-  run_layers(layers, threads_of(c.threads));
-  std::vector<float> all(c.rows * c.outputs);
-  for (int64_t row = 0; row < c.rows; ++row) {
-    for (int64_t output = 0; output < c.outputs; ++output) {
-      all[row * c.outputs + output] = result(layers, first_of, row, output);
-    }
-  }
-  return all;
+  return computed(c, layers, first_of);
 }
 
 // The largest difference from the products of `source`, relative to the sum of their magnitudes.
@@ -195,14 +201,7 @@ double grouped_difference(const Case& c, int64_t group, std::mt19937& random) {
     layers.push_back(made);
     first_of.push_back(first);
   }
-  run_layers(layers, threads_of(c.threads));
-  std::vector<float> all(c.rows * c.outputs);
-  for (int64_t row = 0; row < c.rows; ++row) {
-    for (int64_t output = 0; output < c.outputs; ++output) {
-      all[row * c.outputs + output] = result(layers, first_of, row, output);
-    }
-  }
-  return difference(c, numbers, numbers.source, all);
+  return difference(c, numbers, numbers.source, computed(c, layers, first_of));
 }
 
 // Check ties, infinities and NaN of the inputs, in as many rows as `rows`, alone and in vectors of others.
