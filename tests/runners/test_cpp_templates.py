@@ -191,7 +191,7 @@ def test_a_bad_template_ends_with_an_error(render: Render, template: str, says: 
     status, parts = render(template, TURNS)
     assert status == "error" and re.search(says, parts[0][1]), parts[0][1][:500]
     assert len(parts[0][1]) < 600
-    # The process that asked goes on.
+    # The process that asked continues.
     assert render(TEMPLATES["turns"], TURNS)[0] == "ok"
 
 

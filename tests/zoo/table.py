@@ -47,7 +47,7 @@ EXTENDED_MEANS = (
 
 
 def write_table(folder: Path, document: Path = DOCUMENT) -> None:
-    """Write the document from the results in `folder`, and these beside it; what was not run yet is left blank.
+    """Write the document from the results in `folder`, and the results as JSON next to it; cells of what was not run are empty.
 
     Results that the document has and the folder does not are kept, because a run may be of a few rows or targets.
     """
