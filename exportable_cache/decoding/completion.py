@@ -483,16 +483,25 @@ class AnyCompleter(Context):
         if self._constraints is not None:
             self._constraints.close()
 
-    def check_fits(self, prompt: int) -> None:
+    def check_fits(self, prompt: int, protected: int | None = None) -> None:
         """Check that the cache has a slot for each token of a prompt.
+
+        Args:
+            prompt: Number of its tokens.
+            protected: See `CompletionOptions.protected`.
 
         Raises:
             CacheFullError: If it has not.
         """
         most = self.max_length
         if most is not None and prompt > most:
+            remedy = "shorten it"
+            if self.on_full == "shift" and protected is not None:
+                remedy = (
+                    f"shorten the system prompt of {protected} to at most {most // 2}, so that others can be dropped"
+                )
             raise CacheFullError(
-                f"the prompt has {prompt} tokens, but the cache holds {most}; shorten it, or export with a larger "
+                f"the prompt has {prompt} tokens, but the cache holds {most}; {remedy}, or export with a larger "
                 "max_cache_len"
             )
 
@@ -526,13 +535,7 @@ class AnyCompleter(Context):
             # A response has an end: where the cache is full, or after half a cache if that is later.
             least = default or max(most + 1 - prompt, most // 2)
             return least if asked is None else asked
-        if self.on_full == "shift" and options.protected is not None and prompt > most:
-            raise CacheFullError(
-                f"the prompt has {prompt} tokens, and its system prompt {options.protected}, but a cache of {most} can "
-                f"only drop tokens after a system prompt of at most {most // 2}; shorten it, or export with a larger "
-                "max_cache_len"
-            )
-        self.check_fits(prompt)
+        self.check_fits(prompt, options.protected)
         if asked is not None and prompt + asked > most + 1:
             raise CacheFullError(
                 f"the prompt has {prompt} tokens and {asked} new ones were requested, but the cache holds {most}; "

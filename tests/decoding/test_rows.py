@@ -119,8 +119,11 @@ def test_long_prompts_are_cut_to_the_same_tokens(llama: Any, has_prefill: bool) 
     second = completer.complete([*ids, *new, 5], options)
     assert len(list(second)) == 3 and second.reused_tokens == len(kept) + 2
     # Where the protected tokens take more than half of the cache, nothing can be dropped.
-    with pytest.raises(CacheFullError, match=f"the prompt has {CAPACITY + 9} tokens, but the cache holds {CAPACITY}"):
+    with pytest.raises(
+        CacheFullError, match=f"the prompt has {CAPACITY + 9} tokens, but the cache holds {CAPACITY}"
+    ) as full:
         completer.complete(ids, CompletionOptions(protected=CAPACITY // 2 + 1))
+    assert f"the system prompt of {CAPACITY // 2 + 1} to at most {CAPACITY // 2}" in str(full.value)
     completer.close()
 
 
