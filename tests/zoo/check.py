@@ -48,11 +48,15 @@ from .conditioning import TOLERANCE
 from .extended import Extended
 
 TARGETS = ("eager", "compiled", "pt2", "executorch", "tensorrt", "coreai")
-#: Target `executorch` with form `static`, which is asked by name (`--targets static`) and has no column.
-STATIC = "static"
+#: Programs of target `executorch` for devices, by their options. They are asked by name (`--targets static,openvino`).
+DEVICES: dict[str, dict[str, str]] = {
+    "static": {"form": "static"},
+    "openvino": {"delegate": "openvino"},
+    "mlx": {"delegate": "mlx"},
+}
 #: What transformers itself has for the same, see `peers.py`.
 PEERS = ("static_cache", "exporter", "dynamo")
-#: Of the table: the targets; what else a session in eager mode is asked, see `extended.py`; and the peers.
+#: Run by default: the targets; what else a session in eager mode is asked, see `extended.py`; and the peers.
 COLUMNS = (*TARGETS, "extended", *PEERS)
 #: As they are run: what has references of its own, or is none of this package's, before its patches are in.
 ORDER = (*PEERS, "extended", *TARGETS)
@@ -60,6 +64,8 @@ ORDER = (*PEERS, "extended", *TARGETS)
 DECODER_GROUPS = ("causal", "image", "audio")
 MAX_CACHE_LEN = 64
 PREFILL_CHUNK = 16
+#: Chunk of programs whose prefill takes exactly one chunk, so that each of `PROMPTS` runs both methods.
+FIXED_CHUNK = 5
 #: Tokens, the inputs of an encoder, and by prompt length logits [STEPS + 1, vocab].
 Case = tuple[torch.Tensor, dict[str, torch.Tensor], dict[int, torch.Tensor]]
 
@@ -115,7 +121,7 @@ def check(architecture: Architecture, targets: list[str], report: Callable[[dict
         return
     weak = {name: moved for name, moved in facts["spread"].items() if not moved > LEAST_SPREAD}
     facts["unfit"] = f"no test: {weak}" if weak else None
-    for target in sorted(targets, key=(*ORDER, STATIC).index):
+    for target in sorted(targets, key=(*ORDER, *DEVICES).index):
         facts["running"] = target
         report(facts)
         facts.setdefault("targets", {})[target] = asdict(
@@ -248,25 +254,26 @@ def _session(model: PreTrainedModel, cache: ExportableCache, target: str, folder
         return Session.from_model(model, cache, compile=True, prefill_chunk=PREFILL_CHUNK)
     if target == "tensorrt":
         return _network_session(model, cache)
-    program, written = _lowered(model, cache, target, folder)
+    backend, options, program, written = _lowered(model, cache, target, folder)
     details = {file.name: dict(file.details) for file in written}
-    runner = _backend(target).open(folder, replace(describe(program), details=details))
+    description = replace(describe(program), details=details)
+    if target == "mlx":
+        runner = backend.stand_in(program, description, options, folder).runner
+    else:
+        runner = backend.open(folder, description)
     session = Session(runner, cache.layers, vocab_size_of(model), batch_size=1, target=target)
     session.stepper.rope = changing_rope(model, cache)
     return session
 
 
-def _backend(target: str) -> Backend:
-    return backend_for("executorch" if target == STATIC else target)
-
-
 def _lowered(
     model: PreTrainedModel, cache: ExportableCache, target: str, folder: Path
-) -> tuple[Program, list[LoweredFile]]:
-    backend = _backend(target)
-    options = backend.options(form="static") if target == STATIC else backend.options()
-    program = Program(model, cache, backend.program_spec(ProgramSpec(PREFILL_CHUNK), options))
-    return program, backend.lower(program, folder, options)
+) -> tuple[Backend, Any, Program, list[LoweredFile]]:
+    backend = backend_for("executorch" if target in DEVICES else target)
+    options = backend.options(**DEVICES.get(target, {}))
+    chunk = FIXED_CHUNK if target in ("static", "openvino") else PREFILL_CHUNK
+    program = Program(model, cache, backend.program_spec(ProgramSpec(chunk), options))
+    return backend, options, program, backend.lower(program, folder, options)
 
 
 def lower_only(architecture: Architecture, target: str) -> None:
@@ -334,7 +341,8 @@ def write_json(path: Path, facts: dict[str, Any]) -> None:
 
 def is_asked(architecture: Architecture, target: str) -> bool:
     """Whether the zoo runs this architecture in this column."""
-    return target not in ("tensorrt", "coreai", STATIC, "exporter", "dynamo") or architecture.group in DECODER_GROUPS
+    of_decoders = target in ("tensorrt", "coreai", *DEVICES, "exporter", "dynamo")
+    return not of_decoders or architecture.group in DECODER_GROUPS
 
 
 def read_result(folder: Path, row: Architecture) -> dict[str, Any]:

@@ -30,7 +30,7 @@ import transformers
 from exportable_cache.common.process.tuning import collect_seldom
 
 from .architectures import Architecture, architectures
-from .check import COLUMNS, check, is_asked, lower_only, read_result, write_json
+from .check import COLUMNS, DEVICES, check, is_asked, lower_only, read_result, write_json
 from .published import Checkpoint, checkpoints
 from .table import DOCUMENT, write_table
 
@@ -49,6 +49,8 @@ LIMITS = {
     "tensorrt": 900,
     "coreai": 600,
     "static": 600,
+    "openvino": 600,
+    "mlx": 600,
 }
 
 
@@ -132,10 +134,11 @@ def _preload(targets: list[str]) -> None:
     collect_seldom()
     first = next(row for row in architectures() if row.name == "causal-llama")
     # The runtimes of ExecuTorch and Core AI start threads, and threads do not come along into a fork.
-    threaded = {"executorch", "coreai", "static"}
+    threaded = {"executorch", "coreai", *DEVICES}
     check(first, [target for target in targets if target not in threaded], lambda facts: None)
     for target in threaded.intersection(targets):
-        lower_only(first, target)
+        # OpenVINO's compiler starts threads, too.
+        lower_only(first, "static" if target == "openvino" else target)
     gc.freeze()
 
 

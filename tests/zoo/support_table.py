@@ -9,6 +9,14 @@ from typing import Any
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "support.md"
 _TARGETS = ("eager", "compiled", "pt2", "executorch")
+#: Columns that are asked of decoders alone.
+_DECODERS = {
+    "tensorrt": "`tensorrt`, evaluated",
+    "coreai": "`coreai`, executed on Linux",
+    "static": "static form, executed by XNNPACK",
+    "openvino": "`openvino`, executed",
+    "mlx": "`mlx`, evaluated",
+}
 _PEERS = {
     "static_cache": "`StaticCache`, eager",
     "exporter": "`TorchExportableModuleForDecoderOnlyLM`",
@@ -50,11 +58,20 @@ def _lines() -> list[str]:
         "as programs but not as",
         f"bundles. Published checkpoints were last run on {last}.",
         "",
+        "Of the architectures, these decoders were run for devices:",
+        "",
+        "| | run | pass | refused | wrong logits | error |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {title} | {_counted(types, target, ('pass', 'refused', 'wrong', 'error'))} |"
+            for target, title in _DECODERS.items()
+        ),
+        "",
         "With the same tokens and tolerance, transformers 5.23 itself gives:",
         "",
         "| | architectures | pass | wrong logits | error |",
         "|---|---|---|---|---|",
-        *(f"| {title} | {_peer(types, peer)} |" for peer, title in _PEERS.items()),
+        *(f"| {title} | {_counted(types, peer, ('pass', 'wrong', 'error'))} |" for peer, title in _PEERS.items()),
         f"| **exportable_cache**, `pt2` | {pt2.total()} | {pt2['pass']} | {pt2['wrong']} | {pt2['error']} "
         f"({pt2['refused']} refused) |",
     ]
@@ -87,9 +104,9 @@ def _row(rows: dict[str, Any]) -> str:
     return " | ".join([str(len(rows)), *cells])
 
 
-def _peer(rows: dict[str, Any], peer: str) -> str:
-    count = _statuses(rows, peer)
-    return f"{count.total()} | {count['pass']} | {count['wrong']} | {count['error']}"
+def _counted(rows: dict[str, Any], target: str, statuses: tuple[str, ...]) -> str:
+    count = _statuses(rows, target)
+    return " | ".join(map(str, (count.total(), *(count[status] for status in statuses))))
 
 
 def _best(kinds: dict[str, Any], target: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
 from .build import PROMPTS, STEPS
-from .check import COLUMNS, PEERS, TARGETS, is_asked, read_result
+from .check import COLUMNS, DEVICES, FIXED_CHUNK, PEERS, TARGETS, is_asked, read_result
 from .conditioning import MOST_MOVED, MOST_MOVED_SMOOTHLY, TOLERANCE
 from .extended import LENGTHS, PROMPT, TAKEN_BACK
 from .overrides import OVERRIDES
@@ -21,6 +21,8 @@ from .shrink import HIDDEN, VOCAB, WINDOW
 from .support_table import write_support
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
+#: Columns of the table.
+SHOWN = (*COLUMNS, *DEVICES)
 STATUSES = ("pass", "refused", "wrong", "error")
 TITLES = {
     "causal": "Causal language models",
@@ -98,6 +100,9 @@ def _lines(results: dict[Architecture, dict[str, Any]], published: dict[Checkpoi
         "CPU; no plan was",
         "built for the table, and no GPU has run one. `coreai` is asked of decoders, too: programs run in Apple's "
         "runtime on Linux.",
+        "`static`, `openvino` and `mlx` are programs of ExecuTorch for devices, in chunks of "
+        f"{FIXED_CHUNK} tokens for the first two: the static form",
+        "in XNNPACK, OpenVINO's delegate, and MLX's, whose graph is evaluated on the CPU.",
         "An empty cell was not run, `-` was not asked.",
         "",
         f"`extended` is {EXTENDED_MEANS}",
@@ -161,7 +166,7 @@ def _counts(results: dict[Architecture, dict[str, Any]]) -> list[str]:
         "|---|" + "---|" * (len(STATUSES) + 4),
     ]
     total, complete, costs = 0.0, True, Costs()
-    for target in COLUMNS:
+    for target in SHOWN:
         asked = [facts for row, facts in results.items() if is_asked(row, target)]
         outcomes = [facts["targets"].get(target) for facts in asked]
         found = Counter(outcome["status"] for outcome in outcomes if outcome)
@@ -249,12 +254,12 @@ def _group(group: str, results: dict[Architecture, dict[str, Any]]) -> list[str]
     lines = [
         f"## {TITLES[group]} ({len(results)})",
         "",
-        f"| model type | {' | '.join(COLUMNS)} | layers | patches |",
-        "|---|" + "---|" * (len(COLUMNS) + 2),
+        f"| model type | {' | '.join(SHOWN)} | layers | patches |",
+        "|---|" + "---|" * (len(SHOWN) + 2),
     ]
     for row, facts in results.items():
         cells = []
-        for target in COLUMNS:
+        for target in SHOWN:
             outcome = facts["targets"].get(target)
             if target == "extended" and outcome and outcome["status"] == "pass":
                 cells.append(_checks_cell(facts["checks"]))

@@ -13,7 +13,8 @@ from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
 from exportable_cache.errors import VerificationError
 
 from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
-from .check import TARGETS, Outcome, check, is_asked
+from .build import PROMPTS
+from .check import DEVICES, FIXED_CHUNK, TARGETS, Outcome, check, is_asked
 from .run import run_apart
 
 #: Model types of the spread, by what they show.
@@ -94,12 +95,16 @@ def test_networks_of_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_some_targets_are_asked_of_decoders_alone() -> None:
     rows = {row.name: row for row in architectures()}
-    for target in TARGETS:
+    for target in (*TARGETS, *DEVICES):
         asked = {name for name, row in rows.items() if is_asked(row, target)}
         assert {"causal-llama", "image-llava"} <= asked
-        of_decoders = target in ("tensorrt", "coreai")
+        of_decoders = target in ("tensorrt", "coreai", *DEVICES)
         assert asked.isdisjoint({"seq2seq-t5", "speech-whisper"}) is of_decoders
         assert of_decoders or asked == set(rows)
+
+
+def test_fixed_chunks_run_both_methods() -> None:
+    assert all(any(piece >= FIXED_CHUNK for piece in pieces) for pieces in PROMPTS)
 
 
 @pytest.mark.full
