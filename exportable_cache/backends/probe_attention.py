@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from ..cache.attention.masks import register_masks
 from ..cache.policies import FullPolicy
 from ..common.compat.transformers import cache_argument
 from ..models.cache_factory import ExportableCache
+from ..models.draft_heads import collecting_hidden, draft_head_of
 from ..models.layers.specs import probe_tokens
 from ..models.positions import text_model_of
 from ..models.quantized_rows import QuantizedZeros
@@ -72,8 +74,12 @@ def probe_attention(model: PreTrainedModel, look: Look, latents: bool = False) -
     AttentionInterface.register(_ATTENTION, record)
     register_masks(_ATTENTION)
     with attention_of(model, _ATTENTION), QuantizedZeros():
-        model = text_model_of(model)
-        model(input_ids=probe_tokens(model, _LENGTH), use_cache=True, **{cache_argument(model): probe})
+        text_model, head = text_model_of(model), draft_head_of(model)
+        ids = probe_tokens(text_model, _LENGTH)
+        with collecting_hidden() as hidden, nullcontext() if head is None else head.restored():
+            text_model(input_ids=ids, use_cache=True, **{cache_argument(text_model): probe})
+            if head is not None:
+                head.follow(ids, torch.zeros(1, dtype=torch.int64, device=ids.device), probe, hidden)
     return calls
 
 

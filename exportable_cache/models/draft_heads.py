@@ -134,6 +134,16 @@ class DraftHead(nn.Module):
         hidden = self._run(input_ids, input_pos, cache, None, link)[:, -1]
         return self.predictor.shared_head(hidden) if self.is_mtp else self.predictor.logits(hidden, self.vocab_size)
 
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the states of the newest positions after the block."""
+        before = self.handed.clone(), self.end.clone()
+        try:
+            yield
+        finally:
+            self.handed.copy_(before[0])
+            self.end.copy_(before[1])
+
     def _run(
         self,
         input_ids: torch.Tensor,

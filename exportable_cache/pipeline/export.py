@@ -147,7 +147,7 @@ def export(
         lora_rank: Largest rank of these adapters.
         lora_targets: Names of the linear layers that they may change; all of the decoder by default.
         draft: "mtp" or the folder of an EAGLE-3 head to export with the model, for `TrainedDraft`. It stays attached to
-            a loaded model. Target `pt2`, with `score_length` as an option.
+            a loaded model. Targets `pt2` and `executorch`, with `score_length` as an option.
         vocabulary: Token ids, or a file of them, whose logits the program computes; those of other tokens are minus
             infinity. They must include the end tokens. All by default.
         dry_run: Read no weights, write nothing, and return a `DryRun` that describes the export.

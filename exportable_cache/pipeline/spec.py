@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+#: Targets whose programs may have a draft head.
+DRAFT_TARGETS = ("pt2", "executorch")
 _NO_OUTPUT = "name the folder to write, such as 'artifacts/model'"
 
 
@@ -258,9 +260,13 @@ class ExportSpec:
 
 def _check_draft(spec: ExportSpec) -> None:
     """Check that nothing is asked for that a program with a draft head does not have."""
+    options = {} if spec.options is None else spec.options.to_dict()
     others = {
-        f"target {spec.target!r}; export for target 'pt2'": spec.target != "pt2",
-        "quantize": spec.quantization is not None,
+        f"target {spec.target!r}; export for target 'pt2' or 'executorch'": spec.target not in DRAFT_TARGETS,
+        f"delegate={options.get('delegate')!r}": options.get("delegate", "xnnpack") != "xnnpack",
+        "form='static'": options.get("form") == "static",
+        "llm_runner": bool(options.get("llm_runner")),
+        "shift": bool(options.get("shift")),
         "vocabulary": spec.vocabulary is not None,
         "tensor_parallel": spec.tensor_parallel is not None,
         "dry_run": spec.dry_run,

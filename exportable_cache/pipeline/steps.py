@@ -58,7 +58,7 @@ from ..verification.spec import VerifySpec
 from ..verification.tolerance import tolerances_of
 from .dtypes import choose_dtype
 from .ranks import check_ranks, lower_ranks
-from .spec import adapters_of, dtype_of, options_of, output_of, vocabulary_of
+from .spec import DRAFT_TARGETS, adapters_of, dtype_of, options_of, output_of, vocabulary_of
 
 # Quantized weights that are kept in memory during an export, one byte each; more go to a temporary file.
 _MOST_IN_MEMORY = 2_000_000_000
@@ -216,9 +216,10 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
     model = loaded.model
     if spec.draft is not None:
         attach_head(model, str(spec.draft))
-    elif draft_head_of(model) is not None and spec.target != "pt2":
+    elif draft_head_of(model) is not None and spec.target not in DRAFT_TARGETS:
         raise InputError(
-            f"a model with a draft head must be exported for target 'pt2', got {spec.target!r}; load it again"
+            f"a model with a draft head must be exported for target 'pt2' or 'executorch', got {spec.target!r}; load "
+            "it again"
         )
     settings = CheckpointSettings.read(model.generation_config, vocab_size_of(model), loaded.tokenizer)
     ends = end_tokens(model.generation_config, vocab_size_of(model), loaded.tokenizer)

@@ -83,6 +83,17 @@ def agreeing_model(family: str = "glm4_moe", **overrides: Any) -> PreTrainedMode
     return model
 
 
+def sometimes_right_model(family: str, **overrides: Any) -> PreTrainedModel:
+    """Return a model whose MTP modules propose a right token sometimes."""
+    model = agreeing_model(family, **overrides)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.draft_head.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(0.01 * torch.randn_like(parameter))
+    return model
+
+
 def drafted(session: Session, prompt: torch.Tensor, count: int, draft: TrainedDraft) -> tuple[list[int], Any]:
     """Return generated tokens and the counts of proposals."""
     statistics = SpeculationStatistics()
@@ -146,22 +157,55 @@ def test_modules_that_agree_are_always_right(compile: bool | str) -> None:
     assert found == list(session.generate(prompt, 41))
 
 
-@pytest.mark.full
-def test_a_bundle_has_the_head(tmp_path: Path) -> None:
-    """Other targets are refused by name, and so is what a head cannot be combined with."""
-    model, prompt = agreeing_model(num_mtp_layers=1), tokens(20)
-    for refused in ({"target": "executorch"}, {"quantize": "8w"}, {"vocabulary": [1, 2]}, {"dry_run": True}):
+@pytest.mark.parametrize(
+    ("target", "family", "overrides"),
+    [
+        ("executorch", "deepseek_v3", {"first_k_dense_replace": 9}),
+        pytest.param("executorch", "mellum", {}, marks=pytest.mark.full),
+        pytest.param("executorch", "glm4_moe", {"num_mtp_layers": 2}, marks=pytest.mark.full),
+        pytest.param("pt2", "glm4_moe", {"num_mtp_layers": 1}, marks=pytest.mark.full),
+    ],
+)
+def test_a_bundle_proposes_as_the_live_model(
+    target: str, family: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    """After a prompt, single tokens, rejected proposals and a rollback, past the window."""
+    model, prompt, ids = sometimes_right_model(family, **overrides), tokens(20), tokens(30)
+    sizes = {"max_cache_len": 96, "rollback_slots": 4, "score_length": 5}
+    bundle = export(model, target, output_dir=tmp_path, draft="mtp", **sizes)
+    session, live = load(bundle.path), Session.from_model(model, max_cache_len=96)
+    found = []
+    for one in (session, live):
+        one.prefill(ids[:, :25])
+        one.decode(ids[0, 25:26])
+        one.stepper.draft(5, 0), one.stepper.draft(9, 1)
+        one.score(torch.cat([ids[:, 26:28], tokens(3, seed=5)], dim=1))
+        one.rewind(3)
+        found.append(torch.stack([one.stepper.draft(7 + link, link)[0] for link in range(3)]))
+        one.reset()
+    assert (found[0] - found[1]).abs().max() < 1e-4
+    expected = list(live.generate(prompt, 60))
+    live.reset()
+    speculated = [drafted(one, prompt, 60, TrainedDraft(one, 3)) for one in (session, live)]
+    assert speculated[0] == speculated[1] and speculated[0][0] == expected
+    assert 20 < speculated[0][1].accepted < speculated[0][1].proposed
+
+
+def test_what_a_program_with_a_head_cannot_have_is_refused(tmp_path: Path) -> None:
+    model = agreeing_model(num_mtp_layers=1)
+    for refused in (
+        {"target": "tensorrt"},
+        {"delegate": "openvino"},
+        {"form": "static"},
+        {"shift": True},
+        {"vocabulary": [1, 2]},
+        {"dry_run": True},
+    ):
         with pytest.raises(InputError, match="draft='mtp' cannot be combined with"):
-            export(model, **{"target": "pt2", "max_cache_len": 64, "output_dir": tmp_path, "draft": "mtp", **refused})
-    with pytest.raises(InputError, match="a model with a draft head must be exported for target 'pt2'"):
-        export(model, target="executorch", max_cache_len=64, output_dir=tmp_path)
-    bundle = export(model, target="pt2", max_cache_len=64, output_dir=tmp_path, draft="mtp", score_length=5)
-    session = load(bundle.path)
-    assert len(session.layers) == 3
-    found, statistics = drafted(session, prompt, 21, TrainedDraft(session, 4))
-    assert statistics.accepted == statistics.proposed == 16
-    session.reset()
-    assert found == list(session.generate(prompt, 21))
+            given = {"target": "executorch", "max_cache_len": 64, "output_dir": tmp_path, "draft": "mtp", **refused}
+            export(model, **given)
+    with pytest.raises(InputError, match="a model with a draft head must be exported for target 'pt2' or 'executorch'"):
+        export(model, target="aoti", max_cache_len=64, output_dir=tmp_path)
 
 
 def test_a_checkpoint_gives_its_modules(tmp_path: Path) -> None:

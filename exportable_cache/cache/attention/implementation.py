@@ -74,6 +74,10 @@ def attention_of(model: PreTrainedModel, implementation: str, experts: str | Non
         _switch(model, implementation)
         if experts is not None and private.experts_implementation(model.config) is not None:
             model.set_experts_implementation(experts)
+            # Transformers skips submodels whose config is of the class of the model's, such as MTP modules.
+            for config in _configs_of(model):
+                if type(config) is type(model.config):
+                    private.set_config_experts(config, experts)
         yield
     finally:
         before.restore()

@@ -81,6 +81,11 @@ def set_config_attention(config: PreTrainedConfig, attention: str | None) -> Non
     config._attn_implementation_internal = attention
 
 
+def set_config_experts(config: PreTrainedConfig, experts: str) -> None:
+    """Set the experts implementation of this config only."""
+    config._experts_implementation_internal = experts
+
+
 def experts_implementation(config: PreTrainedConfig) -> str | None:
     """Return the name of the experts implementation, or None if the config has none."""
     return getattr(config, "_experts_implementation", None)

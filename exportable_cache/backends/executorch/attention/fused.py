@@ -21,7 +21,7 @@ from ....cache.storage import FloatStorage, HalfStorage, Int4Storage, Int8Storag
 from ....common.compat.executorch import register_fused_operators, register_quantized_operators
 from ....errors import UnsupportedModelError
 from ....models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
-from ....models.layers.specs import layer_types_and_windows
+from ....models.layers.specs import cached_layers
 from ....models.quantized_rows import has_quantized_weights
 from ...probe_attention import is_causal, probe_attention
 from ..native import operators  # noqa: F401  registers torch.ops.exportable_cache.attention and write
@@ -170,7 +170,7 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
         return is_causal(attention_mask)
 
     calls = probe_attention(model, is_plain_and_causal)
-    types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
+    types = [layer_type for layer_type, _ in cached_layers(model)]
     return [
         fused_layout(layer) is not None
         # A query sees earlier tokens of its chunk, not everything in the ring.
@@ -210,7 +210,7 @@ def native_layouts(model: PreTrainedModel, cache: ExportableCache) -> list[Nativ
         return _Needs(masked, masked or kwargs.get("position_bias") is not None, hasattr(kwargs["module"], "expand_kv"))
 
     calls = probe_attention(model, needs, latents=not has_quantized_weights(model))
-    types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
+    types = [layer_type for layer_type, _ in cached_layers(model)]
     return [_layout_for(layer, types[index], calls.get(index, [])) for index, layer in enumerate(cache.layers)]
 
 
