@@ -126,6 +126,9 @@ def write_checkpoint(name: str, folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
+    # transformers saves some fields by newer names, which converters do not know.
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields, indent=1))
     generator = torch.Generator().manual_seed(0)
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
     shards: list[dict[str, Any]] = [{}]
