@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +13,7 @@ import torch
 from ..errors import InputError, UnsupportedModelError
 from ..generation.sampling import Sampling
 from .completion import AnyCompleter, Completion, FinishReason, Piece, check_completes, chosen_piece, layers_of
+from .pacing import GAP_SECONDS, LONGEST_CHUNK, Pacing
 from .prefix_tree import PrefixTree, common_length
 
 if TYPE_CHECKING:
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
 
 #: Default limit of the bytes of earlier sequences that are kept.
 PREFIX_BYTES = 512 * 2**20
-#: Seconds of prompts between two steps, so that no response waits long for a neighbour's prompt.
-_PROMPT_SECONDS = 0.05
-#: Lengths of a chunk that `ContinuousBatch.pace` chooses from, and the time that a chunk may take.
-_CHUNKS, _CHUNK_SECONDS = (16, 32, 64, 128, 256), 0.1
 
 
 @dataclass(eq=False)
@@ -114,6 +111,10 @@ class ContinuousBatch:
         prefix_bytes: Limit of the bytes of earlier sequences that are kept; 0 for none. It has no effect without a
             prefill session.
 
+    Attributes:
+        prefixes: Earlier sequences, for prompts that begin like them.
+        pacing: Decides how much of the prompts is fed between two steps.
+
     Raises:
         InputError: If the sessions do not match, hold tokens already or do not give out their caches.
 
@@ -153,6 +154,7 @@ class ContinuousBatch:
             _check_same_cache(prefill, decode)
         self.prefill, self.decode = prefill, decode
         self.prefixes = PrefixTree(decode.layers, prefix_bytes)
+        self.pacing = Pacing()
         self._waiting: deque[Request] = deque()
         self._rows = [_Row(index) for index in range(decode.batch_size)]
         # Row whose prompt is in the prefill session.
@@ -278,16 +280,20 @@ class ContinuousBatch:
         self._failed = None
         # Before the rows move, because one with states can be forked only where it is.
         self._admit_all()
+        pacing = self.pacing
+        start = pacing.clock()
         given = self._decode_rows()
+        if given:
+            pacing.note_step(pacing.clock() - start)
+        pacing.begin()
         self._admit_all()
-        start = time.monotonic()
         while any(row.rest for row in self._rows):
-            chunk = self._feed_rows() if self.prefill is None else self._feed_prefill(self.prefill)
+            chunk = self._feed_chunk()
             if chunk is None:  # the prompts are fed by the steps that decode the rows
                 break
             given += chunk
             # Ranks must run the same steps, at any speed.
-            if self.decode.stepper.ranks is None and time.monotonic() - start >= _PROMPT_SECONDS:
+            if self.decode.stepper.ranks is None and not pacing.has_time():
                 break
         if self._failed is not None:
             raise self._failed
@@ -298,36 +304,35 @@ class ContinuousBatch:
         while self._waiting or self.active:
             yield from self.step()
 
-    def pace(self, seconds: float = _CHUNK_SECONDS) -> int:
-        """Measure how long chunks of a prompt take, and feed no longer chunks than take this long; return the length.
+    def pace(self, gap: float = GAP_SECONDS) -> int:
+        """Measure how long chunks of a prompt take, and choose their length; return it.
 
-        Chunks stay the same afterwards, because other chunks round differently. The batch must be empty.
+        Later on chunks get shorter, and up to this length again, so that a chunk and a step take less than `gap`
+        together. Other chunks round differently. The batch must be empty.
 
         Args:
-            seconds: Time of a chunk. The shortest chunk may take longer.
+            gap: Longest time in seconds between two tokens of a response while prompts are fed. A step and a chunk of
+                4 tokens may take longer.
 
         Raises:
-            InputError: If a row is in use.
+            InputError: If a row is in use, or the gap is not a positive number.
         """
+        if not (isinstance(gap, int | float) and 0 < gap < math.inf):
+            raise InputError(f"gap must be a positive number of seconds, got {gap!r}; use {GAP_SECONDS}")
         if self.active:
             raise InputError(f"pace() overwrites rows, of which {self.active} are in use; call it before requests")
         session = self.prefill or self.decode
-        stepper, fits = session.stepper, [size for size in _CHUNKS if size <= (session.max_length or _CHUNKS[-1])]
-        chosen = (fits or [3])[0]
-        for size in fits:
+        stepper = session.stepper
+
+        def chunk(size: int) -> None:
             stepper.most_a_chunk = size
             ids = torch.zeros(session.batch_size, size, dtype=torch.int64, device=session.device)
-            took = []
-            # The first one may load or compile something.
-            for _ in range(2):
-                start = time.monotonic()
-                session.prefill(ids).sum().item()
-                took.append(time.monotonic() - start)
-                session.reset()
-            if min(took) > seconds:
-                break
-            chosen = size
-        stepper.most_a_chunk = chosen
+            session.prefill(ids).sum().item()
+            session.reset()
+
+        stepper.most_a_chunk = None
+        longest = max(stepper.chunk_sizes(session.max_length or LONGEST_CHUNK))
+        stepper.most_a_chunk = chosen = self.pacing.measure(chunk, longest, gap)
         return chosen
 
     # -- rows --------------------------------------------------------------------------------------------------------
@@ -572,6 +577,17 @@ class ContinuousBatch:
             if not self._can_wait(row, size):
                 row.held = []
                 self.decode.stepper.set_length(row.index, 0)
+
+    def _feed_chunk(self) -> list[tuple[Request, int]] | None:
+        """Feed a chunk of the prompts, and note its time; None if they are fed by the steps that decode the rows."""
+        pacing, stepper = self.pacing, (self.prefill or self.decode).stepper
+        if pacing.limit is not None and stepper.ranks is None:
+            stepper.most_a_chunk = pacing.limit
+        start, before = pacing.clock(), [len(row.rest) for row in self._rows]
+        given = self._feed_rows() if self.prefill is None else self._feed_prefill(self.prefill)
+        if fed := max(count - len(row.rest) for count, row in zip(before, self._rows, strict=True)):
+            pacing.note_chunk(pacing.clock() - start, fed)
+        return given
 
     # -- prompts in their rows ---------------------------------------------------------------------------------------
 

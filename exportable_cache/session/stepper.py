@@ -314,11 +314,15 @@ class ProgramStepper:
 
         `before` are the images of the session, and `placed` those of the whole prompt.
         """
-        start = 0
-        sizes = steps.sizes or self.chunk_sizes(steps.fed.shape[1], not steps.fed.is_floating_point())
+        start, length, limit = 0, steps.fed.shape[1], self.most_a_chunk
+        sizes = [*(steps.sizes or self.chunk_sizes(length, steps.are_ids))]
         if self.keeps_prompt:
             check_chunks(sizes)
-        for size in sizes:
+        while sizes:
+            if steps.sizes is None and limit != self.most_a_chunk:
+                # The caller has changed the limit between two chunks.
+                limit, sizes = self.most_a_chunk, self.chunk_sizes(length - start, steps.are_ids)
+            size = sizes.pop(0)
             if self.before_chunk is not None:
                 self.before_chunk()
             chunk = slice(start, start + size)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from exportable_cache.decoding import BatchCompleter, CompletionOptions, ContinuousBatch, Sampling
+from exportable_cache.decoding.pacing import Pacing
 from exportable_cache.decoding.prefix_tree import PrefixTree, common_length
 from exportable_cache.errors import CacheFullError, InputError, NonFiniteLogitsError
 from exportable_cache.generation.sampling_options import SamplingOptions
@@ -204,11 +205,11 @@ def test_a_freed_request_leaves_its_row_in_any_state(llama: Any, has_prefill: bo
     assert last.tokens == alone(llama, tokens(20), 8) and last.tokens[: len(again.tokens)] == again.tokens
 
 
-def test_streams_go_on_while_a_long_prompt_is_fed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_go_on_while_a_long_prompt_is_fed(llama: Any) -> None:
     """A step feeds one chunk at most if it takes the time that prompts get."""
-    monkeypatch.setattr("exportable_cache.decoding.batching._PROMPT_SECONDS", 0)
     for has_prefill in (True, False):
         batch = batch_of(llama, 2, has_prefill)
+        batch.pacing.gap = 0
         (batch.prefill or batch.decode).stepper.most_a_chunk = 8
         first = batch.submit(tokens(4), 20)
         batch.step()
@@ -219,6 +220,58 @@ def test_streams_go_on_while_a_long_prompt_is_fed(llama: Any, monkeypatch: pytes
             assert served.count(first) == 1 and len(first.tokens) == before + steps
         assert len(served) == 2  # the fifth chunk was the last one
         list(batch.run())
+
+
+class Timed:
+    """A clock that only the steps of a batch advance, by the tokens that they compute and the slots that they read.
+
+    Attributes:
+        now: The time in seconds.
+        sizes: Number of tokens per row in each step.
+    """
+
+    def __init__(self, batch: ContinuousBatch, token: float, slot: float) -> None:
+        self.now, self.sizes = 0.0, list[int]()
+        for session in (batch.decode, batch.prefill):
+            if session is not None:
+                session.stepper.step = self._counted(session.stepper, token, slot)  # type: ignore[method-assign]
+        batch.pacing = Pacing(lambda: self.now)
+
+    def _counted(self, stepper: Any, token: float, slot: float) -> Any:
+        step = stepper.step
+
+        def counted(ids: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+            self.now += ids.numel() * (token + slot * stepper.state.longest)
+            self.sizes.append(ids.shape[1])
+            return step(ids, *given, **options)
+
+        return counted
+
+
+@pytest.mark.parametrize("has_prefill", [True, False])
+def test_no_stream_waits_longer_than_the_gap_for_a_prompt(llama: Any, has_prefill: bool) -> None:
+    """A token takes 1.9 ms, as Qwen3-0.6B's on two cores, and twice that after 64 others."""
+    rows, batch = 1, ContinuousBatch.from_model(llama, 400, 4, prefill_chunk=64)
+    if not has_prefill:
+        rows, batch = 4, ContinuousBatch(None, batch.decode)
+    timed = Timed(batch, token=1 / 527, slot=1 / 527 / 64)
+    # Without a prefill session, a chunk computes all four rows.
+    longest = batch.pace()
+    assert longest == (32 if has_prefill else 8) and longest * rows / 527 <= 0.1
+    for count in range(2):
+        stream = batch.submit(tokens(5, seed=count), 380)
+        batch.step()
+        ends, prompt = [timed.now], batch.submit(tokens(200, seed=3 + count), 4)
+        timed.sizes.clear()
+        while not prompt.finished:
+            assert stream in [request for request, _ in batch.step()]
+            ends.append(timed.now)
+        assert max(after - before for before, after in zip(ends, ends[1:])) < 0.2
+        # Chunks get shorter as the cache gets longer. The next prompt begins in an empty session, or beside long rows.
+        chunks = [size for size in timed.sizes if size > 1]
+        assert min(chunks) < longest and (longest in chunks[:4]) == (has_prefill or count == 0)
+        assert prompt.tokens == list(live_session(llama, False, 400).generate(prompt.input_ids, 4))
+        batch.free(stream)
 
 
 def test_a_row_near_its_end_is_not_overwritten_by_prompts_of_others(llama: Any) -> None:
