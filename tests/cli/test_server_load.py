@@ -106,8 +106,15 @@ def rows_bundle(tmp_path_factory: pytest.TempPathFactory, fake_backend: None) ->
     return export("demo", "fake", MAX_CACHE_LEN, folder, batch_size=3, prefill_chunk=16, verify=False).path
 
 
-def test_a_bundle_of_several_rows_answers_all_at_once(rows_bundle: Path) -> None:
+@pytest.mark.parametrize(
+    "target", ["fake", *(pytest.param(name, marks=pytest.mark.full) for name in ("pt2", "executorch"))]
+)
+def test_a_bundle_of_several_rows_answers_all_at_once(rows_bundle: Path, tmp_path: Path, target: str) -> None:
     """Its runtime does not give out its cache, as that of ExecuTorch."""
+    if target != "fake":
+        rows_bundle = export(
+            "demo", target, MAX_CACHE_LEN, tmp_path / "rows", batch_size=3, prefill_chunk=16, verify=False
+        ).path
     batch = ContinuousBatch(None, load(rows_bundle))
     with served(BatchCompleter(batch)) as address:
         count, wrong = under_load(address, requests(5, seed=1), time.monotonic() + 600, 1)
