@@ -15,6 +15,8 @@ FUZZ_ARGS ?=
 FUZZ_SERVER_ARGS ?=
 KILLS_ARGS ?=
 SOAK_ARGS ?=
+# Such as `--seconds 3600 --rows 8`.
+SOAK_SERVER_ARGS ?=
 GPU_CHECK_ARGS ?=
 WHEELS_ARGS ?=
 
@@ -72,7 +74,8 @@ help:
 	@echo "make fuzz    10,000 mutated bundles, states and caches (an hour; FUZZ_ARGS=...);"
 	@echo "             then 10,000 odd requests to a server (minutes; FUZZ_SERVER_ARGS=...)"
 	@echo "make kills   exports killed at random times and at each call to the file system (minutes; KILLS_ARGS=...)"
-	@echo "make soak    1,000,000 steps of a ring, and 24 sessions in 8 threads for ten minutes (SOAK_ARGS=...)"
+	@echo "make soak    1,000,000 steps of a ring, and 24 sessions in 8 threads for ten minutes (SOAK_ARGS=...),"
+	@echo "             then 16 clients of a server for ten minutes (SOAK_SERVER_ARGS=...)"
 	@echo "make gpu-check  what a GPU shows in eight minutes: sessions in every way, speed next to others, TensorRT, the zoo's decoders;"
 	@echo "             on a CPU all that needs none (GPU_CHECK_ARGS='--only speed --shape llama-8b')"
 	@echo "make docs    build the pages of docs/ into site/; a warning is an error"
@@ -204,6 +207,7 @@ kills: $(VENV)/.installed-test
 
 soak: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.security.soak $(SOAK_ARGS)
+	@$(BIN)/python -m tests.security.soak_server $(SOAK_SERVER_ARGS)
 
 gpu-check: $(VENV)/.installed-test
 	@$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK_ARGS)

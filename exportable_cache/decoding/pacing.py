@@ -1,4 +1,4 @@
-"""How many tokens of waiting prompts are fed between two steps that decode the running responses."""
+"""Choose how many tokens of waiting prompts are fed between two steps that decode the running responses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ GAP_SECONDS = 0.2
 #: Lengths of a chunk, the one that is measured first, and the part of the gap that the longest chunk may take at first.
 _SIZES, _FIRST, _PART = (4, 8, 16, 32, 64, 128, 256), 16, 0.5
 LONGEST_CHUNK = _SIZES[-1]
-#: Part of the gap that a chunk and a step may take together. The rest is for chunks that take longer than the one before,
-#: because a longer cache is read.
+#: Part of the gap that a chunk and a step may take together. The rest is for chunks that take longer than the one
+#: before, because a longer cache is read.
 _TARGET = 0.75
 #: Part of the gap in which a further chunk may begin, so that responses get most of the time.
 _MORE = 0.25

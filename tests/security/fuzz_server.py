@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import select
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Thread
 
 from .odd_requests import Sent, made
 
@@ -48,16 +50,27 @@ run(make_app(Completer(session), ServerOptions("m")), "127.0.0.1", 0, lambda add
 
 
 class Server:
-    """A server in a process of its own."""
+    """A server in a process of its own.
 
-    def __init__(self) -> None:
+    Args:
+        command: Starts it, and prints its address; a server over a tiny model by default.
+    """
+
+    def __init__(self, command: Sequence[str] = (sys.executable, "-c", _SERVER)) -> None:
         root = Path(__file__).parents[2]
-        self._process = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True, cwd=root)
-        assert self._process.stdout is not None
-        address = self._process.stdout.readline().strip()
-        if not address:
-            raise RuntimeError("the server does not start; run it by hand")
-        self.port = int(address.rsplit(":", 1)[1])
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=root
+        )
+        output, lines = self._process.stdout, list[str]()
+        assert output is not None
+        while not (found := re.search(r"http://[\d.]+:(\d+)", lines[-1] if lines else "")):
+            lines.append(output.readline())
+            if not lines[-1]:
+                raise RuntimeError(f"the server does not start: {''.join(lines)[-2000:]}")
+        self.port = int(found[1])
+        # Read on, because a full pipe would block the server.
+        self.rest = list[str]()
+        Thread(target=lambda: self.rest.extend(output), daemon=True).start()
 
     @property
     def is_alive(self) -> bool:
