@@ -21,6 +21,8 @@ from exportable_cache.program.shift import ShiftModule
 
 from .support.kinds import kind_model
 from .support.models import WINDOW, among, tiny_model, tokens
+from .support.multimodal import FAMILIES, tiny_multimodal
+from .support.multimodal import prompt as multimodal_prompt
 from .support.shifted import ShiftOracle
 from .test_rope import KINDS as ROPES
 
@@ -54,16 +56,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": ROPES["dynamic llama"][1]["rope_parameters"], "max_position_embeddings": 64},
     ),
-    **{name: ROPES[name] for name in ROPES if name.startswith("static")},
+    # Past the border and back, those named "static" with one set of factors.
+    **ROPES,
 }
 #: Of `support.kinds`: latents, chunks with complex factors, shared keys with proportional RoPE, and linear states.
 KINDS = ("deepseek_v3", "llama4_text", "gemma3n_text", "gemma4_text", "falcon_h1", "qwen3_next", "bamba", "lfm2")
-FAST = ("llama", "gemma3, two bases", "gptj, interleaved and partial", "deepseek_v3")
+#: With positions on three axes, for text.
+AXES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAST = (
+    "llama",
+    "gemma3, two bases",
+    "gptj, interleaved and partial",
+    "deepseek_v3",
+    "longrope phimoe",
+    "dynamic gemma3",
+)
 
 
 def _model(name: str) -> Any:
     if name in KINDS:
         return kind_model(name)
+    if name in AXES:
+        return tiny_multimodal(name)
     family, fields = MODELS[name]
     return tiny_model(family, **fields)
 
@@ -94,7 +108,7 @@ def _difference(session: Any, oracle: ShiftOracle, shifts: int = SHIFTS, protect
     return worst
 
 
-@pytest.mark.parametrize("name", among([*MODELS, *KINDS], FAST))
+@pytest.mark.parametrize("name", among([*MODELS, *KINDS, *AXES], FAST))
 def test_logits_after_shifts_are_those_of_the_model_over_the_kept_keys(name: str) -> None:
     """Check ten shifts of a full cache against keys that the model computed at the new positions."""
     model = _model(name)
@@ -121,7 +135,6 @@ def test_a_large_bias_in_one_pair_does_not_hide_the_rotation_of_the_others(dtype
     [
         ("gpt2", "keys of layer 0 are not a rotation by their position"),
         ("deepseek_v32", "layer 0 \\(full \\+ indexer\\) keeps more than keys and values by position"),
-        ("longrope phi3", "has LongRoPE, whose factors change past 16 tokens"),
     ],
 )
 def test_models_that_cannot_be_shifted_are_refused(name: str, reason: str) -> None:
@@ -129,7 +142,7 @@ def test_models_that_cannot_be_shifted_are_refused(name: str, reason: str) -> No
     if name == "gpt2":
         model = tiny_model("gpt2", n_embd=32, n_layer=2, n_head=4)
     else:
-        model = tiny_model(ROPES[name][0], **ROPES[name][1]) if name in ROPES else kind_model(name)
+        model = kind_model(name)
     with _session(model) as session:
         session.prefill(tokens(20))
         with pytest.raises(UnsupportedModelError, match=reason):
@@ -212,10 +225,87 @@ def test_rows_move_together_and_compiled_steps_go_on() -> None:
         assert session.length.tolist() == [19, 19]
 
 
-@pytest.mark.parametrize("target", ["pt2", pytest.param("executorch", marks=pytest.mark.full)])
-def test_programs_shift_as_their_models_do(target: str, tmp_path: Path) -> None:
-    """Check the method of a program over full layers and rings, and a program without it."""
-    model = tiny_model("gemma3_text")
+def test_a_generation_past_a_border_of_rope_rotates_what_a_shift_brought_back() -> None:
+    """Check a model that transformers computes again at the border: after a shift, its keys are rotated instead."""
+    family, fields = ROPES["longrope phi3"]
+    model, slots, border, prompt = tiny_model(family, **fields), 24, 16, tokens(9)
+    model.generation_config.eos_token_id = None
+    with Session.from_model(model, ExportableCache.from_model(model, slots)) as session:
+        generated = list(session.generate(prompt, 40, on_full="shift", protected=PROTECTED))
+        oracle, fed, crossings = ShiftOracle(model), prompt[0].tolist(), 0
+        logits = oracle.feed(prompt)
+        for token in generated[:-1]:
+            assert float(logits.max() - logits[0, token]) < 1e-4
+            if oracle.length == slots:
+                oracle.drop((slots - PROTECTED) // 2, PROTECTED)
+            held, fed = oracle.length, [*fed, token]
+            crossings += held == border
+            if held == border and len(fed) == border + 1:
+                oracle = ShiftOracle(model)
+                logits = oracle.feed(torch.tensor([fed]))
+                continue
+            if held == border:
+                oracle.drop(0, 0, reaching=border + 1)
+            logits = oracle.feed(torch.tensor([[token]]))
+        assert crossings == 4
+
+
+@pytest.mark.parametrize("kind", ["dynamic llama", "longrope llama"])
+def test_states_of_rows_past_a_border_of_rope_shift_after_they_were_saved(kind: str, tmp_path: Path) -> None:
+    """Check that a file tells which keys have which factors, and that rows fed from elsewhere are refused."""
+    model = tiny_model(ROPES[kind][0], **ROPES[kind][1])
+    oracle, ids = ShiftOracle(model), tokens(40)
+    with _session(model) as session:
+        for start, end in ((0, 10), (10, 20), (20, 21), (21, 30)):
+            session.prefill(ids[:, start:end])
+            oracle.feed(ids[:, start:end])
+        session.save_state(tmp_path / "state")
+        session.reset()
+        session.load_state(tmp_path / "state")
+        session.shift(7, 3)
+        oracle.drop(7, 3)
+        torch.testing.assert_close(session.decode(ids[0, 30:31]), oracle.feed(ids[:, 30:31]), atol=5e-5, rtol=0)
+        session.stepper.set_length(0, 20)
+        with pytest.raises(InputError, match="row 0 must hold tokens that the session has been fed, to shift"):
+            session.shift(2)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", pytest.param("qwen3_vl", marks=pytest.mark.full)])
+def test_images_are_dropped_whole_and_move_with_their_text(family: str) -> None:
+    """Check shifts before, of and after images, whose rotary positions are fewer than their tokens in two families."""
+    kind, tokens_of_item, options = FAMILIES[family]
+    model, cache = tiny_multimodal(family), {"max_cache_len": 64}
+    inputs = multimodal_prompt(model, 2, 24, tokens_of_item, start=10, apart=5)
+    items = {name: tensor for name, tensor in inputs.items() if name != "input_ids"}
+    ids, oracle = tokens(20), ShiftOracle(model)
+    with Session.from_model(model, ExportableCache.from_model(model, **cache), modalities=[kind], **options) as session:
+        pairs = [(session.prefill(**inputs), oracle.feed(inputs["input_ids"], **items))]
+        for name, count, first in (("first \\+ count", 8, 4), ("first", 20, 12)):
+            with pytest.raises(InputError, match=f"{name} must not be inside .* 10 to {9 + tokens_of_item}, got 12"):
+                session.shift(count, first)
+        # Text before both images, the first image and text after it, and text after the images.
+        for count, first in ((3, 2), (tokens_of_item + 3, 7), (4, 9 + tokens_of_item)):
+            session.shift(count, first)
+            oracle.drop(count, first)
+            token = ids[:, len(pairs) : len(pairs) + 1]
+            pairs.append((session.decode(token[0]), oracle.feed(token)))
+        assert [image.start for image in session.stepper.state.images.rows[0]] == [9]
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("gemma3, two bases", "pt2"),
+        pytest.param("gemma3, two bases", "executorch", marks=pytest.mark.full),
+        pytest.param("longrope phimoe", "pt2", marks=pytest.mark.full),
+        pytest.param("dynamic llama", "pt2", marks=pytest.mark.full),
+    ],
+)
+def test_programs_shift_as_their_models_do(name: str, target: str, tmp_path: Path) -> None:
+    """Check the method of a program over full layers and rings or past a border of RoPE, and a program without it."""
+    model = _model(name)
     bundle = export(model, target, SLOTS, tmp_path / "with", verify=False, shift=True, prefill_chunk=8)
     session = load(bundle.path)
     assert "shift" in bundle.manifest.program.methods

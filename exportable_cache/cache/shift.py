@@ -40,18 +40,22 @@ class Rotation:
     tensor: str = "keys"
 
 
-def turns(frequencies: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def turns(
+    frequencies: torch.Tensor, old: torch.Tensor, new: torch.Tensor, later: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosine and sine of the rotation from old positions to new ones, float32 [..., pairs].
 
     Computed from both angles as models round them, position times frequency in float32. Their difference alone would
     lack that rounding, which is 1e-4 at position 4,096.
 
     Args:
-        frequencies: float32 [pairs].
+        frequencies: float32 [pairs], or [..., pairs].
         old: Position that each row was rotated for, int64 [...].
         new: Position that it moves to, int64 [...].
+        later: Frequencies of the new positions; None if they are the same.
     """
-    before, after = (positions.to(torch.float32)[..., None] * frequencies for positions in (old, new))
+    before = old.to(torch.float32)[..., None] * frequencies
+    after = new.to(torch.float32)[..., None] * (frequencies if later is None else later)
     cosine = after.cos() * before.cos() + after.sin() * before.sin()
     sine = after.sin() * before.cos() - after.cos() * before.sin()
     return cosine, sine

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -14,7 +15,8 @@ from ..common.compat.transformers import cache_argument
 from ..errors import UnsupportedModelError
 from .cache_factory import ExportableCache
 from .layers.codebooks import codebooks_of
-from .positions import lengths_forgotten, takes_positions, text_model_of
+from .patches.mechanisms.rope import ChangingFrequencies, rope_by
+from .positions import DYNAMIC, changing, lengths_forgotten, rope_rule, takes_positions, text_model_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,20 +24,24 @@ if TYPE_CHECKING:
     from ..cache.layers import CacheLayer
     from .layers.codebooks import Codebooks
 
+#: Frequencies of a rotary embedding, float32 [pairs], or those that change with the length.
+Frequencies: TypeAlias = torch.Tensor | ChangingFrequencies
+
 #: Positions at which a token's rows are compared, besides the last one of the cache.
 _PROBED = (1, 0, 2, 13, 37)
 #: Largest difference of a rotated row, as a share of the pair that an element belongs to, by dtype.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def find_rotations(model: PreTrainedModel, cache: ExportableCache) -> tuple[list[Rotation | None], list[torch.Tensor]]:
+def find_rotations(model: PreTrainedModel, cache: ExportableCache) -> tuple[list[Rotation | None], list[Frequencies]]:
     """Find how the stored rows of each layer depend on their position, by running one token at several positions.
 
     A token that sees only itself has the same hidden states at every position, so the rows of every layer differ by
-    their rotation alone. It is compared at all positions with each embedding that the model's frequencies allow.
+    their rotation alone. It is compared at all positions with each embedding that the model's frequencies allow, and
+    on both sides of a border where the frequencies change with the length.
 
     Args:
-        model: The model.
+        model: The model, prepared for its cache if the cache passes such a border.
         cache: Its cache, in any layout.
 
     Returns:
@@ -45,10 +51,18 @@ def find_rotations(model: PreTrainedModel, cache: ExportableCache) -> tuple[list
         UnsupportedModelError: If a layer's rows depend on the position in another way.
     """
     follows, last = takes_positions(model), (cache.max_length or 65) - 1
-    positions = torch.tensor(sorted({min(one, last) for one in (*_PROBED, last if follows else 0)}))
-    keys = _rows_at(model, positions)
+    places = torch.tensor(sorted({min(one, last) for one in (*_PROBED, last if follows else 0)}))
+    sides = _sides(model, cache.max_length)
+    found_at = [_rows_at(model, places, side) for side in sides]
+    keys = [
+        {name: torch.cat([one[name] for one in layer]) for name in layer[0]} for layer in zip(*found_at, strict=True)
+    ]
+    positions = places.repeat(len(sides))
+    lengths = torch.tensor([side or 0 for side in sides]).repeat_interleave(len(places))
     # Of models that count positions themselves, only the first layer is known, which must not be rotated.
-    frequencies = list(_frequencies(model)) if follows else []
+    frequencies: list[Frequencies] = list(_frequencies(model)) if follows else []
+    if sides != [None]:
+        frequencies += [ChangingFrequencies.of(*one) for one in changing(model)]
     tolerance = _TOLERANCE.get(model.dtype, 5e-2)
     rotations: list[Rotation | None] = []
     for index, (kept, stored) in enumerate(zip(cache.layers, keys, strict=True)):
@@ -59,7 +73,7 @@ def find_rotations(model: PreTrainedModel, cache: ExportableCache) -> tuple[list
             wide = rows if rows.dtype == torch.float64 else rows.to(torch.float32)
             # No rotation is the first, and wins a tie. The closest is taken, because several can be within tolerance.
             possible = [None, *_candidates(tensor, wide, frequencies)]
-            distances = [_distance(one, wide, positions, frequencies) for one in possible]
+            distances = [_distance(one, wide, (positions, lengths), frequencies) for one in possible]
             best = min(distances)
             chosen = possible[distances.index(best)]
             if chosen is None and best <= tolerance:
@@ -75,6 +89,52 @@ def find_rotations(model: PreTrainedModel, cache: ExportableCache) -> tuple[list
     return rotations, frequencies
 
 
+def turns_between(
+    frequencies: Frequencies,
+    old: torch.Tensor,
+    new: torch.Tensor,
+    before: torch.Tensor | None,
+    after: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine of the rotation from old positions to new ones, see `cache.shift.turns`.
+
+    Args:
+        frequencies: The frequencies.
+        old: Position that each row was rotated for, int64 [...].
+        new: Position that it moves to, int64 [...].
+        before: Length that chose the frequencies of each row, int64 [...]; unused where they are constant.
+        after: Length that chooses those of the new position, int64 [...].
+    """
+    if isinstance(frequencies, torch.Tensor):
+        return turns(frequencies, old, new)
+    assert before is not None and after is not None
+    of_old, of_new = (frequencies.at(lengths[..., None]).to(torch.float32) for lengths in (before, after))
+    cosine, sine = turns(of_old, old, new, of_new)
+    earlier, later = frequencies.scale(before), frequencies.scale(after)
+    if isinstance(earlier, float) or isinstance(later, float):
+        return cosine, sine
+    return cosine * (later / earlier)[..., None], sine * (later / earlier)[..., None]
+
+
+def _sides(model: PreTrainedModel, max_length: int | None) -> list[int | None]:
+    """Return a length on each side of the border that rows of the cache can pass; None alone if there is none.
+
+    Raises:
+        UnsupportedModelError: If the rows are not limited, or the model counts positions itself.
+    """
+    rule = rope_rule(model)
+    if rule is None or not rule.is_reached(max_length):
+        return [None]
+    if max_length is None or not takes_positions(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot shift its context past {rule.border} tokens, because it has {rule}, and "
+            f"{'its rows have no limit' if max_length is None else 'it counts positions itself'}; "
+            f"use a max_cache_len of at most {rule.border}, or on_full='restart'"
+        )
+    border = max(rule.borders)
+    return [rule.border, 2 * border + 1 if rule.kind == DYNAMIC else border + 1]
+
+
 def in_layout(rotation: Rotation, layer: CacheLayer, head_dim: int) -> Rotation:
     """Return the rotation of a layer whose layout may keep values after the `head_dim` elements of keys."""
     if rotation.tensor in layer.state:
@@ -84,8 +144,14 @@ def in_layout(rotation: Rotation, layer: CacheLayer, head_dim: int) -> Rotation:
 
 
 @torch.no_grad()
-def _rows_at(model: PreTrainedModel, positions: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Return the stored rows [positions, heads, dim] of one token at each position, by layer and name."""
+def _rows_at(model: PreTrainedModel, positions: torch.Tensor, length: int | None) -> list[dict[str, torch.Tensor]]:
+    """Return the stored rows [positions, heads, dim] of one token at each position, by layer and name.
+
+    Args:
+        model: The model.
+        positions: int64 [positions].
+        length: Length that chooses the frequencies; None if they are constant.
+    """
     follows, options = takes_positions(model), {"use_cache": True}
     codebooks = codebooks_of(model.config)
     with attention_of(model, ATTENTION), lengths_forgotten(model):
@@ -94,7 +160,9 @@ def _rows_at(model: PreTrainedModel, positions: torch.Tensor) -> list[dict[str, 
             cache = ExportableCache.from_model(model, 1, len(positions), attn_implementation=None)
             ids = _tokens(len(positions), codebooks, cache.device)
             places = positions.to(cache.device)[:, None]
-            model(ids, position_ids=places, **{cache_argument(model): cache}, **options)
+            lengths = None if length is None else torch.full((len(positions),), length, device=cache.device)
+            with nullcontext() if lengths is None else rope_by(lengths):
+                model(ids, position_ids=places, **{cache_argument(model): cache}, **options)
             return [{name: getattr(layer, name)[:, :, 0].cpu() for name in _names(layer)} for layer in cache.layers]
         # The model counts positions itself. A later step sees empty slots, so only the first layer is compared.
         cache = ExportableCache.from_model(model, int(positions.max()) + 1, attn_implementation=None)
@@ -145,11 +213,11 @@ def _frequencies(model: PreTrainedModel) -> Iterator[torch.Tensor]:
                 yield either
 
 
-def _candidates(tensor: str, rows: torch.Tensor, frequencies: Sequence[torch.Tensor]) -> Iterator[Rotation]:
+def _candidates(tensor: str, rows: torch.Tensor, frequencies: Sequence[Frequencies]) -> Iterator[Rotation]:
     """Yield the rotations of rows [..., dim] that these frequencies allow."""
     size = rows.shape[-1]
     for index, one in enumerate(frequencies):
-        pairs = len(one)
+        pairs = len(one if isinstance(one, torch.Tensor) else one.short)
         for start in sorted({0, size - 2 * pairs}):
             if start >= 0 and start + 2 * pairs <= size:
                 yield Rotation(index, pairs, start, False, tensor)
@@ -157,16 +225,28 @@ def _candidates(tensor: str, rows: torch.Tensor, frequencies: Sequence[torch.Ten
 
 
 def _distance(
-    rotation: Rotation | None, rows: torch.Tensor, positions: torch.Tensor, frequencies: Sequence[torch.Tensor]
+    rotation: Rotation | None,
+    rows: torch.Tensor,
+    probed: tuple[torch.Tensor, torch.Tensor],
+    frequencies: Sequence[Frequencies],
 ) -> float:
     """Return the largest difference of rows [positions, heads, dim] from the first one, rotated to their positions.
 
     Each element is compared with its own pair, because keys with a large bias in one pair would hide the others. Pairs
     that are far smaller than most count as a quarter of the median, which bounds the share of rounding.
+
+    Args:
+        rotation: The rotation; None for rows that do not depend on their positions.
+        rows: The rows.
+        probed: Position of each row, and the length that chose its frequencies, int64 [positions].
+        frequencies: By `Rotation.index`.
     """
     found, sizes = rows[:1].expand_as(rows), rows.abs()
     if rotation is not None:
-        cosine, sine = turns(frequencies[rotation.index], positions[:1].expand_as(positions), positions)
+        (old, before), (new, after) = ([one[:1].expand_as(one) for one in probed], probed)
+        used = frequencies[rotation.index]
+        used = used if isinstance(used, torch.Tensor) else used.to(rows.device)
+        cosine, sine = turns_between(used, old, new, before, after)
         found = rotated(found, cosine[:, None], sine[:, None], rotation)
         # A quarter of a turn exchanges the elements of each pair.
         sizes = torch.hypot(rows, rotated(rows, torch.zeros(()), torch.ones(()), rotation))

@@ -132,6 +132,32 @@ SHIFT = ProgramMethod(
 )
 
 
+#: Further inputs of `shift` where the factors of RoPE change with the length: the length that chose those of each
+#: position, before and after the shift.
+ROPE_BEFORE, ROPE_AFTER = "rope_before", "rope_after"
+#: Further input of `shift` for models whose images have fewer rotary positions than tokens: the number of rotary
+#: positions that later tokens move by.
+TURN = "turn"
+
+
+def moves_images(methods: Mapping[str, ProgramMethod]) -> bool:
+    """Return True if rotary positions of these methods differ from positions in the cache after an image."""
+    return any(ROPE_DELTAS in method.inputs for method in methods.values())
+
+
+def shift_method(rope_slots: int | None = None, turn: bool = False) -> ProgramMethod:
+    """Return the method `shift` of a program.
+
+    Args:
+        rope_slots: Number of positions of a row, if the factors of RoPE change within them.
+        turn: True if rotary positions and positions in the cache differ.
+    """
+    further = [TensorSpec(TURN, "int64", ("batch",))] if turn else []
+    if rope_slots is not None:
+        further += [TensorSpec(name, "int64", ("batch", rope_slots)) for name in (ROPE_BEFORE, ROPE_AFTER)]
+    return replace(SHIFT, inputs=(*SHIFT.inputs, *further)) if further else SHIFT
+
+
 #: Method that proposes the token after one that the model has not seen, see `models.draft_heads.DraftHead.draft`. It
 #: writes the head's layers and does not advance the length.
 DRAFT = ProgramMethod(

@@ -52,7 +52,7 @@ from .inputs.multimodal import multimodal_methods
 from .items import ITEM_STATES, ITEMS_SEEN
 from .last_token import choose_last_token_early
 from .methods import DRAFT, KV_SLOTS, ROPE_LENGTHS, SHIFT, ProgramMethod
-from .shift import shift_module
+from .shift import method_of, shift_module
 from .spec import Form, Logits, ProgramSpec
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ def program_methods(model: PreTrainedModel, cache: ExportableCache, spec: Progra
         if spec.form is Form.EXPLICIT or spec.modalities:
             what = "takes images or audio" if spec.modalities else "has its cache as an input"
             raise InputError(f"shift must be False for a program that {what}, got True; leave it out")
-        methods = {**methods, SHIFT.name: SHIFT}
+        methods = {**methods, SHIFT.name: method_of(model, cache)}
     if (head := draft_head_of(model)) is not None:
         several = {f"a batch of {cache.batch_size} rows": cache.batch_size != 1}
         _check_alone("a draft head", cache, spec, **several, **{_EXPLICIT: Form(spec.form) is Form.EXPLICIT})

@@ -104,7 +104,11 @@ def _make_room(stepper: ProgramStepper, first: int, least: int = 1) -> bool:
     most = _most_dropped(stepper, first)
     if most < least:
         return False
-    stepper.drop(first, min(most, max(least, (stepper.state.longest - first) // 2)))
+    count = min(most, max(least, (stepper.state.longest - first) // 2))
+    count = stepper.state.whole_drop(first, count, most)
+    if count < least:
+        return False
+    stepper.drop(first, count)
     return True
 
 

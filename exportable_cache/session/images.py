@@ -78,6 +78,43 @@ class PlacedImages:
         ]
         return torch.tensor(found, dtype=torch.int64)
 
+    def cut_at(self, place: int) -> list[Placed]:
+        """Return the images that have tokens before a position in the cache, and at or after it."""
+        return [image for row in self.rows for image in row if image.start < place < image.end]
+
+    def turns(self, first: int, count: int) -> torch.Tensor:
+        """Return the rotary positions between two positions in the cache, int64 [batch].
+
+        Args:
+            first: First position.
+            count: Number of positions up to the second one.
+        """
+        before, after = (self.deltas(torch.full((len(self.rows),), place)) for place in (first, first + count))
+        return count + after - before
+
+    def without(self, first: int, count: int) -> PlacedImages:
+        """Return the images of rows that lose `count` tokens from position `first` on.
+
+        Raises:
+            InputError: If that would drop a part of an image.
+        """
+        last, rows = first + count, []
+        for name, place in (("first", first), ("first + count", last)):
+            for image in self.cut_at(place)[:1]:
+                raise InputError(
+                    f"{name} must not be inside the image at {image.start} to {image.end - 1}, got {place}; drop all "
+                    "of it, or none"
+                )
+        for row, turn in zip(self.rows, self.turns(first, count).tolist(), strict=True):
+            kept = []
+            for image in row:
+                if image.end <= first:
+                    kept.append(image)
+                elif image.start >= last:
+                    kept.append(Placed(image.start - count, image.end - count, image.delta + count - turn))
+            rows.append(tuple(kept))
+        return PlacedImages(tuple(rows))
+
     def followed_by(self, other: PlacedImages) -> PlacedImages:
         """Return these images followed by those of later tokens."""
         return PlacedImages(tuple(before + after for before, after in zip(self.rows, other.rows, strict=True)))

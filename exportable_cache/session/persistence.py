@@ -14,7 +14,7 @@ from ..backends.base import state_of
 from ..common.fs.tensor_files import damaged_if_malformed, read_tensors, write_tensors
 from ..errors import ExportableCacheError, InputError
 from .images import PlacedImages
-from .state import RopeState, SequenceState
+from .state import UNKNOWN, RopeState, SequenceState
 
 if TYPE_CHECKING:
     from ..cache.layers import CacheLayer
@@ -26,6 +26,7 @@ _FORMAT = "exportable_cache.session_state.v3"
 _ENCODED = "encoded."
 #: Names of the tensors of `RopeState`.
 _ROPE_LENGTHS, _ROPE_FACTORS, _ROPE_TOKENS = "rope.lengths", "rope.factors", "rope.tokens."
+_ROPE_WRITTEN, _ROPE_SHIFTED = "rope.written.", "rope.shifted"
 
 
 def runner_state(session: AnySession) -> Mapping[str, torch.Tensor]:
@@ -261,6 +262,8 @@ def _called(name: str) -> str:
 def _rope_tensors(rope: RopeState) -> dict[str, torch.Tensor]:
     """Return the tensors of a RoPE state for a file, with the tokens of the rows whose tokens are known."""
     known = {f"{_ROPE_TOKENS}{row}": ids.clone() for row, ids in enumerate(rope.tokens) if ids is not None}
+    known |= {_ROPE_SHIFTED: rope.shifted.to(torch.uint8)}
+    known |= {f"{_ROPE_WRITTEN}{row}": one.clone() for row, one in enumerate(rope.written) if one is not None}
     return {_ROPE_LENGTHS: rope.lengths.clone(), _ROPE_FACTORS: rope.factors.clone(), **known}
 
 
@@ -272,8 +275,13 @@ def _pop_rope(tensors: dict[str, torch.Tensor], length: torch.Tensor, vocab_size
     """
     lengths, factors = tensors.pop(_ROPE_LENGTHS, None), tensors.pop(_ROPE_FACTORS, None)
     tokens = tuple(tensors.pop(f"{_ROPE_TOKENS}{row}", None) for row in range(len(length)))
+    # Files of earlier releases lack them. Rows of such a file are not shifted.
+    written = tuple(tensors.pop(f"{_ROPE_WRITTEN}{row}", None) for row in range(len(length)))
+    shifted = tensors.pop(_ROPE_SHIFTED, torch.zeros_like(length, dtype=torch.uint8))
     if lengths is None or factors is None:
         return None
+    if shifted.dtype != torch.uint8 or shifted.shape != length.shape:
+        raise ValueError(f"{_ROPE_SHIFTED} must be uint8 {list(length.shape)}, got {list(shifted.shape)}")
     for name, tensor in ((_ROPE_LENGTHS, lengths), (_ROPE_FACTORS, factors)):
         if tensor.dtype != torch.int64 or tensor.shape != length.shape:
             raise ValueError(f"{name} must be int64 {list(length.shape)}, got {tensor.dtype} {list(tensor.shape)}")
@@ -282,7 +290,12 @@ def _pop_rope(tensors: dict[str, torch.Tensor], length: torch.Tensor, vocab_size
             ids.dtype != torch.int64 or ids.dim() != 1 or bool(((ids < 0) | (ids >= vocab_size)).any())
         ):
             raise ValueError(f"tokens of a row must be int64 ids below {vocab_size}, got {ids.dtype} {list(ids.shape)}")
-    return RopeState(lengths, factors, tokens)
+    for one, held in zip(written, length.tolist(), strict=True):
+        if one is not None and (
+            one.dtype != torch.int64 or one.dim() != 1 or len(one) < held or bool(((one < 1) | (one >= UNKNOWN)).any())
+        ):
+            raise ValueError(f"lengths of a row's keys must be at least {held} int64, got {one.dtype} {len(one)}")
+    return RopeState(lengths, factors, tokens, written, shifted.to(torch.bool))
 
 
 def _part_for(

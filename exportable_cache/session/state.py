@@ -33,17 +33,24 @@ class RopeState:
         tokens: Ids that each row holds before the border, int64 on the host, to compute them again after it. None if
             they are not known, or the model does not compute them again. After a rewind they may be more than the row
             holds.
+        written: Length that chose the factors of each key that a row holds, int64 on the host; None if it is not known.
+            After a rewind they may be more than the row holds.
+        shifted: True for rows that have dropped tokens, bool [batch] on the host. They cannot be computed again,
+            because their keys follow from what they dropped.
     """
 
     lengths: torch.Tensor
     factors: torch.Tensor
     tokens: tuple[torch.Tensor | None, ...]
+    written: tuple[torch.Tensor | None, ...]
+    shifted: torch.Tensor
 
     @classmethod
     def of(cls, length: torch.Tensor) -> RopeState:
         """Return the state of rows of which only the length is known, int64 [batch]."""
         none = torch.zeros(0, dtype=torch.int64)
-        return cls(length, torch.full_like(length, MIXED), tuple(none if held == 0 else None for held in length))
+        known = tuple(none if held == 0 else None for held in length)
+        return cls(length, torch.full_like(length, MIXED), known, known, torch.zeros_like(length, dtype=torch.bool))
 
     def with_row(self, row: int, length: int) -> RopeState:
         """Return the state with a row of which only the length is known."""
@@ -52,14 +59,23 @@ class RopeState:
             torch.where(is_row, other.lengths, self.lengths),
             torch.where(is_row, other.factors, self.factors),
             tuple(other.tokens[0] if index == row else one for index, one in enumerate(self.tokens)),
+            tuple(other.written[0] if index == row else one for index, one in enumerate(self.written)),
+            self.shifted & ~is_row,
         )
 
     def select(self, rows: list[int]) -> RopeState:
         """Return the state of the rows at these indices."""
-        return RopeState(self.lengths[rows], self.factors[rows], tuple(self.tokens[row] for row in rows))
+        tokens, written = (tuple(one[row] for row in rows) for one in (self.tokens, self.written))
+        return RopeState(self.lengths[rows], self.factors[rows], tokens, written, self.shifted[rows])
 
     def fed(
-        self, rule: RopeRule, held: torch.Tensor, lengths: torch.Tensor, fed: torch.Tensor | None, rows: torch.Tensor
+        self,
+        rule: RopeRule,
+        held: torch.Tensor,
+        lengths: torch.Tensor,
+        fed: torch.Tensor | None,
+        rows: torch.Tensor,
+        added: int,
     ) -> RopeState:
         """Return the state after a step.
 
@@ -69,6 +85,7 @@ class RopeState:
             lengths: Lengths that the factors were chosen by, int64 [batch].
             fed: Token ids [batch, length], embeddings, or None if they are not known.
             rows: Rows that advance, bool [batch] on the host.
+            added: Number of tokens that these rows get.
         """
         factors = rule.factors(lengths)
         same = (held == 0) | (factors == self.factors)
@@ -76,7 +93,60 @@ class RopeState:
             torch.where(rows, lengths, self.lengths),
             torch.where(rows, torch.where(same, factors, MIXED), self.factors),
             self._tokens_after(rule, held, fed, rows) if rule.recomputes else self.tokens,
+            self._written_after(held, lengths, rows, added),
+            self.shifted & ~(rows & (held == 0)),
         )
+
+    def _written_after(
+        self, held: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor, added: int
+    ) -> tuple[torch.Tensor | None, ...]:
+        after = []
+        known = zip(self.written, held.tolist(), lengths.tolist(), rows.tolist(), strict=True)
+        for one, before, length, counts in known:
+            if counts:
+                one = torch.zeros(0, dtype=torch.int64) if before == 0 else one
+                one = None if one is None else torch.cat([one[:before], torch.full((added,), length)])
+            after.append(one)
+        return tuple(after)
+
+    def moved(self, rule: RopeRule, held: torch.Tensor, kept: torch.Tensor, rows: torch.Tensor) -> RopeState:
+        """Return the state after the keys of `rows` were rotated to the factors of other lengths.
+
+        Args:
+            rule: Rule of the model.
+            held: Number of tokens in each row, int64 [batch].
+            kept: Length that chose the factors, int64 [batch].
+            rows: The rows, bool [batch] on the host.
+        """
+        each = list(zip(held.tolist(), kept.tolist(), rows.tolist(), strict=True))
+        return RopeState(
+            torch.where(rows, kept, self.lengths),
+            torch.where(rows, rule.factors(kept), self.factors),
+            tuple(None if counts else one for one, (_, _, counts) in zip(self.tokens, each, strict=True)),
+            tuple(
+                torch.full((number,), length) if counts else one
+                for one, (number, length, counts) in zip(self.written, each, strict=True)
+            ),
+            self.shifted | rows,
+        )
+
+    def unknown_rows(self, held: torch.Tensor) -> list[int]:
+        """Return the rows with keys of unknown factors, for `held` tokens in each row, int64 [batch]."""
+        known = [0 if one is None else len(one) for one in self.written]
+        return [row for row, number in enumerate(held.tolist()) if known[row] < number]
+
+    def chosen_by(self, held: torch.Tensor, slots: int) -> torch.Tensor:
+        """Return the length that chose the factors of each position, int64 [batch, slots]; 1 past the end of a row.
+
+        Args:
+            held: Number of tokens in each row, int64 [batch].
+            slots: Number of positions.
+        """
+        found = torch.ones(len(self.written), slots, dtype=torch.int64)
+        for row, (one, number) in enumerate(zip(self.written, held.tolist(), strict=True)):
+            if one is not None:
+                found[row, :number] = one[:number]
+        return found
 
     def _tokens_after(
         self, rule: RopeRule, held: torch.Tensor, fed: torch.Tensor | None, rows: torch.Tensor
@@ -101,6 +171,8 @@ class RopeState:
             self,
             lengths=self.lengths * ~rows,
             tokens=tuple(none if is_empty else one for one, is_empty in zip(self.tokens, rows.tolist(), strict=True)),
+            written=tuple(none if is_empty else one for one, is_empty in zip(self.written, rows.tolist(), strict=True)),
+            shifted=self.shifted & ~rows,
         )
 
 
@@ -240,12 +312,23 @@ class SequenceState:
         """Return the state without `count` tokens of every row from position `first` on.
 
         Raises:
-            InputError: If a number is out of range, a ring would lack tokens that its window sees, or an image is
-                after the first dropped token.
+            InputError: If a number is out of range, a ring would lack tokens that its window sees, an image would be
+                cut, or it is not known which factors of RoPE the keys have.
         """
         for name, value, least in (("count", count, 1), ("first", first, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError(f"{name} must be an int of at least {least}, got {value!r}")
+        if self.encoded and any(image.end > first for row in self.images.rows for image in row):
+            raise InputError(
+                f"first must be after the images of the rows, got {first}, because text attends to them by their "
+                "order; reset() and feed the tokens to keep"
+            )
+        if self.rope is not None and (unknown := self.rope.unknown_rows(self.length)):
+            raise InputError(
+                f"row {unknown[0]} must hold tokens that the session has been fed, to shift a model "
+                "whose RoPE changes with the length; reset(), and feed the tokens to keep"
+            )
+        images = self.images.without(first, count)
         most = self.most_dropped(first, layers)
         if count > most:
             raise InputError(
@@ -253,24 +336,37 @@ class SequenceState:
                 f"{self.length.tolist()} tokens, and the newest ones of a sliding window stay; drop fewer tokens, or "
                 "protect fewer"
             )
-        if any(image.end > first for row in self.images.rows for image in row):
-            raise InputError(
-                f"first must be after the images of the rows, got {first}: their rotary positions are not those of "
-                "text; reset() and feed the tokens to keep"
-            )
         ever = self.max_len_ever - count
         wrapped = [layer.policy for layer in layers if layer.policy.wraps(int(self.max_len_ever.max()))]
         if first and wrapped:
             # As if the slots before the protected tokens were overwritten, because rings do not hold those.
             ever = torch.maximum(ever, torch.tensor(first + max(policy.slot_count for policy in wrapped)))
-        return replace(self, length=self.length - count, max_len_ever=torch.maximum(ever, self.length - count))
+        length = self.length - count
+        return replace(self, length=length, max_len_ever=torch.maximum(ever, length), images=images)
 
     def most_dropped(self, first: int, layers: Sequence[CacheLayer]) -> int:
         """Return the most tokens that can be dropped from position `first` on; below 1 if none can."""
+        if self.images.cut_at(first) or (self.rope is not None and self.rope.unknown_rows(self.length)):
+            return 0
         after = int(self.length.min()) - first
         rings = [layer.policy for layer in layers if layer.policy.wraps(int(self.max_len_ever.max()))]
         windows = [policy.window for policy in rings if isinstance(policy, CircularPolicy)]
         return after - max((window - 1 for window in windows), default=0) if first else after
+
+    def whole_drop(self, first: int, count: int, most: int) -> int:
+        """Return the number of tokens to drop from position `first` on, so that no image is cut; 0 if there is none.
+
+        Args:
+            first: First dropped position, not inside an image.
+            count: Number of tokens to drop if no image is cut: the first larger number, else the first smaller one.
+            most: Largest number.
+        """
+        larger, smaller = count, count
+        while cut := self.images.cut_at(first + larger):
+            larger = max(image.end for image in cut) - first
+        while cut := self.images.cut_at(first + smaller):
+            smaller = min(image.start for image in cut) - first
+        return larger if larger <= most else max(0, smaller)
 
     def rewound(self, tokens: int, layers: Sequence[CacheLayer]) -> SequenceState:
         """Return the state without the newest `tokens` of every row.

@@ -18,7 +18,18 @@ from ..errors import BundleError, InputError
 from ..models.lora import ADAPTED, ADAPTERS
 from ..models.positions import ANY
 from ..program.items import ITEM_STATES, ITEMS_SEEN
-from ..program.methods import DRAFT, POSITIONS, ROPE_DELTAS, ROPE_LENGTHS, SHIFT, chunk_sizes, method_for
+from ..program.methods import (
+    DRAFT,
+    POSITIONS,
+    ROPE_AFTER,
+    ROPE_BEFORE,
+    ROPE_DELTAS,
+    ROPE_LENGTHS,
+    SHIFT,
+    TURN,
+    chunk_sizes,
+    method_for,
+)
 from .checks import check_chunks, check_no_autocast, check_room, check_rows_may_differ
 from .guard import Generation, StepGuard
 from .images import shifted
@@ -216,8 +227,25 @@ class ProgramStepper:
         Raises:
             InputError: If the tokens of such a row are not known, or the prompt is more than text.
         """
-        again = self.crossing(steps.rows.lengths, active)
+        again = self._turned(steps, self.crossing(steps.rows.lengths, active))
         return self.feed(self._from_start(steps, again) if again else steps)
+
+    def _turned(self, steps: Steps, rows: list[int]) -> list[int]:
+        """Rotate the keys of shifted rows to the factors past a border, and return the other rows of `rows`.
+
+        These cannot be computed again, because their keys follow from tokens that were dropped.
+        """
+        rope, state = self.rope, self.state
+        shifted = [row for row in rows if state.rope is not None and state.rope.shifted[row]]
+        if rope is None or state.rope is None or not shifted:
+            return rows
+        self.check_shifts()
+        are_turned = torch.zeros_like(self.all_rows)
+        are_turned[shifted] = True
+        moved = state.rope.moved(rope, state.length, self._rope_lengths(self._ends(steps)), are_turned)
+        self._run_shift(state, replace(state, rope=moved), 0, 0)
+        self.moves += 1
+        return [row for row in rows if row not in shifted]
 
     def crossing(self, added: Sequence[int], active: torch.Tensor | None = None) -> list[int]:
         """Return the rows that must be computed again, because they cross a border of RoPE.
@@ -514,7 +542,7 @@ class ProgramStepper:
         if self.rope is not None:
             assert state.rope is not None and lengths is not None
             counts = self.all_rows if rows is None else rows
-            state = replace(state, rope=state.rope.fed(self.rope, self.state.length, lengths, fed, counts))
+            state = replace(state, rope=state.rope.fed(self.rope, self.state.length, lengths, fed, counts, tokens))
         self.state = state
         self.guard.is_broken = False
 
@@ -542,15 +570,36 @@ class ProgramStepper:
         """
         self.guard.check_whole()
         self.check_shifts()
-        state = self.state.dropped(first, count, self.layers)
+        before, state = self.state, self.state.dropped(first, count, self.layers)
+        if self.rope is not None:
+            # By the kept length, as in a new sequence of these tokens.
+            assert before.rope is not None
+            state = replace(
+                state, rope=before.rope.moved(self.rope, state.length, state.length, torch.ones_like(self.all_rows))
+            )
+        self._run_shift(before, state, first, count)
+
+    def _run_shift(self, before: SequenceState, after: SequenceState, first: int, count: int) -> None:
+        """Run the method `shift` between two states."""
+        given = {
+            TURN: lambda: before.images.turns(first, count),
+            ROPE_BEFORE: lambda: self._rope_of(before),
+            ROPE_AFTER: lambda: self._rope_of(after),
+        }
         places = [
-            self.state.length,
-            torch.full_like(self.state.length, first),
-            torch.full_like(self.state.length, count),
+            before.length,
+            torch.full_like(before.length, first),
+            torch.full_like(before.length, count),
+            *(given[name]() for name in self.runner.methods[SHIFT.name].input_names[3:]),
         ]
         self.guard.is_broken = True
         self.runner.run(SHIFT.name, *(place.to(self.device) for place in places))
-        self.state, self.guard.is_broken = state, False
+        self.state, self.guard.is_broken = after, False
+
+    def _rope_of(self, state: SequenceState) -> torch.Tensor:
+        """Return the lengths that chose the factors of RoPE by position, int64 [batch, slots]."""
+        assert state.rope is not None and self.max_length is not None
+        return state.rope.chosen_by(state.length, self.max_length)
 
     def check_shifts(self) -> None:
         """Check that the program can drop old tokens; a live runner makes the method first.

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from exportable_cache.common.compat.transformers import cache_argument
-from exportable_cache.models.positions import takes_positions
+from exportable_cache.models.positions import lengths_forgotten, takes_positions
 
 
 class _Captured(Exception):
@@ -48,6 +48,8 @@ class ShiftOracle:
         self.argument, self.follows = cache_argument(model), takes_positions(model)
         self.hidden: dict[nn.Module, torch.Tensor] = {}
         self.calls: dict[nn.Module, dict[str, Any]] = {}
+        # Rotary positions of the held tokens, [axes, 1, length], for models with several axes.
+        self.axes: torch.Tensor | None = None
         self.rotary: list[tuple[nn.Module, tuple, dict[str, Any], Any]] = []
         for module in model.modules():
             names = inspect.signature(module.forward).parameters
@@ -62,31 +64,58 @@ class ShiftOracle:
         return next(iter(self.hidden.values())).shape[1] if self.hidden else 0
 
     @torch.no_grad()
-    def feed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Feed tokens [1, length], and return the logits [1, vocab] of the last one."""
-        start = self.length
+    def feed(self, ids: torch.Tensor, **items: torch.Tensor) -> torch.Tensor:
+        """Feed tokens [1, length], and return the logits [1, vocab] of the last one.
+
+        Args:
+            ids: The tokens.
+            items: Images of a prompt at position 0, whose positions the model counts.
+        """
+        start = self.length if self.axes is None else int(self.axes.max()) + 1
         places = torch.arange(start, start + ids.shape[1])[None]
+        if self.axes is not None:
+            places = places.expand(self.axes.shape[0], 1, -1)
         self.rotary.clear()
-        options = {"position_ids": places} if self.follows else {}
+        options = {"position_ids": places} if self.follows and not items else items
         return self.model(ids, use_cache=True, **{self.argument: self.cache}, **options).logits[:, -1]
 
     @torch.no_grad()
-    def drop(self, count: int, first: int) -> None:
-        """Drop tokens, and compute the keys and values of the others at their new positions."""
+    def drop(self, count: int, first: int, reaching: int = 0) -> None:
+        """Drop tokens, and compute the keys and values of the others at their new positions.
+
+        Factors of RoPE that change with the length are those of a new sequence of the kept tokens.
+
+        Args:
+            count: Number of tokens to drop.
+            first: Number of tokens before them.
+            reaching: Length of the sequence, if it is greater than the number of kept tokens.
+        """
+        with lengths_forgotten(self.model):
+            self._drop(count, first, reaching)
+
+    def _drop(self, count: int, first: int, reaching: int) -> None:
+        if self.axes is not None:
+            begin, rest = self.axes[..., :first], self.axes[..., first + count :]
+            following = int(begin.max()) + 1 if first else 0
+            self.axes = torch.cat([begin, rest - rest[..., :1].max() + following], dim=-1)
         for module, hidden in self.hidden.items():
             if getattr(module, "is_kv_shared_layer", False):
                 self.hidden[module] = hidden[:, count:]
                 continue
             kept = torch.cat([hidden[:, :first], hidden[:, first + count :]], dim=1)
             self.hidden[module] = kept
-            places = torch.arange(kept.shape[1])[None]
+            places = torch.arange(kept.shape[1])[None] if self.axes is None else self.axes
             call = {**self.calls[module], "attention_mask": None, "use_cache": True}
             call["hidden_states" if "hidden_states" in call else "x"] = kept
             if "position_ids" in call:
                 call["position_ids"] = places
             embeddings = call.get("position_embeddings")
             if embeddings is not None:
-                call["position_embeddings"] = self._embeddings(embeddings, kept, places)
+                longer = torch.arange(max(reaching, kept.shape[1]))[None] if self.axes is None else places
+                found = self._embeddings(embeddings, kept, longer)
+                if isinstance(found, tuple) and reaching:
+                    found = tuple(one[:, : kept.shape[1]] for one in found)
+                call["position_embeddings"] = found
             catcher = _Catcher()
             for name in ("past_key_values", "layer_past"):
                 if name in call:
@@ -116,6 +145,9 @@ class ShiftOracle:
 
     def _note_rotary(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         self.rotary.append((module, args, kwargs, output))
+        for given in (*args, *kwargs.values()):
+            if torch.is_tensor(given) and given.dtype == torch.int64 and given.dim() == 3 and self._ignored is None:
+                self.axes = given if self.axes is None else torch.cat([self.axes, given], dim=-1)
 
     def _note_call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if module is self._ignored:

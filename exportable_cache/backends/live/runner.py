@@ -23,7 +23,7 @@ from ...models.cache_factory import ExportableEncoderDecoderCache
 from ...models.joined_linears import join_linears
 from ...models.lora import ADAPTED, LORA_TENSORS, WRITE_ADAPTER, lora_layers
 from ...program.lengths import shared_methods, slots_to_read
-from ...program.methods import SHIFT
+from ...program.methods import SHIFT, moves_images
 from ...program.program import ResidentModule, front_module, program_methods
 from ...program.shift import shift_module
 from ...program.spec import ProgramSpec
@@ -172,12 +172,12 @@ class ModuleRunner:
             raise kind(message)
         if SHIFT.name not in self.methods:
             try:
-                self.modules[SHIFT.name] = shift_module(self._model, self._cache)
+                module = shift_module(self._model, self._cache, moves_images(self.methods))
             except (InputError, UnsupportedModelError) as error:
                 # Not the error itself, whose traceback would keep this runner alive.
                 self._shift_refusal = type(error), str(error)
                 raise
-            self.methods[SHIFT.name] = SHIFT
+            self.modules[SHIFT.name], self.methods[SHIFT.name] = module, module.method
             self._uncompiled.add(SHIFT.name)
 
     @torch.no_grad()

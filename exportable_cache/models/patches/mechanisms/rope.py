@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _REPLACES = "09d51d7a784c1bb7"
 #: Of later releases, which copy the long frequencies to the buffer, in its dtype.
 _COPIES = "08325dbe8de5e5f0"
+_PHIMOE_NAME = "PhimoeRotaryEmbedding"
 _PHIMOE = ("b9c85539c82b68e8", "abfb30d6df52d9eb")
 _REASON = "it selects frequencies by the largest position of a call, for all rows, and keeps them for later calls"
 #: Attribute of a replacement that supports `rope_by`.
@@ -115,23 +117,67 @@ def by_lengths(original: Callable) -> Callable:
     return forward
 
 
+@dataclass(frozen=True)
+class ChangingFrequencies:
+    """Inverse frequencies and scale of a rotary embedding by the length of a sequence.
+
+    Attributes:
+        border: Longest length with the frequencies of short sequences.
+        short: Frequencies up to the border, [dim / 2].
+        longer: Frequencies past it, [dim / 2]; None for dynamic NTK, which computes them from the length.
+        theta: Base of dynamic NTK.
+        factor: Factor of dynamic NTK.
+        scales: Factor of the rotated rows up to the border, and past it.
+    """
+
+    border: int
+    short: torch.Tensor
+    longer: torch.Tensor | None = None
+    theta: float = 1.0
+    factor: float = 1.0
+    scales: tuple[float, float] = (1.0, 1.0)
+
+    @classmethod
+    def of(cls, module: Any, layer_type: str | None, kind: str) -> ChangingFrequencies:
+        """Return those of a patched rotary embedding, see `changing`."""
+        short, parameters = getattr(module, f"{prefix(layer_type)}original_inv_freq"), parameters_of(module, layer_type)
+        if kind != LONGROPE:
+            return cls(module.original_max_seq_len, short, None, parameters["rope_theta"], parameters["factor"])
+        border = parameters["original_max_position_embeddings"]
+        if type(module).__name__ == _PHIMOE_NAME:
+            # Its frequencies are constant: the length chooses the scale only.
+            always = getattr(module, _KEPT.format("short_"))
+            return cls(border, always, always, scales=(parameters["short_mscale"], parameters["long_mscale"]))
+        longer = getattr(module, _KEPT.format(f"{prefix(layer_type)}long_"))
+        return cls(border, short, longer.to(short.dtype) if getattr(module, _IS_CAST) else longer)
+
+    def to(self, device: torch.device) -> ChangingFrequencies:
+        """Return the same frequencies on a device."""
+        longer = None if self.longer is None else self.longer.to(device)
+        return replace(self, short=self.short.to(device), longer=longer)
+
+    def at(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Return the frequencies for lengths int64 [..., 1], [..., dim / 2]."""
+        if self.longer is not None:
+            return torch.where(lengths > self.border, self.longer, self.short)
+        # As `_compute_dynamic_ntk_parameters`, for several lengths.
+        border, half = self.border, self.short.shape[-1]
+        grown = (self.factor * lengths.clamp(min=border) / border) - (self.factor - 1)
+        base = self.theta * grown ** (2 * half / (2 * half - 2))
+        exponents = torch.arange(0, 2 * half, 2, dtype=torch.int64, device=self.short.device).float() / (2 * half)
+        return torch.where(lengths > border, 1.0 / (base**exponents), self.short.float())
+
+    def scale(self, lengths: torch.Tensor) -> torch.Tensor | float:
+        """Return the scale for lengths int64 [...]."""
+        below, above = map(float, self.scales)
+        return below if below == above else torch.where(lengths > self.border, above, below)
+
+
 def _inv_freq(module: Any, kind: str, layer_type: str | None) -> torch.Tensor:
     """Return inverse frequencies, [dim / 2] or [batch, 1, dim / 2]."""
-    short, lengths = getattr(module, f"{prefix(layer_type)}original_inv_freq"), _step.lengths
-    if lengths is None:
-        return short
-    lengths, parameters = lengths[:, None, None], parameters_of(module, layer_type)
-    if kind == LONGROPE:
-        longer = getattr(module, _KEPT.format(f"{prefix(layer_type)}long_"))
-        if getattr(module, _IS_CAST):
-            longer = longer.to(short.dtype)
-        return torch.where(lengths > parameters["original_max_position_embeddings"], longer, short)
-    # As `_compute_dynamic_ntk_parameters`, for several lengths.
-    border, factor, half = module.original_max_seq_len, parameters["factor"], short.shape[-1]
-    grown = (factor * lengths.clamp(min=border) / border) - (factor - 1)
-    base = parameters["rope_theta"] * grown ** (2 * half / (2 * half - 2))
-    exponents = torch.arange(0, 2 * half, 2, dtype=torch.int64, device=short.device).float() / (2 * half)
-    return torch.where(lengths > border, 1.0 / (base**exponents), short.float())
+    if _step.lengths is None:
+        return getattr(module, f"{prefix(layer_type)}original_inv_freq")
+    return ChangingFrequencies.of(module, layer_type, kind).at(_step.lengths[:, None, None])
 
 
 def phimoe_by_lengths(original: Callable) -> Callable:
@@ -140,13 +186,10 @@ def phimoe_by_lengths(original: Callable) -> Callable:
     def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not _step.is_step or self.rope_type != LONGROPE:
             return original(self, x, position_ids)
-        parameters, lengths = self.config.rope_parameters, _step.lengths
-        angles = position_ids[..., None].float() * getattr(self, _KEPT.format("short_"))
+        frequencies, lengths = ChangingFrequencies.of(self, None, LONGROPE), _step.lengths
+        angles = position_ids[..., None].float() * frequencies.short
         angles = torch.cat((angles, angles), dim=-1)
-        scale: Any = parameters["short_mscale"]
-        if lengths is not None:
-            is_long = lengths[:, None, None] > parameters["original_max_position_embeddings"]
-            scale = torch.where(is_long, float(parameters["long_mscale"]), float(scale))
+        scale = frequencies.scales[0] if lengths is None else frequencies.scale(lengths[:, None, None])
         return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
 
     forward = torch.no_grad()(forward)
@@ -201,7 +244,7 @@ def _is_from_transformers(rotary: type) -> bool:
 
 def _patch_of(rotary: type) -> Patch:
     file, name = rotary.__module__.removeprefix("transformers.models."), f"{rotary.__name__}.forward"
-    if rotary.__name__ == "PhimoeRotaryEmbedding":
+    if rotary.__name__ == _PHIMOE_NAME:
         return Patch(file, name, phimoe_by_lengths, _REASON, _PHIMOE)
     return Patch(file, name, by_lengths, _REASON, (_COPIES, _REPLACES), source="dynamic_rope_update")
 
