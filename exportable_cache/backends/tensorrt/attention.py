@@ -11,12 +11,8 @@ from transformers import AttentionInterface
 
 from ...cache.attention.functions import EXTRAS, SELECTIONS, matmul_attention
 from ...cache.attention.masks import register_masks
-from ...cache.policies.ring import is_one
 
 TENSORRT_ATTENTION = "exportable_cache_tensorrt"
-
-# Limit for one float16 query, see `trips_the_builder`.
-_MAX_KEYS_OF_ONE_QUERY = 512
 
 _SINKS = ("s_aux", "sinks")
 
@@ -72,14 +68,9 @@ def tensorrt_attention(
         # Clamped, because the lowest float16 plus a negative score is -inf, from which kernels compute NaN.
         mask = mask.clamp(min=torch.finfo(mask.dtype).min)
         query, key = query[..., : value.shape[-1]], key[..., : value.shape[-1]]
-    doubled = is_one(query.shape[2]) and trips_the_builder(query.dtype, key.shape[2])
-    if doubled:
-        query, mask = torch.cat([query, query], dim=2), torch.cat([mask, mask], dim=2)
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
-    if doubled:
-        output = output[:, :, :1]
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -108,16 +99,6 @@ def _scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     batch, heads, length, dim = query.shape
     folded = query.reshape(batch, key.shape[1], heads // key.shape[1] * length, dim)
     return (folded @ key.transpose(2, 3)).reshape(batch, heads, length, key.shape[2])
-
-
-def trips_the_builder(dtype: torch.dtype, keys: int) -> bool:
-    """Return True if TensorRT-RTX 1.5.0.114 would choose a kernel for one query that fails with a mask.
-
-    It chooses that kernel for one float16 query over many keys: "MyelinCheckException: wrap_attention_op_in_kgen:
-    Expected 3 live inputs, got 4", from 1024 keys on and not at 512. Two equal queries select the general kernel; keys
-    and values, which dominate the time, are still read once. A range of one to two queries selects it, too.
-    """
-    return dtype == torch.float16 and keys > _MAX_KEYS_OF_ONE_QUERY
 
 
 AttentionInterface.register(TENSORRT_ATTENTION, tensorrt_attention)

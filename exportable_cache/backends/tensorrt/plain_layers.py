@@ -292,7 +292,7 @@ def _has_mask_alone(node: Any, settings: Any = None) -> bool:
 def _attention(
     ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> trt.ITensor:
-    """Convert to TensorRT's attention layer over a scaled query."""
+    """Convert to TensorRT's attention layer over a scaled query, or in 16 bits to layers with a float32 softmax."""
     query, key, value = args[:3]
     mask = args[3] if len(args) > 3 else kwargs["attn_mask"]
     dtype = ctx.current_node.meta["val"].dtype
@@ -301,9 +301,57 @@ def _attention(
     if scale != 1:
         factor = _operand(ctx, scale, dtype, 4, f"{name}_scale")
         query = ctx.net.add_elementwise(query, factor, trt.ElementWiseOperation.PROD).get_output(0)
+    if dtype != torch.float32:
+        return _attention_in_16_bits(ctx, query, key, value, mask, name)
     attention = ctx.net.add_attention(query, key, value, trt.AttentionNormalizationOp.SOFTMAX, False)
     attention.name = name
     attention.mask = _operand(ctx, mask, dtype, 4, f"{name}_mask")
     # Because float32 prefill and some head sizes have no fused kernel.
     attention.decomposable = True
     return attention.get_output(0)
+
+
+def _attention_in_16_bits(
+    ctx: ConversionContext, query: trt.ITensor, key: trt.ITensor, value: trt.ITensor, mask: trt.ITensor, name: str
+) -> trt.ITensor:
+    """Attend in float16 or bfloat16, with scores that are masked and normalized in float32.
+
+    TensorRT-RTX 1.5 fuses these layers into the kernels that it has for its attention layer. For the layer itself in 16
+    bits, the kernel of a step computes the softmax in 16 bits, and that of a float16 prompt adds in 16 bits; for these
+    layers, both use float32. Heads of keys are repeated, because the builder fuses neither broadcast nor folded heads.
+    """
+    net, none = ctx.net, trt.MatrixOperation.NONE
+    groups = query.shape[1] // key.shape[1]
+    key, value = (_repeated_heads(ctx, one, groups, f"{name}_{of}") for one, of in ((key, "key"), (value, "value")))
+    scores = net.add_matrix_multiply(query, none, key, trt.MatrixOperation.TRANSPOSE).get_output(0)
+    scores = cast_trt_tensor(ctx, scores, trt.DataType.FLOAT, f"{name}_scores")
+    addend = _operand(ctx, mask, torch.float32, 4, f"{name}_mask")
+    masked = net.add_elementwise(scores, addend, trt.ElementWiseOperation.SUM).get_output(0)
+    softmax = net.add_softmax(masked)
+    softmax.axes = 1 << 3
+    weights = cast_trt_tensor(ctx, softmax.get_output(0), value.dtype, f"{name}_weights")
+    layer = net.add_matrix_multiply(weights, none, value, none)
+    layer.name = name
+    return layer.get_output(0)
+
+
+def _repeated_heads(ctx: ConversionContext, tensor: trt.ITensor, groups: int, name: str) -> trt.ITensor:
+    """Repeat each head: [batch, kv_heads, slots, dim] -> [batch, kv_heads * groups, slots, dim]."""
+    if groups == 1:
+        return tensor
+    batch, heads, slots, dim = tensor.shape
+    split = ctx.net.add_shuffle(tensor)
+    split.reshape_dims = (batch, heads, 1, slots, dim)
+    repeated: trt.ILayer
+    if -1 in (batch, slots):
+        # A concatenation, because a slice needs sizes that are known.
+        repeated = ctx.net.add_concatenation([split.get_output(0)] * groups)
+        repeated.axis = 2
+    else:
+        start, sizes = (0,) * 5, (batch, heads, groups, slots, dim)
+        repeated = ctx.net.add_slice(split.get_output(0), start, sizes, (1, 1, 0, 1, 1))
+    joined = ctx.net.add_shuffle(repeated.get_output(0))
+    joined.reshape_dims = (batch, heads * groups, slots, dim)
+    for layer, what in ((split, "heads"), (repeated, "repeated"), (joined, "joined")):
+        layer.name = f"{name}_{what}"
+    return joined.get_output(0)

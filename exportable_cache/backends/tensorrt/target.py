@@ -15,8 +15,8 @@ from ...errors import InputError, UnsupportedModelError, VerificationError
 from ...models.lora import WRITE_ADAPTER
 from ...program.spec import Form
 from ..base import LoweredFile, StandIn
-from .attention import TENSORRT_ATTENTION, trips_the_builder
-from .engine_io import STATE_IN, EngineRecord, Input, Output, details_of, records_of
+from .attention import TENSORRT_ATTENTION
+from .engine_io import EngineRecord, Input, Output, details_of, records_of
 from .kv_cache import engine_layers, keeps_tokens_alone
 from .options import LEAST_BFLOAT16, MACHINE_CODE, TF32_REMARK, TensorRTOptions
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ...program.program import Program
     from ...program.spec import ProgramSpec
     from ..base import ProgramDescription, Runner
-    from .engine_io import InputSpec
     from .network import Network
 
 
@@ -65,7 +64,7 @@ class TensorRTBackend:
         for methods in methods_by_engine(networks):
             network, shares = networks[methods[0]], len(methods) > 1
             name = SHARED_PLAN if shares else f"{methods[0]}.plan"
-            profiles = [_buildable(networks[method].inputs) if shares else network.inputs for method in methods]
+            profiles = [networks[method].inputs for method in methods]
             plan = network.build_plan(capabilities, profiles)
             (folder / name).write_bytes(plan)
             records = [
@@ -204,20 +203,6 @@ def _shared_network(program: Program, exported: ExportedProgram, usual: Mapping[
         method: replace(whole, inputs=tuple(spec.for_lengths(one.lengths) for spec in whole.inputs))
         for method, one in signatures.items()
     }
-
-
-def _buildable(inputs: Sequence[InputSpec]) -> Sequence[InputSpec]:
-    """Return the inputs of an optimization profile, widened from one token to two if TensorRT would fail for one.
-
-    See `attention.trips_the_builder`. Steps still have one token.
-    """
-    is_step = all(spec.min_shape == spec.max_shape for spec in inputs)
-    many = any(trips_the_builder(spec.dtype, spec.max_shape[2]) for spec in inputs if spec.name.startswith(STATE_IN))
-    if not is_step or not many:
-        return inputs
-    ids = next(spec for spec in inputs if spec.name == "input_ids")
-    rows, _, *others = ids.max_shape
-    return [replace(spec, max_shape=(rows, 2, *others)) if spec is ids else spec for spec in inputs]
 
 
 def methods_by_engine(networks: Mapping[str, Network]) -> list[list[str]]:

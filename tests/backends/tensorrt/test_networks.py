@@ -17,7 +17,6 @@ from exportable_cache.backends.tensorrt.kv_cache import EngineLayout
 from exportable_cache.backends.tensorrt.network import Network
 from exportable_cache.backends.tensorrt.options import TensorRTOptions
 from exportable_cache.backends.tensorrt.target import (
-    _buildable,
     engine_networks,
     engine_program_spec,
     methods_by_engine,
@@ -133,7 +132,7 @@ def test_a_plan_has_a_tied_table_once(score_length: int) -> None:
     options = TensorRTOptions(score_length=score_length)
     networks = engine_networks(program_of(model, options=options), options)
     (methods,) = methods_by_engine(networks)
-    profiles = [_buildable(networks[method].inputs) for method in methods]
+    profiles = [networks[method].inputs for method in methods]
     size = len(networks[methods[0]].build_plan((), profiles))
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert weights < size < 1.15 * weights
@@ -152,6 +151,25 @@ def test_scatters_instead_of_updates_in_place() -> None:
         assert network.aliases == {}
         assert network.layer_counts["SCATTER"] == 2 * LAYERS and "KV_CACHE_UPDATE" not in network.layer_counts
     assert verify_session(network_session(model, program, networks), model, tolerance=1e-4, prompts=[3, 20]).passed
+
+
+def test_norms_rotations_and_softmax_of_16_bits_are_float32() -> None:
+    """Compare the dtypes of sums, roots, sines and softmax; the products stay in 16 bits."""
+    _, _, networks = engine_program("llama", torch.float16)
+    from exportable_cache.backends.tensorrt.network import layer_kind
+
+    definition = networks["decode"].definition
+    kinds: dict[str, set[str]] = {}
+    for index in range(definition.num_layers):
+        layer = definition.get_layer(index)
+        kinds.setdefault(layer_kind(layer), set()).add(layer.get_output(0).dtype.name)
+    assert {kind: kinds[kind] for kind in ("REDUCE", "SOFTMAX", "MATRIX_MULTIPLY")} == {
+        "REDUCE": {"FLOAT"},
+        "SOFTMAX": {"FLOAT"},
+        "MATRIX_MULTIPLY": {"HALF"},
+    }
+    # Roots and sines; integers are of the positions.
+    assert "HALF" not in kinds["UNARY"] and "FLOAT" in kinds["UNARY"]
 
 
 def test_grouped_keys_reach_the_attention_layer_unexpanded() -> None:
