@@ -106,6 +106,40 @@ class RoundedCache(Entry):
     argmax_agreement: float | None = None
 
 
+class Acceptance(Entry):
+    """Tokens that a draft head proposed after pieces of a text, and how many of them the model accepted, greedily.
+
+    `tokens` were generated in `steps` steps of the model. `proposed` and `accepted` are counts by position in a
+    proposal. The text is known from the digest of its tokens.
+    """
+
+    text_tokens: Count
+    sha256: str
+    tokens: Count
+    steps: Count
+    proposed: list[Count]
+    accepted: list[Count]
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a step of the model gives; 1 without a draft."""
+        return self.tokens / max(1, self.steps)
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{a / p:.0%}" for a, p in zip(self.accepted, self.proposed, strict=True) if p)
+        return (
+            f"{self.tokens_per_step:.2f} tokens per step of the model over {self.tokens:,} generated tokens; accepted "
+            f"proposals by position {shares or 'none'}"
+        )
+
+
+class Drafted(Entry):
+    """The draft head of a program: `mtp`, or the name of an EAGLE-3 head. `acceptance` is None if not measured."""
+
+    head: str
+    acceptance: Acceptance | None = None
+
+
 class AppliedRecipe(Entry):
     """The recipe of an export, and the options that were given and differ from it."""
 

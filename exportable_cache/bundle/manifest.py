@@ -16,6 +16,7 @@ from ..errors import BundleError, first_line
 from .entries import (
     AppliedRecipe,
     Count,
+    Drafted,
     Dtype,
     Entry,
     File,
@@ -64,6 +65,8 @@ class Manifest(Entry):
     remarks: list[str] = Field(default_factory=list)
     # None in bundles of releases without recipes.
     recipe: AppliedRecipe | None = None
+    # None without a draft head, and in bundles of releases that did not record it.
+    draft: Drafted | None = None
     # Set if the program has one part for each of several processes.
     ranks: RankedProgram | None = None
 

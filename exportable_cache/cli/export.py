@@ -258,6 +258,7 @@ def print_verification(terminal: Terminal, bundle: Bundle) -> None:
         terminal.print(shown(VerifyReport.recorded(recorded)))
     print_quantization(terminal, bundle)
     print_kv_cache(terminal, bundle)
+    print_draft(terminal, bundle)
     print_recipe(terminal, bundle)
     if needs_native_kernels(bundle.manifest.options):
         terminal.print(NATIVE_KERNELS_NEEDED)
@@ -296,6 +297,14 @@ def print_kv_cache(terminal: Terminal, bundle: Bundle) -> None:
             f"difference| {kept.max_difference:.1e}, same argmax {kept.argmax_agreement:.1%}"
         )
     terminal.print(text)
+
+
+def print_draft(terminal: Terminal, bundle: Bundle) -> None:
+    """Print the acceptance of the draft head, if there is one."""
+    draft = bundle.manifest.draft
+    if draft is not None:
+        measured = draft.acceptance or "acceptance not measured, see --draft-text of export"
+        terminal.print(shown(f"draft head {draft.head}: {measured}"))
 
 
 def print_quantization(terminal: Terminal, bundle: Bundle) -> None:

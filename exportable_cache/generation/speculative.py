@@ -213,11 +213,26 @@ class SpeculationStatistics:
         steps: Steps of the model, one per proposal.
         proposed: Proposed tokens.
         accepted: Proposed tokens that were accepted.
+        proposed_at: Proposed tokens by their position in a proposal.
+        accepted_at: Accepted tokens by their position in a proposal.
     """
 
     steps: int = 0
     proposed: int = 0
     accepted: int = 0
+    proposed_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def add(self, proposed: int, accepted: int) -> None:
+        """Count one step of the model."""
+        self.steps += 1
+        self.proposed += proposed
+        self.accepted += accepted
+        for counts in (self.proposed_at, self.accepted_at):
+            counts.extend([0] * (proposed - len(counts)))
+        for index in range(proposed):
+            self.proposed_at[index] += 1
+            self.accepted_at[index] += index < accepted
 
 
 def check_can_rewind(session: HasStepper, tokens: int) -> None:
@@ -286,10 +301,7 @@ def speculative_loop(
         logits = session.decode_for_generation(fed_tokens[0]) if equal == 0 else session.score(fed_tokens)[0]
         fed, moves = int(session.length[0]), session.moves
         tokens = sampler.agreed(_judge(logits, proposal, sampler)[0], len(proposal.tokens) + 1)
-        accepted = len(tokens) - 1
-        statistics.steps += 1
-        statistics.proposed += len(proposal.tokens)
-        statistics.accepted += accepted
+        statistics.add(len(proposal.tokens), len(tokens) - 1)
         given_now = 0
         try:
             for token in tokens:

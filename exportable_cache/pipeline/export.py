@@ -11,6 +11,7 @@ import torch
 
 from ..backends import backend_for
 from ..backends.executorch.options import NATIVE_KERNELS_NEEDED, needs_native_kernels
+from ..cache.layer_spec import DRAFTED
 from ..cache.spec import CacheSpec
 from ..common.process.quiet import quietly
 from ..common.progress import silent
@@ -34,7 +35,7 @@ from ..program.spec import ProgramSpec
 from .dtypes import DtypeChoice
 from .plan import RecipeSize, plan_cache, sizes_of_recipes, weights_bytes
 from .recipes import fill_options, remark_of
-from .spec import ExportSpec, Split, options_of, vocabulary_of
+from .spec import DRAFT_TARGETS, ExportSpec, Split, options_of, vocabulary_of
 from .steps import resolve, run
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def export(
     lora_rank: int = 16,
     lora_targets: Sequence[str] = (),
     draft: str | os.PathLike | None = None,
+    draft_text: str | os.PathLike | None = None,
     vocabulary: str | os.PathLike | Sequence[int] | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -147,7 +149,10 @@ def export(
         lora_rank: Largest rank of these adapters.
         lora_targets: Names of the linear layers that they may change; all of the decoder by default.
         draft: "mtp" or the folder of an EAGLE-3 head to export with the model, for `TrainedDraft`. It stays attached to
-            a loaded model. Targets `pt2` and `executorch`, with `score_length` as an option.
+            a loaded model. Targets `pt2` and `executorch`. `score_length` is then 4 by default, and `rollback_slots`
+            allows to take back as many tokens.
+        draft_text: Text file of at least 256 tokens on which the acceptance of the draft head is measured, for the
+            manifest: greedy generations after eight pieces of it.
         vocabulary: Token ids, or a file of them, whose logits the program computes; those of other tokens are minus
             infinity. They must include the end tokens. All by default.
         dry_run: Read no weights, write nothing, and return a `DryRun` that describes the export.
@@ -184,6 +189,12 @@ def export(
         },
     )
     settings = filled.settings
+    # Other delegates and the static form refuse it by name later.
+    resident = options.get("delegate", "xnnpack") == "xnnpack" and options.get("form") != "static"
+    if draft is not None and target in DRAFT_TARGETS and resident:
+        # A head is of no use where its proposals cannot be scored and taken back.
+        scored = filled.options.setdefault("score_length", DRAFTED + 1)
+        rollback_slots = max(rollback_slots, scored - 2) if isinstance(scored, int) else rollback_slots
     spec = ExportSpec(
         model_or_path,
         target,
@@ -220,6 +231,7 @@ def export(
         tokenizer=tokenizer,
         lora=lora,
         draft=draft,
+        draft_text=draft_text,
         vocabulary=vocabulary,
         dry_run=dry_run,
     )

@@ -60,6 +60,7 @@ class ExportSpec:
         tokenizer: Tokenizer to save in the bundle; None for the model's.
         lora: Folder of an adapter to merge into the weights, at most one.
         draft: Draft head of the program, see `Session.from_model`; None for none.
+        draft_text: File of a text on which the acceptance of the draft head is measured, or None.
         vocabulary: Token ids whose logits are computed, or a file of them, see `vocabulary.read_vocabulary`; None for
             all. Read when the spec is made, into a tuple.
         dry_run: Describe the export, and write nothing.
@@ -165,6 +166,14 @@ class ExportSpec:
         metavar="mtp|FOLDER",
         shown_default=False,
     )
+    draft_text: str | os.PathLike | None = setting(
+        None,
+        "Text to measure the acceptance of the draft head on.",
+        flags=("--draft-text",),
+        metavar="FILE",
+        kind=Path,
+        shown_default=False,
+    )
     vocabulary: str | os.PathLike | Sequence[int] | None = setting(
         None,
         "File of the ids of the tokens to keep in the head; the logits of others are minus infinity.",
@@ -212,6 +221,8 @@ class ExportSpec:
             )
         if self.draft is not None:
             _check_draft(self)
+        if self.draft_text is not None:
+            _check_draft_text(self)
         if self.calibrate is not None:
             scheme = None if self.quantization is None else self.quantization.linear
             check_calibrated(self.calibrate, scheme, self.recipe)
@@ -274,6 +285,16 @@ def _check_draft(spec: ExportSpec) -> None:
     for what, found in others.items():
         if found:
             raise InputError(f"draft={str(spec.draft)!r} cannot be combined with {what}, or leave out draft")
+
+
+def _check_draft_text(spec: ExportSpec) -> None:
+    """Check that the acceptance of a draft head can be measured."""
+    if spec.draft is None:
+        raise InputError(f"draft_text={str(spec.draft_text)!r} needs a draft head; pass draft='mtp', or leave it out")
+    if not spec.verify:
+        raise InputError("draft_text cannot be combined with verify=False; leave one of them out")
+    if not Path(spec.draft_text or "").is_file():
+        raise InputError(f"draft_text must be a file of text, got {str(spec.draft_text)!r}; check the path")
 
 
 def output_of(spec: ExportSpec) -> Path:

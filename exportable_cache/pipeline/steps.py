@@ -22,7 +22,7 @@ from ..backends import backend_for
 from ..backends.base import target_dtypes
 from ..bundle import signing
 from ..bundle.builder import Provenance, check_free, new_folder, write_bundle
-from ..bundle.entries import AppliedRecipe, Calibrated, Quantized, RoundedCache
+from ..bundle.entries import AppliedRecipe, Calibrated, Drafted, Quantized, RoundedCache
 from ..common.fs.tensor_files import Scratch
 from ..common.process.tuning import few_collections
 from ..common.progress import silent
@@ -43,13 +43,14 @@ from ..models.loading.loading import (
 )
 from ..models.lora import remove_slots
 from ..models.positions import beyond_positions, check_positions, check_rope
-from ..models.quantization.calibration import Calibration, read_calibration
+from ..models.quantization.calibration import Calibration, read_calibration, tokens_of_text
 from ..models.quantization.quantize import quantize
 from ..models.quantization.sizes import Coverage, coverage_of, exact_bytes
 from ..models.quantization.spec import KEEP_SCHEME
 from ..models.vocabulary import reduced
 from ..program.inputs.modalities import modalities_of
 from ..program.program import Program
+from ..verification.acceptance import measure_acceptance
 from ..verification.compare import compare, measure_distance, measure_stored
 from ..verification.quantization_effect import measure_quantization, short_prompts
 from ..verification.references import session_to_verify
@@ -62,6 +63,8 @@ from .spec import DRAFT_TARGETS, adapters_of, dtype_of, options_of, output_of, v
 
 # Quantized weights that are kept in memory during an export, one byte each; more go to a temporary file.
 _MOST_IN_MEMORY = 2_000_000_000
+#: Fewest tokens of a text on which a draft head is measured.
+_LEAST_DRAFT_TEXT = 256
 
 if TYPE_CHECKING:
     from ..backends.base import Backend
@@ -104,6 +107,7 @@ class Source:
         weights_bytes: Bytes of the weights as the target stores them; None if the target keeps them unchanged.
         coverage: Quantized share of the weights; None without quantization.
         calibration: Text that the weights were calibrated on, and its effect; None without one.
+        draft_ids: Tokens of the text on which the draft head is measured; None without one.
     """
 
     loaded: LoadedModel
@@ -112,12 +116,16 @@ class Source:
     weights_bytes: int | None = None
     coverage: Coverage | None = None
     calibration: Calibration | None = None
+    draft_ids: list[int] | None = None
 
 
 def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
     """Run all steps. The bundle appears after the last one; a failed step leaves nothing that loads."""
     resolved = resolve(spec)
-    source = quantise(resolved, load(resolved, progress), progress)
+    loaded = load(resolved, progress)
+    draft_ids = _draft_ids(spec, loaded)
+    source = replace(quantise(resolved, loaded, progress), draft_ids=draft_ids)
+    del loaded
     cache = allocate(resolved, source.model)
     made = program(resolved, source.model, cache)
     output = output_of(spec)
@@ -128,6 +136,12 @@ def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
         # Release the program before `measure` loads the stored weights, so that only one copy is in memory.
         del source, cache, made, lowered
         return publish(resolved, measure(resolved, verified, fed, progress))
+
+
+def _draft_ids(spec: ExportSpec, loaded: LoadedModel) -> list[int] | None:
+    if spec.draft_text is None:
+        return None
+    return tokens_of_text(spec.draft_text, loaded.tokenizer, "draft_text", _LEAST_DRAFT_TEXT)
 
 
 @contextmanager
@@ -357,6 +371,10 @@ def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progr
             calibration=None if source.calibration is None else _calibrated(source.calibration),
         )
         remarks += [source.coverage.remark] if source.coverage.remark else []
+    head = draft_head_of(made.model)
+    if head is not None:
+        # The name of a folder only, because its path means nothing elsewhere.
+        recorded["draft"] = Drafted(head=Path(head.name).name)
     if spec.cache.kv_dtype is not None:
         exact = replace(spec.cache, kv_dtype=None, device="meta")
         float_bytes = ExportableCache.from_model_spec(made.model, exact, attn_implementation=None).nbytes
@@ -409,6 +427,10 @@ def _verified(
         distance = measure_distance(model, short_prompts(fed), progress)
         assert manifest.kv_cache is not None
         recorded["kv_cache"] = manifest.kv_cache.model_copy(update=asdict(distance))
+    if source.draft_ids is not None:
+        assert manifest.draft is not None
+        found = measure_acceptance(session, source.draft_ids, progress)
+        recorded["draft"] = manifest.draft.model_copy(update={"acceptance": found})
     # For quantized weights, the effect above was measured against the stored model.
     keeps = source.dtype.widened and spec.quantization is None
     return replace(bundle, manifest=manifest.model_copy(update=recorded)), fed if keeps else []

@@ -20,6 +20,7 @@ from exportable_cache.generation.speculative import Proposal, _judge
 from exportable_cache.models.draft_heads import attach_head, attach_predictor, draft_head_of
 from exportable_cache.models.eagle import EagleModel, load_eagle
 
+from ..support.letters import letter_tokenizer
 from ..support.models import WINDOW, tiny_model, tokens
 
 _EXPERTS = {
@@ -171,16 +172,26 @@ def test_a_bundle_proposes_as_the_live_model(
 ) -> None:
     """After a prompt, single tokens, rejected proposals and a rollback, past the window."""
     model, prompt, ids = sometimes_right_model(family, **overrides), tokens(20), tokens(30)
-    sizes = {"max_cache_len": 96, "rollback_slots": 4, "score_length": 5}
-    bundle = export(model, target, output_dir=tmp_path, draft="mtp", **sizes)
+    text = tmp_path / "text.txt"
+    text.write_text("a cat sat on the mat, and a dog sat by it. " * 20)
+    sizes = {"max_cache_len": 96, "rollback_slots": 4, "draft_text": text, "tokenizer": letter_tokenizer()}
+    bundle = export(model, target, output_dir=tmp_path / "bundle", draft="mtp", **sizes)
+    record = bundle.manifest.draft
+    assert record is not None and record.head == "mtp" and record.acceptance is not None
+    measured = record.acceptance
+    # Each of the eight generations has one token of its prompt, and fills the cache with and after its prompt.
+    assert measured.tokens == 8 * 47 == sum(measured.accepted) + measured.steps
+    assert len(measured.accepted) == 3 and 0 < measured.accepted[2] < measured.accepted[0] < measured.proposed[0]
+    assert f"{measured.tokens / measured.steps:.2f} tokens per step" in str(measured)
     session, live = load(bundle.path), Session.from_model(model, max_cache_len=96)
+    assert session.score_length == 4
     found = []
     for one in (session, live):
         one.prefill(ids[:, :25])
         one.decode(ids[0, 25:26])
         one.stepper.draft(5, 0), one.stepper.draft(9, 1)
-        one.score(torch.cat([ids[:, 26:28], tokens(3, seed=5)], dim=1))
-        one.rewind(3)
+        one.score(torch.cat([ids[:, 26:28], tokens(2, seed=5)], dim=1))
+        one.rewind(2)
         found.append(torch.stack([one.stepper.draft(7 + link, link)[0] for link in range(3)]))
         one.reset()
     assert (found[0] - found[1]).abs().max() < 1e-4
@@ -204,8 +215,19 @@ def test_what_a_program_with_a_head_cannot_have_is_refused(tmp_path: Path) -> No
         with pytest.raises(InputError, match="draft='mtp' cannot be combined with"):
             given = {"target": "executorch", "max_cache_len": 64, "output_dir": tmp_path, "draft": "mtp", **refused}
             export(model, **given)
+    text = tmp_path / "text.txt"
+    text.write_text("too short")
+    given = {"max_cache_len": 64, "output_dir": tmp_path / "bundle", "draft_text": text}
+    with pytest.raises(InputError, match="draft_text='.*' needs a draft head"):
+        export(model, **given)
+    with pytest.raises(InputError, match="draft_text cannot be combined with verify=False"):
+        export(model, draft="mtp", verify=False, **given)
+    with pytest.raises(InputError, match="draft_text must be a file of text, got 'nowhere'"):
+        export(model, draft="mtp", **{**given, "draft_text": "nowhere"})
+    with pytest.raises(InputError, match="draft_text must be a text of at least 256 tokens, got 9 in"):
+        export(model, draft="mtp", tokenizer=letter_tokenizer(), **given)
     with pytest.raises(InputError, match="a model with a draft head must be exported for target 'pt2' or 'executorch'"):
-        export(model, target="aoti", max_cache_len=64, output_dir=tmp_path)
+        export(model, target="aoti", max_cache_len=64, output_dir=tmp_path / "other")
 
 
 def test_a_checkpoint_gives_its_modules(tmp_path: Path) -> None:

@@ -105,13 +105,37 @@ def read_calibration(path: str | os.PathLike, tokenizer: PreTrainedTokenizerBase
     Raises:
         InputError: If it cannot be read, is too short, or there is no tokenizer.
     """
+    ids = tokens_of_text(path, tokenizer, "calibrate", _LEAST)
+    lengths = [_LENGTH] * (len(ids) // _LENGTH)
+    # A short rest is part of the sequence before it, because a few tokens held out would decide for all layers.
+    if (rest := len(ids) % _LENGTH) < _LENGTH // 2:
+        lengths[-1] += rest
+    else:
+        lengths.append(rest)
+    return Calibration(torch.tensor([ids], dtype=torch.int64).split(lengths, dim=1))
+
+
+def tokens_of_text(
+    path: str | os.PathLike, tokenizer: PreTrainedTokenizerBase | None, name: str, least: int
+) -> list[int]:
+    """Return the tokens of the start of a text, at most 16,384.
+
+    Args:
+        path: File of the text.
+        tokenizer: The model's tokenizer, or None.
+        name: Argument that names the file, for errors.
+        least: Fewest tokens.
+
+    Raises:
+        InputError: If it cannot be read, is too short, or there is no tokenizer.
+    """
     if tokenizer is None:
-        raise InputError("calibrate needs a tokenizer, and the model has none; pass tokenizer=, or leave calibrate out")
+        raise InputError(f"{name} needs a tokenizer, and the model has none; pass tokenizer=, or leave {name} out")
     try:
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(_CHARACTERS[-1])
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"calibrate must be a text in UTF-8: cannot read {str(path)!r}: {error}") from error
+        raise InputError(f"{name} must be a text in UTF-8: cannot read {str(path)!r}: {error}") from error
     ids: list[int] = []
     for size in _CHARACTERS:
         # Without a warning that the text is longer than the model's context, because it is cut.
@@ -120,18 +144,12 @@ def read_calibration(path: str | os.PathLike, tokenizer: PreTrainedTokenizerBase
         if size >= len(text) or len(ids) >= _MOST + _LENGTH:
             break
     ids = ids[:_MOST]
-    if len(ids) < _LEAST:
+    if len(ids) < least:
         raise InputError(
-            f"calibrate must be a text of at least {_LEAST} tokens, got {len(ids)} in {str(path)!r}; pass a longer "
+            f"{name} must be a text of at least {least} tokens, got {len(ids)} in {str(path)!r}; pass a longer "
             f"text of the kind that the model is used for (up to {_MOST:,} tokens are read)"
         )
-    lengths = [_LENGTH] * (len(ids) // _LENGTH)
-    # A short rest is part of the sequence before it, because a few tokens held out would decide for all layers.
-    if (rest := len(ids) % _LENGTH) < _LENGTH // 2:
-        lengths[-1] += rest
-    else:
-        lengths.append(rest)
-    return Calibration(torch.tensor([ids], dtype=torch.int64).split(lengths, dim=1))
+    return ids
 
 
 class _Reached(Exception):
