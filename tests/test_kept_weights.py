@@ -37,9 +37,10 @@ def write(folder: Path, kind: str, **form: Any) -> None:
         ("gptq", {}, "affine"),
         ("gptq", {"sym": False, "act_order": True}, "4w"),
         ("gptq", {"bits": 8, "sym": False}, "affine"),
-        ("awq", {}, "4w"),
+        ("gptq", {"bits": 8, "sym": False, "group": 16}, "native"),
+        ("awq", {}, "native"),
     ],
-    ids=["symmetric", "act-order", "8-bits", "awq"],
+    ids=["symmetric", "act-order", "8-bits", "8-bits-native", "awq"],
 )
 @torch.no_grad()
 def test_integers_are_kept_and_logits_are_those_of_the_dequantised_model(

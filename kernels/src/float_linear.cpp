@@ -1,8 +1,8 @@
-// Linear layers over weights of float32, bfloat16 and float16, and of 4 bits in groups, compiled for every instruction set and
+// Linear layers over weights of float32, bfloat16 and float16, and of 4 and 8 bits in groups, compiled for every instruction set and
 // chosen at run time.
 //
 // One row reads the weights block by block, in order, at the speed of memory. Several rows keep the sums of a tile in
-// registers while its weights and rows are read once; weights of 4 bits are converted first.
+// registers while its weights and rows are read once; weights of 4 and 8 bits are converted first.
 #include "float_linear.h"
 
 #include <algorithm>
@@ -173,7 +173,8 @@ HWY_INLINE V scales_of(const uint8_t* at, float) { return hn::LoadU(F(), reinter
 HWY_INLINE V scales_of(const uint8_t* at, hwy::float16_t) {
   return hn::PromoteTo(F(), hn::LoadU(hn::Rebind<hwy::float16_t, F>(), reinterpret_cast<const hwy::float16_t*>(at)));
 }
-HWY_INLINE V zeros_of(const uint8_t* at) {
+HWY_INLINE V zeros_of(const uint8_t* at, float) { return hn::LoadU(F(), reinterpret_cast<const float*>(at)); }
+HWY_INLINE V zeros_of(const uint8_t* at, uint8_t) {
   return hn::ConvertTo(F(), hn::PromoteTo(I32(), hn::LoadU(hn::Rebind<uint8_t, F>(), at)));
 }
 // The low half of each word's byte, as a float times 2 to the power of the byte's first bit.
@@ -181,10 +182,24 @@ HWY_INLINE V halves_of(hn::Vec<U32> words, int64_t byte) {
   return hn::ConvertTo(F(), hn::BitCast(I32(), hn::And(words, hn::Set(U32(), 15u << 8 * byte))));
 }
 
-// One row as blocks of 4-bit weights take it: the sums of groups, because zero points are subtracted once for a group, and the
-// inputs divided by the factors of `halves_of`, because a multiplication takes less time than shifts of the weights.
+// Each word's byte, as a float times 2 to the power of the byte's first bit. The last one is shifted first, because its first bit
+// is the sign of the word.
+HWY_INLINE V bytes_of(hn::Vec<U32> words, int64_t byte) {
+  if (byte == 3) words = hn::ShiftRight<8>(words);
+  return hn::ConvertTo(F(), hn::BitCast(I32(), hn::And(words, hn::Set(U32(), 255u << 8 * std::min<int64_t>(byte, 2)))));
+}
+
+// The inverse of the factors of `halves_of` and `bytes_of`.
+template <int kBits>
+constexpr float unit_of(int64_t byte) {
+  return 1.0f / static_cast<float>(1 << 8 * (kBits == 8 && byte == 3 ? 2 : byte));
+}
+
+// One row as blocks of 4-bit and 8-bit weights take it: the sums of groups, because zero points are subtracted once for a group,
+// and the inputs times `unit_of` their byte, because a multiplication takes less time than shifts of the weights.
+template <int kBits>
 void take_grouped_row(const float* source, int64_t groups, int64_t size, std::vector<float>& to) {
-  HWY_ALIGN constexpr float kFactors[4] = {1.0f, 1.0f / (1 << 8), 1.0f / (1 << 16), 1.0f / (1 << 24)};
+  HWY_ALIGN constexpr float kFactors[4] = {unit_of<kBits>(0), unit_of<kBits>(1), unit_of<kBits>(2), unit_of<kBits>(3)};
   const V factors = hn::LoadDup128(F(), kFactors);
   to.resize(static_cast<size_t>(groups * (1 + size)));
   float* inputs = to.data() + groups;
@@ -200,17 +215,19 @@ void take_grouped_row(const float* source, int64_t groups, int64_t size, std::ve
 }
 
 // One row of one block.
-template <class S>
-HWY_NOINLINE void multiply_grouped(const GroupedLinearOf<S>& linear, const float* taken, int64_t block, int64_t row) {
+template <class S, class Z, int kBits>
+HWY_NOINLINE void multiply_grouped(const GroupedLinearOf<S, Z, kBits>& linear, const float* taken, int64_t block,
+                                   int64_t row) {
   // Sums of a vector, because one would wait for itself.
   constexpr int64_t kParts = kVectors == 1 ? 8 : kVectors == 2 ? 4 : 2;
   const F d;
   const U32 whole;
-  const int64_t inputs = linear.inputs, groups = linear.groups, eights = inputs / groups / 8;
-  const int64_t size = bytes_of_grouped<S>(inputs, groups), bytes = sizeof(S);
+  constexpr int64_t kWord = 32 / kBits;
+  const int64_t inputs = linear.inputs, groups = linear.groups, steps = inputs / groups / kWord;
+  const int64_t size = bytes_of_grouped<S, Z, kBits>(inputs, groups), bytes = sizeof(S), zero_bytes = sizeof(Z);
   const uint8_t* scales = linear.weights + block * size;
   const uint8_t* zeros = scales + bytes * kBlockOutputs * groups;
-  const uint8_t* words = zeros + kBlockOutputs * groups;
+  const uint8_t* words = zeros + zero_bytes * kBlockOutputs * groups;
   const float* source = taken + groups;
   V totals[kVectors];
   EC_EACH(v, kVectors) totals[v] = hn::Zero(d);
@@ -220,31 +237,38 @@ HWY_NOINLINE void multiply_grouped(const GroupedLinearOf<S>& linear, const float
     EC_EACH(v, kVectors) {
       EC_EACH(part, kParts) sums[v][part] = hn::Zero(d);
     }
-    for (int64_t eight = 0; eight < eights; ++eight) {
+    for (int64_t step = 0; step < steps; ++step) {
       ask_for(words + size);
       hn::Vec<U32> low[kVectors], high[kVectors];
       EC_EACH(v, kVectors) {
         low[v] = hn::LoadU(whole, reinterpret_cast<const uint32_t*>(words + 4 * kLanes * v));
         high[v] = hn::ShiftRight<4>(low[v]);
       }
-      EC_EACH(i, 4) {
-        const V first = hn::Set(d, source[i]), second = hn::Set(d, source[i + 4]);
-        EC_EACH(v, kVectors) {
-          V& even = sums[v][2 * i % kParts];
-          V& odd = sums[v][(2 * i + 1) % kParts];
-          even = hn::MulAdd(first, halves_of(low[v], i), even);
-          odd = hn::MulAdd(second, halves_of(high[v], i), odd);
+      if constexpr (kBits == 8) {
+        EC_EACH(i, 4) {
+          const V of_row = hn::Set(d, source[i]);
+          EC_EACH(v, kVectors) sums[v][i % kParts] = hn::MulAdd(of_row, bytes_of(low[v], i), sums[v][i % kParts]);
+        }
+      } else {
+        EC_EACH(i, 4) {
+          const V first = hn::Set(d, source[i]), second = hn::Set(d, source[i + 4]);
+          EC_EACH(v, kVectors) {
+            V& even = sums[v][2 * i % kParts];
+            V& odd = sums[v][(2 * i + 1) % kParts];
+            even = hn::MulAdd(first, halves_of(low[v], i), even);
+            odd = hn::MulAdd(second, halves_of(high[v], i), odd);
+          }
         }
       }
-      words += 4 * kBlockOutputs, source += 8;
+      words += 4 * kBlockOutputs, source += kWord;
     }
     const V of_group = hn::Set(d, taken[group]);
     EC_EACH(v, kVectors) {
-      V sum = hn::NegMulAdd(of_group, zeros_of(zeros + v * kLanes), sums[v][0]);
+      V sum = hn::NegMulAdd(of_group, zeros_of(zeros + zero_bytes * kLanes * v, Z()), sums[v][0]);
       for (int64_t part = 1; part < kParts; ++part) sum = hn::Add(sum, sums[v][part]);
       totals[v] = hn::MulAdd(sum, scales_of(scales + bytes * kLanes * v, S()), totals[v]);
     }
-    scales += bytes * kBlockOutputs, zeros += kBlockOutputs;
+    scales += bytes * kBlockOutputs, zeros += zero_bytes * kBlockOutputs;
   }
   float results[kBlockOutputs];
   EC_EACH(v, kVectors) hn::StoreU(totals[v], d, results + v * kLanes);
@@ -252,37 +276,42 @@ HWY_NOINLINE void multiply_grouped(const GroupedLinearOf<S>& linear, const float
 }
 
 // Converts a block to float32 [inputs, kBlockOutputs].
-template <class S>
-HWY_NOINLINE void floats_of(const GroupedLinearOf<S>& linear, int64_t block, float* to) {
-  const int64_t inputs = linear.inputs, groups = linear.groups, eights = inputs / groups / 8, bytes = sizeof(S);
-  const uint8_t* const start = linear.weights + block * bytes_of_grouped<S>(inputs, groups);
+template <class S, class Z, int kBits>
+HWY_NOINLINE void floats_of(const GroupedLinearOf<S, Z, kBits>& linear, int64_t block, float* to) {
+  constexpr int64_t kWord = 32 / kBits;
+  const int64_t inputs = linear.inputs, groups = linear.groups, steps = inputs / groups / kWord;
+  const int64_t bytes = sizeof(S), zero_bytes = sizeof(Z);
+  const uint8_t* const start = linear.weights + block * bytes_of_grouped<S, Z, kBits>(inputs, groups);
   const uint8_t* const all_zeros = start + bytes * kBlockOutputs * groups;
   for (int64_t lane = 0; lane < kBlockOutputs; lane += kLanes) {
-    const uint8_t* words = all_zeros + kBlockOutputs * groups + 4 * lane;
+    const uint8_t* words = all_zeros + zero_bytes * kBlockOutputs * groups + 4 * lane;
     float* at = to + lane;
     for (int64_t group = 0; group < groups; ++group) {
       const V scale = scales_of(start + bytes * (group * kBlockOutputs + lane), S());
-      const V zero = zeros_of(all_zeros + group * kBlockOutputs + lane);
-      for (int64_t eight = 0; eight < eights; ++eight) {
+      const V zero = zeros_of(all_zeros + zero_bytes * (group * kBlockOutputs + lane), Z());
+      for (int64_t step = 0; step < steps; ++step) {
         const auto low = hn::LoadU(U32(), reinterpret_cast<const uint32_t*>(words)), high = hn::ShiftRight<4>(low);
         EC_EACH(i, 4) {
-          const V first = halves_of(low, i), second = halves_of(high, i), unit = hn::Set(F(), 1.0f / (1 << 8 * i));
+          const V unit = hn::Set(F(), unit_of<kBits>(i)), first = kBits == 8 ? bytes_of(low, i) : halves_of(low, i);
           hn::StoreU(hn::Mul(hn::MulSub(first, unit, zero), scale), F(), at + i * kBlockOutputs);
-          hn::StoreU(hn::Mul(hn::MulSub(second, unit, zero), scale), F(), at + (i + 4) * kBlockOutputs);
+          if constexpr (kBits == 4) {
+            const V second = hn::Mul(hn::MulSub(halves_of(high, i), unit, zero), scale);
+            hn::StoreU(second, F(), at + (i + 4) * kBlockOutputs);
+          }
         }
-        words += 4 * kBlockOutputs, at += 8 * kBlockOutputs;
+        words += 4 * kBlockOutputs, at += kWord * kBlockOutputs;
       }
     }
   }
 }
 
-template <class S>
-void multiply_tile(const GroupedLinearOf<S>& linear, const Tile& tile) {
+template <class S, class Z, int kBits>
+void multiply_tile(const GroupedLinearOf<S, Z, kBits>& linear, const Tile& tile) {
   const int64_t inputs = linear.inputs;
   thread_local std::vector<float> floats;
   int64_t block = tile.first_block;
   if (tile.last_row - tile.first_row == 1) {
-    take_grouped_row(linear.source + tile.first_row * inputs, linear.groups, inputs / linear.groups, floats);
+    take_grouped_row<kBits>(linear.source + tile.first_row * inputs, linear.groups, inputs / linear.groups, floats);
     for (; block < tile.last_block; ++block) multiply_grouped(linear, floats.data(), block, tile.first_row);
     return;
   }
@@ -307,6 +336,10 @@ void multiply_float16_tile(const Float16Linear& linear, const Tile& tile) { mult
 void multiply_bfloat16_tile(const BFloat16Linear& linear, const Tile& tile) { multiply_tile(linear, tile); }
 void multiply_grouped_tile(const GroupedLinear& linear, const Tile& tile) { multiply_tile(linear, tile); }
 void multiply_grouped16_tile(const Grouped16Linear& linear, const Tile& tile) { multiply_tile(linear, tile); }
+void multiply_grouped_8bit_tile(const Grouped8BitLinear& linear, const Tile& tile) { multiply_tile(linear, tile); }
+void multiply_grouped16_8bit_tile(const Grouped16Of8BitLinear& linear, const Tile& tile) { multiply_tile(linear, tile); }
+void multiply_shifted_tile(const ShiftedLinear& linear, const Tile& tile) { multiply_tile(linear, tile); }
+void multiply_shifted_8bit_tile(const Shifted8BitLinear& linear, const Tile& tile) { multiply_tile(linear, tile); }
 
 int64_t blocks_of_tile() { return kTileBlocks; }
 
@@ -391,6 +424,10 @@ HWY_EXPORT(multiply_float16_tile);
 HWY_EXPORT(multiply_bfloat16_tile);
 HWY_EXPORT(multiply_grouped_tile);
 HWY_EXPORT(multiply_grouped16_tile);
+HWY_EXPORT(multiply_grouped_8bit_tile);
+HWY_EXPORT(multiply_grouped16_8bit_tile);
+HWY_EXPORT(multiply_shifted_tile);
+HWY_EXPORT(multiply_shifted_8bit_tile);
 HWY_EXPORT(blocks_of_tile);
 HWY_EXPORT(round_row);
 HWY_EXPORT(round_row_to_pairs);
@@ -412,6 +449,18 @@ void multiply_linear_tile(const GroupedLinear& linear, const Tile& tile) {
 }
 void multiply_linear_tile(const Grouped16Linear& linear, const Tile& tile) {
   HWY_DYNAMIC_DISPATCH(multiply_grouped16_tile)(linear, tile);
+}
+void multiply_linear_tile(const Grouped8BitLinear& linear, const Tile& tile) {
+  HWY_DYNAMIC_DISPATCH(multiply_grouped_8bit_tile)(linear, tile);
+}
+void multiply_linear_tile(const Grouped16Of8BitLinear& linear, const Tile& tile) {
+  HWY_DYNAMIC_DISPATCH(multiply_grouped16_8bit_tile)(linear, tile);
+}
+void multiply_linear_tile(const ShiftedLinear& linear, const Tile& tile) {
+  HWY_DYNAMIC_DISPATCH(multiply_shifted_tile)(linear, tile);
+}
+void multiply_linear_tile(const Shifted8BitLinear& linear, const Tile& tile) {
+  HWY_DYNAMIC_DISPATCH(multiply_shifted_8bit_tile)(linear, tile);
 }
 
 namespace {
@@ -514,6 +563,18 @@ void apply_float_linears(const GroupedLinear* layers, size_t count, const Thread
   apply(layers, count, threads);
 }
 void apply_float_linears(const Grouped16Linear* layers, size_t count, const Threads& threads) {
+  apply(layers, count, threads);
+}
+void apply_float_linears(const Grouped8BitLinear* layers, size_t count, const Threads& threads) {
+  apply(layers, count, threads);
+}
+void apply_float_linears(const Grouped16Of8BitLinear* layers, size_t count, const Threads& threads) {
+  apply(layers, count, threads);
+}
+void apply_float_linears(const ShiftedLinear* layers, size_t count, const Threads& threads) {
+  apply(layers, count, threads);
+}
+void apply_float_linears(const Shifted8BitLinear* layers, size_t count, const Threads& threads) {
   apply(layers, count, threads);
 }
 

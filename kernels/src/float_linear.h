@@ -1,5 +1,5 @@
 // Linear layers over weights of float32, or of bfloat16 or float16 if these represent them exactly. All give the same
-// results. Weights of 4 bits in groups are multiplied by the same floats.
+// results. Weights of 4 and 8 bits in groups are multiplied by the same floats.
 #pragma once
 
 #include <hwy/base.h>
@@ -46,23 +46,31 @@ constexpr int64_t steps_of(int64_t inputs) {
 // processors without instructions for such products, take the same inputs as floats.
 struct RoundedLinear : BFloat16Linear {};
 
-// Weights of 4 bits in groups of inputs, each its integer less its group's zero point, times its group's scale. Blocks have no
-// alignment, and each is contiguous:
+// Weights of 4 or 8 bits in groups of inputs, each its integer less its group's zero point, times its group's scale. Blocks have
+// no alignment, and each is contiguous:
 //   [groups, kBlockOutputs] S, float32 or float16: a scale for each group of an output's weights
-//   [groups, kBlockOutputs] bytes: its zero point, plus 8
-//   [inputs / 8, kBlockOutputs, 4] bytes: the integers, as in `Linear`
-template <class S>
+//   [groups, kBlockOutputs] Z, bytes or float32: its zero point, plus 8, or 128 for 8 bits
+//   [inputs / 8, kBlockOutputs, 4] bytes: the integers of 4 bits, as in `Linear`; or
+//   [inputs / 4, kBlockOutputs, 4] bytes: the integers of 8 bits, plus 128
+template <class S, class Z = uint8_t, int kBits = 4>
 struct GroupedLinearOf : LinearRows {
+  // Groups hold a multiple of it.
+  static constexpr int64_t kMultiple = 16;
   int64_t groups = 0;
   const uint8_t* weights = nullptr;  // [blocks, bytes_of_grouped]
 };
 
 using GroupedLinear = GroupedLinearOf<float>;
 using Grouped16Linear = GroupedLinearOf<hwy::float16_t>;
+using Grouped8BitLinear = GroupedLinearOf<float, uint8_t, 8>;
+using Grouped16Of8BitLinear = GroupedLinearOf<hwy::float16_t, uint8_t, 8>;
+// Zero points in float32, as minimums of groups give.
+using ShiftedLinear = GroupedLinearOf<float, float, 4>;
+using Shifted8BitLinear = GroupedLinearOf<float, float, 8>;
 
-template <class S>
+template <class S, class Z = uint8_t, int kBits = 4>
 constexpr int64_t bytes_of_grouped(int64_t inputs, int64_t groups) {
-  return kBlockOutputs * (static_cast<int64_t>(sizeof(S) + 1) * groups + inputs / 2);
+  return kBlockOutputs * (static_cast<int64_t>(sizeof(S) + sizeof(Z)) * groups + inputs * kBits / 8);
 }
 
 // Bytes of scratch memory for the rounded inputs, which must be aligned to 64.
@@ -75,6 +83,10 @@ void apply_float_linears(const Float16Linear* layers, size_t count, const Thread
 void apply_float_linears(const BFloat16Linear* layers, size_t count, const Threads& threads);
 void apply_float_linears(const GroupedLinear* layers, size_t count, const Threads& threads);
 void apply_float_linears(const Grouped16Linear* layers, size_t count, const Threads& threads);
+void apply_float_linears(const Grouped8BitLinear* layers, size_t count, const Threads& threads);
+void apply_float_linears(const Grouped16Of8BitLinear* layers, size_t count, const Threads& threads);
+void apply_float_linears(const ShiftedLinear* layers, size_t count, const Threads& threads);
+void apply_float_linears(const Shifted8BitLinear* layers, size_t count, const Threads& threads);
 
 // Reads a row of a table whose rows are the outputs of such weights: float32 [inputs].
 void row_of_weights(const hwy::float16_t* weights, int64_t inputs, int64_t output, float* row);

@@ -5,6 +5,8 @@
 //                   Tensor(a!)[] out) -> ()
 //   exportable_cache::linear_4bit_float.out and linears_4bit_float.out, the same, with float32 scales, zero points and float
 //                   inputs; and linear_4bit_float16.out and linears_4bit_float16.out, with float16 scales
+//   exportable_cache::linear_8bit_float.out, linear_8bit_float16.out and linears_..., the same, of 8 bits
+//   exportable_cache::linear_4bit_shifted.out, linear_8bit_shifted.out and linears_..., with float32 scales and zero points
 //   exportable_cache::linear_float.out and linears_float.out, and of float16 and bfloat16, the same
 //   exportable_cache::linear_bfloat16_rounded.out and linears_bfloat16_rounded.out, the same, with inputs rounded to bfloat16
 // and those of experts.py, with weights of all experts:
@@ -36,16 +38,22 @@ constexpr size_t kAlignment = 64;
 
 // Bytes of a block of weights with some groups.
 int64_t bytes_of(const Linear&, int64_t inputs, int64_t groups) { return bytes_of_block(inputs, groups); }
-template <class S>
-int64_t bytes_of(const GroupedLinearOf<S>&, int64_t inputs, int64_t groups) {
-  return bytes_of_grouped<S>(inputs, groups);
+template <class S, class Z, int kBits>
+int64_t bytes_of(const GroupedLinearOf<S, Z, kBits>&, int64_t inputs, int64_t groups) {
+  return bytes_of_grouped<S, Z, kBits>(inputs, groups);
+}
+// Number that the inputs of a group are a multiple of.
+int64_t multiple_of(const Linear&) { return kGroupMultiple; }
+template <class S, class Z, int kBits>
+int64_t multiple_of(const GroupedLinearOf<S, Z, kBits>& layer) {
+  return layer.kMultiple;
 }
 
 // Number of groups of an output's weights, from the block's bytes; 0 if the sizes are inconsistent.
 template <class L>
 int64_t groups_of(const L& layer, int64_t bytes, int64_t inputs) {
   const int64_t without = bytes_of(layer, inputs, 0), groups = (bytes - without) / (bytes_of(layer, inputs, 1) - without);
-  const bool fits = groups > 0 && inputs % groups == 0 && inputs / groups % kGroupMultiple == 0;
+  const bool fits = groups > 0 && inputs % groups == 0 && inputs / groups % multiple_of(layer) == 0;
   return fits && bytes == bytes_of(layer, inputs, groups) ? groups : 0;
 }
 
@@ -92,9 +100,9 @@ bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t i
                  ssize_t leading = 0) {
   return has_blocks(context, weights, inputs, outputs, linear, leading);
 }
-template <class S>
+template <class S, class Z, int kBits>
 bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs,
-                 GroupedLinearOf<S>& linear, ssize_t leading = 0) {
+                 GroupedLinearOf<S, Z, kBits>& linear, ssize_t leading = 0) {
   return has_blocks(context, weights, inputs, outputs, linear, leading);
 }
 
@@ -129,8 +137,8 @@ template <class W>
 void apply(const FloatLinearOf<W>* layers, size_t count) {
   apply_float_linears(layers, count, runtime_threads());
 }
-template <class S>
-void apply(const GroupedLinearOf<S>* layers, size_t count) {
+template <class S, class Z, int kBits>
+void apply(const GroupedLinearOf<S, Z, kBits>* layers, size_t count) {
   apply_float_linears(layers, count, runtime_threads());
 }
 
@@ -223,6 +231,10 @@ constexpr const char kLinearFloat[] = "exportable_cache::linear_float.out",
                      kLinear4Bit[] = "exportable_cache::linear_4bit.out",
                      kLinearGrouped[] = "exportable_cache::linear_4bit_float.out",
                      kLinearGrouped16[] = "exportable_cache::linear_4bit_float16.out",
+                     kLinear8Bit[] = "exportable_cache::linear_8bit_float.out",
+                     kLinear8Bit16[] = "exportable_cache::linear_8bit_float16.out",
+                     kLinearShifted[] = "exportable_cache::linear_4bit_shifted.out",
+                     kLinear8BitShifted[] = "exportable_cache::linear_8bit_shifted.out",
                      kExpertsFloat[] = "exportable_cache::experts_float.out",
                      kExpertsFloat16[] = "exportable_cache::experts_float16.out",
                      kExpertsBFloat16[] = "exportable_cache::experts_bfloat16.out",
@@ -241,6 +253,10 @@ void register_linear_operators() {
   (void)register_kernel(make_boxed_kernel(kLinear4Bit, EXECUTORCH_FN(linear_out<Linear>, kLinear4Bit)));
   (void)register_kernel(make_boxed_kernel(kLinearGrouped, EXECUTORCH_FN(linear_out<GroupedLinear>, kLinearGrouped)));
   (void)register_kernel(make_boxed_kernel(kLinearGrouped16, EXECUTORCH_FN(linear_out<Grouped16Linear>, kLinearGrouped16)));
+  (void)register_kernel(make_boxed_kernel(kLinear8Bit, EXECUTORCH_FN(linear_out<Grouped8BitLinear>, kLinear8Bit)));
+  (void)register_kernel(make_boxed_kernel(kLinear8Bit16, EXECUTORCH_FN(linear_out<Grouped16Of8BitLinear>, kLinear8Bit16)));
+  (void)register_kernel(make_boxed_kernel(kLinearShifted, EXECUTORCH_FN(linear_out<ShiftedLinear>, kLinearShifted)));
+  (void)register_kernel(make_boxed_kernel(kLinear8BitShifted, EXECUTORCH_FN(linear_out<Shifted8BitLinear>, kLinear8BitShifted)));
   (void)register_kernel(make_boxed_kernel(kExpertsFloat, EXECUTORCH_FN(experts_out<FloatLinear>, kExpertsFloat)));
   (void)register_kernel(make_boxed_kernel(kExpertsFloat16, EXECUTORCH_FN(experts_out<Float16Linear>, kExpertsFloat16)));
   (void)register_kernel(make_boxed_kernel(kExpertsBFloat16, EXECUTORCH_FN(experts_out<BFloat16Linear>, kExpertsBFloat16)));
@@ -252,6 +268,10 @@ void register_linear_operators() {
   (void)register_kernel(Kernel("exportable_cache::linears_4bit.out", linears_out<Linear>));
   (void)register_kernel(Kernel("exportable_cache::linears_4bit_float.out", linears_out<GroupedLinear>));
   (void)register_kernel(Kernel("exportable_cache::linears_4bit_float16.out", linears_out<Grouped16Linear>));
+  (void)register_kernel(Kernel("exportable_cache::linears_8bit_float.out", linears_out<Grouped8BitLinear>));
+  (void)register_kernel(Kernel("exportable_cache::linears_8bit_float16.out", linears_out<Grouped16Of8BitLinear>));
+  (void)register_kernel(Kernel("exportable_cache::linears_4bit_shifted.out", linears_out<ShiftedLinear>));
+  (void)register_kernel(Kernel("exportable_cache::linears_8bit_shifted.out", linears_out<Shifted8BitLinear>));
 }
 
 }  // namespace exportable_cache::kernels

@@ -1,8 +1,8 @@
 // Compares apply_float_linears() with double precision, for shapes, rows, thread counts and every instruction set of this machine.
 //
 // The oracle multiplies unpacked values. 16-bit weights must give the same results as in float32, bit for bit. With rounded
-// inputs, the oracle rounds them, too, so that only the order of sums differs. Weights of 4 bits have scales in both dtypes and zero
-// points from -8 to 7. Weights end with their last byte, so that the address sanitizer detects reads after it.
+// inputs, the oracle rounds them, too, so that only the order of sums differs. Weights of 4 and 8 bits have scales in both dtypes, and
+// zero points of their bits or in float32. Weights end with their last byte, so that the address sanitizer detects reads after it.
 #include "../src/float_linear.h"
 
 #include <algorithm>
@@ -155,15 +155,17 @@ double difference(const Case& c, std::mt19937& random) {
   return std::max(exact, difference(c, numbers, rounded, by_rounded));
 }
 
-// The largest difference of weights of 4 bits in groups, whose scales are of type S.
-template <class S>
+// The largest difference of weights of 4 or 8 bits in groups, whose scales are of type S and zero points of type Z.
+template <class S, class Z = uint8_t, int kBits = 4>
 double grouped_difference(const Case& c, int64_t group, std::mt19937& random) {
-  std::uniform_int_distribution<int> whole(-8, 7);
+  constexpr int kBias = 1 << (kBits - 1);
+  std::uniform_int_distribution<int> whole(-kBias, kBias - 1);
+  std::uniform_real_distribution<float> shift(-2.0f * kBias, 2.0f * kBias);
   Numbers numbers = numbers_of(c, random);
-  const int64_t groups = c.inputs / group, bytes = bytes_of_grouped<S>(c.inputs, groups);
+  const int64_t groups = c.inputs / group, bytes = bytes_of_grouped<S, Z, kBits>(c.inputs, groups);
   std::vector<std::vector<uint8_t>> packed(c.layers);
   std::vector<std::vector<float>> out(c.layers);
-  std::vector<GroupedLinearOf<S>> layers;
+  std::vector<GroupedLinearOf<S, Z, kBits>> layers;
   std::vector<int64_t> first_of;
   for (size_t layer = 0; layer < c.layers; ++layer) {
     const int64_t first = first_output(c.outputs, c.layers, layer);
@@ -174,7 +176,7 @@ double grouped_difference(const Case& c, int64_t group, std::mt19937& random) {
       const int64_t lane = local % kBlockOutputs;
       uint8_t* const block = packed[layer].data() + local / kBlockOutputs * bytes;
       uint8_t* const zeros = block + static_cast<int64_t>(sizeof(S)) * kBlockOutputs * groups;
-      uint8_t* const words = zeros + kBlockOutputs * groups;
+      uint8_t* const words = zeros + static_cast<int64_t>(sizeof(Z)) * kBlockOutputs * groups;
       for (int64_t g = 0; g < groups; ++g) {
         // The magnitudes of a layer's scales, which float16 represents.
         float* const weights = numbers.weights.data() + (first + local) * c.inputs + g * group;
@@ -183,18 +185,18 @@ double grouped_difference(const Case& c, int64_t group, std::mt19937& random) {
         put(stored, 0, scale);
         std::memcpy(block + static_cast<int64_t>(sizeof(S)) * (g * kBlockOutputs + lane), &stored, sizeof(S));
         const float exact = sizeof(S) == 2 ? float_of_float16(float16_of_float(scale)) : scale;
-        const int zero = whole(random);
-        zeros[g * kBlockOutputs + lane] = static_cast<uint8_t>(zero + 8);
+        const Z zero = std::is_same_v<Z, float> ? static_cast<Z>(shift(random)) : static_cast<Z>(whole(random) + kBias);
+        std::memcpy(zeros + static_cast<int64_t>(sizeof(Z)) * (g * kBlockOutputs + lane), &zero, sizeof(Z));
         for (int64_t j = 0; j < group; ++j) {
-          const int weight = whole(random);
-          const int64_t i = g * group + j;
-          uint8_t* const at = words + i / 8 * 4 * kBlockOutputs + 4 * lane + i % 4;
-          *at = static_cast<uint8_t>(*at | (weight + 8) << (i % 8 < 4 ? 0 : 4));
-          weights[j] = exact * static_cast<float>(weight - zero);
+          const int weight = whole(random) + kBias;
+          const int64_t i = g * group + j, word = 32 / kBits;
+          uint8_t* const at = words + i / word * 4 * kBlockOutputs + 4 * lane + i % 4;
+          *at = static_cast<uint8_t>(*at | weight << (i % word < 4 ? 0 : 4));
+          weights[j] = exact * (static_cast<float>(weight) - static_cast<float>(zero));
         }
       }
     }
-    GroupedLinearOf<S> made;
+    GroupedLinearOf<S, Z, kBits> made;
     made.rows = c.rows, made.inputs = c.inputs, made.outputs = outputs, made.source = numbers.source.data();
     made.bias = c.bias ? numbers.bias.data() + first : nullptr, made.out = out[layer].data();
     made.weights = packed[layer].data(), made.groups = groups;
@@ -263,12 +265,16 @@ int main() {
     }
     for (int64_t rows : {1, 2, 3, 8, 13, 50}) {
       for (int64_t inputs : {32, 96, 768}) {
-        for (int64_t group : {32, 96, 128}) {
+        for (int64_t group : {16, 32, 96, 128}) {
           if (inputs % group) continue;
           for (int64_t outputs : {1, 16, 64, 83}) {
             const Case c{rows, inputs, outputs, cases % 2 == 0, size_t(1 + cases % 3), layers_of(outputs, cases)};
-            const double found = std::max(grouped_difference<float>(c, group, random),
-                                          grouped_difference<hwy::float16_t>(c, group, random));
+            const double found = std::max({grouped_difference<float>(c, group, random),
+                                           grouped_difference<hwy::float16_t>(c, group, random),
+                                           grouped_difference<float, uint8_t, 8>(c, group, random),
+                                           grouped_difference<hwy::float16_t, uint8_t, 8>(c, group, random),
+                                           grouped_difference<float, float, 4>(c, group, random),
+                                           grouped_difference<float, float, 8>(c, group, random)});
             worst = std::max(worst, found), ++cases;
             if (!(found < 1e-6)) {
               std::printf("%s: rows %ld inputs %ld outputs %ld groups of %ld: %g\n", target_name(), long(rows),

@@ -8,20 +8,27 @@ from unittest.mock import patch
 
 import torch
 
-from exportable_cache import export
+from exportable_cache import export, load
 from exportable_cache.backends.executorch.dedup.segment_calls import ClonedSegments
 from exportable_cache.backends.executorch.lowering.lower import lower_programs
-from exportable_cache.backends.executorch.native.linears import NAMES, ROUNDED, pack, pack_float, pack_groups
+from exportable_cache.backends.executorch.native.linears import (
+    GROUPED_FORMS,
+    NAMES,
+    ROUNDED,
+    pack,
+    pack_float,
+    pack_groups,
+)
 from exportable_cache.common.compat.executorch import load_program
+from exportable_cache.models.loading.loading import load_model
 
 from ..backends.test_executorch_clones import LAYERS, model_of, programs_of
+from ..support import checkpoints
 from ..support.models import tiny_model, tokens
 
 #: Of weights, and the types of those that are no whole numbers.
 DTYPES = {name: dtype for dtype, name in NAMES.items()} | {ROUNDED: torch.bfloat16}
-#: Of the scales of weights of 4 bits with zero points.
-GROUPED = {"4bit_float": torch.float32, "4bit_float16": torch.float16}
-KINDS = ("4bit", *GROUPED, *DTYPES)
+KINDS = ("4bit", *GROUPED_FORMS, *DTYPES)
 
 
 def packed_of(kind: str, numbers: torch.Tensor) -> torch.Tensor:
@@ -30,9 +37,13 @@ def packed_of(kind: str, numbers: torch.Tensor) -> torch.Tensor:
         return pack_float(numbers.float(), DTYPES[kind])
     generator = torch.Generator().manual_seed(len(numbers))
     integers, scales = numbers.to(torch.int8), torch.rand(len(numbers), numbers.shape[1] // 32, generator=generator)
-    if kind in GROUPED:
+    if kind in GROUPED_FORMS:
         zeros = torch.randint(-8, 8, scales.shape, generator=generator, dtype=torch.int8)
-        return pack_groups(integers, scales.to(GROUPED[kind]), zeros)
+        if kind.startswith("8bit"):
+            integers, scales = 16 * integers + 15, scales / 16
+        if kind.endswith("shifted"):
+            zeros = zeros + torch.rand(scales.shape, generator=generator)
+        return pack_groups(integers, scales, zeros, GROUPED_FORMS[kind])
     return pack(integers, scales)
 
 
@@ -122,6 +133,28 @@ def check_bundle(
     return len(data)
 
 
+def check_kept(folder: Path) -> None:
+    """Export kept integers of GGUF files and of GPTQ in 8 bits, and compare with the dequantized models."""
+    kinds = ["Q4_K", "Q6_K", "Q4_0", "Q5_K", "Q8_0", "Q2_K", "Q4_1"]
+    file, gptq = folder.with_name("tiny.gguf"), folder.with_name("gptq")
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
+    checkpoints.write_gguf(file, kinds_of_weights=kinds, **sizes)
+    checkpoints.write_gptq(gptq, bits=8, sym=False)
+    for model, operators in (
+        (file, ("4bit_shifted", "8bit_shifted", "8bit_float", "8bit_float16", "4bit_float16")),
+        (gptq, ("8bit_float16",)),
+    ):
+        out = folder.with_name(f"kept_{model.stem}")
+        bundle = export(model, "executorch", 64, out, quantize="keep", linears="native", prefill_chunk=13)
+        data = (out / "program.pte").read_bytes()
+        assert all(f"_{operator}".encode() in data for operator in operators)
+        # Floating-point noise of this model: without `keep` its program is 1.5e-5 from eager mode.
+        assert bundle.manifest.quantization.max_difference <= 1e-4
+        with load(out) as session:
+            expected = load_model(model).model(tokens(9)).logits[:, -1]
+            assert (session.prefill(tokens(9)) - expected).abs().max() <= 1e-4
+
+
 def check_cloned(path: Path) -> None:
     """Layers that are lowered once, and each of them lowered: the same logits, to the bit."""
     inputs = (tokens(7), torch.zeros(1, dtype=torch.int64))
@@ -144,6 +177,7 @@ def check_linears(folder: Path) -> None:
             check_operator(folder.with_name("linear.pte"), kind, outputs)
     check_operator(folder.with_name("linear.pte"), "bfloat16", [150], inputs=161)
     check_cloned(folder.with_name("cloned.pte"))
+    check_kept(folder)
     check_bundle(folder, "8da4w", ["linears_4bit"])
     check_bundle(folder.with_name("4w"), "4w", ["linears_4bit_float16", "linear_4bit_float16"], tied=True)
     whole = check_bundle(folder.with_name("float"), None, ["linears_float"])

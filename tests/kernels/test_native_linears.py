@@ -10,6 +10,7 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from exportable_cache.backends.executorch.native.linears import (
     BLOCK,
+    GROUPED_FORMS,
     ROUNDED,
     linears_to_native,
     pack,
@@ -18,13 +19,13 @@ from exportable_cache.backends.executorch.native.linears import (
     unpack,
     unpack_groups,
 )
-from exportable_cache.backends.executorch.quantized import FoldedLinears, int4_layer
+from exportable_cache.backends.executorch.quantized import FoldedLinears, integer_layer
 from exportable_cache.common.tensors import exact_dtype
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization
 
 from ..support.models import tiny_model
-from .native_linear_programs import DTYPES, GROUPED, KINDS, packed_of
+from .native_linear_programs import DTYPES, KINDS, packed_of
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(16, 32, 32), (40, 96, 32), (1, 128, 64), (33, 64, 64)])
@@ -41,16 +42,18 @@ def test_weights_are_packed_without_loss(outputs: int, inputs: int, group: int) 
     torch.testing.assert_close(sums, plain.sum((1, 2)))
 
 
-@pytest.mark.parametrize("kind", GROUPED)
-@pytest.mark.parametrize(("outputs", "inputs", "group"), [(16, 32, 32), (33, 128, 64), (1, 128, 128)])
+@pytest.mark.parametrize("kind", GROUPED_FORMS)
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(16, 32, 16), (33, 128, 64), (1, 128, 128)])
 def test_groups_with_zero_points_are_packed_without_loss(kind: str, outputs: int, inputs: int, group: int) -> None:
     """Check the packed bytes, and that the operator is a layer over the dequantized weight."""
-    dtype, shape = GROUPED[kind], (outputs, inputs // group)
-    integers = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)
-    scales, zeros = torch.randn(shape).to(dtype), torch.randint(-8, 8, shape, dtype=torch.int8)
-    packed = pack_groups(integers, scales, zeros)
-    assert packed.shape == (-(-outputs // BLOCK), BLOCK * ((dtype.itemsize + 1) * shape[1] + inputs // 2))
-    for found, expected in zip(unpack_groups(packed, inputs, outputs, dtype), (integers, scales, zeros), strict=True):
+    form, shape = GROUPED_FORMS[kind], (outputs, inputs // group)
+    end = 2 ** (form.bits - 1)
+    integers = torch.randint(-end, end, (outputs, inputs), dtype=torch.int8)
+    scales, zeros = torch.randn(shape).to(form.scales), torch.randint(-end, end, shape, dtype=torch.int8)
+    zeros = zeros + 0.25 if form.zeros == torch.float32 else zeros
+    packed = pack_groups(integers, scales, zeros, form)
+    assert packed.shape == (-(-outputs // BLOCK), BLOCK * (form.header * shape[1] + inputs * form.bits // 8))
+    for found, expected in zip(unpack_groups(packed, inputs, outputs, form), (integers, scales, zeros), strict=True):
         assert torch.equal(found, expected)
     spread = (part.float().repeat_interleave(group, 1) for part in (zeros, scales))
     weight, source = (integers - next(spread)) * next(spread), torch.randn(2, inputs)
@@ -84,7 +87,7 @@ def test_the_operator_is_the_layer_that_torchao_has(scales: str) -> None:
     # The two that take the same rows are one call.
     targets = [str(node.target) for node in rewritten.graph.nodes]
     assert [targets.count(f"exportable_cache.{name}.default") for name in ("linears_4bit", "linear_4bit")] == [1, 1]
-    assert not any(int4_layer(node) for node in rewritten.graph.nodes)
+    assert not any(integer_layer(node) for node in rewritten.graph.nodes)
     source = torch.randn(1, 5, 64) * torch.tensor([1e-3, 1.0, 30.0, 0.0, 2.0])[:, None]
     with torch.no_grad():
         torch.testing.assert_close(rewritten.module()(source), layers(source), atol=1e-5, rtol=1e-5)

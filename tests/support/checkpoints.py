@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -94,16 +95,26 @@ def write_mxfp4(folder: Path) -> PreTrainedModel:
     return model
 
 
-def write_gguf(path: Path, end_of_turn: int | None = None, control: Mapping[int, str] | None = None) -> PreTrainedModel:
-    """Write a Llama with a tokenizer, its linear layers in Q8_0, and return the model before.
+def write_gguf(
+    path: Path,
+    end_of_turn: int | None = None,
+    control: Mapping[int, str] | None = None,
+    kinds_of_weights: Sequence[str] = ("Q8_0",),
+    **sizes: int,
+) -> PreTrainedModel:
+    """Write a Llama with a tokenizer, its linear layers in some types of blocks, and return the model before.
 
     Args:
         end_of_turn: Named beside the end of text, which is token 2.
         control: Texts of further control tokens, by id.
+        kinds_of_weights: Types of linear layers, one after the other; types that gguf does not quantise have random
+            blocks.
+        **sizes: Fields of the config.
     """
     import gguf
 
-    model = tiny_model("llama")
+    model = tiny_model("llama", **sizes)
+    kinds_of_linears = itertools.cycle(kinds_of_weights)
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
@@ -133,8 +144,8 @@ def write_gguf(path: Path, end_of_turn: int | None = None, control: Mapping[int,
     for name, tensor in model.state_dict().items():
         values = _as_gguf(name, tensor, config).contiguous().numpy().astype(np.float32)
         if "proj" in name:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+            kind = gguf.GGMLQuantizationType[next(kinds_of_linears)]
+            writer.add_tensor(_gguf_name(name), blocks(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(_gguf_name(name), values)
     writer.write_header_to_file()
@@ -142,6 +153,32 @@ def write_gguf(path: Path, end_of_turn: int | None = None, control: Mapping[int,
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+#: Offsets of the float16 scales in blocks of types that gguf does not quantise.
+_SCALES_OF_BLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,),
+                     "IQ4_XS": (0,)}  # fmt: skip
+
+
+def blocks(values: np.ndarray, kind: Any) -> np.ndarray:
+    """Return the blocks of a matrix, or random ones with scales of a sensible size."""
+    import gguf
+
+    if kind.name not in _SCALES_OF_BLOCKS:
+        return gguf.quants.quantize(values, kind)
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(len(values))
+    made = random.integers(0, 256, (len(values), values.shape[1] // elements, size), dtype=np.uint8)
+    if kind.name in ("Q4_K", "Q5_K"):
+        # The first group of each block has a minimum and no scale.
+        made[..., 4] &= 192
+    factors = random.uniform(0.5, 1, (len(_SCALES_OF_BLOCKS[kind.name]), *made.shape[:2]))
+    for size_of_scale in (2**-10, None):
+        if size_of_scale is None:
+            size_of_scale = 2**-10 * 0.03 / float(gguf.quants.dequantize(made, kind).std())
+        for offset, each in zip(_SCALES_OF_BLOCKS[kind.name], factors, strict=True):
+            made[..., offset : offset + 2] = (each * size_of_scale).astype(np.float16)[..., None].view(np.uint8)
+    return made.reshape(len(values), -1)
 
 
 def _as_gguf(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:

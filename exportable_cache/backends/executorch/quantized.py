@@ -110,17 +110,18 @@ def folded_call(node: Node) -> FoldedCall | None:
     return FoldedCall(*arguments) if node.target is _OPERATOR else None
 
 
-class Int4Layer(NamedTuple):
-    """A linear layer over 4-bit weights in groups.
+class IntegerLayer(NamedTuple):
+    """A linear layer over 4-bit or 8-bit weights in groups.
 
     Attributes:
         source: [..., inputs].
-        integers: [outputs, inputs], from -8 to 7.
+        integers: [outputs, inputs], from -2^(bits - 1) to 2^(bits - 1) - 1.
         scale: [outputs, groups].
         zero_point: [outputs, groups], or None.
         bias: [outputs], or None.
         group: Number of weights that share a scale.
         rounds: True if the input is quantized to 8 bits per token, False if it stays in float.
+        bits: 4 or 8.
     """
 
     source: Node
@@ -130,10 +131,11 @@ class Int4Layer(NamedTuple):
     bias: Node | None
     group: int
     rounds: bool
+    bits: int
 
 
-def int4_layer(node: Node) -> Int4Layer | None:
-    """Return the 4-bit layer that a folded call represents, or None."""
+def integer_layer(node: Node) -> IntegerLayer | None:
+    """Return the 4-bit or 8-bit layer that a folded call represents, or None."""
     call = folded_call(node)
     if call is None:
         return None
@@ -149,12 +151,13 @@ def int4_layer(node: Node) -> Int4Layer | None:
         if not of_tokens or block != call.source.meta["val"].shape[-1]:
             return None
     (one, group), (integers, scale, zero_point), limits = weight[1], (weight[0], *weight[2:4]), weight[4:7]
-    if one != 1 or limits != (torch.int8, -8, 7):
+    bits = {(torch.int8, -8, 7): 4, (torch.int8, -128, 127): 8}.get(limits)
+    if one != 1 or bits is None:
         return None
     names = (integers, scale, zero_point, linear[2] if len(linear) > 2 else None)
     parts: list[Any] = [call.weights[name.index] if isinstance(name, _Weight) else None for name in names]
     of_integers, of_scale, of_zero_point, of_bias = parts
-    return Int4Layer(call.source, of_integers, of_scale, of_zero_point, of_bias, group, rounds)
+    return IntegerLayer(call.source, of_integers, of_scale, of_zero_point, of_bias, group, rounds, bits)
 
 
 class UnfoldLinears(PassBase):

@@ -73,7 +73,7 @@ class IntegerWeight(NamedTuple):
     Attributes:
         integers: int8 [outputs, inputs], at least -2^(bits - 1).
         scales: [outputs, groups], in the checkpoint's dtype.
-        zero_points: int8 [outputs, groups], or None if all are zero.
+        zero_points: int8, or float32 if minimums give them, [outputs, groups]; None if all are zero.
         order: int64 [inputs], the input of each column (GPTQ's act-order), or None if they are in order.
         bits: Bits of an integer.
         size: Inputs of a group.

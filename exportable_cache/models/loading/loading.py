@@ -254,10 +254,18 @@ def _from_checkpoint(
         if ends is not None:
             model.generation_config.eos_token_id = ends
         processor_files = tuple(path for name in _PROCESSOR_FILES if (path := file_in(location, name)) is not None)
-    integers = {} if reading is None else reading.weights
+    integers: Mapping[str, IntegerWeight] = {} if reading is None else reading.weights
     remarks = () if stored is None or integers else (stored.remark,)
-    if location.gguf is not None:
-        remarks = (f"weights of {location.gguf} were dequantised",)
+    if location.gguf is not None and keep:
+        from .gguf_blocks import kept_blocks
+
+        integers, remark = kept_blocks(Path(location.path) / location.gguf, model)
+        remarks = (remark,) if remark else ()
+    elif location.gguf is not None:
+        remarks = (
+            f"weights of {location.gguf} were dequantised; quantize='keep' (--quantize keep) stores their integers "
+            "where the target has the form",
+        )
     for remark in remarks:
         progress(remark, 0, None)
     return LoadedModel(model.eval(), tokenizer, location.source, processor_files, remarks, integers)

@@ -269,11 +269,12 @@ def _keep(
         if weight is None or not isinstance(module, nn.Linear):
             continue
         scale_dtype = {"bfloat16": torch.bfloat16, "program": dtype}.get(form.scales, weight.scales.dtype)
-        problem = _unkept(weight, form, scale_dtype)
+        problem = _unkept(weight, form, scale_dtype, dtype)
         if problem:
             left.setdefault(problem, []).append(path)
             continue
         zeros = torch.zeros_like(weight.scales, dtype=torch.int8) if weight.zero_points is None else weight.zero_points
+        zeros = zeros.to(dtype) if zeros.is_floating_point() else zeros
         of = (_INT4 if weight.bits <= 4 else torch.int8, (1, weight.size), dtype, rounding)
         tensor = IntxUnpackedToInt8Tensor(weight.integers.contiguous(), weight.scales.to(scale_dtype), zeros, *of)
         module.weight = nn.Parameter(tensor, requires_grad=False)
@@ -288,7 +289,7 @@ def _keep(
     return kept, f"kept the integers of {len(kept)} layers; stored in {dtype_name(dtype)}: {reasons}" if reasons else ""
 
 
-def _unkept(weight: IntegerWeight, form: KeptForm, scale_dtype: torch.dtype) -> str:
+def _unkept(weight: IntegerWeight, form: KeptForm, scale_dtype: torch.dtype, dtype: torch.dtype) -> str:
     """Return why a target does not store integers in this form, or an empty string."""
     inputs, groups = weight.integers.shape[1], weight.scales.shape[1]
     if weight.bits not in form.bits:
@@ -304,6 +305,8 @@ def _unkept(weight: IntegerWeight, form: KeptForm, scale_dtype: torch.dtype) -> 
     # XNNPACK takes positive scales only.
     if form.rounds and not bool((weight.scales > 0).all()):
         return "a scale is not positive"
+    if weight.zero_points is not None and weight.zero_points.is_floating_point() and dtype != torch.float32:
+        return f"{dtype_name(dtype)} does not hold zero points in float32 exactly"
     if not torch.equal(weight.scales.to(scale_dtype).float(), weight.scales.float()):
         return f"{dtype_name(scale_dtype)} does not hold scales in {dtype_name(weight.scales.dtype)} exactly"
     return ""

@@ -43,6 +43,8 @@ DEFAULT_GROUP_SIZE = 32
 SCALES = ("mse", "signed_mse", "absmax")
 #: XNNPACK's kernels for 4-bit weights take group sizes that are multiples of this.
 GROUP_MULTIPLE = 32
+#: Native operators for float activations take group sizes that are multiples of this.
+NATIVE_MULTIPLE = 16
 
 
 class KeptForm(NamedTuple):
@@ -50,7 +52,7 @@ class KeptForm(NamedTuple):
 
     Attributes:
         bits: Bits of an integer.
-        zero_points: True if groups may have zero points.
+        zero_points: True if groups may have zero points, in float too if scales are "stored" or "program".
         grouped: Bits with which several groups of a row are stored; others need one scale a row.
         rounds: True if activations are quantised to 8 bits per token.
         scales: Dtype of scales: "bfloat16", "program" for that of the program, or "stored" for the checkpoint's.
@@ -65,12 +67,20 @@ class KeptForm(NamedTuple):
     multiple: int = 1
 
 
-#: Forms by name, which the target chooses and the manifest records.
+#: Forms by name, which the target chooses and the manifest records. "4w" is that of bundles before "native".
 KEPT_FORMS = {
     "affine": KeptForm((1, 2, 3, 4, 5, 6, 7, 8), True, (1, 2, 3, 4, 5, 6, 7, 8), rounds=False, scales="program"),
     "symmetric": KeptForm((2, 3, 4, 8), False, (2, 3, 4), rounds=False, scales="program"),
     "8da4w": KeptForm((2, 3, 4), False, (2, 3, 4), rounds=True, scales="bfloat16", multiple=GROUP_MULTIPLE),
     "4w": KeptForm((1, 2, 3, 4), True, (1, 2, 3, 4), rounds=False, scales="stored", multiple=GROUP_MULTIPLE),
+    "native": KeptForm(
+        (1, 2, 3, 4, 5, 6, 7, 8),
+        True,
+        (1, 2, 3, 4, 5, 6, 7, 8),
+        rounds=False,
+        scales="stored",
+        multiple=NATIVE_MULTIPLE,
+    ),
 }
 
 
@@ -170,7 +180,7 @@ class Quantization:
         They take scales of either sign, quantised experts, and kept integers with zero points and float activations.
         """
         if self.linear == KEEP_SCHEME:
-            return self.for_target("4w")
+            return self.for_target("native")
         if self.scales != SCALES[0]:
             return self
         return replace(self, scales="signed_mse", experts=self.linear if self.linear in EXPERT_SCHEMES else None)

@@ -3,7 +3,9 @@
 `exportable_cache::linear_float` takes float32 weights, `linear_bfloat16` and `linear_float16` take weights that these
 types hold without loss. `linear_bfloat16_rounded` also rounds its inputs to bfloat16. `linear_4bit` takes 4-bit weights
 and quantizes activations to 8 bits per token, as torchao's `8da4w` does. `linear_4bit_float` and `linear_4bit_float16`
-take 4-bit weights with zero points and scales of these dtypes, and activations in float. `embedding_bfloat16` and
+take 4-bit weights with zero points and scales of these dtypes, and activations in float. `linear_8bit_float` and
+`linear_8bit_float16` take 8 bits, and `linear_4bit_shifted` and `linear_8bit_shifted` take zero points in float32,
+which minimums of groups give, such as those of GGUF. `embedding_bfloat16` and
 `embedding_float16` look up rows of a table that is tied to such a layer. Other tables are stored in 16 bits if that
 loses nothing. Sums are in float32.
 
@@ -26,7 +28,7 @@ from torch.fx import Node
 
 from ....common.tensors import exact_dtype
 from ..graph_edits import insert_call, packed_weight, replace_call
-from ..quantized import fold_linears, int4_layer
+from ..quantized import fold_linears, integer_layer
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -35,17 +37,51 @@ if TYPE_CHECKING:
     from ....common.compat.torch import OpOverload
 
 
-#: Number of outputs in a block; the length of a group is a multiple of the second.
-BLOCK, GROUP_MULTIPLE = 16, 32
+#: Number of outputs in a block.
+BLOCK = 16
+#: Divisors of the length of a group of 4-bit weights, if activations are rounded and if they are not.
+_ROUNDED_MULTIPLE, _FLOAT_MULTIPLE = 32, 16
 #: Bytes of a group's bfloat16 scale and of an output's float32 sum in `linear_4bit`.
 _SCALE, _SUM = 2, 4
 _QUADS = 8
+#: Inputs of an output whose 8-bit integers are adjacent.
+_WORD = 4
 
 
 #: Suffix of operator names by dtype of the weights.
 NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 #: Suffix for bfloat16 weights whose inputs are rounded to bfloat16.
 ROUNDED = "bfloat16_rounded"
+
+
+class GroupedForm(NamedTuple):
+    """A form of stored weights in groups, for activations in float.
+
+    Attributes:
+        bits: Bits of an integer, 4 or 8.
+        scales: Dtype of scales.
+        zeros: Dtype of zero points; uint8 are integers of as many bits as the weights.
+    """
+
+    bits: int
+    scales: torch.dtype
+    zeros: torch.dtype
+
+    @property
+    def header(self) -> int:
+        """Bytes of a group's scale and zero point."""
+        return self.scales.itemsize + self.zeros.itemsize
+
+
+#: Forms by suffix of operator names.
+GROUPED_FORMS = {
+    "4bit_float": GroupedForm(4, torch.float32, torch.uint8),
+    "4bit_float16": GroupedForm(4, torch.float16, torch.uint8),
+    "4bit_shifted": GroupedForm(4, torch.float32, torch.float32),
+    "8bit_float": GroupedForm(8, torch.float32, torch.uint8),
+    "8bit_float16": GroupedForm(8, torch.float16, torch.uint8),
+    "8bit_shifted": GroupedForm(8, torch.float32, torch.float32),
+}
 
 
 def pack_float(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -79,7 +115,7 @@ def pack(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     8, two per byte.
 
     Args:
-        integers: int8 [outputs, inputs], from -8 to 7; inputs a multiple of `GROUP_MULTIPLE`.
+        integers: int8 [outputs, inputs], from -8 to 7; inputs a multiple of 32.
         scales: float [outputs, groups].
 
     Returns:
@@ -92,33 +128,51 @@ def pack(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return _in_blocks(sums, scales, integers=integers)
 
 
-def pack_groups(integers: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None = None) -> torch.Tensor:
-    """Pack 4-bit weights for activations in float: `(integers - zero_points) * scales`.
+def grouped_form(bits: int, scales: torch.Tensor, zero_points: torch.Tensor | None) -> str:
+    """Return the name of the smallest form in `GROUPED_FORMS` that stores scales and zero points exactly."""
+    if zero_points is not None and zero_points.is_floating_point():
+        return f"{bits}bit_shifted"
+    return f"{bits}bit_float16" if torch.equal(scales.half().float(), scales.float()) else f"{bits}bit_float"
 
-    A block has for each group a scale and a zero point plus 8, and the integers as in `pack`.
+
+def pack_groups(
+    integers: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None, form: GroupedForm
+) -> torch.Tensor:
+    """Pack weights for activations in float: `(integers - zero_points) * scales`.
+
+    A block has for each group a scale and a zero point plus 2^(bits - 1), and the integers plus as much, in 4 bits as
+    in `pack`, in 8 bits in the order of inputs.
 
     Args:
-        integers: int8 [outputs, inputs], from -8 to 7; inputs a multiple of `GROUP_MULTIPLE`.
-        scales: float32 or float16 [outputs, groups], which are stored in this dtype.
-        zero_points: int8 [outputs, groups], from -8 to 7, or None for zeros.
+        integers: int8 [outputs, inputs], at least -2^(bits - 1); inputs a multiple of 16.
+        scales: Float [outputs, groups].
+        zero_points: int8 or float32 [outputs, groups], or None for zeros.
+        form: How they are stored.
 
     Returns:
         uint8 [blocks, bytes]; padding represents zeros.
     """
     zeros = torch.zeros(scales.shape, dtype=torch.int8) if zero_points is None else zero_points
-    return _in_blocks(scales, (zeros + 8).to(torch.uint8), integers=integers)
+    bias = 2 ** (form.bits - 1)
+    shifted = zeros + bias if zeros.is_floating_point() else zeros.to(torch.int16) + bias
+    return _in_blocks(scales.to(form.scales), shifted.to(form.zeros), integers=integers, bits=form.bits)
 
 
-def _in_blocks(*headers: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
+def _in_blocks(*headers: torch.Tensor, integers: torch.Tensor, bits: int = 4) -> torch.Tensor:
     """Return uint8 [blocks, bytes]: the headers [outputs, ...] of each block's outputs, then the integers."""
     outputs, inputs = integers.shape
     blocks = -(-outputs // BLOCK)
     missing = blocks * BLOCK - outputs
-    # Padded with 8, which represents zero.
-    whole = torch.nn.functional.pad((integers + 8).to(torch.uint8), (0, 0, 0, missing), value=8)
-    whole = whole.view(blocks, BLOCK, inputs // _QUADS, 2, _QUADS // 2)
+    bias = 2 ** (bits - 1)
+    # Padded with the bias, which represents zero.
+    whole = torch.nn.functional.pad((integers.to(torch.int16) + bias).to(torch.uint8), (0, 0, 0, missing), value=bias)
+    if bits == 4:
+        whole = whole.view(blocks, BLOCK, inputs // _QUADS, 2, _QUADS // 2)
+        words = whole[..., 0, :] | (whole[..., 1, :] << 4)
+    else:
+        words = whole.view(blocks, BLOCK, inputs // _WORD, _WORD)
     padded = (torch.nn.functional.pad(header, (0, 0, 0, missing)).view(blocks, BLOCK, -1) for header in headers)
-    parts = (*(part.transpose(1, 2) for part in padded), (whole[..., 0, :] | (whole[..., 1, :] << 4)).transpose(1, 2))
+    parts = (*(part.transpose(1, 2) for part in padded), words.transpose(1, 2))
     return torch.cat([part.contiguous().view(torch.uint8).reshape(blocks, -1) for part in parts], dim=1)
 
 
@@ -130,23 +184,28 @@ def unpack(weights: torch.Tensor, inputs: int, outputs: int) -> tuple[torch.Tens
 
 
 def unpack_groups(
-    weights: torch.Tensor, inputs: int, outputs: int, dtype: torch.dtype
+    weights: torch.Tensor, inputs: int, outputs: int, form: GroupedForm
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the arguments of `pack_groups`, of which the scales have a given dtype."""
-    groups = (weights.shape[1] // BLOCK - inputs // 2) // (dtype.itemsize + 1)
-    header, integers = _from_blocks(weights, inputs, outputs)
-    scales, zeros = header.split([BLOCK * dtype.itemsize * groups, BLOCK * groups], dim=1)
-    zeros = _by_output(zeros, torch.uint8, groups)[:outputs].to(torch.int8) - 8
-    return integers, _by_output(scales, dtype, groups)[:outputs], zeros
+    """Return the arguments of `pack_groups`."""
+    groups = (weights.shape[1] // BLOCK - inputs * form.bits // 8) // form.header
+    header, integers = _from_blocks(weights, inputs, outputs, form.bits)
+    scales, zeros = header.split([BLOCK * each.itemsize * groups for each in form[1:]], dim=1)
+    zeros, bias = _by_output(zeros, form.zeros, groups)[:outputs], 2 ** (form.bits - 1)
+    zeros = zeros - bias if zeros.is_floating_point() else (zeros.to(torch.int16) - bias).to(torch.int8)
+    return integers, _by_output(scales, form.scales, groups)[:outputs], zeros
 
 
-def _from_blocks(weights: torch.Tensor, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _from_blocks(weights: torch.Tensor, inputs: int, outputs: int, bits: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the bytes of the headers of `_in_blocks`, and the integers [outputs, inputs]."""
     blocks, size = weights.shape
-    header, halves = weights.split([size - BLOCK * inputs // 2, BLOCK * inputs // 2], dim=1)
-    halves = halves.reshape(blocks, inputs // _QUADS, BLOCK, _QUADS // 2)
-    whole = torch.stack([halves & 15, halves >> 4], dim=3).permute(0, 2, 1, 3, 4).reshape(blocks * BLOCK, inputs)
-    return header, whole[:outputs].to(torch.int8) - 8
+    packed = BLOCK * inputs * bits // 8
+    header, words = weights.split([size - packed, packed], dim=1)
+    if bits == 4:
+        words = words.reshape(blocks, inputs // _QUADS, BLOCK, _QUADS // 2)
+        whole = torch.stack([words & 15, words >> 4], dim=3).permute(0, 2, 1, 3, 4)
+    else:
+        whole = words.reshape(blocks, inputs // _WORD, BLOCK, _WORD).transpose(1, 2)
+    return header, (whole.reshape(blocks * BLOCK, inputs)[:outputs].to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
 
 
 def _by_output(part: torch.Tensor, dtype: torch.dtype, groups: int) -> torch.Tensor:
@@ -185,7 +244,7 @@ def linears_to_native(program: ExportedProgram, rounded: bool = False) -> Export
     graph = fold_linears(program).graph
     by_input: dict[tuple[OpOverload, Node, bool], list[tuple[Node, _Packed]]] = {}
     for node in list(graph.nodes):
-        layer = _packed_4bit(program, node) or _packed_float(program, node, rounded)
+        layer = _packed_integers(program, node) or _packed_float(program, node, rounded)
         if layer is None:
             continue
         by_input.setdefault((layer.operator, layer.source, layer.bias is None), []).append((node, layer))
@@ -222,21 +281,23 @@ def _called(graph: Graph, layers: list[tuple[Node, _Packed]]) -> list[tuple[Node
     return [(node, result) for (node, _), result in zip(layers, results, strict=True)]
 
 
-def _packed_4bit(program: ExportedProgram, node: Node) -> _Packed | None:
-    layer = int4_layer(node)
-    if layer is None or layer.group % GROUP_MULTIPLE:
+def _packed_integers(program: ExportedProgram, node: Node) -> _Packed | None:
+    layer = integer_layer(node)
+    if layer is None or layer.group % (_ROUNDED_MULTIPLE if layer.rounds else _FLOAT_MULTIPLE):
         return None
     zeros = None if layer.zero_point is None else get_param_tensor(program, layer.zero_point)
     integers, scales = (get_param_tensor(program, part) for part in (layer.integers, layer.scale))
     if layer.rounds:
-        if zeros is not None and bool(zeros.any()):
+        if layer.bits != 4 or (zeros is not None and bool(zeros.any())):
             return None
         call = torch.ops.exportable_cache.linear_4bit.default
         packed = packed_weight(program, layer.integers, lambda: pack(integers, scales))
     else:
-        stored = torch.float16 if torch.equal(scales.half().float(), scales.float()) else torch.float32
-        call = getattr(torch.ops.exportable_cache, f"linear_4bit_{NAMES[stored]}").default
-        packed = packed_weight(program, layer.integers, lambda: pack_groups(integers, scales.to(stored), zeros))
+        name = grouped_form(layer.bits, scales, zeros)
+        call = getattr(torch.ops.exportable_cache, f"linear_{name}").default
+        packed = packed_weight(
+            program, layer.integers, lambda: pack_groups(integers, scales, zeros, GROUPED_FORMS[name])
+        )
     return _Packed(call, layer.source, packed, layer.bias, integers.shape[0])
 
 
@@ -311,11 +372,11 @@ def linear_4bit(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor 
     return torch.nn.functional.linear((rounded - zero) * scale, plain, bias)
 
 
-def _linear_groups(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+def _linear_groups(form: GroupedForm) -> Callable[..., torch.Tensor]:
     """Return a linear layer over `pack_groups` in plain operators, as the kernel computes it."""
 
     def linear(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
-        integers, scales, zeros = unpack_groups(weights, source.shape[-1], outputs, dtype)
+        integers, scales, zeros = unpack_groups(weights, source.shape[-1], outputs, form)
         grouped = integers.view(*scales.shape, -1).float() - zeros[..., None]
         plain = (grouped * scales.float()[..., None]).view(outputs, -1)
         return torch.nn.functional.linear(source, plain, bias)
@@ -382,13 +443,13 @@ for _name in NAMES.values():
     _define(f"linear_{_name}", linear_float)
 _define(f"linear_{ROUNDED}", linear_bfloat16_rounded)
 _define("linear_4bit", linear_4bit)
-for _dtype in (torch.float32, torch.float16):
-    _define(f"linear_4bit_{NAMES[_dtype]}", _linear_groups(_dtype))
+for _name, _form in GROUPED_FORMS.items():
+    _define(f"linear_{_name}", _linear_groups(_form))
 _TOGETHER: dict[OpOverload, OpOverload] = {
     getattr(torch.ops.exportable_cache, f"linear_{name}").default: getattr(
         torch.ops.exportable_cache, f"linears_{name}"
     ).default
-    for name in (*NAMES.values(), ROUNDED, "4bit", "4bit_float", "4bit_float16")
+    for name in (*NAMES.values(), ROUNDED, "4bit", *GROUPED_FORMS)
 }
 
 

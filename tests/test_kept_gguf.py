@@ -1,0 +1,65 @@
+"""Integers of GGUF files that a program stores unchanged (`quantize="keep"`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from exportable_cache import export, load
+from exportable_cache.models.loading.gguf_blocks import TYPES, integers_of_blocks
+from exportable_cache.models.loading.loading import load_model, load_to_quantise
+from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.models.quantization.spec import Quantization
+
+from .support import checkpoints
+from .support.models import tokens
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+pytest.importorskip("torchao", reason="the executorch extra is not installed")
+
+#: Rows that blocks of k-quants divide.
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_blocks_are_read_as_ggml_computes_them(kind: str) -> None:
+    """Compare each type with gguf's own arithmetic, bit by bit, and its integers and zero points with that weight."""
+    of_kind = gguf.GGMLQuantizationType[kind]
+    values = np.random.default_rng(1).normal(size=(48, 512)).astype(np.float32)
+    blocks = checkpoints.blocks(values, of_kind)
+    found, weight = integers_of_blocks("layer", kind, torch.from_numpy(blocks))
+    assert torch.equal(weight, torch.from_numpy(gguf.quants.dequantize(blocks, of_kind)))
+    assert int(found.integers.min()) >= -(2 ** (found.bits - 1)) and int(found.integers.max()) < 2 ** (found.bits - 1)
+    again = found.dequantize(torch.float32)
+    assert (again - weight).abs().max() <= 4e-7 * weight.abs().max() and weight.std() > 0
+
+
+@torch.no_grad()
+def test_layers_of_a_file_are_kept_in_the_order_of_the_models_rows(tmp_path: Path) -> None:
+    """Keep a file of all types, whose queries and keys have their rows in another order than the model's."""
+    checkpoints.write_gguf(
+        tmp_path / "tiny.gguf", kinds_of_weights=[*TYPES, "TQ1_0"], **{**SIZES, "num_hidden_layers": 2}
+    )
+    loaded = load_to_quantise(tmp_path / "tiny.gguf", keep=True)
+    assert loaded.remarks == ("dequantised tensors of tiny.gguf: 1 in TQ1_0, such as blk.1.ffn_up.weight",)
+    made = quantize(loaded.model, Quantization("keep", kept="native"), stored=loaded.integers)
+    assert len(made.kept) == 13 and made.remark == ""
+    ids = tokens(9)
+    assert (made.model(ids).logits - load_model(tmp_path / "tiny.gguf").model(ids).logits).abs().max() <= 1e-5
+
+
+@pytest.mark.full
+def test_a_pt2_program_keeps_the_blocks(tmp_path: Path) -> None:
+    """Export a file with minimums, groups of 16 and 8 bits, and compare with the dequantised model."""
+    kinds = ["Q4_K", "Q6_K", "Q4_0", "Q5_K", "Q8_0", "Q2_K", "Q4_1"]
+    checkpoints.write_gguf(tmp_path / "tiny.gguf", kinds_of_weights=kinds, **SIZES)
+    bundle = export(tmp_path / "tiny.gguf", "pt2", 48, tmp_path / "out", quantize="keep")
+    assert bundle.manifest.remarks == []
+    assert bundle.manifest.quantization.max_difference <= 1e-5
+    with load(bundle.path) as session, torch.no_grad():
+        expected = load_model(tmp_path / "tiny.gguf").model(tokens(9)).logits[:, -1]
+        assert (session.prefill(tokens(9)) - expected).abs().max() <= 1e-5
