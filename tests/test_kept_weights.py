@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 from exportable_cache import export, load
 from exportable_cache.errors import InputError
+from exportable_cache.models.loading.gguf_blocks import TYPES
 from exportable_cache.models.loading.loading import load_model, load_to_quantise
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization, quantization_of
@@ -17,6 +20,7 @@ from exportable_cache.verification.verify import verify
 
 from .support import checkpoints
 from .support.models import tokens
+from .support.store import REPOSITORY
 
 pytest.importorskip("torchao", reason="the executorch extra is not installed")
 
@@ -29,6 +33,27 @@ def keep(kept: str) -> Quantization:
 
 def write(folder: Path, kind: str, **form: Any) -> None:
     {"gptq": checkpoints.write_gptq, "awq": checkpoints.write_awq}[kind](folder, **form)
+
+
+def _compressed(kind: str, folder: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    checkpoints.write_compressed(folder, kind)
+
+
+def _gguf(kind: str, folder: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    checkpoints.write_gguf(folder / "tiny.gguf", kinds_of_weights=[kind], **sizes)
+
+
+def _names(line: str, row: str) -> bool:
+    """Return True if a line of the table is that of a format; GGUF's lines list several types."""
+    first = line.split("|")[1].strip()
+    if row.startswith("GGUF: ") and row != "GGUF: other":
+        listed = first.removeprefix("GGUF: ").split(", ")
+        return first.startswith("GGUF: ") and row.removeprefix("GGUF: ") in listed
+    return first.startswith(row)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +83,68 @@ def test_integers_are_kept_and_logits_are_those_of_the_dequantised_model(
         )
     ids = tokens(9)
     assert (made.model(ids).logits - load_model(tmp_path).model(ids).logits).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("scheme", [4, 8, "8da4w", "8da8w", "asymmetric", "mixed"])
+@torch.no_grad()
+def test_integers_of_torchao_are_kept(scheme: str | int, tmp_path: Path) -> None:
+    """Compare a model over the integers of torchao's schemes with the dequantised one."""
+    checkpoints.write_torchao(tmp_path, scheme)
+    loaded = load_to_quantise(tmp_path, keep=True)
+    assert loaded.remarks == ()
+    found = {(one.bits, one.size, one.zero_points is not None) for one in loaded.integers.values()}
+    rows = {(8, 64, False)}
+    four, asymmetric = {(4, 32, False)}, {(4, 32, True)}
+    assert found == {4: four, "8da4w": four, "asymmetric": asymmetric, "mixed": rows | asymmetric}.get(scheme, rows)
+    made = quantize(loaded.model, keep("native"), stored=loaded.integers)
+    assert set(made.kept) == {f"{name}.weight" for name in checkpoints.linears_of(loaded.model)} and made.remark == ""
+    ids = tokens(9)
+    assert (made.model(ids).logits - load_model(tmp_path).model(ids).logits).abs().max() <= 1e-5
+
+
+#: Forms of kept integers by the column of the table in docs/guides/checkpoints.md.
+FORMS = ("affine", "native", "symmetric")
+#: Beginning of a row of the table, how a checkpoint of its format is written, whether it has zero points.
+ROWS: list[tuple[str, Callable[[Path], Any], bool]] = [
+    ("GPTQ", checkpoints.write_gptq, False),
+    ("GPTQ", partial(checkpoints.write_gptq, bits=2, sym=False, act_order=True), True),
+    ("GPTQ", partial(checkpoints.write_gptq, bits=8, group=-1), False),
+    ("AWQ", checkpoints.write_awq, True),
+    ("compressed-tensors, integers", partial(_compressed, "int3"), False),
+    ("compressed-tensors, integers", partial(_compressed, "int8"), False),
+    ("compressed-tensors, integers", partial(_compressed, "int4-zeros"), True),
+    ("compressed-tensors, float8", partial(_compressed, "fp8"), False),
+    ("compressed-tensors, float8", partial(_compressed, "nvfp4"), False),
+    *((f"GGUF: {kind}", partial(_gguf, kind), False) for kind in TYPES),
+    ("GGUF: other", partial(_gguf, "TQ1_0"), False),
+    ("torchao: 4 bits", partial(checkpoints.write_torchao, scheme="8da4w"), False),
+    ("torchao: 4 bits", partial(checkpoints.write_torchao, scheme="asymmetric"), True),
+    ("torchao: 8 bits", partial(checkpoints.write_torchao, scheme=8), False),
+    ("`fp8` in blocks", checkpoints.write_fp8, False),
+    ("`mxfp4`", checkpoints.write_mxfp4, False),
+]
+
+
+@pytest.mark.parametrize(("row", "write", "has_zero_points"), ROWS, ids=[f"{n}-{one[0]}" for n, one in enumerate(ROWS)])
+def test_the_table_of_formats_says_what_is_kept(
+    row: str, write: Callable[[Path], Any], has_zero_points: bool, tmp_path: Path
+) -> None:
+    """Write a checkpoint of each row, and compare each target's form with its cell."""
+    text = (REPOSITORY / "docs/guides/checkpoints.md").read_text().split("### Which integers are kept")[1]
+    lines = [line for line in text.splitlines() if line.startswith("| ") and _names(line, row)]
+    assert len(lines) == 1, row
+    cells = [cell.strip() for cell in lines[0].strip("|").split("|")][2:]
+    write(tmp_path)
+    file = tmp_path / "tiny.gguf"
+    loaded = load_to_quantise(file if file.exists() else tmp_path, keep=True)
+    for form, cell in zip(FORMS, cells, strict=True):
+        assert cell.startswith(("kept", "dequantized"))
+        if cell.startswith("dequantized") or ("without zero points" in cell and has_zero_points):
+            with pytest.raises(InputError, match="needs a checkpoint whose linear layers are integers"):
+                quantize(loaded.model, keep(form), stored=loaded.integers)
+        else:
+            made = quantize(loaded.model, keep(form), stored=loaded.integers)
+            assert len(made.kept) >= len(checkpoints.linears_of(loaded.model)) and made.remark == ""
 
 
 def test_only_layers_of_the_targets_form_are_kept_and_the_others_are_named(tmp_path: Path) -> None:

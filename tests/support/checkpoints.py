@@ -30,14 +30,28 @@ def edit_config(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def write_torchao(folder: Path, bits: int) -> PreTrainedModel:
-    """Weights alone in 8 bits by rows, or in 4 by groups of 32; returns the model before."""
-    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
+def write_torchao(folder: Path, scheme: str | int) -> PreTrainedModel:
+    """Write a checkpoint of torchao, and return the model before.
+
+    Args:
+        scheme: 8 for weights alone by rows, 4 for groups of 32, "8da4w" or "8da8w" with rounded activations,
+            "asymmetric" for 4 bits with zero points, "mixed" for several schemes.
+    """
+    from torchao import quantization as ao
     from torchao.quantization.granularity import PerGroup
+    from torchao.quantization.quant_primitives import MappingType
     from transformers import TorchAoConfig
 
-    rule = Int8WeightOnlyConfig(version=2) if bits == 8 else IntxWeightOnlyConfig(torch.int4, PerGroup(GROUP))
-    return _quantised_by_transformers(folder, TorchAoConfig(rule))
+    group = PerGroup(GROUP)
+    rules: dict[str | int, Any] = {
+        4: ao.IntxWeightOnlyConfig(torch.int4, group),
+        8: ao.Int8WeightOnlyConfig(version=2),
+        "8da4w": ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=group),
+        "8da8w": ao.Int8DynamicActivationInt8WeightConfig(version=2),
+        "asymmetric": ao.IntxWeightOnlyConfig(torch.int4, group, mapping_type=MappingType.ASYMMETRIC),
+    }
+    rules["mixed"] = ao.FqnToConfig({r"re:.*self_attn\..*": rules["asymmetric"], r"re:.*mlp\..*": rules[8]})
+    return _quantised_by_transformers(folder, TorchAoConfig(rules[scheme]))
 
 
 def write_bitsandbytes(folder: Path, bits: int) -> PreTrainedModel:

@@ -247,6 +247,11 @@ def _from_checkpoint(
                 f"{location.source!r} is quantised ({stored}) with {len(unread)} tensors that transformers "
                 f"ignores, such as {unread[0]}; pass the original checkpoint"
             )
+        integers: Mapping[str, IntegerWeight] = {} if reading is None else reading.weights
+        if stored is not None and stored.method == "torchao" and keep:
+            from .torchao_weights import kept_tensors
+
+            integers = kept_tensors(model)
         if stored is not None:
             model = dequantised(model, location.source, wanted or stored_dtype(config) or model.dtype)
         tokenizer = tokenizer_of(location)
@@ -254,7 +259,6 @@ def _from_checkpoint(
         if ends is not None:
             model.generation_config.eos_token_id = ends
         processor_files = tuple(path for name in _PROCESSOR_FILES if (path := file_in(location, name)) is not None)
-    integers: Mapping[str, IntegerWeight] = {} if reading is None else reading.weights
     remarks = () if stored is None or integers else (stored.remark,)
     if location.gguf is not None and keep:
         from .gguf_blocks import kept_blocks

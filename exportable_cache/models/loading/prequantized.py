@@ -25,7 +25,7 @@ READ_WITH = {
     "bitsandbytes": ("bitsandbytes", "accelerate"),
 }
 #: Methods whose integers `quantize="keep"` can store.
-KEPT = ("gptq", "awq", "compressed-tensors")
+KEPT = ("gptq", "awq", "compressed-tensors", "torchao")
 #: Methods that transformers dequantises while reading if the config says so.
 _AS_READ = ("fp8", "mxfp4")
 #: Formats of compressed-tensors that `integers` reads.
