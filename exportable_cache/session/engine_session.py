@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import random
 import threading
 import time
@@ -27,6 +28,7 @@ from .checks import check_room
 
 if TYPE_CHECKING:
     from ..generation.checkpoint_settings import CheckpointSettings
+    from .adapter_arrays import AdapterSlots
 
 
 #: A length that no session reaches, for the limits that hold everywhere.
@@ -38,6 +40,12 @@ class Engines(Protocol):
 
     def run(self, method: str, tokens: Sequence[int], position: int) -> np.ndarray:
         """Run a step and return its logits, float32 [rows, vocab]: of the last token, or of several."""
+
+    def write_adapter(self, slot: int, arrays: Sequence[np.ndarray]) -> None:
+        """Write an adapter into a slot, see `CudaEngines.write_adapter`."""
+
+    def use_slot(self, slot: int) -> None:
+        """Run the next steps with the adapter in a slot; 0 for the model itself."""
 
     def close(self) -> None:
         """Release the memory."""
@@ -115,6 +123,7 @@ class EngineSession:
         limits: Limits of the cache.
         settings: Settings of the checkpoint; it has no rules besides a repetition penalty.
         length: Number of cached tokens.
+        slots: Slots for adapters; None if the program has none.
     """
 
     engines: Engines
@@ -123,6 +132,10 @@ class EngineSession:
     limits: CacheLimits
     settings: CheckpointSettings
     length: int = 0
+    slots: AdapterSlots | None = None
+    #: Slots of the loaded adapters by name, and the one in use.
+    _adapters: dict[str, int] = field(default_factory=dict)
+    _slot: int = 0
     _max_len_ever: int = 0
     _cancelled: threading.Event = field(default_factory=threading.Event)
     _busy: threading.Lock = field(default_factory=threading.Lock)
@@ -159,6 +172,63 @@ class EngineSession:
         """Start again at position 0."""
         with self._alone():
             self.length = self._max_len_ever = 0
+
+    def load_adapter(self, path: str | os.PathLike[str], name: str) -> None:
+        """Load a LoRA adapter that `exportable-cache adapter` wrote into a slot of the program.
+
+        Args:
+            path: The file. Its signature is not checked.
+            name: Name for `use_adapter`; an adapter of the same name is replaced.
+
+        Raises:
+            BundleError: If the file is damaged.
+            InputError: If the program has no free slot, or the file is not an adapter for it.
+        """
+        with self._alone():
+            if self.slots is None:
+                raise InputError("this program has no slots for adapters; export with lora_slots=1 (--lora-slots)")
+            free = sorted({*range(1, self.slots.slots + 1)} - {*self._adapters.values()})
+            if name not in self._adapters and not free:
+                raise InputError(
+                    f"the program has {self.slots.slots} slots for adapters, which hold {', '.join(self._adapters)}; "
+                    "unload one of them first, or export with more lora_slots (--lora-slots)"
+                )
+            arrays, slot = self.slots.read(path), self._adapters.get(name) or free[0]
+            self.engines.write_adapter(slot, arrays)
+            self._adapters[name] = slot
+
+    def unload_adapter(self, name: str) -> None:
+        """Free the slot of an adapter; if it is in use, the model continues without one.
+
+        Raises:
+            InputError: If no adapter has this name.
+        """
+        with self._alone():
+            slot = self._slot_of(name)
+            if slot == self._slot:
+                self._use_slot(0)
+            del self._adapters[name]
+
+    def use_adapter(self, name: str | None) -> None:
+        """Run the next steps with an adapter, or with the model itself for None.
+
+        Raises:
+            InputError: If no adapter has this name.
+        """
+        with self._alone():
+            slot = 0 if name is None else self._slot_of(name)
+            if slot != self._slot:
+                self._use_slot(slot)
+
+    def _use_slot(self, slot: int) -> None:
+        self.engines.use_slot(slot)
+        self._slot = slot
+
+    def _slot_of(self, name: str) -> int:
+        if name not in self._adapters:
+            known = ", ".join(self._adapters) or "none"
+            raise InputError(f"adapter must be one that was loaded ({known}), got {name!r:.100}; load_adapter first")
+        return self._adapters[name]
 
     def cancel(self) -> None:
         """End the running generation, from any thread."""

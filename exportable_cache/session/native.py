@@ -157,13 +157,14 @@ def open_engines(bundle: CheckedBundle) -> EngineSession:
     """
     from ..backends.tensorrt.cuda_engines import open_cuda_engines
     from ..backends.tensorrt.engine_io import LOGITS
+    from .adapter_arrays import AdapterSlots
     from .engine_session import CacheLimits, EngineSession, Step
 
     fields = bundle.fields
     records = _engine_records(bundle)
     kept = [one for _, record in records.values() for one in (*record.state, *record.lora)]
     taken = {one.name for _, record in records.values() for one in record.inputs if one not in kept}
-    if taken != {"input_ids", "input_pos"}:
+    if taken - {"adapters"} != {"input_ids", "input_pos"}:
         raise NotNative(f"its methods take {', '.join(sorted(taken))}")
     methods = _mapping(_mapping(fields, "program"), "methods")
     try:
@@ -173,6 +174,7 @@ def open_engines(bundle: CheckedBundle) -> EngineSession:
         }
         limits = CacheLimits.of(fields["layers"])
         vocab_size = int(fields["vocab_size"])
+        slots = AdapterSlots.of(fields)
     except (KeyError, TypeError, ValueError) as error:
         raise NotNative(f"the manifest has a part that only torch's runtime knows: {error}") from None
     settings = CheckpointSettings.read(_Config(**_mapping(fields, "generation_config")), vocab_size)  # type: ignore[arg-type]
@@ -182,7 +184,7 @@ def open_engines(bundle: CheckedBundle) -> EngineSession:
             raise NotNative(f"its methods must give logits of {vocab_size} tokens, got {sizes} of {record.method}")
     if settings.rules:
         raise NotNative(f"the generation config has rules that transformers follows: {', '.join(settings.rules)}")
-    return EngineSession(open_cuda_engines(bundle.path, records), steps, vocab_size, limits, settings)
+    return EngineSession(open_cuda_engines(bundle.path, records), steps, vocab_size, limits, settings, slots=slots)
 
 
 def _engine_records(bundle: CheckedBundle) -> dict[str, tuple[str, EngineRecord]]:

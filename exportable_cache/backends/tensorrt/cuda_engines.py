@@ -23,6 +23,8 @@ _CUDA = "cuda.bindings.runtime"
 #: Status of a call without a driver, or with one that is older than the bindings.
 _OLD_DRIVER = 35
 _OUT_OF_MEMORY = 2
+#: Name of the input with the slot of the row's adapter, see `models.lora.ADAPTERS`.
+_ADAPTERS = "adapters"
 
 #: numpy's dtypes; bfloat16 has none and is moved as integers.
 _DTYPES = {
@@ -189,7 +191,7 @@ class CudaEngines:
         for _, record in records.values():
             _check_names(record)
             _check_sizes(record, first)
-        cache = {tensor.name: _bytes(tensor.max_shape, tensor.dtype) for tensor in first.state}
+        cache = {tensor.name: _bytes(tensor.max_shape, tensor.dtype) for tensor in (*first.state, *first.lora)}
         plans = {file: (folder / file).stat().st_size for file, _ in records.values()}
         self._check_memory(sum(plans.values()), sum(cache.values()))
         self._log = _log_of(tensorrt)
@@ -199,6 +201,11 @@ class CudaEngines:
             method: self._load(folder, file, record, runtime, engines) for method, (file, record) in records.items()
         }
         self._state = {name: cuda.allocate(size) for name, size in cache.items()}
+        #: Slots for adapters: address, dtype and bytes of one slot.
+        self._slots = [
+            (self._state[tensor.name], tensor.dtype, _bytes(tensor.max_shape[1:], tensor.dtype))
+            for tensor in first.lora
+        ]
         for method, (_, record) in records.items():
             self._steps[method] = _Step(cuda, record, contexts[method], self._state, self._log.errors)
         cuda.wait()
@@ -212,6 +219,26 @@ class CudaEngines:
             position: Position of the first one.
         """
         return self._steps[method].run(tokens, position)
+
+    def write_adapter(self, slot: int, arrays: Sequence[np.ndarray]) -> None:
+        """Write an adapter into a slot.
+
+        Args:
+            slot: Index of the slot.
+            arrays: float32 [inputs, rank] and [rank, outputs] of each layer, in the order of the engine's inputs.
+        """
+        for (address, dtype, size), array in zip(self._slots, arrays, strict=True):
+            stored = np.ascontiguousarray(_stored(array, dtype))
+            if stored.nbytes != size:
+                raise BundleError(f"a slot must take {size} bytes, got {stored.nbytes}; export the model again")
+            self._cuda.copy(address + slot * size, stored.ctypes.data, size, "HostToDevice")
+            # The array is released after the copy.
+            self._cuda.wait()
+
+    def use_slot(self, slot: int) -> None:
+        """Run the next steps with the adapter in a slot; 0 for the model itself."""
+        for step in self._steps.values():
+            step.use_slot(slot)
 
     def close(self) -> None:
         """Release the GPU's memory; a second call does nothing."""
@@ -265,6 +292,8 @@ class _Step:
         #: Host and device memory of the largest shape; shorter inputs fill the front.
         self._host = {tensor.name: cuda.host_array(tensor.max_shape, tensor.dtype) for tensor in inputs}
         self._device = {name: cuda.allocate(array.nbytes) for name, array in self._host.items()}
+        if _ADAPTERS in self._host:
+            self._host[_ADAPTERS][0] = 0
         self._dynamic = [tensor.name for tensor in inputs if tensor.min_shape != tensor.max_shape]
         bound = {**state, **self._device}
         #: Copies after a step: (target, source, bytes).
@@ -288,6 +317,10 @@ class _Step:
             if not context.set_tensor_address(name, address):
                 raise BundleError(f"the engine of {record.method!r} has no tensor {name!r}; export the model again")
         _check_engine(record, context)
+
+    def use_slot(self, slot: int) -> None:
+        """See `CudaEngines.use_slot`."""
+        self._host[_ADAPTERS][0] = slot
 
     def run(self, tokens: Sequence[int], position: int) -> np.ndarray:
         """See `CudaEngines.run`."""
@@ -387,13 +420,15 @@ def _check_names(record: EngineRecord) -> None:
     """
     state = {tensor.name for tensor in record.state}
     given = [*(tensor.name for tensor in record.inputs), *(tensor.name for tensor in record.outputs)]
-    own = {tensor.name for tensor in record.inputs} - state
+    lora = {tensor.name for tensor in record.lora}
+    own = {tensor.name for tensor in record.inputs} - state - lora
+    wanted = {"input_ids", "input_pos", *([_ADAPTERS] if lora else [])}
     outputs = {tensor.name for tensor in record.outputs}
     updated = {STATE_IN + name.removeprefix(STATE_OUT) for name in outputs if name.startswith(STATE_OUT)}
     sizes = [size for tensor in record.inputs for size in tensor.max_shape]
     sizes += [size for tensor in record.outputs for size in tensor.shape]
     for is_valid, constraint in (
-        (own == {"input_ids", "input_pos"}, f"the inputs input_ids and input_pos, got {', '.join(sorted(own))}"),
+        (own == wanted, f"the inputs {' and '.join(sorted(wanted))}, got {', '.join(sorted(own))}"),
         (LOGITS in outputs, f"an output {LOGITS}, got {', '.join(sorted(outputs))}"),
         (updated <= state and set(record.aliases.values()) <= state, "an input for each part of the cache"),
         (len(given) == len(set(given)), f"one tensor of each name, got {', '.join(given)}"),
@@ -411,8 +446,10 @@ def _check_sizes(record: EngineRecord, first: EngineRecord) -> None:
     """
     inputs = {tensor.name: tensor for tensor in record.inputs}
     ids, position = inputs["input_ids"], inputs["input_pos"]
+    adapters = [one for one in record.inputs if one.name == _ADAPTERS]
     cache, shared = (
-        {one.name: (one.dtype, one.min_shape, one.max_shape) for one in each.state} for each in (record, first)
+        {one.name: (one.dtype, one.min_shape, one.max_shape) for one in (*each.state, *each.lora)}
+        for each in (record, first)
     )
     logits, others = (next(one.shape for one in each.outputs if one.name == LOGITS) for each in (record, first))
     wrong = [
@@ -431,6 +468,10 @@ def _check_sizes(record: EngineRecord, first: EngineRecord) -> None:
         (
             position.min_shape == position.max_shape == [1] and "int" in position.dtype,
             f"input_pos of integers [1], got {position.dtype} {position.max_shape}",
+        ),
+        (
+            all(one.min_shape == one.max_shape == [1] and "int" in one.dtype for one in adapters),
+            f"{_ADAPTERS} of integers [1], got {', '.join(f'{one.dtype} {one.max_shape}' for one in adapters)}",
         ),
         (
             len(logits) in (2, 3) and logits[0] == 1 and logits[-1:] == others[-1:],
@@ -472,6 +513,14 @@ def _check_engine(record: EngineRecord, context: Any) -> None:
                 f"{name} of the engine of {record.method!r} must be {kind} {recorded}, as the manifest "
                 f"says, got {dtype} {shape}; export the model again"
             )
+
+
+def _stored(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Return float32 values in the dtype of a tensor on the device; bfloat16 as integers, rounded half to even."""
+    if dtype != "bfloat16":
+        return array.astype(_DTYPES[dtype])
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def _bytes(shape: Sequence[int], dtype: str) -> int:
