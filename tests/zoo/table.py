@@ -16,7 +16,7 @@ from .conditioning import MOST_MOVED, MOST_MOVED_SMOOTHLY, TOLERANCE
 from .extended import LENGTHS, PROMPT, TAKEN_BACK
 from .overrides import OVERRIDES
 from .published import Checkpoint, checkpoints
-from .published.table import lines_of
+from .published.table import lines_of, lines_of_most_run
 from .shrink import HIDDEN, VOCAB, WINDOW
 from .support_table import write_support
 
@@ -80,8 +80,11 @@ def _lines(results: dict[Architecture, dict[str, Any]], published: dict[Checkpoi
     return [
         "# Every generative architecture of transformers",
         "",
-        "Written by `make zoo`. Each row is a tiny random model of one architecture of transformers 5.23, made from "
-        "its default",
+        *lines_of_most_run(published),
+        "## What a row shows",
+        "",
+        "Written by `make zoo`. Each row of the table of all architectures is a tiny random model of one architecture "
+        "of transformers 5.23, made from its default",
         f"config by rule (hidden size {HIDDEN}, windows and chunks of {WINDOW}, few experts, vocabulary {VOCAB}; "
         f"{len(OVERRIDES)} of the",
         "configs and sub-configs need a field set by hand), with enough layers that every kind of layer appears.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ from exportable_cache.pipeline.plan import plan
 from .build import LENGTH, encoder_inputs, encoder_options, tiny_model
 from .check import check, write_json
 from .published import Checkpoint, checkpoint, checkpoints
-from .published.table import lines_of
+from .published.table import MOST_RUN, lines_of, lines_of_most_run
 from .shrink import BORDER, tiny_config
 from .support_table import DOCUMENT as SUPPORT
 from .support_table import write_support
-from .table import write_table
+from .table import DOCUMENT, write_table
 from .test_shrink import kinds_of, without_weights
 from .test_sizes import sizes_of_model, sizes_of_plan
 
@@ -126,11 +127,47 @@ def test_borders_are_within_what_is_fed() -> None:
 
 def test_every_fact_has_a_source_and_changes_the_config() -> None:
     rows = checkpoints()
-    assert len({row.checkpoint for row in rows}) == len(rows) >= 130
+    assert len({row.checkpoint for row in rows}) == len(rows) >= 300
+    assert len({row.model_type for row in rows}) >= 250
     assert all(row.source and "/" in row.checkpoint for row in rows)
     for row in rows:
+        if not row.fields:
+            continue
         default = row.config_class()
-        assert not row.fields or row.config().to_dict() != default.to_dict(), row.checkpoint
+        assert row.config().to_dict() != default.to_dict(), row.checkpoint
+
+
+#: Names whose number is not the count of parameters: of active ones, or of a text model inside.
+OTHER_COUNTS = {
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": 108.0,
+    "meta-llama/Llama-4-Scout-17B-16E": 108.6,
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": 400.0,
+    "OpenGVLab/InternVL3-1B-hf": 0.63,
+}
+
+
+def test_weights_in_the_table_are_those_of_the_name() -> None:
+    """A row with the sizes of its class's default in place of the checkpoint's would show another model's memory."""
+    known = json.loads(DOCUMENT.with_suffix(".json").read_text())
+    checked = 0
+    for row in checkpoints():
+        weights = known[row.name].get("memory", {}).get("weights")
+        counts = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([BbM])(?![a-z])", row.checkpoint)
+        if weights is None or not counts:
+            continue
+        named = max(float(count) / (1000 if unit == "M" else 1) for count, unit in counts)
+        named = OTHER_COUNTS.get(row.checkpoint, named)
+        assert 0.85 < weights / 2e9 / named < 1.33, (row.checkpoint, weights / 2e9)
+        checked += 1
+    assert checked > 80
+
+
+def test_the_page_begins_with_the_checkpoints_that_people_run_most() -> None:
+    text = DOCUMENT.read_text()
+    first, others = text.split("## Published checkpoints")[0], text.split("## Published checkpoints")[1]
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in first.splitlines() if line.startswith("| ")]
+    assert rows[0] == "checkpoint" and tuple(rows[1:]) == MOST_RUN and len(MOST_RUN) == 50
+    assert not any(f"| {name} |" in others for name in MOST_RUN)
 
 
 def test_what_cannot_be_exported_has_no_size_and_no_recipe() -> None:
@@ -141,7 +178,7 @@ def test_what_cannot_be_exported_has_no_size_and_no_recipe() -> None:
         ({"status": "refused", "reason": "no"}, "-"),
         ({"status": "pass", "difference": 0}, "exact"),
     ):
-        lines = lines_of({row: {"targets": {"executorch": outcome}, "memory": memory}})
+        lines = lines_of_most_run({row: {"targets": {"executorch": outcome}, "memory": memory}})
         assert next(line for line in lines if row.checkpoint in line).endswith(f"| 249 MB | - | - | {recipe} |")
 
 

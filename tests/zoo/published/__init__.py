@@ -3,6 +3,10 @@
 One JSON file per family lists checkpoints. `config` has only fields without which the config would be another one, in
 the names of `config.json`; `source` says where the facts come from. A number in place of LongRoPE's `short_factor` or
 `long_factor` is the number of factors, whose values are not listed, because sizes and kinds do not depend on them.
+`"sizes": false` marks a config that has the kinds of the checkpoint, but not its widths or depth.
+
+`class_defaults.json` names one checkpoint for each model type that has no such row: the one in the docstring of its config
+class. Those rows have the defaults of the class, whose sizes are often not those of the checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +32,7 @@ from exportable_cache.models.quantization.sizes import float_bytes
 from ..architectures import GROUPS, Architecture, architectures
 
 FOLDER = Path(__file__).parent
+_CLASS_DEFAULTS = FOLDER / "class_defaults.json"
 #: Tokens of the caches whose sizes are told.
 LENGTHS = (4096, 32768)
 
@@ -39,11 +45,13 @@ class Checkpoint(Architecture):
         checkpoint: Its name: `meta-llama/Llama-3.1-8B`.
         source: Where the facts come from.
         fields: Fields of its config, for `config_class`.
+        sized: True if the config has the widths and the depth of the checkpoint.
     """
 
     checkpoint: str = ""
     source: str = ""
     fields: dict[str, Any] = field(default_factory=dict, hash=False)
+    sized: bool = True
 
     @property
     def name(self) -> str:
@@ -60,13 +68,13 @@ class Checkpoint(Architecture):
         return self.config_class(**copy.deepcopy(self.fields))
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of weights and of caches in bfloat16, as `plan` does; empty for an encoder-decoder.
+        """Return the bytes of weights and of caches in bfloat16, as `plan` does.
 
-        The cache of an encoder-decoder depends on the longest input of its encoder. A length is left out if the model
-        has fewer positions, because an export refuses it.
+        Empty for a config without the checkpoint's sizes, and for an encoder-decoder, because its cache depends on the
+        longest input of its encoder. A length is left out if the model has fewer positions, because an export refuses it.
         """
         config, dtype = self.config(), torch.bfloat16
-        if config.is_encoder_decoder:
+        if config.is_encoder_decoder or not self.sized:
             return {}
         model = model_without_weights(config)
         layers = layer_specs_from_config(config, model)
@@ -88,19 +96,28 @@ def checkpoints(later: bool = False) -> tuple[Checkpoint, ...]:
     # Of types with several classes the encoder-decoder, which comes last.
     rows = {row.model_type: row for row in architectures()}
     found = []
-    for path in sorted(FOLDER.glob("*.json")):
-        for listed in json.loads(path.read_text()):
-            model_type = listed["model_type"]
-            if model_type not in CONFIG_MAPPING and not later:
-                continue
-            row = rows.get(model_type)
-            if row is None and model_type in CONFIG_MAPPING:
-                row = _of_shared_class(model_type)
-            if row is None:
-                row = Architecture(model_type, listed.get("group", "causal"), "")
-            facts = listed["checkpoint"], listed["source"], _with_factors(listed["config"])
-            found.append(Checkpoint(model_type, row.group, row.class_name, *facts))
+    for listed in _listed():
+        model_type = listed["model_type"]
+        if model_type not in CONFIG_MAPPING and not later:
+            continue
+        row = rows.get(model_type)
+        if row is None and model_type in CONFIG_MAPPING:
+            row = _of_shared_class(model_type)
+        if row is None:
+            row = Architecture(model_type, listed.get("group", "causal"), "")
+        facts = listed["checkpoint"], listed["source"], _with_factors(listed["config"]), listed.get("sizes", True)
+        found.append(Checkpoint(model_type, row.group, row.class_name, *facts))
     return tuple(found)
+
+
+def _listed() -> Iterator[dict[str, Any]]:
+    """Yield what the files list, by family, and then the checkpoints with the defaults of their class."""
+    for path in sorted(FOLDER.glob("*.json")):
+        if path != _CLASS_DEFAULTS:
+            yield from json.loads(path.read_text())
+    source = "transformers 5.23, the defaults of the class, whose docstring names the checkpoint"
+    for model_type, name in json.loads(_CLASS_DEFAULTS.read_text()).items():
+        yield {"checkpoint": name, "model_type": model_type, "source": source, "config": {}, "sizes": False}
 
 
 def _of_shared_class(model_type: str) -> Architecture:
