@@ -50,7 +50,7 @@ PYTHONS ?= 3.10 3.12 3.13
 PYTHON_TESTS ?= tests/test_python_versions.py tests/test_cache.py tests/test_session.py tests/backends/test_executorch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native kernels-sanitized demo check test test-cpp test-full test-device test-canary test-versions test-live test-triton test-pythons test-wheels test-eval zoo zoo-media fuzz kills soak wheels gpu-check docs clean
+.PHONY: help setup native kernels-sanitized demo check test test-cpp test-full test-device test-canary test-versions test-live test-triton test-pythons test-wheels test-eval test-templates zoo zoo-media fuzz kills soak wheels gpu-check docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
@@ -67,7 +67,8 @@ help:
 	@echo "make test-triton  the kernels for CUDA: run by Triton's interpreter and compiled for SM 8.0 and 9.0, without a GPU"
 	@echo "make test-pythons  the package on Python 3.10, 3.12 and 3.13, each from the path (PYTHONS=3.13 to choose)"
 	@echo "make test-wheels  the wheel on the same Pythons, installed into empty environments"
-	@echo "make test-eval  the class for lm_eval and the command of optimum-cli, with both installed"
+	@echo "make test-eval  the class for lm_eval, lm_eval over a server, and the command of optimum-cli, with both installed"
+	@echo "make test-templates  chat templates in C++ against Jinja, also llama.cpp's 70, from the source archive of llama-cpp-python"
 	@echo "make zoo     every generative architecture of transformers on every target, into docs/architectures.md"
 	@echo "             (hours; resumes; ZOO_ARGS='--only llama,mamba2 --targets eager,pt2' to choose)"
 	@echo "make zoo-media  images, video and audio of every architecture that takes them, into docs/media.md (hours; resumes)"
@@ -169,8 +170,17 @@ test-wheel-%:
 # In an environment of its own, because transformers imports optimum where it is installed.
 test-eval:
 	@$(MAKE) --no-print-directory .envs/eval/.installed-versions VENV=.envs/eval
-	@.envs/eval/bin/python -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS) -e '.[executorch,eval]' ./plugins/optimum
+	@.envs/eval/bin/python -m pip --disable-pip-version-check install -q -c $(CONSTRAINTS) -e '.[executorch,eval]' 'lm_eval[api]' ./plugins/optimum
 	@.envs/eval/bin/python -m pytest -p no:cacheprovider tests/cli/test_lm_eval.py tests/cli/test_optimum.py $(PYTEST_ARGS)
+
+# The engine and the well-known templates of llama.cpp are in the source archive of this package.
+TEMPLATES := .envs/templates
+test-templates: $(VENV)/.installed-test
+	@test -d $(TEMPLATES)/vendor/llama.cpp/models/templates || { rm -rf $(TEMPLATES) && mkdir -p $(TEMPLATES) && \
+		$(PIP) download -q --no-deps --no-binary llama-cpp-python -d $(TEMPLATES) llama-cpp-python && \
+		tar -xzf $(TEMPLATES)/*.tar.gz -C $(TEMPLATES) --strip-components 1 && rm $(TEMPLATES)/*.tar.gz; }
+	@EC_TEMPLATES_SOURCE=$(CURDIR)/$(TEMPLATES)/vendor/llama.cpp $(BIN)/python -m pytest --cpp tests/runners/test_cpp_templates.py \
+		$(PYTEST_ARGS)
 
 # Each by this Makefile over again, with another environment and other constraints.
 test-versions: $(VERSIONS:%=test-version-%)

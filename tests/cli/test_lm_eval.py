@@ -6,24 +6,30 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
-from exportable_cache import load
+from exportable_cache import Session, load
 from exportable_cache.bundle.hub import HubChoice
 from exportable_cache.demo import demo_path
 from exportable_cache.errors import InputError
+from exportable_cache.models.loading.loading import load_model
 
 from ..support.models import tiny_model
 from ..support.sessions import live_session
+from .serving import served
 
 pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
 
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from exportable_cache.pipeline.lm_eval import ExportableCacheLM
 
@@ -54,6 +60,13 @@ doc_to_target: "{{target}}"
 target_delimiter: ""
 metric_list: [{metric: acc}]
 """
+DOCS = "".join(json.dumps({"question": FACT, "choices": ["4", "7"], "target": target}) + "\n" for target in (0, 0, 1))
+#: Tokens of a row of the server, more than the longest request has.
+SERVED = 600
+SERVER: dict[str, Any] = {
+    **{"model": "demo", "tokenizer": str(demo_path()), "tokenizer_backend": "huggingface", "max_length": SERVED},
+    **{"num_concurrent": 3, "max_retries": 1},
+}
 
 
 def requests(kind: str, calls: list[tuple[Any, ...]]) -> list[Instance]:
@@ -86,8 +99,7 @@ def test_numbers_are_those_of_the_class_for_transformers(
 
 
 def test_the_command_of_lm_eval_finds_it(tmp_path: Path) -> None:
-    docs = [{"question": FACT, "choices": ["4", "7"], "target": target} for target in (0, 0, 1)]
-    (tmp_path / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs), encoding="utf-8")
+    (tmp_path / "docs.jsonl").write_text(DOCS, encoding="utf-8")
     (tmp_path / "amber.yaml").write_text(TASK.replace("FILE", str(tmp_path / "docs.jsonl")), encoding="utf-8")
     command = [sys.executable, "-m", "exportable_cache.pipeline.lm_eval", "--model", "exportable_cache"]
     about = ["--model_args", "pretrained=demo,compile=False", "--device", "cpu", "--tasks", "amber"]
@@ -105,6 +117,41 @@ def test_the_command_of_lm_eval_finds_it(tmp_path: Path) -> None:
     )  # fmt: skip
     assert refused.returncode == 1
     assert refused.stderr.splitlines()[-1].startswith("error: max_length must be from 2 to ")
+
+
+@contextmanager
+def served_model() -> Iterator[str]:
+    """Serve the demo model in a thread, and yield the address of its completions."""
+    loaded = load_model(demo_path())
+    with served(Session.from_model(loaded.model, max_cache_len=SERVED, tokenizer=loaded.tokenizer)) as address:
+        yield f"{address}/v1/completions"
+
+
+def test_a_server_gives_the_numbers_of_the_class_for_transformers() -> None:
+    """Its `/v1/completions` as lm_eval's own `local-completions` asks it, with several requests at a time."""
+    expected = HFLM(pretrained=str(demo_path()), device="cpu", dtype="float32", max_length=SERVED - 1)
+    with served_model() as url:
+        model = LocalCompletionsAPI(base_url=url, batch_size=2, **SERVER)
+        for kind, calls in (("loglikelihood", SCORED[1:]), ("loglikelihood_rolling", [(FACT * 4,), ("the",)])):
+            found, right = (getattr(one, kind)(requests(kind, calls), disable_tqdm=True) for one in (model, expected))
+            # Scores, and whether each is greedy, which counts as 0 or 1.
+            assert torch.tensor(found, dtype=torch.float64).sub(torch.tensor(right)).abs().max() < 1e-3
+
+
+def test_the_command_of_lm_eval_asks_a_server(tmp_path: Path) -> None:
+    (tmp_path / "docs.jsonl").write_text(DOCS, encoding="utf-8")
+    (tmp_path / "amber.yaml").write_text(TASK.replace("FILE", str(tmp_path / "docs.jsonl")), encoding="utf-8")
+    command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--tasks", "amber"]
+    command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "results.json"), "--model_args"]
+    with served_model() as url:
+        words = ",".join(f"{name}={value}" for name, value in {"base_url": url, **SERVER}.items())
+        done = subprocess.run(
+            [*command, words], capture_output=True, text=True, timeout=300,
+            env={**os.environ, "HF_HOME": str(tmp_path / "hub")},
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (written,) = tmp_path.glob("**/results*.json")
+    assert json.loads(written.read_text())["results"]["amber"]["acc,none"] == pytest.approx(2 / 3)
 
 
 def test_a_bundle_of_the_hub_is_downloaded(demo_bundle: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,17 @@ def test_a_template_is_rendered_as_in_python(render: Render, template: str, kind
         return
     assert status == "ok", parts
     assert "".join(text for _, text in parts) == render_chat(_Tokenizer(TEMPLATES[template]), messages, tools=tools)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("with_engine")
+def test_well_known_templates_are_rendered_as_in_python(render_build: Path) -> None:
+    """Compare llama.cpp's own templates, with tools and reasoning; the README names those that differ."""
+    command = [sys.executable, SOURCES / "templates" / "compare.py", render_build / "exportable_cache_render"]
+    done = subprocess.run([*command, os.environ["EC_TEMPLATES_SOURCE"]], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"(\d+) templates, (\d+) of them equal in all 8 conversations", done.stdout)
+    assert found is not None, done.stdout
+    assert int(found[2]) >= 64 and int(found[1]) - int(found[2]) <= 6, done.stdout
 
 
 def test_text_of_messages_is_told_from_that_of_the_template(render: Render) -> None:
