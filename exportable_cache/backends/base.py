@@ -95,6 +95,15 @@ class HasState(Protocol):
 
 
 @runtime_checkable
+class GivesTensors(Protocol):
+    """A runner that gives out the tensors of its cache in the layout of its target, so that sessions can save them."""
+
+    def state_tensor(self, name: str) -> torch.Tensor | None:
+        """Return a tensor of the cache by name (`layers.0.keys`), which callers may change; None without it."""
+        ...
+
+
+@runtime_checkable
 class ChoosesInGraph(Protocol):
     """A runner whose decode steps can choose the next tokens in the graph."""
 

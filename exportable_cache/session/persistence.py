@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..backends.base import state_of
+from ..backends.base import GivesTensors, state_of
 from ..common.fs.tensor_files import damaged_if_malformed, read_tensors, write_tensors
 from ..errors import ExportableCacheError, InputError
 from .images import PlacedImages
@@ -37,12 +37,36 @@ def runner_state(session: AnySession) -> Mapping[str, torch.Tensor]:
     """
     state = state_of(session.runner)
     if state is None:
-        native = ", or exportable_cache_runner.Session, which saves and loads" if session.target == "executorch" else ""
         raise InputError(
-            f"the {session.target!r} runtime does not give out its cache, so its state cannot be copied; "
-            f"use an eager or compiled session, or target pt2 or aoti{native}"
+            f"the {session.target!r} runtime does not give out its cache row by row, so its state cannot be copied; "
+            "use an eager or compiled session, or target pt2 or aoti"
         )
     return state
+
+
+def _file_state(session: AnySession) -> Mapping[str, torch.Tensor]:
+    """Return the tensors that a file of a session's state has, by name, in the layout of the target.
+
+    Raises:
+        InputError: If its runtime does not give them out.
+    """
+    runner = session.runner
+    if state_of(runner) is not None or not isinstance(runner, GivesTensors):
+        return runner_state(session)
+    found: dict[str, torch.Tensor] = {}
+    for index, layer in enumerate(session.layers):
+        for part in layer.state:
+            name = f"layers.{index}.{part}"
+            if part == layer.policy.length_name:
+                continue
+            if (tensor := runner.state_tensor(name)) is None:
+                raise InputError(
+                    f"the program must give out {name} to save or load its state, got none: it is an encoder-decoder, "
+                    "an earlier release exported it, or a delegate keeps its cache; export it again for 'executorch' "
+                    "with the delegate xnnpack, or use exportable_cache_runner.Session"
+                )
+            found[name] = tensor
+    return found
 
 
 @dataclass(frozen=True)
@@ -114,7 +138,7 @@ def save_state(session: AnySession, path: Path) -> None:
     sequence, ranks = session.stepper.state, session.stepper.ranks
     most = int(sequence.max_len_ever.max())
     tensors = {}
-    for name, tensor in runner_state(session).items():
+    for name, tensor in _file_state(session).items():
         filled = _filled(tensor.detach(), session, name, most)
         if ranks is not None:
             filled = ranks.whole(filled, *_split_of(session, name))
@@ -172,7 +196,7 @@ def load_state(session: AnySession, path: Path) -> None:
             error = refused
         ranks.check_all(error)
         ranks.check_same("load_state", tokens=(sequence.length, sequence.max_len_ever, sequence.unfed))
-    for name, tensor in runner_state(session).items():
+    for name, tensor in _file_state(session).items():
         tensor.zero_()
         dim = slots_dim(layer_of(session.layers, name), name)
         part = tensor if dim is None else tensor.narrow(dim, 0, tensors[name].shape[dim])
@@ -221,7 +245,7 @@ def _read(session: AnySession, path: Path) -> tuple[dict[str, torch.Tensor], Seq
         images = PlacedImages.from_saved(json.loads(metadata["images"]), max_len_ever.tolist())
         encoded = tuple(tensors.pop(f"{_ENCODED}{index}") for index in range(_count_encoded(tensors)))
         session.stages.check_given(encoded, session.runner.methods)
-        state = runner_state(session)
+        state = _file_state(session)
         missing, unknown = set(state) - set(tensors), set(tensors) - set(state)
         if missing:
             raise InputError(
@@ -425,7 +449,9 @@ def layer_of(layers: Sequence[CacheLayer], name: str) -> CacheLayer:
 def slots_dim(layer: CacheLayer, name: str) -> int | None:
     """Return the dimension of a state tensor of a layer that counts slots of the decoder's tokens, or None."""
     dims = layer.state[name.split(".")[-1]].dims
-    return dims.index("capacity") if "capacity" in dims and layer.follows_decoder else None
+    # Native layouts of ExecuTorch have further slots, which no token reaches.
+    slots = next((dim for dim in ("capacity", "slots") if dim in dims), None)
+    return dims.index(slots) if slots is not None and layer.follows_decoder else None
 
 
 def _filled(tensor: torch.Tensor, session: AnySession, name: str, most: int) -> torch.Tensor:

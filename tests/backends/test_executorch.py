@@ -133,6 +133,26 @@ def test_ten_thousand_steps_of_a_sliding_model_in_constant_memory() -> None:
     assert grown < 2048
 
 
+def test_a_state_is_saved_and_loaded_by_the_stock_runtime(tmp_path):
+    """Check that the names of the buffers in the file give out the cache of full layers and rings, of all methods."""
+    model = tiny_model("gemma2")
+    session, ids = lowered_session(model, "executorch"), tokens(40)
+    session.prefill(ids[:, :20])
+    session.save_state(tmp_path / "state")
+    expected = [session.decode(ids[:, index]) for index in range(20, 24)]
+    session.reset()
+    session.prefill(ids[:, 7:30])
+    session.load_state(tmp_path / "state")
+    assert session.length.tolist() == [20]
+    for index, logits in enumerate(expected, 20):
+        assert torch.equal(session.decode(ids[:, index]), logits)
+    with pytest.raises(InputError, match="the 'executorch' runtime does not give out its cache row by row"):
+        session.fork()
+    session.runner._methods = {}
+    with pytest.raises(InputError, match="the program must give out layers.0.keys to save or load its state"):
+        session.save_state(tmp_path / "other")
+
+
 def test_a_damaged_file_is_refused(tmp_path) -> None:
     model = tiny_model("mistral", num_hidden_layers=1)
     backend = backend_for("executorch")

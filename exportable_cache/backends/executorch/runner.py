@@ -74,6 +74,16 @@ class ExecutorchRunner:
         outputs = self.outputs(method, *inputs)
         return outputs[0] if self.methods[method].is_step else outputs
 
+    def state_tensor(self, name: str) -> torch.Tensor | None:
+        """See `GivesTensors.state_tensor`. Delegates that keep the cache, and files of earlier releases, give none."""
+        for method in self._methods.values():
+            try:
+                # A view of the planned memory, which all methods share.
+                return method.get_attribute(name.replace(".", "_"))
+            except (AttributeError, RuntimeError):
+                continue
+        return None
+
     def outputs(self, method: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run a method and return copies of all its outputs."""
         # Outputs live in the method's planned memory and are overwritten by the next call.

@@ -171,6 +171,8 @@ def to_program(edge: EdgeProgramManager) -> ExecutorchProgramManager:
                 alloc_graph_input=True, alloc_graph_output=True, share_mutable_buffers=True
             ),
             run_reinplace_pass=True,
+            # The names by which sessions find the cache, to save and copy it.
+            emit_mutable_buffer_names=True,
             # Native kernels read vectors, and a vector across two cache lines takes two reads.
             constant_tensor_alignment=_ALIGNMENT,
         )
