@@ -1,7 +1,9 @@
 """Reading text with tokenizer.json alone, where that is what transformers' tokenizer does."""
 
+import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
@@ -9,6 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from exportable_cache import export, load
 from exportable_cache.errors import InputError
+from exportable_cache.generation.text import encode_ids
 from exportable_cache.models.tokenizers.text import LONG_TEXT, TextTokenizer, encoded, most_characters, reads_alike
 from tests.decoding.byte_tokenizer import END, SIZE, byte_tokenizer
 from tests.support.models import tiny_model
@@ -145,3 +148,16 @@ def test_a_bundle_says_so_and_its_session_has_transformers_tokenizer_when_it_is_
     other = byte_tokenizer()
     fresh.tokenizer = other
     assert fresh.tokenizer is other is fresh.text_tokenizer
+
+
+def test_texts_past_the_limit_of_the_tokenizer_are_encoded_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Check prompts and messages, because the limit is that of the cache, and of it an error speaks."""
+    tokenizer = byte_tokenizer()
+    tokenizer.model_max_length = 4
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    for prompt in ("a long text", [{"role": "user", "content": "a long text"}]):
+        for split in (False, True):
+            tokenizer.deprecation_warnings.clear()
+            with mock.patch.object(logging.getLogger("transformers"), "propagate", True):
+                assert len(encode_ids(tokenizer, prompt, split_special_tokens=split)) > 4
+    assert "longer than the specified maximum" not in caplog.text

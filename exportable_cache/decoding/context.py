@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 from ..common.settings import check_choice
@@ -15,6 +18,8 @@ from ..session.checks import PROTECTED, check_protected
 ON_FULL = ("refuse", "shift", "drop-turns", "restart")
 #: Fewest tokens that are moved instead of fed again.
 _LEAST_MOVED = 8
+#: Number of system prompts whose protected tokens are kept.
+_MOST_KNOWN = 64
 
 
 class Placed(NamedTuple):
@@ -214,9 +219,29 @@ def fitting_turns(
 
 
 def protected_tokens(
-    encode: Callable[[Sequence[Mapping[str, Any]]], list[int]], system: Sequence[Mapping[str, Any]]
+    encode: Callable[[Sequence[Mapping[str, Any]]], list[int]],
+    system: Sequence[Mapping[str, Any]],
+    known: dict[str, int] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> int:
-    """Return the number of first tokens of each conversation with a system prompt: what two beginnings share."""
+    """Return the number of first tokens of each conversation with a system prompt: what two beginnings share.
+
+    Args:
+        encode: Encodes messages.
+        system: The system prompt.
+        known: Results of earlier calls, which this one reads and adds to; at most 64 are kept.
+        tools: Tools that `encode` describes to the model, of which the result depends, too.
+    """
+    # With the day, because some templates write it.
+    text = json.dumps([str(date.today()), list(system), list(tools)], sort_keys=True, default=str)
+    key = sha256(text.encode(errors="surrogatepass")).hexdigest()
+    if known is not None and key in known:
+        return known[key]
     first, other = (encode([*system, {"role": "user", "content": text}]) for text in "ab")
     pairs = enumerate(zip(first, other, strict=False))
-    return next((index for index, (one, two) in pairs if one != two), min(len(first), len(other)))
+    found = next((index for index, (one, two) in pairs if one != two), min(len(first), len(other)))
+    if known is not None:
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        known[key] = found
+    return found

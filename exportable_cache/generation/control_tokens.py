@@ -91,7 +91,7 @@ class ControlTokens:
             InputError: If the tokenizer makes a control token even of text.
         """
         if messages.marks is None:
-            return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
+            return list(self._tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
         first, last = messages.marks
         # The odd ones were marked. A template may part a token from its marks, which are dropped then. What they parted
         # stays apart here, so that it does not join to a control token.
@@ -124,7 +124,7 @@ class ControlTokens:
         ids: list[int] = []
         for piece, is_marked in pieces:
             options = {"split_special_tokens": True} if is_marked else {}
-            found = self._tokenizer(piece, add_special_tokens=False, **options)["input_ids"]
+            found = self._tokenizer(piece, add_special_tokens=False, verbose=False, **options)["input_ids"]
             if is_marked:
                 self._check_text(found)
             ids += found

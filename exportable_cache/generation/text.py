@@ -64,7 +64,8 @@ def encode_ids(
         check_text(prompt)
         check_cost(tokenizer, prompt)
         with tokenizer_errors(_ENCODE):
-            ids = tokenizer(prompt, add_special_tokens=starts)["input_ids"]
+            # Without transformers' warning of long texts, because the limit is that of the cache.
+            ids = tokenizer(prompt, add_special_tokens=starts, verbose=False)["input_ids"]
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
         if not getattr(tokenizer, "chat_template", None):
             raise InputError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from exportable_cache.decoding.context import Context, fitting_turns
+from exportable_cache.decoding.context import Context, fitting_turns, protected_tokens
 from exportable_cache.errors import InputError
 
 SLOTS, PROTECTED = 64, 6
@@ -147,3 +147,21 @@ def test_policies_are_checked() -> None:
     context = Tokens()
     context.use("refuse")
     assert context.place(list(range(70))).ids == list(range(70))
+
+
+def test_protected_tokens_are_counted_once_for_a_system_prompt_and_its_tools() -> None:
+    calls: list[str] = []
+
+    def encode(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        calls.append("".join(one["content"] for one in messages))
+        return [ord(letter) for letter in calls[-1]]
+
+    known: dict[str, int] = {}
+    for prompt, tools, expected, encoded in (("brief", [], 5, 2), ("brief", [], 5, 2), ("long", [], 4, 4)):
+        assert protected_tokens(encode, [{"role": "system", "content": prompt}], known, tools) == expected
+        assert len(calls) == encoded
+    protected_tokens(encode, [{"role": "system", "content": "long"}], known, [{"name": "tool"}])
+    assert len(calls) == 6
+    for index in range(200):
+        protected_tokens(encode, [{"role": "system", "content": str(index)}], known)
+    assert len(known) <= 64

@@ -264,13 +264,15 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
                 "in a message"
             )
 
+    known: dict[str, int] = {}
+
     async def chat_jobs(body: ChatRequest) -> list[Job]:
         tools = body.used_tools()
         check_tools(body)
         engine.check_room()
         chosen = replace(body.options(sampling), adapter=adapter_of(body.model))
         await engine.prepare(completer.check_characters, body.least_characters)
-        prompt = await encoded(body, partial(_fitted, chosen.max_new_tokens))
+        prompt = await encoded(body, partial(_fitted, chosen.max_new_tokens, known))
         chosen = replace(chosen, protected=prompt.protected)
         if dialect.is_plain and not tools:
             return [job(prompt, one, Answer()) for one in body.choices(chosen)]
@@ -550,12 +552,17 @@ def _encoded(
 
 
 def _fitted(
-    reserve: int | None, completer: AnyCompleter, forms: list[list[dict[str, Any]]], tools: list[dict[str, Any]]
+    reserve: int | None,
+    known: dict[str, int],
+    completer: AnyCompleter,
+    forms: list[list[dict[str, Any]]],
+    tools: list[dict[str, Any]],
 ) -> _Fitted:
     """Return the prompt of messages, without turns that the policy for a full cache drops.
 
     Args:
         reserve: Number of tokens to leave for the response; None for a quarter of the cache.
+        known: See `protected_tokens`.
         completer: The completer.
         forms: See `_encoded`.
         tools: See `_encoded`.
@@ -576,7 +583,10 @@ def _fitted(
     protected = None
     if completer.on_full == "shift":
         protected = protected_tokens(
-            lambda messages: _encoded(completer, [[dict(one) for one in messages]], tools)[0], said[:first]
+            lambda messages: _encoded(completer, [[dict(one) for one in messages]], tools)[0],
+            said[:first],
+            known,
+            tools,
         )
     return _Fitted(ids, dropped, protected)
 

@@ -90,8 +90,8 @@ class TextTokenizer:
         self._folder, self._tokenizer = folder, _read(folder)
         self._make_whole = make_whole
 
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        """Return the ids of a text under `input_ids`."""
+    def __call__(self, text: str, *, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
+        """Return the ids of a text under `input_ids`; `verbose` is that of transformers, and has no effect."""
         with tokenizer_errors("the tokenizer cannot encode the text"):
             return {"input_ids": encoded(self._tokenizer, text, add_special_tokens=add_special_tokens).ids}
 
