@@ -23,6 +23,7 @@
 #include <executorch/runtime/kernel/operator_registry.h>
 #include <executorch/runtime/platform/runtime.h>
 
+#include "arena.h"
 #include "engine.h"
 #include "open_programs.h"
 #include "program_check.h"
@@ -82,30 +83,6 @@ class MappedFile final : public et::DataLoader {
 
   const char* data_ = nullptr;
   size_t size_ = 0;
-};
-
-// Zeroed memory that is only allocated when written to, so the unfilled part of a cache takes none.
-class Arena {
- public:
-  explicit Arena(size_t size) : size_(std::max<size_t>(size, 1)) {
-    void* address = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (address != MAP_FAILED) data_ = static_cast<uint8_t*>(address);
-  }
-  ~Arena() {
-    if (data_ != nullptr) ::munmap(data_, size_);
-  }
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
-
-  // Zero the memory again, without writing to it.
-  void clear() const { (void)::madvise(data_, size_, MADV_DONTNEED); }
-
-  uint8_t* data() const { return data_; }
-  size_t size() const { return size_; }
-
- private:
-  uint8_t* data_ = nullptr;
-  size_t size_;
 };
 
 // Allocates as much as is requested, and frees everything at once.

@@ -355,6 +355,34 @@ void read_items(const Json& methods, Manifest& manifest, Reader& reader) {
   manifest.embeds = embeds;
 }
 
+std::optional<StaticPlan> static_plan_of(const Json& files, size_t layer_count, Reader& reader) {
+  const Json& given = files["program.pte"]["details"]["static"];
+  if (given.is_null()) return std::nullopt;
+  const std::string where = "files.program.pte.details.static.";
+  const Json::Array none;
+  const auto listed = [&](const char* name) { return given[name].array() == nullptr ? none : *given[name].array(); };
+  const auto is_true = [&](const char* name) { return given[name].boolean() != nullptr && *given[name].boolean(); };
+  StaticPlan plan{{}, {}, is_true("positions"), is_true("transposed"), reader.integer(files["rope.safetensors"]["bytes"], "files.rope.safetensors.bytes", 1)};
+  for (const Json& table : listed("tables")) plan.tables.push_back(reader.text(table, where + "tables"));
+  for (const Json& layer : listed("layers")) {
+    const std::string place = where + "layers." + std::to_string(plan.layers.size()) + ".";
+    const auto size = [&](const char* name) { return small(layer[name], place + name, 1, reader); };
+    StaticLayer one{reader.text(layer["mask"], place + "mask"), size("slots"), std::nullopt, size("heads"), size("key_size"), size("value_size")};
+    if (!layer["window"].is_null()) one.window = size("window");
+    if (one.mask != "full_attention" && one.mask != "sliding_attention") reader.complain(place + "mask is '" + one.mask + "', this library knows full_attention and sliding_attention");
+    for (const StaticLayer& other : plan.layers) {
+      if (other.mask == one.mask && (other.slots != one.slots || other.window != one.window)) {
+        reader.complain(place + "slots and window differ from those of another layer with the same mask");
+      }
+    }
+    plan.layers.push_back(std::move(one));
+  }
+  if (plan.layers.size() != layer_count) {
+    reader.complain(where + "layers has " + std::to_string(plan.layers.size()) + " elements, layers " + std::to_string(layer_count));
+  }
+  return plan;
+}
+
 std::optional<ChatTurns> chat_of(const Json& turns, Reader& reader) {
   if (turns.is_null()) return std::nullopt;
   const std::string where = "files.tokenizer/tokenizer.json.details.chat_turns.";
@@ -375,6 +403,8 @@ std::optional<ChatTurns> chat_of(const Json& turns, Reader& reader) {
 }  // namespace
 
 std::string Manifest::program_path() const { return folder + "/program.pte"; }
+
+std::string Manifest::tables_path() const { return folder + "/rope.safetensors"; }
 
 std::string Manifest::tokenizer_path() const { return folder + "/tokenizer/tokenizer.json"; }
 
@@ -457,6 +487,7 @@ Result<Manifest> Manifest::read(const std::string& folder) {
     manifest.layers.push_back(std::move(spec));
   }
 
+  manifest.static_plan = static_plan_of(fields["files"], manifest.layers.size(), reader);
   const int64_t bytes = reader.integer(fields["files"]["program.pte"]["bytes"], "files.program.pte.bytes", 1);
   if (const Status status = reader.status(); !status.ok()) return status.error();
 

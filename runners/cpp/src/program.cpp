@@ -8,18 +8,14 @@
 #include <executorch/extension/tensor/tensor_ptr_maker.h>
 
 #include "engine.h"
+#include "static_host.h"
+#include "tensors.h"
 
 namespace exportable_cache {
 namespace {
 
 namespace et = executorch::runtime;
 using executorch::aten::ScalarType;
-
-std::string shape_text(et::Span<const int32_t> sizes) {
-  std::string text = "[";
-  for (const int32_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  return text + "]";
-}
 
 constexpr const char* kEncode = "encode";
 constexpr const char* kEmbed = "embed";
@@ -28,17 +24,13 @@ constexpr const char* kWriteAdapter = "write_adapter";
 
 int64_t reads(const MethodSpec& method) { return method.kv_read_len.value_or(std::numeric_limits<int64_t>::max()); }
 
-bool is_floating(ScalarType type) {
-  return type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16;
-}
-
 // The difference between a tensor and the manifest, or nothing. Dynamic sizes are given at their upper bound.
 std::string tensor_problem(const et::Result<et::TensorInfo>& found, const char* what, const std::vector<int64_t>& shape, bool floats) {
   if (!found.ok()) return "takes or returns something else than tensors";
   const auto sizes = found->sizes();
   const bool fits = std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end(),
                                [](int32_t size, int64_t expected) { return size == expected; });
-  if (fits && (floats ? is_floating(found->scalar_type()) : found->scalar_type() == ScalarType::Long)) return {};
+  if (fits && (floats ? is_float_type(found->scalar_type()) : found->scalar_type() == ScalarType::Long)) return {};
   std::string text;
   for (const int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
   return "takes " + std::string(what) + " " + shape_text(sizes) + ", not " + (floats ? "floating [" : "int64 [") + text + "]";
@@ -93,7 +85,7 @@ std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& meth
   const int64_t tokens_judged = std::max<int64_t>(1, method.scored_tokens);
   const bool is_of_vocabulary = logits_sizes.size() > 0 && logits_sizes[logits_sizes.size() - 1] == logits_size;
   const bool of_these = is_of_vocabulary && count / logits_size % rows == 0 && count / logits_size / rows == tokens_judged;
-  if (!is_floating(logits->scalar_type()) || !of_these) {
+  if (!is_float_type(logits->scalar_type()) || !of_these) {
     const std::string several = method.scored_tokens > 0 ? std::to_string(tokens_judged) + ", " : "";
     return "returns " + shape_text(logits_sizes) + ", not floating [" + std::to_string(rows) + ", " + several +
            std::to_string(logits_size) + "]";
@@ -103,21 +95,12 @@ std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& meth
 
 // The difference in a tensor's number of values, for any dimensions, and dtype, or nothing.
 bool gives(const et::Result<et::TensorInfo>& found, int64_t count) {
-  if (!found.ok() || !is_floating(found->scalar_type())) return false;
+  if (!found.ok() || !is_float_type(found->scalar_type())) return false;
   for (const int32_t size : found->sizes()) {
     if (size < 1 || count % size != 0) return false;
     count /= size;
   }
   return count == 1;
-}
-
-ScalarType type_of(const std::string& dtype) {
-  return dtype == "float32"    ? ScalarType::Float
-         : dtype == "float16"  ? ScalarType::Half
-         : dtype == "bfloat16" ? ScalarType::BFloat16
-         : dtype == "int64"    ? ScalarType::Long
-         : dtype == "int32"    ? ScalarType::Int
-                               : ScalarType::Bool;
 }
 
 // Check the inputs and outputs of encoders and `embed`.
@@ -154,51 +137,10 @@ Status check_items(Engine& engine, const Manifest& manifest) {
   return {};
 }
 
-// The last `count` values of each row.
-template <class T>
-void copy_floats(const executorch::aten::Tensor& tensor, size_t rows, size_t count, std::vector<float>& values) {
-  const size_t size = static_cast<size_t>(tensor.numel()) / rows;
-  values.resize(rows * count);
-  for (size_t row = 0; row < rows; ++row) {
-    const T* end = tensor.const_data_ptr<T>() + (row + 1) * size;
-    std::transform(end - count, end, values.begin() + static_cast<int64_t>(row * count), [](T value) { return static_cast<float>(value); });
-  }
-}
-
-void last_floats(const executorch::aten::Tensor& tensor, size_t rows, size_t count, std::vector<float>& values) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Half: copy_floats<executorch::aten::Half>(tensor, rows, count, values); break;
-    case ScalarType::BFloat16: copy_floats<executorch::aten::BFloat16>(tensor, rows, count, values); break;
-    default: copy_floats<float>(tensor, rows, count, values); break;
-  }
-}
-
-template <class T>
-std::vector<uint8_t> bytes_as(std::span<const float> values) {
-  std::vector<uint8_t> bytes(values.size() * sizeof(T));
-  for (size_t index = 0; index < values.size(); ++index) {
-    const T value = static_cast<T>(values[index]);
-    std::memcpy(bytes.data() + index * sizeof(T), &value, sizeof(T));
-  }
-  return bytes;
-}
-
-// Values in a program's dtype.
-std::vector<uint8_t> bytes_of(std::span<const float> values, ScalarType type) {
-  if (type == ScalarType::Half) return bytes_as<executorch::aten::Half>(values);
-  if (type == ScalarType::BFloat16) return bytes_as<executorch::aten::BFloat16>(values);
-  return bytes_as<float>(values);
-}
-
-// The runtime's tensors have no const view, but a method does not write to its inputs.
-executorch::extension::TensorPtr view(const void* data, std::vector<int32_t> sizes, ScalarType type = ScalarType::Long) {
-  return executorch::extension::from_blob(const_cast<void*>(data), std::move(sizes), type);
-}
-
 }  // namespace
 
-Program::Program(std::vector<MethodSpec> methods, std::unique_ptr<Engine> engine)
-    : methods_(std::move(methods)), engine_(std::move(engine)) {}
+Program::Program(std::vector<MethodSpec> methods, std::unique_ptr<Engine> engine, std::unique_ptr<StaticHost> host)
+    : methods_(std::move(methods)), engine_(std::move(engine)), host_(std::move(host)) {}
 Program::Program(Program&&) noexcept = default;
 Program& Program::operator=(Program&&) noexcept = default;
 Program::~Program() = default;
@@ -214,7 +156,14 @@ Result<Program> Program::open(const Manifest& manifest) {
   for (const ItemSpec& item : manifest.items) names.push_back(item.method);
   Result<std::unique_ptr<Engine>> engine = Engine::open(manifest.program_path(), names, later);
   if (!engine.ok()) return engine.error();
+  std::unique_ptr<StaticHost> host;
+  if (manifest.static_plan) {
+    Result<std::unique_ptr<StaticHost>> opened = StaticHost::open(manifest, **engine);
+    if (!opened.ok()) return opened.error();
+    host = std::move(*opened);
+  }
   for (const MethodSpec& method : manifest.methods) {
+    if (host != nullptr) break;  // it has checked them
     const auto meta = (*engine)->meta(method.name);
     if (!meta.ok()) return cannot_load("method '" + method.name + "' of " + manifest.program_path(), meta.error());
     const std::string problem = signature_problem(meta.get(), method, manifest);
@@ -254,7 +203,7 @@ Result<Program> Program::open(const Manifest& manifest) {
                   " takes something else than the manifest says: copy the bundle again");
     }
   }
-  Program program(manifest.methods, std::move(*engine));
+  Program program(manifest.methods, std::move(*engine), std::move(host));
   if (manifest.encoder) {
     const auto meta = program.engine_->meta(kEncode);
     const size_t inputs = manifest.encoder->takes_mask ? 2 : 1;
@@ -335,11 +284,12 @@ Status Program::shift(int64_t length, int64_t first, int64_t count) {
               "; reset() the session");
 }
 
-std::span<uint8_t> Program::cache() const { return engine_->cache(); }
+std::span<uint8_t> Program::cache() const { return host_ != nullptr ? host_->cache() : engine_->cache(); }
 
-void Program::clear_cache() const { engine_->clear_cache(); }
+void Program::clear_cache() const { host_ != nullptr ? host_->clear() : engine_->clear_cache(); }
 
 Status Program::run(const MethodSpec& method, const Step& step, size_t scored, std::vector<float>& logits) {
+  if (host_ != nullptr) return host_->run(*engine_, method, step, logits);
   const auto length = static_cast<int32_t>(step.length), rows = static_cast<int32_t>(step.positions.size());
   std::vector<executorch::extension::TensorPtr> tensors;
   std::vector<uint8_t> embeds;  // used while the method runs

@@ -99,6 +99,25 @@ struct LayerSpec {
   bool has_states = false;            // stores states of linear attention or convolutions, with or without keys and values
 };
 
+/// A layer of the cache that the host keeps, see exportable_cache/backends/executorch/static/plan.py.
+struct StaticLayer {
+  std::string mask;                 // "full_attention" or "sliding_attention"
+  int64_t slots;
+  std::optional<int64_t> window{};  // tokens that a query attends to, itself included
+  int64_t heads;
+  int64_t key_size;
+  int64_t value_size;
+};
+
+/// A program in the static form: it takes the cache, masks and rows of rotary tables, and returns new keys and values.
+struct StaticPlan {
+  std::vector<StaticLayer> layers;
+  std::vector<std::string> tables;  // names in rope.safetensors, in the order of the inputs
+  bool positions = false;           // methods take the positions
+  bool transposed = false;          // keys are [1, heads, key_size, slots]
+  int64_t tables_bytes = 0;         // size of rope.safetensors
+};
+
 /// The chat template as the text around messages, see exportable_cache/generation/chat_turns.py.
 struct ChatTurns {
   std::string opening;        // before the first question, without a system message
@@ -126,6 +145,7 @@ struct Manifest {
   std::optional<ChatTurns> chat{};
   std::optional<LoraSpec> lora{};
   std::string fingerprint;  // of the weights; adapters name that of theirs
+  std::optional<StaticPlan> static_plan{};
   bool shifts = false;  // the program has a method `shift`, which drops old tokens
   std::optional<int64_t> start_token{};  // decoder_start_token_id of the generation config
   std::vector<int64_t> end_tokens;  // eos_token_id of the generation config; may be empty
@@ -133,9 +153,10 @@ struct Manifest {
   bool has_tokenizer;
   std::string program_sha256;  // of program.pte; identifies the program of a saved state
 
-  /// Path of program.pte and of tokenizer.json.
+  /// Path of program.pte, of tokenizer.json, and of rope.safetensors.
   std::string program_path() const;
   std::string tokenizer_path() const;
+  std::string tables_path() const;
 
   /// Read `folder`/manifest.json.
   ///

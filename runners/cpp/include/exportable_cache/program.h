@@ -13,6 +13,7 @@
 namespace exportable_cache {
 
 class Engine;
+class StaticHost;
 
 /// Output of an encoder, as the decoder's steps take it.
 struct Encoded {
@@ -95,15 +96,16 @@ class Program {
   /// Error kRuntime if ExecuTorch fails, after which the cache is half-written.
   Status shift(int64_t length, int64_t first, int64_t count);
 
-  /// The memory of the cache; see `Engine::cache`.
+  /// The memory of the cache; see `Engine::cache`. In the static form it is the host's.
   std::span<uint8_t> cache() const;
   void clear_cache() const;
 
  private:
-  Program(std::vector<MethodSpec> methods, std::unique_ptr<Engine> engine);
+  Program(std::vector<MethodSpec> methods, std::unique_ptr<Engine> engine, std::unique_ptr<StaticHost> host);
 
   std::vector<MethodSpec> methods_;
   std::unique_ptr<Engine> engine_;
+  std::unique_ptr<StaticHost> host_;  // present in the static form
 };
 
 }  // namespace exportable_cache
