@@ -68,6 +68,16 @@ def test_weights_are_stored_once_for_all_methods(bundle: Path) -> None:
 
 
 @needs_coreai
+def test_quantized_weights_keep_their_bits(tmp_path: Path) -> None:
+    """Export compares the runtime's logits with those of the quantized model in eager mode."""
+    model = tiny_model("llama", hidden_size=128, intermediate_size=1024, num_hidden_layers=1)
+    done = export(model, target="coreai", max_cache_len=32, prefill_chunk=8, quantize="8w", output_dir=tmp_path / "b")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert (done.path / "program.aimodel" / "main.mlirb").stat().st_size < 0.45 * weights
+    assert done.manifest.verification["passed"]
+
+
+@needs_coreai
 def test_states_are_saved_forked_and_taken_back(bundle: Path, tmp_path: Path) -> None:
     """The cache tensors share memory with the runtime's states."""
     prompt, expected = tokens(20), list(live().generate(tokens(20), 12))

@@ -1,4 +1,4 @@
-"""Private names of the five packages are used in common/compat only; whoever adds one elsewhere finds it here."""
+"""Private names of six packages are used in common/compat only; whoever adds one elsewhere finds it here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import exportable_cache
 pytestmark = pytest.mark.project
 
 ROOT = Path(exportable_cache.__file__).parent
-PACKAGES = ("torch", "transformers", "executorch", "torchao", "torch_tensorrt")
+PACKAGES = ("torch", "transformers", "executorch", "torchao", "torch_tensorrt", "coreai_torch")
 
 #: Files that may, and why.
 EXCEPTIONS = {

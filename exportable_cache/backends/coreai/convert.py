@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.export.graph_signature import InputKind
 
+from ...common.compat.coreai import dequantized_weight
 from ...errors import UnsupportedModelError, describe_trace_error
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ _BROADCAST = frozenset(
     "add sub mul div pow remainder maximum minimum where eq ne lt le gt ge bitwise_and bitwise_or logical_and "
     "logical_or".split()
 )
+
+#: Dtypes in a program of weights up to an integer.
+_INTEGERS = {127: torch.int8}
 
 
 def convert(exported: Mapping[str, ExportedProgram], methods: Mapping[str, ProgramMethod]) -> Any:
@@ -92,7 +96,26 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     table[aten.index_put.default] = _index_put
     table[aten.var.correction] = _variance
     table[aten.scaled_dot_product_attention.default] = _attention
+    if hasattr(torch.ops.torchao, "dequantize_affine"):
+        table[torch.ops.torchao.dequantize_affine.default] = _dequantize
     return table
+
+
+def _dequantize(
+    integers: torch.Tensor,
+    block_size: Sequence[int],
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    input_dtype: torch.dtype,
+    least: int,
+    most: int,
+    output_dtype: torch.dtype = torch.float32,
+) -> Any:
+    """Keep the integers of a weight, which the program stores; they are symmetric."""
+    if integers.dim() != 2 or block_size[0] != 1 or most not in _INTEGERS or output_dtype != scale.dtype:
+        return NotImplemented
+    scales = scale.reshape(integers.shape[0], -1)
+    return dequantized_weight()(integers, scales, None, None, _INTEGERS[most], output_dtype)
 
 
 def _remainder(value: torch.Tensor, divisor: Any) -> torch.Tensor:

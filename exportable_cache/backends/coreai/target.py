@@ -28,8 +28,9 @@ class CoreAIBackend:
     name = "coreai"
     packages = ("coreai-core",)
     max_batch_size = None
-    linear_schemes = ()
-    embedding_schemes = ()
+    # Not 4 bits: the converter stores them, and the runtime on Linux (1.0.0b3) aborts in a prompt.
+    linear_schemes = ("8w",)
+    embedding_schemes = ("8w",)
     machine_code = "programs for Apple's Core AI runtime"
     options = CoreAIOptions
 
