@@ -59,14 +59,14 @@ def sink_session(model: PreTrainedModel, target: str) -> Session:
     return lowered_session(model, target, KEPT, attention_sinks=SINKS)
 
 
-# In the fast lane both families, eager and exported.
+# In the fast lane both families, eager and exported. Layers of plain operators on ExecuTorch: test_executorch.py.
 @pytest.mark.parametrize(
     ("family", "target"),
     [
         ("llama", "eager"),
         ("gemma3_text", "eager"),
         ("llama", "pt2"),
-        ("gemma3_text", "executorch"),
+        pytest.param("gemma3_text", "executorch", marks=pytest.mark.full),
         pytest.param("gemma3_text", "compiled", marks=pytest.mark.full),
         pytest.param("llama", "compiled", marks=pytest.mark.full),
         pytest.param("gemma3_text", "pt2", marks=pytest.mark.full),
@@ -104,6 +104,7 @@ def test_verification_feeds_the_reference_the_same_tokens(monkeypatch: pytest.Mo
     assert not verify_session(session, model).passed
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_ten_thousand_tokens_on_the_executorch_runtime_in_constant_memory() -> None:
     pytest.importorskip("executorch")

@@ -14,14 +14,24 @@ from exportable_cache.errors import BundleError, InputError
 
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import difference, reference_logits
-from ..support.sessions import AOTI_CAPACITY, aoti_bundle, lowered_session, regional_aoti_bundle
+from ..support.sessions import AOTI_CAPACITY, aoti_bundle, layer_for_aoti, lowered_session, regional_aoti_bundle
 
 TOLERANCE = 1e-4
 
 
-# Two equal layers, token by token, are three regions; two layers that differ, and prompts, are two of whole methods.
-@pytest.fixture(scope="module", params=["mistral", pytest.param("gemma3_text", marks=pytest.mark.full)])
+# Token by token: a layer alone is one region, a whole method; two equal ones are three. Layers that differ,
+# and prompts, are two whole methods. How regions call each other is also tested in test_aoti_regions.py.
+@pytest.fixture(
+    scope="module",
+    params=[
+        "mistral of one layer",
+        pytest.param("mistral", marks=pytest.mark.full),
+        pytest.param("gemma3_text", marks=pytest.mark.full),
+    ],
+)
 def model(request: pytest.FixtureRequest) -> Any:
+    if request.param == "mistral of one layer":
+        return layer_for_aoti()
     return tiny_model(request.param, tie_word_embeddings=True)
 
 
@@ -55,7 +65,8 @@ def test_a_loaded_bundle_computes_the_model_past_the_window(bundle: Path, model:
 def test_methods_write_one_cache_in_place(bundle: Path) -> None:
     session = load(bundle, trust=True)
     state = session.runner.state
-    assert set(state) == {f"layers.{layer}.{name}" for layer in (0, 1) for name in ("keys", "values")}
+    layers = range(len(session.layers))
+    assert set(state) == {f"layers.{layer}.{name}" for layer in layers for name in ("keys", "values")}
     addresses = {name: tensor.data_ptr() for name, tensor in state.items()}
     session.prefill(tokens(5))
     after_prefill = {name: tensor.clone() for name, tensor in state.items()}
@@ -83,10 +94,12 @@ def second_opinion(bundle: Path) -> torch.Tensor:
 def test_the_methods_are_of_equal_layers_or_whole(bundle: Path, model: Any) -> None:
     table = json.loads((bundle / TABLE).read_text())
     calls = {name: [call["region"] for call in method["calls"]] for name, method in table["methods"].items()}
-    regional = model.config.model_type == "mistral"
-    assert calls == ({"decode": [0, 1, 1, 2]} if regional else {"decode": [0], "prefill": [1]})
+    kinds = {"mistral": {"decode": [0, 1, 1, 2]}, "gemma3_text": {"decode": [0], "prefill": [1]}}
+    alone = model.config.num_hidden_layers == 1
+    assert calls == ({"decode": [0]} if alone else kinds[model.config.model_type])
     # Only code of whole methods holds tensors.
-    assert [bool(held) for held in table["regions"]] == ([False] * 3 if regional else [True] * 2)
+    regional = model.config.model_type == "mistral" and not alone
+    assert [bool(held) for held in table["regions"]] == ([False] * 3 if regional else [True] * len(calls))
 
 
 def test_weights_are_stored_once_and_the_cache_not_at_all(bundle: Path, model: Any) -> None:
@@ -94,8 +107,9 @@ def test_weights_are_stored_once_and_the_cache_not_at_all(bundle: Path, model: A
     assert weights <= (bundle / CONSTANTS).stat().st_size <= weights + 32_000
     stored = torch.load(bundle / CONSTANTS, weights_only=True)
     assert sum(name.endswith(("lm_head.weight", "embed_tokens.weight")) for name in stored["weights"]) == 1
-    assert stored["state"]["layers_1_keys"].shape == (1, 2, capacity(model, 1), 8)
-    assert stored["state"]["layers_1_keys"].untyped_storage().nbytes() == 4
+    last = model.config.num_hidden_layers - 1
+    assert stored["state"][f"layers_{last}_keys"].shape == (1, 2, capacity(model, last), 8)
+    assert stored["state"][f"layers_{last}_keys"].untyped_storage().nbytes() == 4
 
 
 # One layer: rows are the same to every kind of layer, see test_batches.py.

@@ -14,7 +14,7 @@ from exportable_cache.verification.references import RoundingCache, rounding_eff
 from exportable_cache.verification.verify import verify_session
 
 from ..support.models import WINDOW, tiny_model, tokens
-from ..support.sessions import folded_bundle, lowered_session
+from ..support.sessions import folded_bundle, lowered_session, traced_session
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
@@ -32,16 +32,18 @@ SCALES = ([2, CAPACITY, 1, 1], [2, WINDOW + 1, 1, 1])
 FULL, RING = [2, CAPACITY, 1, 8], [2, WINDOW + 1, 1, 8]
 
 
-@pytest.fixture(scope="module")
-def hybrid():
-    """A ring and a full layer with 4 query heads folded into one product: the model, its session, and what its file
-    calls.
+@pytest.fixture(scope="module", params=["traced", pytest.param("lowered", marks=pytest.mark.full)])
+def hybrid(request: pytest.FixtureRequest):
+    """A ring and a full layer with 4 query heads folded into one product: the model and its session.
+
+    ExecuTorch's kernels are torch operators, too: the graph shows what the layers compute before it is lowered.
     """
-    model, folder = folded_bundle(kv_dtype="int8", verify=False)
     assert fold_of(16, 2) == 4
-    session = load(folder)
-    written = deserialize_pte_binary((folder / "program.pte").read_bytes())
-    return model, session, SimpleNamespace(executorch_program=written.program)
+    if request.param == "lowered":
+        model, folder = folded_bundle(kv_dtype="int8", verify=False)
+        return model, load(folder)
+    model = tiny_model("gemma3_text", num_attention_heads=16)
+    return model, traced_session(model, "executorch", {"kv_dtype": "int8"}, kernels="executorch")
 
 
 def test_the_layers_take_a_quarter_and_their_scales() -> None:
@@ -67,7 +69,7 @@ def test_slots_are_read_as_they_were_rounded() -> None:
 @pytest.mark.parametrize("prompt", [1, 2, 3, 7, 8, 9, 17, 40])
 @torch.no_grad()
 def test_the_logits_are_those_over_rounded_keys_and_values(hybrid, prompt: int) -> None:
-    model, session, _ = hybrid
+    model, session = hybrid
     ids = tokens(prompt + 30, seed=prompt)
     session.reset()
     rows = [
@@ -86,15 +88,18 @@ def test_the_logits_are_those_over_rounded_keys_and_values(hybrid, prompt: int) 
 
 
 def test_the_cache_rounds(hybrid) -> None:
-    model, session, _ = hybrid
+    model, session = hybrid
     rounded, exact = (
         verify_session(session, model, exact_cache=exact, tolerance=9.0).max_difference for exact in (False, True)
     )
     assert rounded < exact / 4 and 1e-3 < exact < 0.2
 
 
-def test_the_cache_is_written_in_place_and_read_as_far_as_it_is_filled(hybrid) -> None:
-    calls = list(instructions(hybrid[2], "forward"))
+@pytest.mark.full
+def test_the_cache_is_written_in_place_and_read_as_far_as_it_is_filled() -> None:
+    _, folder = folded_bundle(kv_dtype="int8", verify=False)
+    written = deserialize_pte_binary((folder / "program.pte").read_bytes()).program
+    calls = list(instructions(SimpleNamespace(executorch_program=written), "forward"))
     counts = Counter(name for name, _ in calls)
     # Keys, values and their scales; of the ring once more for several tokens.
     assert counts["llama::update_cache"] == 8 and counts["llama::update_cache_with_indices"] == 4
@@ -105,7 +110,7 @@ def test_the_cache_is_written_in_place_and_read_as_far_as_it_is_filled(hybrid) -
         & counts.keys()
     )
     writes = {"llama::update_cache", "llama::update_cache_with_indices"}
-    plan = hybrid[2].executorch_program.execution_plan[0]
+    plan = written.execution_plan[0]
     buffers = {
         index for chain in plan.chains for instruction in chain.instructions
         if hasattr(instruction.instr_args, "op_index")

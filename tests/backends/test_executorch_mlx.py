@@ -20,15 +20,15 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 HAS_MLX = importlib.util.find_spec("mlx") is not None
 needs_mlx = pytest.mark.skipif(not HAS_MLX, reason="the mlx extra is not installed")
-#: One ring and one full layer.
 FAMILY = "gemma3_text"
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Return a bundle of a hybrid that was not verified."""
+    """Return a bundle of a hybrid, or of a ring alone where MLX is not installed, that was not verified."""
     folder = tmp_path_factory.mktemp("mlx") / "bundle"
-    return export(tiny_model(FAMILY), "executorch", 48, folder, delegate="mlx", prefill_chunk=8, verify=False)
+    layers = {} if HAS_MLX else {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    return export(tiny_model(FAMILY, **layers), "executorch", 48, folder, delegate="mlx", prefill_chunk=8, verify=False)
 
 
 def test_the_delegate_has_the_whole_method_and_its_state(bundle: Bundle) -> None:

@@ -8,7 +8,7 @@ from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.verification.tolerance import tolerances_of
 from exportable_cache.verification.verify import verify_session
 
-from ..support.sessions import bundle_of_both, lowered, opened, quantized_model
+from ..support.sessions import lowered, opened, quantized_model, split_bundle
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
@@ -64,7 +64,7 @@ def test_programs_equal_the_quantised_model_and_read_integers(scheme: Quantizati
 
 
 def test_a_tied_table_in_float32_is_stored_once() -> None:
-    model, folder = bundle_of_both()
+    model, folder = split_bundle()
     assert model.lm_head.weight is model.get_input_embeddings().weight
     assert verify_session(load(folder), model, prompts=[9], decode_steps=4).passed
     file = (folder / "program.pte").read_bytes()

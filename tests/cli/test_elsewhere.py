@@ -13,7 +13,7 @@ from exportable_cache.models.quantization.spec import Quantization
 
 from ..support.forked import run_python
 from ..support.models import tiny_model
-from ..support.sessions import bundle_of_both, exported_bundle, folded_bundle, lowered, quantized_model
+from ..support.sessions import exported_bundle, folded_bundle, lowered, quantized_model, split_bundle
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "bundles.md"
 
@@ -39,7 +39,7 @@ def test_executorch_programs_open_by_these_lines(run_inspect) -> None:
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     # As `test_executorch_quantized.py` lowers it: with operators that only the second line of imports registers.
     quantized = lowered(quantized_model(Quantization("8da4w", 32, "8w"), tied=True).model, "executorch", 64).folder
-    lines = [(folder, run_inspect(folder)) for folder in (bundle_of_both()[1], folded_bundle(llm_runner=True)[1])]
+    lines = [(folder, run_inspect(folder)) for folder in (split_bundle()[1], folded_bundle(llm_runner=True)[1])]
     assert "'prefill'" in lines[0][1][-1] and "'decode'" in lines[0][1][-1]
     assert all(found[:2] == of_document("Runtime")[:2] for _, found in lines)
     run([(quantized, of_document("Runtime")), *lines], "assert methods and all(methods.values()), methods")

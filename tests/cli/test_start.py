@@ -11,8 +11,7 @@ import exportable_cache
 from exportable_cache.backends.registry import TARGETS
 from exportable_cache.cli.app import app
 
-from ..support.models import tiny_model
-from ..support.sessions import PREFILL, exported_bundle, regional_aoti_bundle
+from ..support.sessions import PREFILL, exported_bundle, layer_for_aoti, regional_aoti_bundle
 
 COMMANDS = ("plan", "export", "inspect", "verify", "generate", "bench", "doctor")
 _CLI = typer.main.get_command(app)
@@ -95,7 +94,7 @@ def test_running_a_bundle_imports_nothing_that_makes_one(demo_bundle):
 @pytest.mark.parametrize("target", ["pt2", "aoti"])
 def test_a_session_over_tensors_imports_nothing_that_makes_one(target):
     # As in test_aoti.py.
-    model = tiny_model("mistral", tie_word_embeddings=True)
+    model = layer_for_aoti()
     folder = exported_bundle(model, "pt2", prefill_chunk=PREFILL) if target == "pt2" else regional_aoti_bundle(model)
     code = (
         "import sys\n"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session, export
@@ -109,6 +110,32 @@ def opened(model: PreTrainedModel, found: Lowered) -> Session:
     return Session(runner, found.cache.layers, vocab_size_of(model), batch_size=batch_size, target=found.target)
 
 
+class TracedRunner:
+    """Runs the graphs that a target would lower, by torch."""
+
+    def __init__(self, program: Program) -> None:
+        self.methods = program.methods
+        self._modules = {name: program.export(name).module() for name in program.methods}
+
+    @torch.no_grad()
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+        return self._modules[method](*inputs)
+
+
+def traced_session(
+    model: PreTrainedModel, target: str, cache_options: Mapping[str, Any] | None = None, **options: Any
+) -> Session:
+    """Return a session over a target's graphs before they are lowered, in a quarter of the time of `lowered_session`.
+
+    For what a target's layers compute, of a program with one method: methods would have a cache each.
+    """
+    backend = backend_for(target)
+    cache = ExportableCache.from_model(model, CAPACITY, **(cache_options or {}))
+    program = Program(model, cache, backend.program_spec(ProgramSpec(PREFILL), backend.options.parse(options)))
+    assert len(program.methods) == 1
+    return Session(TracedRunner(program), cache.layers, vocab_size_of(model), batch_size=1, target=target)
+
+
 def exported_bundle(model: PreTrainedModel, target: str, max_cache_len: int = CAPACITY, **options: Any) -> Path:
     """Folder of a model's bundle, taken from the store if it was exported before. Read it only.
 
@@ -126,6 +153,12 @@ def folded_bundle(**options: Any) -> tuple[PreTrainedModel, Path]:
     """A ring and a full layer for ExecuTorch, 4 query heads folded into one product: the model and its bundle."""
     model = tiny_model("gemma3_text", num_attention_heads=16)
     return model, exported_bundle(model, "executorch", prefill_chunk=PREFILL, **options)
+
+
+def split_bundle() -> tuple[PreTrainedModel, Path]:
+    """A ring and a full layer for ExecuTorch, two methods of plain operators, whose tied table is most of the file."""
+    model = tiny_model("gemma2", vocab_size=16384)
+    return model, exported_bundle(model, "executorch", prefill_chunk=PREFILL, verify=False)
 
 
 def bundle_of_both() -> tuple[PreTrainedModel, Path]:
@@ -151,6 +184,11 @@ def sinks_bundle() -> tuple[PreTrainedModel, Path]:
 
 #: Of `aoti` bundles.
 AOTI_CAPACITY = 64
+
+
+def layer_for_aoti() -> PreTrainedModel:
+    """A ring alone: its decode step is the least that there is to compile ahead of time."""
+    return tiny_model("mistral", num_hidden_layers=1, tie_word_embeddings=True)
 
 
 def aoti_bundle(model: PreTrainedModel) -> Path:
