@@ -200,6 +200,8 @@ def worst(session: Session, model: Any) -> float:
     return difference(step, reference_logits(model, ids, 5), ids, 5)
 
 
+# In the fast lane: test_layered.py, which compiles the same layers.
+@pytest.mark.full
 @pytest.mark.usefixtures("inductor")
 def test_graphs_are_kept_and_loaded(tmp_path: Path) -> None:
     model = tiny_model("llama", num_hidden_layers=5)

@@ -240,30 +240,19 @@ def test_a_compiled_step_calls_nothing_else(loaded, inductor, tmp_path) -> None:
     model, ids = tiny_model("mistral", num_hidden_layers=LAYERS, head_dim=16), tokens(30)
     options = {"compile": "wait", "prefill_chunk": 24, "graph_cache": tmp_path}
     session = Session.from_model(model, ExportableCache.from_model(model, 64), **options)
-
-    def step(piece: torch.Tensor) -> torch.Tensor:
-        return session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece)
-
-    # Past its window of 8.
-    assert difference(step, reference_logits(model, ids, 5), ids, 5) <= 1e-4
-    assert session.runner.graph_cache.compiled == 2
+    # Past its window of 8. A prompt of one token is a step, so that one graph is compiled.
+    assert difference(lambda piece: session.decode(piece[:, 0]), reference_logits(model, ids, 1), ids, 1) <= 1e-4
+    assert session.runner.graph_cache.compiled == 1
     # Sizes were looked at before.
     assert not any(b"assert_size_stride(arg" in path.read_bytes() for path in tmp_path.glob("*.graph"))
     calls = calls_of(session)
     assert {name: calls[name] for name in CALLS} == CALLS and not calls.keys() & OF_TORCH
     assert calls["exportable_cache::few_queries_attention"] == LAYERS
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" not in calls
-    with torch.profiler.profile() as profile:
-        session.prefill(tokens(20))
-    # A prompt's logits are those of its last token.
-    calls = {event.key: event.count for event in profile.key_averages()}
-    assert calls["exportable_cache::few_rows_linear"] == 1
 
 
-# A prompt of one token is a step, so that only one graph is compiled.
-@pytest.mark.parametrize(
-    ("bits", "prompt"), [(8, 1), *(pytest.param(bits, 3, marks=pytest.mark.full) for bits in (8, 4))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("bits", "prompt"), [(8, 3), (4, 3)])
 def test_quantised_weights_are_read_as_they_are(loaded, inductor, bits: int, prompt: int) -> None:
     model, ids = quantized_model(bits), tokens(12)
     logits = []
@@ -275,6 +264,25 @@ def test_quantised_weights_are_read_as_they_are(loaded, inductor, bits: int, pro
     calls = calls_of(session)
     assert calls["exportable_cache::few_rows_linear_int8"] == 7 * SIZES["num_hidden_layers"] + 1
     assert not calls.keys() & OF_TORCH
+
+
+def test_quantised_weights_of_a_graph_are_read_as_they_are(loaded) -> None:
+    """Integers and scales are operands of the kernel: in the graph that the compiler is given."""
+    model, x = quantized_model(8).model.layers[0].mlp, torch.randn(1, 1, SIZES["hidden_size"])
+    found = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        found.append(few_rows.linears_of_few_rows(graph))
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)
+        with torch.profiler.profile() as profile:
+            compiled(x)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert found == [3] and calls["exportable_cache::few_rows_linear_int8"] == 3 and not calls.keys() & OF_TORCH
 
 
 def test_weights_of_other_forms_are_left_to_torch(loaded) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,22 +52,31 @@ def counts(session: Session) -> tuple[int, int]:
     return session.runner.compiler.layered.compiled, session.runner.compiler.layered.called
 
 
-def test_one_layer_is_compiled_and_one_graph_reads_any_length() -> None:
-    """And the ways to choose share them."""
-    model = tiny_model("llama", num_hidden_layers=3)
+def test_one_layer_is_compiled_and_one_graph_reads_any_length(tmp_path: Path) -> None:
+    """The ways to choose share them, and a later session loads them."""
+    # As many as are needed for some to be copies of a traced one.
+    model = tiny_model("llama", num_hidden_layers=5)
     model.generation_config.eos_token_id = None
-    session = session_of(model, steps_per_launch=2)
+    session = session_of(model, steps_per_launch=2, graph_cache=tmp_path)
     assert worst(session, model) <= 1e-4
     # A prompt and a step, past three buckets.
-    assert counts(session) == (2 * (AROUND + 1), 2 * (AROUND + 3))
+    assert counts(session) == (2 * (AROUND + 1), 2 * (AROUND + 5))
     assert counters["stats"]["unique_graphs"] == 2
     eager = Session.from_model(model, ExportableCache.from_model(model, CAPACITY))
     for options in ({}, {"temperature": 0.8, "seed": 3}):
         session.reset(), eager.reset()
         assert list(session.generate(tokens(5), 9, **options)) == list(eager.generate(tokens(5), 9, **options))
     # The drawing of a token besides: no step is traced again for it.
-    assert counts(session) == (2 * (AROUND + 1) + 1, 2 * (AROUND + 3))
+    assert counts(session) == (2 * (AROUND + 1) + 1, 2 * (AROUND + 5))
     assert [key.step.method for key in session.runner._calls] == ["prefill", "decode", "choice"]
+    # Another tensor in the place of a copied layer's own is found there.
+    projection = model.model.layers[2].mlp.up_proj
+    before = reference_logits(model, tokens(8), 8)
+    again = session_of(model, steps_per_launch=2, graph_cache=tmp_path)
+    again.prefill(tokens(3)), again.decode(tokens(1)[0])
+    projection.weight = torch.nn.Parameter(2 * projection.weight.detach())
+    assert worst(again, model) <= 1e-4 and not torch.allclose(reference_logits(model, tokens(8), 8), before, atol=1e-3)
+    assert (again.runner.graph_cache.loaded, again.runner.graph_cache.compiled) == (2, 0)
 
 
 @pytest.mark.full
