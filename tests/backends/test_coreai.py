@@ -37,14 +37,14 @@ LENGTH, WINDOW = 64, 16
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a bundle of a tiny Gemma 3 with rings of 16 slots, verified in the runtime."""
     folder = tmp_path_factory.mktemp("coreai") / "gemma"
-    export(tiny_model("gemma3_text"), target="coreai", max_cache_len=LENGTH, score_length=4, output_dir=folder)
+    export(tiny_model("gemma3_text"), target="coreai", max_cache_len=LENGTH, prefill_chunk=16, output_dir=folder)
     return folder
 
 
 def live() -> Session:
     """Return a session over the model of `bundle`."""
     model = tiny_model("gemma3_text")
-    return Session.from_model(model, ExportableCache.from_model(model, LENGTH, rollback_slots=4))
+    return Session.from_model(model, ExportableCache.from_model(model, LENGTH))
 
 
 # -- the runtime -------------------------------------------------------------------------------------------------------
@@ -56,12 +56,12 @@ def test_a_hybrid_generates_past_its_window(bundle: Path) -> None:
     prompt = tokens(29)
     with load(bundle, trust=True) as session:
         assert list(session.generate(prompt, 30)) == list(live().generate(prompt, 30))
-        assert {method.name for method in session.runner.methods.values()} == {"prefill", "decode", "score"}
+        assert {method.name for method in session.runner.methods.values()} == {"prefill", "decode"}
 
 
 @needs_coreai
 def test_weights_are_stored_once_for_all_methods(bundle: Path) -> None:
-    """Three functions have one copy of the weights, and their code."""
+    """Both functions have one copy of the weights, and their code."""
     weights = sum(parameter.nbytes for parameter in tiny_model("gemma3_text").parameters())
     size = (bundle / "program.aimodel" / "main.mlirb").stat().st_size
     assert size < 3 * weights
@@ -92,6 +92,8 @@ def test_states_are_saved_forked_and_taken_back(bundle: Path, tmp_path: Path) ->
         assert list(session.generate(first, 11)) == expected[1:]
 
 
+# In the fast lane: the layout of its layers, below.
+@pytest.mark.full
 @needs_coreai
 def test_rows_of_unequal_length(tmp_path: Path) -> None:
     """A program of two rows gives each row the tokens that it has alone."""
@@ -230,6 +232,20 @@ def test_remainder_has_the_sign_of_the_divisor(divisor: Any) -> None:
     """Positions in a ring need the sign that torch gives."""
     values = torch.arange(-8, 8).reshape(-1, 1)
     assert torch.equal(convert_file._remainder(values, divisor), torch.remainder(values, divisor))
+
+
+def test_gathered_layers_hold_what_others_do() -> None:
+    """Rows of unequal length, in chunks that go past a ring's window."""
+    model, prompts, following = tiny_model("gemma3_text"), tokens(29, 2), tokens(3, 2)
+    given = torch.ones(2, 29, dtype=torch.int64)
+    given[1, 7:] = 0
+    found = []
+    for adapt in (lambda model, cache: cache, gathered_layers):
+        cache = adapt(model, ExportableCache.from_model(model, LENGTH, 2))
+        session = Session.from_model(model, cache, prefill_chunk=16)
+        found.append([session.prefill(prompts, given), *(session.decode(following[:, step]) for step in range(3))])
+    assert all(isinstance(layer.layout, GatheredLayout) for layer in session.layers)
+    torch.testing.assert_close(*map(torch.stack, found), atol=1e-5, rtol=0)
 
 
 def test_rows_are_written_by_one_gather() -> None:

@@ -25,6 +25,8 @@ from ..support.models import tiny_model
 from ..support.native import require_native
 
 QUESTION = "the code of amber is 4821. amber?"
+#: A response to a question without its fact ends only where the cache is full.
+SHORT = ("--max-new-tokens", 12)
 
 pytestmark = pytest.mark.usefixtures("fake_backend")
 
@@ -76,16 +78,16 @@ def answers(bundle: Path, *turns: str, system: str | None = None) -> list[str]:
     messages = [{"role": "system", "content": system}] if system else []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
-        found.append("".join(session.stream_text(messages)))
+        found.append("".join(session.stream_text(messages, SHORT[1])))
         messages.append({"role": "assistant", "content": found[-1]})
     return found
 
 
 def test_questions_are_answered_in_turn(chat, bundle: Path) -> None:
-    result = chat(bundle, input=f"{QUESTION}\n\namber?\n/quit\nnever\n")
+    result = chat(bundle, *SHORT, input=f"{QUESTION}\n\namber?\n/quit\nnever\n")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines() == answers(bundle, QUESTION, "amber?")
-    system = chat(bundle, "--system", "the code of amber is 7.", input="amber?\n")
+    system = chat(bundle, *SHORT, "--system", "the code of amber is 7.", input="amber?\n")
     assert system.stdout.splitlines() == answers(bundle, "amber?", system="the code of amber is 7.")
 
 
@@ -114,7 +116,7 @@ def test_undo_reset_save_and_load(chat, bundle: Path, tmp_path: Path) -> None:
         "/undo",
         "amber?",
     ]
-    result = chat(bundle, input="\n".join(lines))
+    result = chat(bundle, *SHORT, input="\n".join(lines))
     assert result.exit_code == 0, result.stderr
     first, second = answers(bundle, QUESTION, "amber?")
     (alone,) = answers(bundle, "amber?")
@@ -128,7 +130,7 @@ def test_conversations_are_forked_and_switched(chat, bundle: Path, tmp_path: Pat
     lines = [QUESTION, "/fork side", "paper?", "/switch", "/switch main", f"/save {tmp_path}/main.json"]
     lines += ["amber?", "/switch side", "paper?"]
     refused = ["/fork side", "/fork", "/switch other"]
-    result = chat(bundle, input="\n".join([*lines, *refused]) + "\n")
+    result = chat(bundle, *SHORT, input="\n".join([*lines, *refused]) + "\n")
     assert result.exit_code == 0, result.stderr
     first, side, main, again = result.stdout.splitlines()
     assert [first, main] == answers(bundle, QUESTION, "amber?")
@@ -153,7 +155,7 @@ def test_a_loaded_system_prompt_is_that_of_one_conversation_only(chat, bundle: P
 def test_a_message_of_several_lines_is_quoted(chat, bundle: Path) -> None:
     """The first line would otherwise be a command, and an end of the input ends the message."""
     given = f'"""/help\n{QUESTION}"""\n"""/one line"""\n/context\n"""paper?\n\n'
-    result = chat(bundle, input=given)
+    result = chat(bundle, *SHORT, input=given)
     assert result.exit_code == 0 and "/undo" not in result.stderr, result.stderr
     assert result.stdout.splitlines() == answers(bundle, f"/help\n{QUESTION}", "/one line", "paper?")
     assert re.search(rf"of {DEMO_MAX_CACHE_LEN} tokens, \d+ tokens/s", result.stderr), result.stderr
@@ -184,7 +186,7 @@ def test_what_cannot_be_done_is_said_and_the_conversation_goes_on(chat, bundle: 
         "/undo", "/nonsense", "/save", f"/save {tmp_path}/none/file", f"/load {tmp_path}/none",
         f"/load {tmp_path}/no.json", f"/load {tmp_path}/other.json", "the " * 1000, QUESTION,
     ]  # fmt: skip
-    result = chat(bundle, input="\n".join(lines) + "\n")
+    result = chat(bundle, *SHORT, input="\n".join(lines) + "\n")
     assert result.exit_code == 0, result.stderr
     said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     expected = [
@@ -199,7 +201,7 @@ def test_what_cannot_be_done_is_said_and_the_conversation_goes_on(chat, bundle: 
 
 def test_bytes_that_are_no_text_cost_one_question(chat, bundle: Path) -> None:
     lines = [b"a\xff\xfeb", QUESTION.encode(), b"/save a\0b", b"/load a\0b", b"amber?"]
-    result = chat(bundle, input=b"\n".join(lines))
+    result = chat(bundle, *SHORT, input=b"\n".join(lines))
     assert result.exit_code == 0, result.stderr
     said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 3 and "the prompt must be UTF-8, got" in said[0], said
