@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import CacheFullError, InputError, UnsupportedModelError
 from exportable_cache.models.rotations import find_rotations, in_layout
 from exportable_cache.program.shift import ShiftModule
+from exportable_cache.session.images import Placed, PlacedImages
+from exportable_cache.session.state import SequenceState
 
 from .support.kinds import kind_model
 from .support.models import WINDOW, among, tiny_model, tokens
@@ -292,6 +295,18 @@ def test_images_are_dropped_whole_and_move_with_their_text(family: str) -> None:
         assert [image.start for image in session.stepper.state.images.rows[0]] == [9]
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "expected"),
+    # Past both images, up to the first one, and none without a cut.
+    [(1, 20, 1), (5, 20, 8), (5, 7, 2), (9, 20, 9), (12, 20, 14), (12, 13, 10), (3, 1, 2), (8, 20, 8)],
+)
+def test_a_generation_drops_whole_images(count: int, most: int, expected: int) -> None:
+    """Check the number of dropped tokens from position 4 on, with images of 6 tokens at 6 and of 4 at 14."""
+    state = SequenceState.empty(1)
+    state = replace(state, images=PlacedImages(((Placed(6, 12), Placed(14, 18)),)))
+    assert state.whole_drop(4, count, most) == expected
 
 
 @pytest.mark.parametrize(

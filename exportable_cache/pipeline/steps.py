@@ -195,7 +195,14 @@ def resolve(spec: ExportSpec) -> Resolved:
     if spec.tensor_parallel is not None:
         check_ranks(config, spec.tensor_parallel)
     check_checkpoint(spec.model_or_path, config)
-    stored = stored_dtype(live_model(spec.model_or_path) or config)
+    live = live_model(spec.model_or_path)
+    # Here, too, because a dry run makes no program.
+    if live is not None and draft_head_of(live) is not None and spec.cache.batch_size != 1:
+        raise InputError(
+            f"batch_size must be 1 for a model with a draft head, got {spec.cache.batch_size}; leave it out, or load "
+            "the model again without the head"
+        )
+    stored = stored_dtype(live or config)
     return Resolved(spec, backend, program_spec, dtype=None if stored is None else _chosen(spec, stored))
 
 

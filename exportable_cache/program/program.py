@@ -331,7 +331,7 @@ def program_methods(model: PreTrainedModel, cache: ExportableCache, spec: Progra
             raise InputError(f"shift must be False for a program that {what}, got True; leave it out")
         methods = {**methods, SHIFT.name: method_of(model, cache)}
     if (head := draft_head_of(model)) is not None:
-        several = {f"a batch of {cache.batch_size} rows": cache.batch_size != 1}
+        several = {f"a batch of {cache.batch_size} rows": cache.batch_size != 1, "shift": spec.shift}
         _check_alone("a draft head", cache, spec, **several, **{_EXPLICIT: Form(spec.form) is Form.EXPLICIT})
         head.tie(model)
         methods = {**methods, DRAFT.name: DRAFT}

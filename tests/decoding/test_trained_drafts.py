@@ -228,6 +228,12 @@ def test_what_a_program_with_a_head_cannot_have_is_refused(tmp_path: Path) -> No
         export(model, draft="mtp", tokenizer=letter_tokenizer(), **given)
     with pytest.raises(InputError, match="a model with a draft head must be exported for target 'pt2' or 'executorch'"):
         export(model, target="aoti", max_cache_len=64, output_dir=tmp_path / "other")
+    for dry_run in (False, True):
+        given = {"target": "pt2", "max_cache_len": 64, "output_dir": tmp_path / "other", "dry_run": dry_run}
+        with pytest.raises(InputError, match="batch_size must be 1 for a model with a draft head, got 2"):
+            export(model, batch_size=2, **given)
+    with pytest.raises(InputError, match="a draft head cannot be combined with shift"):
+        export(model, shift=True, **{**given, "dry_run": False})
 
 
 def test_a_checkpoint_gives_its_modules(tmp_path: Path) -> None:
