@@ -73,6 +73,7 @@ class OptionsStruct(ctypes.Structure):
         ("frequency_penalty", c_double),
         ("counted_tokens", POINTER(c_int64)),
         ("counted_token_count", c_size_t),
+        ("draft_tokens", c_int64),
     ]
 
 

@@ -87,6 +87,7 @@ class Options:
         presence_penalty: Number that is subtracted from the logits of tokens that were generated.
         frequency_penalty: Number that is subtracted from a token's logit each time that it was generated.
         counted_tokens: Tokens of earlier calls that count as generated.
+        draft_tokens: Most tokens proposed per step by the bundle's draft head, at most 15; 0 for none.
     """
 
     max_new_tokens: int | None = None
@@ -110,6 +111,7 @@ class Options:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     counted_tokens: Sequence[int] = ()
+    draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         # In C, 0 means no limit, and values out of an integer's range would be truncated.
@@ -118,6 +120,7 @@ class Options:
             ("top_k", self.top_k, 1),
             ("prompt_lookup", self.prompt_lookup, 0),
             ("cached_tokens", self.cached_tokens, 0),
+            ("draft_tokens", self.draft_tokens, 0),
             ("alternatives", self.alternatives, 0),
             ("protected_tokens", self.protected_tokens, 0),
             *(("logit_bias", token, 0) for token in self.logit_bias),
@@ -144,6 +147,7 @@ class Options:
         found.stop_tokens, found.stop_token_count = tokens, len(tokens)
         found.stop_strings, found.stop_string_count = strings, len(strings)
         found.cached_tokens, found.alternatives = self.cached_tokens, self.alternatives
+        found.draft_tokens = self.draft_tokens
         found.from_checkpoint = int(self.from_checkpoint)
         if self.shift_when_full:
             # Otherwise 0, because an older library refuses fields that it does not know, unless they are 0.

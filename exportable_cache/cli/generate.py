@@ -101,8 +101,9 @@ def generate(
         str | None,
         typer.Option(
             "--draft",
-            metavar="mtp|FOLDER",
-            help="Propose tokens by the MTP modules of a model's checkpoint, or by the EAGLE-3 head in a folder.",
+            metavar="mtp|FOLDER|none",
+            help="Propose tokens by the MTP modules of a model or a bundle, or by the EAGLE-3 head in a folder.",
+            show_default="that of a bundle, if it pays",
         ),
     ] = None,
     seed: SeedOption = None,
@@ -124,6 +125,7 @@ def generate(
     form = _constraint_of(json_schema, regex)
     if form is not None and prompt_lookup:
         raise typer.BadParameter("cannot be combined with --json-schema or --regex", param_hint="'--prompt-lookup'")
+    drafts, draft = draft != "none", None if draft == "none" else draft
     if draft is not None and (prompt_lookup or form is not None):
         raise typer.BadParameter(
             "cannot be combined with --prompt-lookup, --json-schema or --regex", param_hint="'--draft'"
@@ -153,6 +155,7 @@ def generate(
             "max_new_tokens": most,
             "sampling": given.over(settings.sampling),
             "prompt_lookup": prompt_lookup or 0,
+            "draft_tokens": _drafted(native, draft) if drafts and not prompt_lookup and form is None else 0,
         }
         run = partial(_run_native, timed, native, ids, form, how)
     else:
@@ -192,6 +195,19 @@ def generate(
         terminal.json({"path": str(Path(folder)), "prompt": text, **timed.to_dict(), "settings": applied})
     else:
         terminal.note(str(timed))
+
+
+def _drafted(session: NativeSession, draft: str | None) -> int:
+    """Return the number of tokens that a bundle's draft head proposes at once."""
+    if draft is None:
+        return session.drafted_by_default
+    if session.most_drafted == 0:
+        from ..errors import InputError
+
+        raise InputError(
+            f"--draft must be left out for a bundle without a draft head, got {draft!r}; export the model with --draft"
+        )
+    return session.most_drafted
 
 
 def _nothing(piece: str) -> None:

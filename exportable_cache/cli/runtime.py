@@ -257,8 +257,6 @@ def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | Non
     native = None
     if use is not None and (use.adapter is not None or use.adapters):
         leave_to_torch(terminal, name, "the native runner has no adapters")
-    elif use is not None and use.draft is not None:
-        leave_to_torch(terminal, name, "the native runner has no draft heads")
     elif use is not None and use.kinds:
         leave_to_torch(terminal, name, "images and audio need the model's processor")
     else:

@@ -196,6 +196,7 @@ class _Generation:
                     sampling=sampling,
                     follower=completion.follower,
                     cached_tokens=cached,
+                    draft_tokens=0 if completion.follower else self._session.drafted_by_default,
                     **further,
                 )
                 if self._ended or limit is None or len(self.tokens) < limit or completion.is_given_up:

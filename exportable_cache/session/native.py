@@ -53,6 +53,12 @@ NATIVE_TARGETS = ("executorch", "tensorrt")
 GREEDY = SamplingOptions()
 #: Name of the method that drops old tokens.
 SHIFT = "shift"
+#: Method of a program with a draft head, see `program.methods.DRAFT`.
+DRAFT = "draft"
+#: Tokens that a draft head proposes at once by default, see `cache.layer_spec.DRAFTED`, which imports torch.
+DRAFTED = 3
+#: Tokens per step that make a draft head worth its steps: three proposals are verified in a step that takes longer.
+PAYS = 2
 
 
 class NotNative(Exception):
@@ -316,6 +322,25 @@ class NativeSession:
         # The runner has checked the policies.
         parts = [_parts(layer) for layer in layers] if isinstance(layers, list) else []
         return [(label_of(part), _slots(_mapping(part, "policy"))) for part in parts]
+
+    @property
+    def most_drafted(self) -> int:
+        """Tokens that the program's draft head proposes at once by default; 0 without one."""
+        methods = _mapping(_mapping(self.fields, "program"), "methods")
+        if DRAFT not in methods:
+            return 0
+        scored = [one.get("scored_tokens") for one in methods.values() if isinstance(one, dict)]
+        return max(0, min(DRAFTED, max((one for one in scored if type(one) is int), default=0) - 1))
+
+    @property
+    def drafted_by_default(self) -> int:
+        """`most_drafted` if a step gave at least `PAYS` tokens when the head was measured at export, else 0."""
+        draft = self.fields.get("draft")
+        acceptance = draft.get("acceptance") if isinstance(draft, dict) else None
+        tokens, steps = (acceptance or {}).get("tokens"), (acceptance or {}).get("steps")
+        if not isinstance(tokens, int) or not isinstance(steps, int) or steps < 1:
+            return 0
+        return self.most_drafted if tokens >= PAYS * steps else 0
 
     def prefill(self, tokens: Sequence[int]) -> array[float]:
         """Feed tokens after the cached ones, and return the logits of the last one, [vocabulary], float32."""

@@ -59,6 +59,7 @@ class Runner:
 
     vocab_size = 64
     max_length = 40
+    drafted_by_default = 0
     has_encoder = False
     layers: list[Any] = []
 

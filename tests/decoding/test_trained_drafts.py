@@ -19,7 +19,10 @@ from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.generation.speculative import Proposal, _judge
 from exportable_cache.models.draft_heads import attach_head, attach_predictor, draft_head_of
 from exportable_cache.models.eagle import EagleModel, load_eagle
+from exportable_cache_runner.library import found_library
 
+from ..support.distributions import check_draws
+from ..support.forked import run_python
 from ..support.letters import letter_tokenizer
 from ..support.models import WINDOW, tiny_model, tokens
 
@@ -199,7 +202,62 @@ def test_a_bundle_proposes_as_the_live_model(
     live.reset()
     speculated = [drafted(one, prompt, 60, TrainedDraft(one, 3)) for one in (session, live)]
     assert speculated[0] == speculated[1] and speculated[0][0] == expected
-    assert 20 < speculated[0][1].accepted < speculated[0][1].proposed
+    statistics = speculated[0][1]
+    assert 20 < statistics.accepted < statistics.proposed
+    wanted = second_token(model, prompt)
+    draft = TrainedDraft(session, 3)
+    check_draws(torch.tensor([_second_drawn(session, prompt, draft, seed) for seed in range(_DRAWS)]), wanted)
+    if target != "executorch" or found_library() is None:
+        return
+    done = run_python(_NATIVE, bundle.path, json.dumps(prompt[0].tolist()), _DRAWS)
+    assert done.returncode == 0, done.stderr
+    native = json.loads(done.stdout)
+    assert native["tokens"] == [expected, expected]
+    assert native["counts"] == [[0, 0], [statistics.proposed, statistics.accepted]]
+    check_draws(torch.tensor(native["drawn"]), second_token(model, prompt, _END))
+
+
+_DRAWS = 1500
+#: The tokenizer's end token, which ends a generation of the native runner.
+_END = 2
+_NATIVE = """
+import json, sys
+from exportable_cache_runner import Options, Session
+
+found = {"tokens": [], "counts": []}
+prompt = json.loads(sys.argv[2])
+with Session(sys.argv[1]) as session:
+    def run(**options):
+        session.reset()
+        return session.generate(prompt, Options(**options))
+
+    for count in (0, 3):
+        tokens, statistics = run(max_new_tokens=60, draft_tokens=count)
+        found["tokens"].append(tokens)
+        found["counts"].append([statistics.proposed_tokens, statistics.accepted_tokens])
+    drawn = (run(max_new_tokens=3, draft_tokens=3, temperature=1.0, seed=seed) for seed in range(int(sys.argv[3])))
+    found["drawn"] = [tokens[1] for tokens, _ in drawn if len(tokens) > 1]
+print(json.dumps(found))
+"""
+
+
+@torch.no_grad()
+def second_token(model: PreTrainedModel, prompt: torch.Tensor, other_than: int | None = None) -> torch.Tensor:
+    """Return the probabilities [vocab] of the second token after a prompt, for all first tokens but one."""
+    size = model.config.vocab_size
+    first = model(prompt).logits[0, -1].double().softmax(0)
+    if other_than is not None:
+        first[other_than] = 0
+        first /= first.sum()
+    continued = torch.cat([prompt.expand(size, -1), torch.arange(size)[:, None]], dim=1)
+    return first @ model(continued).logits[:, -1].double().softmax(-1)
+
+
+def _second_drawn(session: Session, prompt: torch.Tensor, draft: TrainedDraft, seed: int) -> int:
+    """Return the second of three sampled tokens, which is the first that the draft head proposes."""
+    session.reset()
+    sampler = Sampler(Sampling(temperature=1.0, seed=seed), prompt, session.vocab_size)
+    return list(generate_speculative(session, prompt, 3, sampler, (), draft))[1]
 
 
 def test_what_a_program_with_a_head_cannot_have_is_refused(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ constexpr const char* kUsage =
     "  --stop TEXT             end before this text; may be given several times\n"
     "  --stop-token N          end with this token; may be given several times\n"
     "  --prompt-lookup N       propose up to N tokens per step from the text itself; needs an export with score_length\n"
+    "  --draft N               propose up to N tokens per step by the bundle's draft head; needs an export with --draft\n"
     "  --threads N             compute threads; the number of cores by default\n";
 
 struct Arguments {
@@ -134,7 +135,7 @@ Status add(Session& session, const std::string& given) {
 
 // Fill `arguments`, or return what is wrong with them.
 std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arguments) {
-  enum { kPrompt = 1, kChat, kMessages, kRender, kAdapter, kSystem, kTokens, kEncode, kEncodeFile, kInput, kMaxNewTokens, kTemperature, kTopK, kTopP, kMinP, kPresence, kFrequency, kOnFull, kProtect, kGreedy, kSeed, kStop, kStopToken, kPromptLookup, kThreads, kHelp };
+  enum { kPrompt = 1, kChat, kMessages, kRender, kAdapter, kSystem, kTokens, kEncode, kEncodeFile, kInput, kMaxNewTokens, kTemperature, kTopK, kTopP, kMinP, kPresence, kFrequency, kOnFull, kProtect, kGreedy, kSeed, kStop, kStopToken, kPromptLookup, kDraft, kThreads, kHelp };
   static const option kOptions[] = {
       {"prompt", required_argument, nullptr, kPrompt},
       {"chat", no_argument, nullptr, kChat},
@@ -160,6 +161,7 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
       {"stop", required_argument, nullptr, kStop},
       {"stop-token", required_argument, nullptr, kStopToken},
       {"prompt-lookup", required_argument, nullptr, kPromptLookup},
+      {"draft", required_argument, nullptr, kDraft},
       {"threads", required_argument, nullptr, kThreads},
       {"help", no_argument, nullptr, kHelp},
       {nullptr, 0, nullptr, 0},
@@ -199,6 +201,7 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
       case kStop: options.stop_strings.emplace_back(optarg); break;
       case kStopToken: good = parse(optarg, options.stop_tokens.emplace_back()); break;
       case kPromptLookup: good = parse(optarg, options.prompt_lookup); break;
+      case kDraft: good = parse(optarg, options.draft_tokens); break;
       case kThreads: good = parse(optarg, arguments.threads.emplace()); break;
       case kHelp: std::cout << kUsage; std::exit(0);
       default: return "see --help";

@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 /* Grows with each addition; another upper half means that callers have to be compiled again. */
-#define EC_ABI_VERSION 0x0001000Au
+#define EC_ABI_VERSION 0x0001000Bu
 
 typedef struct ec_session ec_session;
 
@@ -95,6 +95,7 @@ typedef struct ec_options {
   double frequency_penalty;        /* subtracted from a token's logit each time that it was generated */
   const int64_t* counted_tokens;   /* tokens of earlier calls that count as generated */
   size_t counted_token_count;
+  int64_t draft_tokens;            /* most tokens proposed per step by the bundle's draft head, at most 15; 0: none */
 } ec_options;
 
 /* Result of a generation; times in seconds. */

@@ -60,6 +60,7 @@ Result<GenerateOptions> options_of(const ec_options* given) {
     options.stop_strings.emplace_back(known.stop_strings[index]);
   }
   options.prompt_lookup = known.prompt_lookup;
+  options.draft_tokens = known.draft_tokens;
   if (known.min_p != 0) options.sampling.min_p = known.min_p;
   if (known.repetition_penalty != 0) options.sampling.repetition_penalty = known.repetition_penalty;
   options.sampling.from_checkpoint = known.from_checkpoint != 0;

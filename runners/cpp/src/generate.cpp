@@ -143,8 +143,9 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
     if (reason) break;
     judged.assign(1, token);
     const auto proposal = propose(context, options, static_cast<int64_t>(generation.tokens.size()));
-    judged.insert(judged.end(), proposal.begin(), proposal.end());
-    proposed += static_cast<int64_t>(proposal.size());
+    if (!proposal.ok()) return proposal.error();
+    judged.insert(judged.end(), proposal->begin(), proposal->end());
+    proposed += static_cast<int64_t>(proposal->size());
     logits = score(judged);
     if (!logits.ok()) return logits.error();
   }

@@ -28,10 +28,11 @@ Result<std::vector<Sampler>> samplers_of(const Sampling& sampling, size_t rows) 
 Result<std::vector<Generation>> BatchSession::run(std::span<const std::vector<int64_t>> prompts, const GenerateOptions& options,
                                                   const Ends& on_token) {
   if (const Status status = check_options(options, manifest_); !status.ok()) return status.error();
-  if (options.prompt_lookup != 0 || options.allowed_tokens || options.on_logprobs || options.cached_tokens != 0) {
+  if (options.prompt_lookup != 0 || options.draft_tokens != 0 || options.allowed_tokens || options.on_logprobs || options.cached_tokens != 0) {
     const char* name = options.allowed_tokens       ? "allowed_tokens"
                        : options.on_logprobs         ? "on_logprobs"
                        : options.cached_tokens != 0  ? "cached_tokens"
+                       : options.draft_tokens != 0   ? "draft_tokens"
                                                      : "prompt_lookup";
     return fail(ErrorCode::kInput, name, " serves one row, and this program runs ",
                 rows(), "; leave it out, or export with batch_size=1 and use a Session");

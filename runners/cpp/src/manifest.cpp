@@ -467,6 +467,8 @@ Result<Manifest> Manifest::read(const std::string& folder) {
     }
     manifest.methods.push_back(std::move(spec));
   }
+  const Json& draft = program["methods"]["draft"];
+  manifest.drafts = takes(draft, "input_ids") && takes(draft, "input_pos") && takes(draft, "link");
   const Json& shift = program["methods"]["shift"];
   manifest.shifts = takes(shift, "input_pos") && takes(shift, "first") && takes(shift, "count");
   read_items(program["methods"], manifest, reader);

@@ -20,6 +20,7 @@ using executorch::aten::ScalarType;
 constexpr const char* kEncode = "encode";
 constexpr const char* kEmbed = "embed";
 constexpr const char* kShift = "shift";
+constexpr const char* kDraft = "draft";
 constexpr const char* kWriteAdapter = "write_adapter";
 
 int64_t reads(const MethodSpec& method) { return method.kv_read_len.value_or(std::numeric_limits<int64_t>::max()); }
@@ -150,6 +151,7 @@ Result<Program> Program::open(const Manifest& manifest) {
   std::vector<std::string> later;
   for (const MethodSpec& method : manifest.methods) (method.takes_adapters ? later : names).push_back(method.name);
   if (manifest.lora) later.emplace_back(kWriteAdapter);
+  if (manifest.drafts) later.emplace_back(kDraft);
   if (manifest.encoder) names.emplace_back(kEncode);
   if (manifest.embeds) names.emplace_back(kEmbed);
   if (manifest.shifts) names.emplace_back(kShift);
@@ -183,6 +185,18 @@ Result<Program> Program::open(const Manifest& manifest) {
     }
     if (!fits) {
       return fail(ErrorCode::kBundle, "method 'shift' of ", manifest.program_path(),
+                  " takes or returns something else than the manifest says: copy the bundle again");
+    }
+  }
+  if (manifest.drafts) {
+    const auto meta = (*engine)->meta(kDraft);
+    bool fits = meta.ok() && meta->num_inputs() == 3 && meta->num_outputs() == 1;
+    for (size_t index = 0; fits && index < 3; ++index) {
+      const std::vector<int64_t> shape = index == 0 ? std::vector<int64_t>{1, 1} : std::vector<int64_t>{1};
+      fits = tensor_problem(meta->input_tensor_meta(index), "a token", shape, false).empty();
+    }
+    if (!fits || !tensor_problem(meta->output_tensor_meta(0), "logits", {1, manifest.logits_size}, true).empty()) {
+      return fail(ErrorCode::kBundle, "method 'draft' of ", manifest.program_path(),
                   " takes or returns something else than the manifest says: copy the bundle again");
     }
   }
@@ -272,6 +286,21 @@ Status Program::write_adapter(const LoraSpec& lora, int64_t slot, const std::vec
   const auto output = engine_->execute(kWriteAdapter, inputs);
   if (output.ok()) return {};
   return fail(ErrorCode::kRuntime, "ExecuTorch failed in method 'write_adapter': ", describe(output.error()), "; load the adapter again");
+}
+
+Status Program::draft(int64_t token, int64_t position, int64_t link, std::vector<float>& logits) {
+  if (const Status status = engine_->load({kDraft}); !status.ok()) return status;
+  const auto places = {view(&token, {1, 1}), view(&position, {1}), view(&link, {1})};
+  std::vector<et::EValue> inputs;
+  for (const auto& place : places) inputs.emplace_back(*place);
+  const auto output = engine_->execute(kDraft, inputs);
+  if (!output.ok()) {
+    return fail(ErrorCode::kRuntime, "ExecuTorch failed in method 'draft' at position ", position, ": ", describe(output.error()),
+                "; reset() the session");
+  }
+  const executorch::aten::Tensor& tensor = output->front().toTensor();
+  last_floats(tensor, 1, static_cast<size_t>(tensor.numel()), logits);
+  return {};
 }
 
 Status Program::shift(int64_t length, int64_t first, int64_t count) {

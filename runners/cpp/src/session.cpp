@@ -1,6 +1,7 @@
 #include <exportable_cache/session.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "adapter_file.h"
@@ -319,12 +320,26 @@ Status Session::encode_input(const void* values, std::vector<int32_t> sizes, int
   return {};
 }
 
-std::span<const int64_t> Session::propose(std::span<const int64_t> context, const GenerateOptions& options, int64_t given) const {
-  int64_t count = std::min(options.prompt_lookup, program_.scored_tokens() - 1);
+Result<std::span<const int64_t>> Session::propose(std::span<const int64_t> context, const GenerateOptions& options, int64_t given) {
+  int64_t count = std::min(std::max(options.prompt_lookup, options.draft_tokens), program_.scored_tokens() - 1);
   // The newest token is fed with them.
   if (room()) count = std::min(count, *room() - 1);
   if (options.max_new_tokens) count = std::min(count, *options.max_new_tokens - given - 1);
-  return count > 0 ? look_up(context, static_cast<size_t>(count)) : std::span<const int64_t>();
+  if (count <= 0) return std::span<const int64_t>();
+  if (options.prompt_lookup > 0) return look_up(context, static_cast<size_t>(count));
+  drafted_.clear();
+  for (int64_t token = context.back(), link = 0; link < count; ++link) {
+    // Set before the run, because it writes slots after the cached tokens.
+    max_len_ever_ = std::max(max_len_ever_, length_ + link + 1);
+    if (const Status status = program_.draft(token, length_ + link, link, draft_logits_); !status.ok()) return status.error();
+    // The most probable token only: a proposal that is certain keeps the distribution of sampled tokens.
+    const auto best = std::max_element(draft_logits_.begin(), draft_logits_.end());
+    token = best - draft_logits_.begin();
+    // A head may compute anything, such as not-a-number, which compares with nothing.
+    if (token >= manifest_.vocab_size || !std::isfinite(*best)) break;
+    drafted_.push_back(token);
+  }
+  return std::span<const int64_t>(drafted_);
 }
 
 Status Session::load_adapter(const std::string& path, const std::string& name) {
@@ -445,19 +460,32 @@ Status Session::check_items(std::span<const int64_t> tokens) const {
 }
 
 Status Session::check_lookup(const GenerateOptions& options) const {
+  constexpr int64_t kMostDrafted = 15;
   if (options.prompt_lookup < 0) {
     return fail(ErrorCode::kInput, "prompt_lookup is ", options.prompt_lookup, "; it must be at least 1, or 0 for none");
   }
-  if (options.prompt_lookup > 0) {
+  if (options.draft_tokens < 0 || options.draft_tokens > kMostDrafted) {
+    return fail(ErrorCode::kInput, "draft_tokens must be from 0 to ", kMostDrafted, ", got ", options.draft_tokens, "; 0 is for none");
+  }
+  if (options.prompt_lookup > 0 && options.draft_tokens > 0) {
+    return fail(ErrorCode::kInput, "draft_tokens cannot be combined with prompt_lookup; leave one of them out");
+  }
+  if (options.draft_tokens > 0 && !manifest_.drafts) {
+    return fail(ErrorCode::kInput, "draft_tokens must be 0 for a program without a draft head, got ", options.draft_tokens,
+                "; export the model with draft='mtp' (--draft)");
+  }
+  const int64_t most = std::max(options.prompt_lookup, options.draft_tokens);
+  const char* what = options.draft_tokens > 0 ? "a draft head" : "prompt lookup";
+  if (most > 0) {
     if (program_.scored_tokens() < 2) {
-      return fail(ErrorCode::kInput, "the program gives the logits of the last token alone, and prompt lookup needs those of several; "
-                  "export with -O score_length=", options.prompt_lookup + 1, ", or leave it out");
+      return fail(ErrorCode::kInput, "the program gives the logits of the last token alone, and ", what, " needs those of several; "
+                  "export with -O score_length=", most + 1, ", or leave it out");
     }
     constexpr int64_t kFar = int64_t{1} << 40;
-    const int64_t back = std::min(options.prompt_lookup, program_.scored_tokens() - 1);
+    const int64_t back = std::min(most, program_.scored_tokens() - 1);
     const auto [allowed, reason] = limits_.max_rollback(kFar, kFar);
     if (allowed < back) {
-      return fail(ErrorCode::kInput, "prompt lookup takes back up to ", back, " tokens, but ", reason, ": at most ", allowed,
+      return fail(ErrorCode::kInput, what, " takes back up to ", back, " tokens, but ", reason, ": at most ", allowed,
                   " can be; export with rollback_slots of at least ", back - 1, " where the layers have a window, or leave it out");
     }
   }

@@ -79,6 +79,7 @@ GenerateOptions options_of(const Fields& fields, size_t first) {
     const std::string value = fields[index].substr(equals + 1);
     if (name == "max_new_tokens") options.max_new_tokens = integer(value);
     if (name == "prompt_lookup") options.prompt_lookup = integer(value);
+    if (name == "draft_tokens") options.draft_tokens = integer(value);
     if (name == "temperature") options.sampling.temperature = std::stod(value);
     if (name == "top_k") options.sampling.top_k = integer(value);
     if (name == "top_p") options.sampling.top_p = std::stod(value);

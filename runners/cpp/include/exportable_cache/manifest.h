@@ -146,6 +146,7 @@ struct Manifest {
   std::optional<LoraSpec> lora{};
   std::string fingerprint;  // of the weights; adapters name that of theirs
   std::optional<StaticPlan> static_plan{};
+  bool drafts = false;  // the program has a method `draft`: a draft head that proposes tokens
   bool shifts = false;  // the program has a method `shift`, which drops old tokens
   std::optional<int64_t> start_token{};  // decoder_start_token_id of the generation config
   std::vector<int64_t> end_tokens;  // eos_token_id of the generation config; may be empty

@@ -91,6 +91,12 @@ class Program {
   /// The first call loads the methods that take adapters. Error kBundle if they cannot be loaded, kRuntime if ExecuTorch fails.
   Status write_adapter(const LoraSpec& lora, int64_t slot, const std::vector<std::vector<float>>& tensors);
 
+  /// Logits [logits_size] of the draft head after a token at a position, which comes after `link` other proposed ones. It writes the
+  /// head's part of the cache there, which the next step writes again. Nothing is checked here.
+  ///
+  /// The first call loads the method. Error kBundle if it cannot be loaded, kRuntime if ExecuTorch fails.
+  Status draft(int64_t token, int64_t position, int64_t link, std::vector<float>& logits);
+
   /// Drop `count` positions of the cache from `first` on, of `length` tokens. Nothing is checked here.
   ///
   /// Error kRuntime if ExecuTorch fails, after which the cache is half-written.

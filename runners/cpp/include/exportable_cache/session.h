@@ -33,6 +33,9 @@ struct GenerateOptions {
   /// Most tokens proposed per step from the text itself (prompt lookup, Saxena 2023) and verified together. Tokens are the same as
   /// without, up to rounding. Needs a bundle that was exported with `score_length`. 0 for none.
   int64_t prompt_lookup = 0;
+  /// Most tokens proposed per step by the bundle's draft head, and verified together, at most 15. Sampled tokens follow the model's
+  /// distribution. Needs a bundle that was exported with `draft`. 0 for none.
+  int64_t draft_tokens = 0;
   /// Number of the prompt's first tokens that the cache holds: later ones are rolled back, and the rest of the prompt is fed. Rules
   /// for tokens read the whole prompt. 0 if the prompt follows the cached tokens.
   int64_t cached_tokens = 0;
@@ -58,7 +61,7 @@ struct Statistics {
   int64_t generated_tokens = 0;
   double time_to_first_token = 0;  // from the call to the first token
   double decode_seconds = 0;       // from the first token to the last
-  int64_t proposed_tokens = 0;     // by prompt lookup
+  int64_t proposed_tokens = 0;     // by prompt lookup or a draft head
   int64_t accepted_tokens = 0;     // of these
 
   /// Prompt tokens per second, until the first token.
@@ -245,7 +248,7 @@ class Session {
   // The error if there is no such method, which a manifest may cause.
   Error no_method(int64_t size) const;
   // Tokens proposed after `context`, whose newest token was not fed yet: as many as fit and can be rolled back.
-  std::span<const int64_t> propose(std::span<const int64_t> context, const GenerateOptions& options, int64_t given) const;
+  Result<std::span<const int64_t>> propose(std::span<const int64_t> context, const GenerateOptions& options, int64_t given);
   // Token ids of a conversation; special tokens in messages are encoded as text.
   Result<std::vector<int64_t>> encode_parts(std::span<const ChatPart> parts);
   // Generate text after token ids, after the token that is still to be fed. With `continues`, it continues their text.
@@ -258,6 +261,8 @@ class Session {
   Program program_;
   BundleText text_;
   std::vector<float> logits_;
+  std::vector<float> draft_logits_;
+  std::vector<int64_t> drafted_;  // proposed by the draft head
   std::optional<Encoded> encoded_;
   std::vector<int64_t> encoded_tokens_;  // encoded text, as ids
   Items items_;                     // for the next prompt
