@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from executorch.exir import to_edge
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import to_edge, to_edge_transform_and_lower
 
-from exportable_cache.backends.executorch.lowering.patches import PATCHES
+from exportable_cache.backends.executorch.lowering.patches import PATCHES, XNNPACK_PATCHES
 from exportable_cache.common.compat.executorch import edge_config, operator_of
 from exportable_cache.common.patch import ORIGINAL
 
@@ -81,7 +83,7 @@ WORK = {
 }
 
 
-@pytest.mark.parametrize("patch", PATCHES[1:], ids=lambda patch: patch.name.split(".")[0])
+@pytest.mark.parametrize("patch", PATCHES[1 : -len(XNNPACK_PATCHES)], ids=lambda patch: patch.name.split(".")[0])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_pass_runs_where_it_has_work(patch, inside: bool) -> None:
     patch.apply()
@@ -102,3 +104,48 @@ def test_a_pass_runs_where_it_has_work(patch, inside: bool) -> None:
     result = kind().call(idle)
     assert result.graph_module is idle and not result.modified
     assert original(kind(), idle).graph_module is not idle, "upstream has mended it: drop the patch"
+
+
+class Everything(torch.nn.Module):
+    """A model whose parts give every patched pass of XNNPACK something to do, but for attention and quantized ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv1d(4, 4, 3)
+        self.fused = torch.nn.BatchNorm1d(4)
+        self.alone = torch.nn.BatchNorm2d(4)
+        self.prelu = torch.nn.PReLU(4)
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = torch.relu(self.fused(self.conv(x)))
+        many = torch.cat([self.linear(image) * number for number in range(7)], -1)
+        pooled = torch.nn.functional.max_pool2d(self.alone(image), 2, 2)
+        wide = torch.nn.functional.interpolate(image, scale_factor=2.0, mode="bilinear", align_corners=False)
+        return rows, many, pooled, wide, self.prelu(image), image.max(3, keepdim=True)[0]
+
+
+def test_xnnpacks_parts_are_the_same_without_passes_that_have_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = torch.export.export(Everything().eval(), (torch.randn(1, 4, 8), torch.randn(1, 4, 4, 4)))
+    replacements, ran = {}, set()
+
+    def originals(kind: type) -> Callable[..., Any]:
+        def call(self: Any, graph_module: torch.fx.GraphModule) -> Any:
+            ran.add(kind)
+            return getattr(replacements[kind], ORIGINAL)(self, graph_module)
+
+        return call
+
+    for patch in XNNPACK_PATCHES:
+        patch.apply()
+        kind = getattr(import_module(patch.file), str(patch.source))
+        replacements[kind] = kind.call
+        monkeypatch.setattr(kind, "call", originals(kind))
+
+    def lowered() -> bytes:
+        return to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch().buffer
+
+    expected = lowered()
+    for kind, call in replacements.items():
+        monkeypatch.setattr(kind, "call", call)
+    assert lowered() == expected and len(ran) == len(XNNPACK_PATCHES)

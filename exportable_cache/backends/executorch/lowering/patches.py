@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,6 +97,25 @@ def reads_another_order(node: Node) -> bool:
     return not isinstance(value, torch.Tensor) or tuple(map(int, value.dim_order())) != tuple(range(value.dim()))
 
 
+def calls(*names: str) -> Callable[[Node], bool]:
+    """Return a function that is True for calls of these operators, such as `aten._to_copy.default`."""
+
+    def is_call(node: Node) -> bool:
+        return str(operator_of(node.target)) in names
+
+    return is_call
+
+
+def concatenates_many(node: Node) -> bool:
+    """Return True if `DecomposeConcatenate` splits the call: it concatenates more than five tensors."""
+    return str(operator_of(node.target)) == "aten.cat.default" and len(node.args[0]) > 5
+
+
+def is_quantizing(node: Node) -> bool:
+    """Return True if `PropagateCustomMetaPass` may change the call, which quantizes or dequantizes."""
+    return "quantize" in str(operator_of(node.target))
+
+
 def _value(argument: Any) -> Any:
     """Return the value of an argument when the program runs on fake tensors."""
     if not isinstance(argument, Node):
@@ -118,17 +138,55 @@ def _once(original: Callable[[ExportedProgram], ExportedProgram]) -> Callable[[E
     return remove
 
 
-def _skipping(file: str, name: str, has_work: Callable[[Node], bool], digest: str) -> Patch:
+def _skipping(
+    file: str, name: str, has_work: Callable[[Node], bool], digest: str, package: str = "exir.passes"
+) -> Patch:
     return Patch(
-        f"executorch.exir.passes.{file}",
+        f"executorch.{package}.{file}",
         f"{name}.call",
         skip_if_unneeded(has_work),
         "it runs every operator of a program again, even if it changes nothing",
         digests=(digest,),
         source=name,
         package="executorch",
-        url=f"https://github.com/pytorch/executorch/blob/v1.4.1/exir/passes/{file}.py",
+        url=f"https://github.com/pytorch/executorch/blob/v1.4.1/{package.replace('.', '/')}/{file}.py",
     )
+
+
+_of_xnnpack = partial(_skipping, package="backends.xnnpack._passes")
+_BATCH_NORMS = "aten.native_batch_norm.default", "aten._native_batch_norm_legit_no_training.default"
+#: Passes for each part of a program that XNNPACK computes. A program of many layers has hundreds of parts.
+XNNPACK_PATCHES = (
+    _of_xnnpack("convert_to_sdpa", "ConvertToSDPAPass", calls("aten.any.dim"), "967458b4eecab263"),
+    _of_xnnpack(
+        "convert_to_upsample_bilinear2d",
+        "ConvertToUpsampleBilinear2d",
+        calls("aten.upsample_bilinear2d.vec"),
+        "c883c34e1945a775",
+    ),
+    _of_xnnpack("propagate_custom_meta_pass", "PropagateCustomMetaPass", is_quantizing, "a52e8aea62ee2d31"),
+    _of_xnnpack("fuse_batch_norm", "FuseBatchNormPass", calls(*_BATCH_NORMS), "164f828e10b7510e"),
+    _of_xnnpack("decompose_batch_norm", "DecomposeBatchNorm", calls(*_BATCH_NORMS), "f718ae697cd115bb"),
+    _of_xnnpack("decompose_cat", "DecomposeConcatenate", concatenates_many, "d0f681362a404a36"),
+    _of_xnnpack(
+        "fuse_activation_pass",
+        "FuseActivationPass",
+        calls("aten.relu.default", "aten.hardtanh.default"),
+        "6ad12f0b9af84f53",
+    ),
+    _of_xnnpack("conv1d_unsqueeze_pass", "Conv1dUnsqueezePass", calls("aten.convolution.default"), "fec2140467c7708a"),
+    _of_xnnpack("prelu_reshape_pass", "PReLUReshapePass", calls("aten._prelu_kernel.default"), "18dfd5f8c08a1cc2"),
+    _of_xnnpack(
+        "remove_redundant_copy_pass", "RemoveRedundantCopyPass", calls("aten._to_copy.default"), "bd3ec6fef2336dad"
+    ),
+    _skipping(
+        "remove_getitem_op",
+        "RemoveGetItemPass",
+        calls("aten.max_pool2d_with_indices.default", "aten.max.dim"),
+        "7a6f30ace2150f58",
+        package="backends.transforms",
+    ),
+)
 
 
 PATCHES = (
@@ -153,6 +211,7 @@ PATCHES = (
     _skipping(
         "legalize_portable_dim_order_pass", "LegalizePortableDimOrderPass", reads_another_order, "43565f5a825c2a26"
     ),
+    *XNNPACK_PATCHES,
 )
 
 
