@@ -52,11 +52,29 @@ def test_layers_of_a_file_are_kept_in_the_order_of_the_models_rows(tmp_path: Pat
     assert (made.model(ids).logits - load_model(tmp_path / "tiny.gguf").model(ids).logits).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize(("kind", "kept"), [("Q8_0", True), ("Q6_K", True), ("Q4_K", False), ("Q5_K", False)])
+@torch.no_grad()
+def test_a_tied_table_is_kept_with_its_head(kind: str, kept: bool, tmp_path: Path) -> None:
+    """Keep a table that a head is tied to, unless it has zero points or 4 bits."""
+    file = tmp_path / "tiny.gguf"
+    checkpoints.write_gguf(file, kind_of_table=kind, **SIZES, tie_word_embeddings=True)
+    loaded = load_to_quantise(file, keep=True)
+    made = quantize(loaded.model, Quantization("keep", kept="native"), stored=loaded.integers)
+    table, head = made.model.get_input_embeddings(), made.model.lm_head
+    assert ("model.embed_tokens.weight" in made.kept) == kept == ("model.embed_tokens" not in made.remark)
+    if kept:
+        assert table.weight.qdata.data_ptr() == head.weight.qdata.data_ptr()
+    ids = tokens(9)
+    assert (made.model(ids).logits - load_model(file).model(ids).logits).abs().max() <= 1e-5
+
+
 @pytest.mark.full
 def test_a_pt2_program_keeps_the_blocks(tmp_path: Path) -> None:
     """Export a file with minimums, groups of 16 and 8 bits, and compare with the dequantised model."""
     kinds = ["Q4_K", "Q6_K", "Q4_0", "Q5_K", "Q8_0", "Q2_K", "Q4_1"]
-    checkpoints.write_gguf(tmp_path / "tiny.gguf", kinds_of_weights=kinds, **SIZES)
+    checkpoints.write_gguf(
+        tmp_path / "tiny.gguf", kinds_of_weights=kinds, kind_of_table="Q6_K", **SIZES, tie_word_embeddings=True
+    )
     bundle = export(tmp_path / "tiny.gguf", "pt2", 48, tmp_path / "out", quantize="keep")
     assert bundle.manifest.remarks == []
     assert bundle.manifest.quantization.max_difference <= 1e-5

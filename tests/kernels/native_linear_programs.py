@@ -138,7 +138,7 @@ def check_kept(folder: Path) -> None:
     kinds = ["Q4_K", "Q6_K", "Q4_0", "Q5_K", "Q8_0", "Q2_K", "Q4_1"]
     file, gptq = folder.with_name("tiny.gguf"), folder.with_name("gptq")
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
-    checkpoints.write_gguf(file, kinds_of_weights=kinds, **sizes)
+    checkpoints.write_gguf(file, kinds_of_weights=kinds, kind_of_table="Q6_K", **sizes, tie_word_embeddings=True)
     checkpoints.write_gptq(gptq, bits=8, sym=False)
     for model, operators in (
         (file, ("4bit_shifted", "8bit_shifted", "8bit_float", "8bit_float16", "4bit_float16")),

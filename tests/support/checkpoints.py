@@ -114,6 +114,7 @@ def write_gguf(
     end_of_turn: int | None = None,
     control: Mapping[int, str] | None = None,
     kinds_of_weights: Sequence[str] = ("Q8_0",),
+    kind_of_table: str | None = None,
     **sizes: int,
 ) -> PreTrainedModel:
     """Write a Llama with a tokenizer, its linear layers in some types of blocks, and return the model before.
@@ -123,6 +124,7 @@ def write_gguf(
         control: Texts of further control tokens, by id.
         kinds_of_weights: Types of linear layers, one after the other; types that gguf does not quantise have random
             blocks.
+        kind_of_table: Type of the embedding table; None for floats.
         **sizes: Fields of the config.
     """
     import gguf
@@ -156,9 +158,11 @@ def write_gguf(
         writer.add_eot_token_id(end_of_turn)
     writer.add_unk_token_id(0)
     for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
         values = _as_gguf(name, tensor, config).contiguous().numpy().astype(np.float32)
-        if "proj" in name:
-            kind = gguf.GGMLQuantizationType[next(kinds_of_linears)]
+        if "proj" in name or (kind_of_table is not None and "embed" in name):
+            kind = gguf.GGMLQuantizationType[next(kinds_of_linears) if "proj" in name else kind_of_table]
             writer.add_tensor(_gguf_name(name), blocks(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(_gguf_name(name), values)

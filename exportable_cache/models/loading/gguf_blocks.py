@@ -211,7 +211,7 @@ def _block_bytes(kind: str) -> int:
 
 
 def kept_blocks(path: Path, model: PreTrainedModel) -> tuple[dict[str, IntegerWeight], str]:
-    """Return the integers of linear layers by the names of the model's parameters, and a line about other tensors.
+    """Return integers of linear layers and of the table, by the names of parameters, and a line about other tensors.
 
     Args:
         path: The file that the model was read from.
@@ -225,10 +225,12 @@ def kept_blocks(path: Path, model: PreTrainedModel) -> tuple[dict[str, IntegerWe
     hashes: dict[str, torch.Tensor] = {}
     for module_name, module in model.named_modules():
         is_tied = module is head and head.weight is table.weight
-        if isinstance(module, nn.Linear) and not is_tied:
+        is_table = module is table and isinstance(module, nn.Embedding)
+        if is_table or (isinstance(module, nn.Linear) and not is_tied):
             name = f"{module_name}.weight"
-            hashes[name] = _hashes(module.weight)
-            layers.setdefault(_key(module.weight, hashes[name]), []).append(name)
+            matrix: torch.Tensor = module.weight
+            hashes[name] = _hashes(matrix)
+            layers.setdefault(_key(matrix, hashes[name]), []).append(name)
     kept: dict[str, IntegerWeight] = {}
     left: dict[str, list[str]] = {}
     for name, kind, rows in _matrices(path):

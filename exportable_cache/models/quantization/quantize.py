@@ -235,9 +235,7 @@ def quantize(
                 _quantize_experts(module, name, quantization, scratch)
         if any(experts_of(model)):
             use_expert_linears(model)
-    if tied and quantization.embeddings is not None:
-        weight = _weight(table)
-        assert is_quantized(weight)
+    if tied and is_quantized(weight := _weight(table)):
         head.weight = nn.Parameter(_as_linear(weight, quantization), requires_grad=False)
     _convert_others(model, dtype)
     for config in (model.config, model.config.get_text_config(decoder=True)):
@@ -261,15 +259,20 @@ def _keep(
     )
 
     rounding = IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN if form.rounds else None
+    table = model.get_input_embeddings()
+    readers = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.weight is table.weight]
     kept: dict[str, int] = {}
     left: dict[str, list[str]] = {}
     for path, module in list(model.named_modules()):
         name = f"{path}.weight"
         weight = stored.get(name)
-        if weight is None or not isinstance(module, nn.Linear):
+        is_table = module is table
+        if weight is None or not (is_table or isinstance(module, nn.Linear)):
             continue
-        scale_dtype = {"bfloat16": torch.bfloat16, "program": dtype}.get(form.scales, weight.scales.dtype)
-        problem = _unkept(weight, form, scale_dtype, dtype)
+        # The kernels of tables have scales in the dtype of their rows.
+        of_form = {"bfloat16": torch.bfloat16, "program": dtype}.get(form.scales, weight.scales.dtype)
+        scale_dtype = dtype if is_table else of_form
+        problem = (_unkept_table(weight, form) if is_table else "") or _unkept(weight, form, scale_dtype, dtype)
         if problem:
             left.setdefault(problem, []).append(path)
             continue
@@ -277,7 +280,9 @@ def _keep(
         zeros = zeros.to(dtype) if zeros.is_floating_point() else zeros
         of = (_INT4 if weight.bits <= 4 else torch.int8, (1, weight.size), dtype, rounding)
         tensor = IntxUnpackedToInt8Tensor(weight.integers.contiguous(), weight.scales.to(scale_dtype), zeros, *of)
-        module.weight = nn.Parameter(tensor, requires_grad=False)
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        for reader in readers if is_table else [module]:
+            reader.weight = parameter
         if weight.order is not None:
             parent, _, last = path.rpartition(".")
             setattr(model.get_submodule(parent), last, OrderedLinear(module, weight.order))
@@ -287,6 +292,13 @@ def _keep(
     if not kept:
         raise InputError(NOTHING_TO_KEEP.format(reasons or "none"))
     return kept, f"kept the integers of {len(kept)} layers; stored in {dtype_name(dtype)}: {reasons}" if reasons else ""
+
+
+def _unkept_table(weight: IntegerWeight, form: KeptForm) -> str:
+    """Return why a target does not store an embedding table in this form, or an empty string."""
+    if not form.tables or weight.bits <= 4:
+        return f"the target stores no embedding table of {weight.bits} bits in this form"
+    return "it is an embedding table with zero points" if weight.zero_points is not None else ""
 
 
 def _unkept(weight: IntegerWeight, form: KeptForm, scale_dtype: torch.dtype, dtype: torch.dtype) -> str:

@@ -57,6 +57,8 @@ class KeptForm(NamedTuple):
         rounds: True if activations are quantised to 8 bits per token.
         scales: Dtype of scales: "bfloat16", "program" for that of the program, or "stored" for the checkpoint's.
         multiple: Divisor of the number of inputs of a group.
+        tables: True if embedding tables of 5 to 8 bits without zero points are stored, with the heads that are tied to
+            them.
     """
 
     bits: tuple[int, ...]
@@ -65,11 +67,14 @@ class KeptForm(NamedTuple):
     rounds: bool
     scales: str
     multiple: int = 1
+    tables: bool = False
 
 
 #: Forms by name, which the target chooses and the manifest records. "4w" is that of bundles before "native".
 KEPT_FORMS = {
-    "affine": KeptForm((1, 2, 3, 4, 5, 6, 7, 8), True, (1, 2, 3, 4, 5, 6, 7, 8), rounds=False, scales="program"),
+    "affine": KeptForm(
+        (1, 2, 3, 4, 5, 6, 7, 8), True, (1, 2, 3, 4, 5, 6, 7, 8), rounds=False, scales="program", tables=True
+    ),
     "symmetric": KeptForm((2, 3, 4, 8), False, (2, 3, 4), rounds=False, scales="program"),
     "8da4w": KeptForm((2, 3, 4), False, (2, 3, 4), rounds=True, scales="bfloat16", multiple=GROUP_MULTIPLE),
     "4w": KeptForm((1, 2, 3, 4), True, (1, 2, 3, 4), rounds=False, scales="stored", multiple=GROUP_MULTIPLE),
@@ -80,6 +85,7 @@ KEPT_FORMS = {
         rounds=False,
         scales="stored",
         multiple=NATIVE_MULTIPLE,
+        tables=True,
     ),
 }
 
