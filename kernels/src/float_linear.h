@@ -49,7 +49,7 @@ struct RoundedLinear : BFloat16Linear {};
 // Weights of 4 or 8 bits in groups of inputs, each its integer less its group's zero point, times its group's scale. Blocks have
 // no alignment, and each is contiguous:
 //   [groups, kBlockOutputs] S, float32 or float16: a scale for each group of an output's weights
-//   [groups, kBlockOutputs] Z, bytes or float32: its zero point, plus 8, or 128 for 8 bits
+//   [groups, kBlockOutputs] Z, bytes or float32: its zero point; plus 8, bytes of 8 bits plus 128
 //   [inputs / 8, kBlockOutputs, 4] bytes: the integers of 4 bits, as in `Linear`; or
 //   [inputs / 4, kBlockOutputs, 4] bytes: the integers of 8 bits, plus 128
 template <class S, class Z = uint8_t, int kBits = 4>

@@ -192,7 +192,8 @@ double grouped_difference(const Case& c, int64_t group, std::mt19937& random) {
           const int64_t i = g * group + j, word = 32 / kBits;
           uint8_t* const at = words + i / word * 4 * kBlockOutputs + 4 * lane + i % 4;
           *at = static_cast<uint8_t>(*at | weight << (i % word < 4 ? 0 : 4));
-          weights[j] = exact * (static_cast<float>(weight) - static_cast<float>(zero));
+          const int bias = std::is_same_v<Z, float> && kBits == 8 ? kBias : 0;
+          weights[j] = exact * (static_cast<float>(weight - bias) - static_cast<float>(zero));
         }
       }
     }

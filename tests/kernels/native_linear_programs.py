@@ -139,7 +139,7 @@ def check_kept(folder: Path) -> None:
     file, gptq = folder.with_name("tiny.gguf"), folder.with_name("gptq")
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
     checkpoints.write_gguf(file, kinds_of_weights=kinds, kind_of_table="Q6_K", **sizes, tie_word_embeddings=True)
-    checkpoints.write_gptq(gptq, bits=8, sym=False)
+    checkpoints.write_gptq(gptq, bits=8)
     for model, operators in (
         (file, ("4bit_shifted", "8bit_shifted", "8bit_float", "8bit_float16", "4bit_float16")),
         (gptq, ("8bit_float16",)),

@@ -141,7 +141,8 @@ def pack_groups(
     """Pack weights for activations in float: `(integers - zero_points) * scales`.
 
     A block has for each group a scale and a zero point plus 2^(bits - 1), and the integers plus as much, in 4 bits as
-    in `pack`, in 8 bits in the order of inputs.
+    in `pack`, in 8 bits in the order of inputs. Nothing is added to zero points in float32 of 8 bits, because that
+    would round them.
 
     Args:
         integers: int8 [outputs, inputs], at least -2^(bits - 1); inputs a multiple of 16.
@@ -154,8 +155,12 @@ def pack_groups(
     """
     zeros = torch.zeros(scales.shape, dtype=torch.int8) if zero_points is None else zero_points
     bias = 2 ** (form.bits - 1)
-    shifted = zeros + bias if zeros.is_floating_point() else zeros.to(torch.int16) + bias
+    shifted = zeros.to(torch.int16) + bias if not zeros.is_floating_point() else zeros + _bias_of_floats(form)
     return _in_blocks(scales.to(form.scales), shifted.to(form.zeros), integers=integers, bits=form.bits)
+
+
+def _bias_of_floats(form: GroupedForm) -> int:
+    return 8 if form.bits == 4 else 0
 
 
 def _in_blocks(*headers: torch.Tensor, integers: torch.Tensor, bits: int = 4) -> torch.Tensor:
@@ -191,7 +196,8 @@ def unpack_groups(
     header, integers = _from_blocks(weights, inputs, outputs, form.bits)
     scales, zeros = header.split([BLOCK * each.itemsize * groups for each in form[1:]], dim=1)
     zeros, bias = _by_output(zeros, form.zeros, groups)[:outputs], 2 ** (form.bits - 1)
-    zeros = zeros - bias if zeros.is_floating_point() else (zeros.to(torch.int16) - bias).to(torch.int8)
+    floats = zeros.is_floating_point()
+    zeros = zeros - _bias_of_floats(form) if floats else (zeros.to(torch.int16) - bias).to(torch.int8)
     return integers, _by_output(scales, form.scales, groups)[:outputs], zeros
 
 
