@@ -47,6 +47,7 @@ DICTATED = {
     "cache/attention/functions.py:fused_attention": "transformers' AttentionInterface",
     "cache/attention/functions.py:matmul_attention": "transformers' AttentionInterface",
     "cache/attention/masks.py:position_mask": "transformers' AttentionMaskInterface",
+    "backends/coreai/convert.py:_dequantize": "the schema of torchao's operator",
     "backends/tensorrt/quantized.py:dequantize_affine": "the schema of torchao's operator",
     "models/quantized_rows.py:QuantizedWeight.__new__": "the constructor of torchao's IntxUnpackedToInt8Tensor",
     "models/experts.py:expert_linear": "the operator's schema, which graphs name",

@@ -342,7 +342,7 @@ def target_dtypes(target: str, options: Mapping[str, Any]) -> TargetDtypes:
         options: Options of the target. ExecuTorch's delegate `tensorrt` computes like target `tensorrt`. Programs for
             Vulkan and Core ML are verified with XNNPACK.
     """
-    delegates = {"tensorrt": _TENSORRT, "openvino": _OPENVINO, "mlx": _MLX}
+    delegates = {"tensorrt": _TENSORRT, "openvino": _OPENVINO, "mlx": _MLX, "tosa": _OPENVINO}
     if target == "executorch" and options.get("delegate") in delegates:
         return delegates[options["delegate"]]
     if target == "executorch":

@@ -137,4 +137,4 @@ def test_a_method_in_pieces_is_not_verified() -> None:
     """Only a program that is one call is evaluated."""
     plan = SimpleNamespace(name="forward", delegates=[1, 2], chains=[SimpleNamespace(instructions=[1, 2, 3])])
     with pytest.raises(VerificationError, match="'forward' has 3 instructions and 2 calls.*--no-verify"):
-        mlx_evaluator._call(plan)
+        mlx_evaluator.only_call(plan)

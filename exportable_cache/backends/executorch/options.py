@@ -129,7 +129,7 @@ class ExecutorchOptions(TensorRTOptions):
     def check_quantization(self, quantization: Quantization) -> None:
         """See `TargetOptions.check_quantization`."""
         super().check_quantization(quantization)
-        if self.delegate in ("openvino", "mlx"):
+        if self.delegate in ("openvino", "mlx", "tosa"):
             raise InputError(
                 f"quantize must be None for delegate {self.delegate!r}, got {str(quantization)!r}; leave it out, or "
                 "use delegate 'xnnpack'"
@@ -171,6 +171,10 @@ class ExecutorchOptions(TensorRTOptions):
         ProgramSpec(score_length=self.score_length)
         if self.keys != "rows" and self.form != "static":
             raise InputError(f"keys must be 'rows' without form='static', got {self.keys!r}; leave it out")
+        if self.delegate == "tosa" and self.form != "static":
+            raise InputError(
+                f"form must be 'static' for delegate 'tosa', got {self.form!r}; pass form='static' (--form static)"
+            )
         if self.form == "static":
             names = ("compute", "kernels", "linears", "llm_runner", "methods", "score_length", "shift")
             defaults = {one.name: one.default for one in fields(self)}

@@ -131,6 +131,12 @@ class ExecutorchBackend:
 
             facts.check_installed(facts.evaluator)
             return StandIn(MLXEvaluator(folder / FILE, description), REMARK)
+        if facts.name == "tosa":
+            from .delegates import tosa
+
+            facts.check_installed(facts.evaluator)
+            graphs = tosa.ReferenceModel(folder / FILE, description)
+            return StandIn(open_static(folder / FILE, folder / TABLES, description, graphs), tosa.REMARK)
         if facts.verified == "lowered":
             from .delegates.checks import not_executed_remark
             from .lowering.lower import write_program

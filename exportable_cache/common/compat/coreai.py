@@ -18,4 +18,4 @@ def dequantized_weight() -> Callable[..., Any]:
     It takes the integers, scales of as many dimensions, zero points, least values, and the dtypes of both sides.
     """
     import_module(_OPERATORS)
-    return torch.ops.coreai.constexpr_blockwise_shift_scale  # type: ignore[no-any-return]
+    return torch.ops.coreai.constexpr_blockwise_shift_scale

@@ -76,6 +76,21 @@ def check_cache(
         )
 
 
+def check_whole(delegate: Delegate, program: Program, lowered: ExecutorchProgramManager) -> None:
+    """Refuse a program of which a delegate does not take each method whole.
+
+    Raises:
+        UnsupportedModelError: If a part of it would run outside.
+    """
+    for plan in lowered.executorch_program.execution_plan:
+        others = sorted({one.name for one in plan.operators})
+        if plan.name in program.methods and (len(plan.delegates) != 1 or others):
+            raise UnsupportedModelError(
+                f"delegate {delegate.name!r} splits {plan.name} of {type(program.model).__name__} into "
+                f"{len(plan.delegates)} calls, and leaves {', '.join(others) or 'nothing'} to the runtime; {_OTHER}"
+            )
+
+
 def delegated_calls(lowered: ExecutorchProgramManager) -> dict[str, int]:
     """Return the number of delegate calls by method."""
     return {plan.name: len(plan.delegates) for plan in lowered.executorch_program.execution_plan if plan.delegates}

@@ -200,12 +200,12 @@ class MLXEvaluator:
     def __init__(self, path: Path, description: ProgramDescription) -> None:
         self.methods = description.methods
         self._name = path.name
-        with _readable(self._name):
+        with readable(self._name):
             file = deserialized_file(path.read_bytes())
             plans = {plan.name: plan for plan in file.program.execution_plan}
             named = file.named_data
             data = {name: named.buffers[entry.buffer_index] for name, entry in named.pte_data.items()} if named else {}
-            self._calls = {name: _call(plans[name]) for name in self.methods}
+            self._calls = {name: only_call(plans[name]) for name in self.methods}
             payloads = file.program.backend_delegate_data
             self._graphs = {
                 name: Graph(payloads[plans[name].delegates[0].processed.index].data, data) for name in self.methods
@@ -218,13 +218,13 @@ class MLXEvaluator:
             BundleError: If the graph refers to what it does not have.
             VerificationError: If an instruction is not known here, or fails.
         """
-        with _readable(self._name):
+        with readable(self._name):
             outputs = self._graphs[method].run([inputs[index] for index in self._calls[method]])
             return outputs[0] if self.methods[method].is_step else tuple(outputs)
 
 
 @contextmanager
-def _readable(name: str) -> Iterator[None]:
+def readable(name: str) -> Iterator[None]:
     """Convert the arbitrary errors that a damaged file causes in the block."""
     try:
         yield
@@ -234,7 +234,7 @@ def _readable(name: str) -> Iterator[None]:
         raise BundleError(f"{name} cannot be read: {first_line(error)}; export the model again") from error
 
 
-def _call(plan: Any) -> list[int]:
+def only_call(plan: Any) -> list[int]:
     """Return the index of the method's input for each input of its only delegate call."""
     instructions = [instruction for chain in plan.chains for instruction in chain.instructions]
     if len(instructions) != 1 or len(plan.delegates) != 1:

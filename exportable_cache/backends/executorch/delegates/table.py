@@ -127,6 +127,16 @@ DELEGATES = {
             evaluator=("mlx<1,>=0.29",),
             extra="mlx",
         ),
+        Delegate(
+            "tosa",
+            "TOSABackend",
+            options=("form", "keys"),
+            lengths="fixed",
+            verified="evaluated",
+            compiler=("tosa-tools>=2026.5",),
+            evaluator=("tosa-tools>=2026.5",),
+            extra="tosa",
+        ),
         Delegate("vulkan", "VulkanBackend", lengths="one", verified="lowered"),
         # It depends on coremltools on every system, but builds of ExecuTorch from source do not.
         Delegate(

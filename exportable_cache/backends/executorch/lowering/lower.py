@@ -124,7 +124,8 @@ def _partitioned(
     passes = [UnfoldLinears(), RemoveNeedlessCopies()] if delegate == "xnnpack" else getattr(module, "passes", list)()
     kept = partitioner.kept_operators(programs.values()) if delegate == "xnnpack" else None
     # No validity check, because cache writes are not core operators; no dim orders, because these would copy the cache.
-    config = edge_config(skip_dim_order=True, kept=kept or ())
+    # TOSA's partitioner takes copies with dim orders only, and its programs have no cache.
+    config = edge_config(skip_dim_order=delegate != "tosa", kept=kept or ())
     if kept is None:
         edge = exir.to_edge_transform_and_lower(
             programs,

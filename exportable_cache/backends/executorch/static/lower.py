@@ -13,7 +13,7 @@ from ....errors import UnsupportedModelError
 from ....models.layers.specs import vocab_size_of
 from ....models.quantized_rows import rounds_activations
 from ...base import LoweredFile, ProgramDescription
-from ..delegates.checks import delegated_calls
+from ..delegates.checks import check_whole, delegated_calls
 from ..lowering.lower import lower_programs, refusing, write_lowered
 from ..pte.kernels import check_kernels
 from .program import REMEDY, static_programs
@@ -54,6 +54,8 @@ def write_static(program: Program, folder: Path, file: str, options: ExecutorchO
     with refusing(f"{type(program.model).__name__} cannot be lowered in the static form", REMEDY):
         lowered = lower_programs(graphs, delegate=options.delegate)
     check_kernels(lowered)
+    if options.delegate == "tosa":
+        check_whole(options.facts, program, lowered)
     calls = ", ".join(f"{count} in {name}" for name, count in delegated_calls(lowered).items())
     write_lowered(lowered, folder / file)
     if options.delegate == "openvino":

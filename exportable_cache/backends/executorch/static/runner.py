@@ -87,13 +87,16 @@ class StaticRunner:
         return logits
 
 
-def open_static(path: Path, tables: Path, description: ProgramDescription) -> StaticRunner:
+def open_static(
+    path: Path, tables: Path, description: ProgramDescription, graphs: Graphs | None = None
+) -> StaticRunner:
     """Open a `.pte` in the static form.
 
     Args:
         path: The `.pte`.
         tables: File of the rotary tables.
         description: What the program contains.
+        graphs: What runs its graphs; None for ExecuTorch's runtime.
 
     Raises:
         BundleError: If a file cannot be read, or they do not fit together.
@@ -106,7 +109,7 @@ def open_static(path: Path, tables: Path, description: ProgramDescription) -> St
         found = load_file(tables)
     except (ValidationError, OSError, SafetensorError) as error:
         raise BundleError(f"{tables.name} or its plan cannot be read: {error}; export the model again") from error
-    return StaticRunner(ExecutorchRunner(path, description), plan, found, description)
+    return StaticRunner(graphs or ExecutorchRunner(path, description), plan, found, description)
 
 
 def mask(layer: StaticLayer, first: int, length: int, dtype: torch.dtype) -> torch.Tensor:
