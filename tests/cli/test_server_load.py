@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import http.client
 import json
 import random
@@ -23,6 +24,7 @@ from exportable_cache.cli.server.engine import Engine
 from exportable_cache.decoding import BatchCompleter, Completer, CompletionOptions, ContinuousBatch
 from exportable_cache.decoding.context import PROTECTED
 from exportable_cache.demo import demo_path
+from exportable_cache.models.tokenizers.text import LONG_TEXT
 from exportable_cache.session.opening import ModelOptions, open_model, open_rows
 
 from ..support.waiting import wait_until
@@ -179,6 +181,25 @@ def test_a_server_shifts_after_the_system_prompt(server_bundle: Path, rows_bundl
     assert kept.pop() == PROTECTED
     begins = completer.encode([system, {"role": "user", "content": "x"}])
     assert len(set(kept)) == 1 and kept[0] is not None and 8 < kept[0] < len(begins)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")
+def test_the_memory_of_a_long_prompt_is_given_back(server_bundle: Path) -> None:
+    engine = Engine(Completer(load(server_bundle)), 4)
+
+    def encode() -> bytes:
+        # Freed objects lie below the last one, so the heap cannot shrink. Each is too large for the heap of Python.
+        return [bytes(600) for _ in range(200_000)][-1]
+
+    def pages() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    before = pages()
+    kept = asyncio.run(engine.prepare(encode, characters=LONG_TEXT - 1))
+    grown = pages() - before
+    asyncio.run(engine.prepare(len, kept, characters=LONG_TEXT))
+    engine.close()
+    assert grown * 4096 > 80e6 and pages() - before < grown // 4
 
 
 def test_a_client_that_does_not_read_holds_up_no_other_one(server_bundle: Path) -> None:

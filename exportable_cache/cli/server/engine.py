@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
+from ...common.process.heap import give_back_heap
 from ...decoding.completion import AnyCompleter, Completion, Piece
 from ...generation.constraint import Constraint, Follower
 from ...models.tokenizers.text import LONG_TEXT
@@ -79,8 +80,10 @@ class Engine:
             arguments: Its arguments.
             characters: Length of the prompt, which chooses the thread.
         """
-        thread = self._beginning if characters < LONG_TEXT else self._long
-        return await asyncio.get_running_loop().run_in_executor(thread, function, *arguments)
+        loop = asyncio.get_running_loop()
+        if characters < LONG_TEXT:
+            return await loop.run_in_executor(self._beginning, function, *arguments)
+        return await loop.run_in_executor(self._long, _in_given_memory, function, *arguments)
 
     async def run(
         self, begin: Callable[[Follower | None], Completion], form: Constraint | None = None
@@ -153,3 +156,11 @@ class Engine:
             pool.shutdown(wait=False, cancel_futures=True)
         self.completer.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
+
+
+def _in_given_memory(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function, and give the memory that it has freed back to the system: a long prompt takes hundreds of MB."""
+    try:
+        return function(*arguments)
+    finally:
+        give_back_heap()
