@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.backends.executorch.attention.fused_layouts import NativeLatentLayout
@@ -15,8 +16,9 @@ from exportable_cache.cache.layers import CacheLayer, RowSizes
 from exportable_cache.cache.policies import FullPolicy
 from exportable_cache.cache.shift import Rotation
 from exportable_cache.cache.storage import FloatStorage
+from exportable_cache.common.fs.tensor_files import write_tensors
 from exportable_cache.decoding import PromptLookup
-from exportable_cache.errors import CacheFullError, InputError, UnsupportedModelError
+from exportable_cache.errors import BundleError, CacheFullError, InputError, UnsupportedModelError
 from exportable_cache.models.rotations import find_rotations, in_layout
 from exportable_cache.program.shift import ShiftModule
 from exportable_cache.session.images import Placed, PlacedImages
@@ -268,9 +270,19 @@ def test_states_of_rows_past_a_border_of_rope_shift_after_they_were_saved(kind: 
         session.shift(7, 3)
         oracle.drop(7, 3)
         torch.testing.assert_close(session.decode(ids[0, 30:31]), oracle.feed(ids[:, 30:31]), atol=5e-5, rtol=0)
-        session.stepper.set_length(0, 20)
+        # As files of earlier releases, and damaged.
+        name = "rope.written.0"
+        with safe_open(tmp_path / "state", "pt") as file:
+            saved, metadata = {one: file.get_tensor(one) for one in file.keys()}, file.metadata()
+        del metadata["checksum"]
+        write_tensors(tmp_path / "old", {one: tensor for one, tensor in saved.items() if one != name}, metadata)
+        session.load_state(tmp_path / "old")
         with pytest.raises(InputError, match="row 0 must hold tokens that the session has been fed, to shift"):
             session.shift(2)
+        for wrong in (saved[name][:5], saved[name][0], saved[name] - 100, saved[name].float()):
+            write_tensors(tmp_path / "wrong", {**saved, name: wrong.clone()}, metadata)
+            with pytest.raises(BundleError, match="lengths of a row's keys must be"):
+                session.load_state(tmp_path / "wrong")
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", pytest.param("qwen3_vl", marks=pytest.mark.full)])

@@ -318,7 +318,9 @@ def _pop_rope(tensors: dict[str, torch.Tensor], length: torch.Tensor, vocab_size
         if one is not None and (
             one.dtype != torch.int64 or one.dim() != 1 or len(one) < held or bool(((one < 1) | (one >= UNKNOWN)).any())
         ):
-            raise ValueError(f"lengths of a row's keys must be at least {held} int64, got {one.dtype} {len(one)}")
+            raise ValueError(
+                f"lengths of a row's keys must be at least {held} int64, got {one.dtype} {list(one.shape)}"
+            )
     return RopeState(lengths, factors, tokens, written, shifted.to(torch.bool))
 
 
