@@ -134,7 +134,7 @@ def test_nothing_is_left_to_fill_in(path: Path) -> None:
 def test_every_block_says_what_it_is(path: Path) -> None:
     """An unmarked block would go unchecked."""
     marks = re.findall(r"^```(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(marks[::2]) <= {"python", "sh", "text", "cpp", "c", "rust", "diff"}
+    assert set(marks[::2]) <= {"python", "sh", "text", "cpp", "swift", "c", "rust", "diff"}
     assert set(marks[1::2]) <= {""}
 
 
