@@ -734,7 +734,8 @@ class _Generating(Request):
 class BatchCompleter(AnyCompleter):
     """Completes several prompts at a time over a `ContinuousBatch`; see `AnyCompleter`.
 
-    Taking a piece of one completion runs steps for all, so that each has its own pace. All calls come from one thread.
+    Taking a piece of one completion runs steps for all, so that each has its own pace; `Completion.poll` runs one. All
+    calls come from one thread.
 
     Args:
         batch: The batch. No other code may use it meanwhile.
@@ -776,7 +777,7 @@ class BatchCompleter(AnyCompleter):
         """See `AnyCompleter.layers`."""
         return layers_of(self.batch.decode)
 
-    def pieces(self, completion: Completion) -> Generator[tuple[Piece, FinishReason | None]]:
+    def pieces(self, completion: Completion) -> Generator[tuple[Piece, FinishReason | None] | None]:
         """See `AnyCompleter.pieces`."""
         request = _Generating(self.batch.decode, completion, self.kept_by_shifts(completion.options))
         if completion.options.adapter is not None:
@@ -786,6 +787,8 @@ class BatchCompleter(AnyCompleter):
             while not completion.is_given_up:
                 if not request.found:
                     self.batch.step()
+                    if not request.found:
+                        yield None
                     continue
                 found, completion.reused_tokens = request.found.popleft(), request.reused_tokens
                 completion.dropped_tokens = request.dropped_tokens

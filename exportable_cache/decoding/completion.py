@@ -161,6 +161,7 @@ class Completion(Iterator[Piece]):
             None before the end.
         bias: Additions to the logits, once a token was chosen with them.
         is_given_up: True once the completion was cancelled.
+        is_finished: True once no piece follows.
         when_given_up: Function that ends the running step; a completer sets it.
     """
 
@@ -181,13 +182,29 @@ class Completion(Iterator[Piece]):
         self._texts = TextPieces(completer.tokenizer, completer.end_tokens, options.stop, before, options.shown)
         self._taken = 0
         self._pieces = self._run(completer)
+        self.is_finished = False
 
     def __next__(self) -> Piece:
+        while (piece := self.poll()) is None:
+            if self.is_finished:
+                raise StopIteration
+        return piece
+
+    def poll(self) -> Piece | None:
+        """Return the next piece, or None if there is none yet or none follows (`is_finished`).
+
+        A completion in a batch runs one step at most, so that a caller with several gets the pieces of all of them
+        while one's prompt is fed.
+        """
         try:
             return next(self._pieces)
-        except BaseException:  # including StopIteration, because no piece follows
+        except StopIteration:
+            self.is_finished = True
+        except BaseException:
             self._close_follower()
             raise
+        self._close_follower()
+        return None
 
     @property
     def prompt_tokens(self) -> int:
@@ -253,7 +270,7 @@ class Completion(Iterator[Piece]):
             reason, text = "length", text + self._texts.finish()
         return Piece(text, choice.token, choice.logprob, choice.alternatives), reason
 
-    def _run(self, completer: AnyCompleter) -> Generator[Piece]:
+    def _run(self, completer: AnyCompleter) -> Generator[Piece | None]:
         if self.options.echo:
             yield from completer.prompt_pieces(self)
             if self.limit == 0 or self.is_given_up:
@@ -262,7 +279,11 @@ class Completion(Iterator[Piece]):
                 yield Piece("", NO_TOKEN)
                 return
         with closing(completer.pieces(self)) as pieces:
-            for piece, reason in pieces:
+            for found in pieces:
+                if found is None:
+                    yield None
+                    continue
+                piece, reason = found
                 self.new_tokens += 1
                 self.finish_reason = reason
                 if reason is not None:
@@ -318,8 +339,8 @@ class AnyCompleter(Context):
         """Description and number of slots of each layer; None for a layer that keeps one state for any number."""
 
     @abstractmethod
-    def pieces(self, completion: Completion) -> Generator[tuple[Piece, FinishReason | None]]:
-        """Yield what `Completion.take` gives for each token, up to the last one.
+    def pieces(self, completion: Completion) -> Generator[tuple[Piece, FinishReason | None] | None]:
+        """Yield what `Completion.take` gives for each token, up to the last one, and None after a step without it.
 
         It ends without a further piece if the completion is given up. Closing it ends the step that is running.
         """

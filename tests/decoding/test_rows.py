@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from exportable_cache.cli.server.engine import Engine
 from exportable_cache.decoding import BatchCompleter, CompletionOptions, ContinuousBatch, Sampling
 from exportable_cache.decoding.pacing import Pacing
 from exportable_cache.decoding.prefix_tree import PrefixTree, common_length
@@ -473,3 +475,40 @@ def test_a_completion_that_is_given_up_frees_its_row(llama: Any) -> None:
     assert completer.batch.active == 0
     second = completer.complete(tokens(5)[0].tolist(), CompletionOptions(max_new_tokens=3))
     assert [piece.token for piece in second] == alone(llama, tokens(5), 3)
+
+
+def while_a_prompt_is_fed(model: Any) -> tuple[BatchCompleter, Any, Any]:
+    """Return a completer, a completion that has begun, and one whose prompt of 24 tokens takes six chunks."""
+    completer = BatchCompleter(batch_of(model, 2, False))
+    completer.batch.pacing.gap, completer.batch.pacing.limit = 0, 4
+    begun = completer.complete(tokens(3)[0].tolist(), CompletionOptions(max_new_tokens=20))
+    next(begun)
+    return completer, begun, completer.complete(tokens(24)[0].tolist(), CompletionOptions(max_new_tokens=2))
+
+
+def test_a_poll_returns_after_a_step(llama: Any) -> None:
+    """A caller gets the pieces of one completion while the prompt of another is fed."""
+    _, begun, fed = while_a_prompt_is_fed(llama)
+    between = 0
+    while fed.poll() is None:
+        assert begun.poll() is not None
+        between += 1
+    assert between == 5 and not fed.is_finished
+    assert len(list(fed)) == 1 and fed.is_finished and fed.poll() is None
+
+
+def test_a_server_sends_tokens_while_a_prompt_is_fed(llama: Any) -> None:
+    """Tokens of a stream are given out after the step that chose them, not after the prompt of a neighbour."""
+    completer, begun, fed = while_a_prompt_is_fed(llama)
+    engine, events = Engine(completer, 4), list[str]()
+
+    async def run(name: str, completion: Any) -> None:
+        async for _ in engine.run(lambda _: completion):
+            events.append(name)
+
+    async def both() -> None:
+        await asyncio.gather(run("begun", begun), run("fed", fed))
+
+    asyncio.run(both())
+    engine.close()
+    assert events.count("begun") == 19 and events.count("fed") == 2 and events.index("fed") >= 4

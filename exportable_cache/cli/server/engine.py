@@ -138,8 +138,10 @@ class Engine:
                 self._waiting -= 1
             try:
                 completion = await self.prepare(begin, follower)
-                while (piece := await self.call(next, completion, None)) is not None:
-                    yield completion, piece
+                # One step at a time, because others may have a piece after each.
+                while not completion.is_finished:
+                    if (piece := await self.call(completion.poll)) is not None:
+                        yield completion, piece
             finally:
                 # Queued after the running step and before the next request's first one.
                 if completion is not None:
