@@ -315,12 +315,17 @@ class ContinuousBatch:
                 4 tokens may take longer.
 
         Raises:
-            InputError: If a row is in use, or the gap is not a positive number.
+            InputError: If a row is in use, the gap is not a positive number, or the model is split over processes.
         """
         if not (isinstance(gap, int | float) and 0 < gap < math.inf):
             raise InputError(f"gap must be a positive number of seconds, got {gap!r}; use {GAP_SECONDS}")
         if self.active:
             raise InputError(f"pace() overwrites rows, of which {self.active} are in use; call it before requests")
+        if self.decode.stepper.ranks is not None:
+            raise InputError(
+                "pace() must be called for a model in one process, got one that is split, because each process would "
+                "measure another length; leave it out"
+            )
         session = self.prefill or self.decode
         stepper = session.stepper
 
@@ -586,6 +591,9 @@ class ContinuousBatch:
         start, before = pacing.clock(), [len(row.rest) for row in self._rows]
         given = self._feed_rows() if self.prefill is None else self._feed_prefill(self.prefill)
         if fed := max(count - len(row.rest) for count, row in zip(before, self._rows, strict=True)):
+            if pacing.limit is not None and self.decode.device.type != "cpu":
+                # Or the time would be that of the launches, and the next step would wait for the chunk.
+                torch.accelerator.synchronize(self.decode.device)
             pacing.note_chunk(pacing.clock() - start, fed)
         return given
 

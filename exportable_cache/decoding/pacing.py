@@ -61,7 +61,9 @@ class Pacing:
                 if size == fits[first]:
                     # Shorter ones are not measured, because most chunks take time in proportion to their length.
                     rate = min(took) / size
-                    chosen = max((one for one in fits[:first] if one * rate <= _PART * gap), default=fits[0])
+                    # If not even the shortest one fits the gap, it would only make prompts slower.
+                    least = fits[0] if fits[0] * rate <= gap else size
+                    chosen = max((one for one in fits[:first] if one * rate <= _PART * gap), default=least)
                 break
             chosen = size
         self.limit = self._longest = chosen
@@ -92,10 +94,18 @@ class Pacing:
         self._chunk = seconds
         if self.limit is None:
             return
-        room, shorter = _TARGET * self.gap - self._step, [size for size in _SIZES if size < self.limit]
+        room, shorter = self._room(), [size for size in _SIZES if size < self.limit]
         longer = [size for size in _SIZES if self.limit < size <= self._longest]
         if seconds > room and shorter:
             rate = seconds / tokens
             self.limit = max((size for size in shorter if size * rate <= room), default=shorter[0])
         elif tokens == self.limit and longer and seconds * longer[0] / tokens <= room:
             self.limit = longer[0]
+
+    def _room(self) -> float:
+        """Return the seconds that a chunk may take beside a step."""
+        room, least = _TARGET * self.gap - self._step, _MORE * self.gap
+        if room >= least:
+            return room
+        # Steps that fill the gap alone do so without chunks, too. Shorter ones would only make prompts endless.
+        return least if self._step + least <= self.gap else 2 * self._step
