@@ -31,6 +31,7 @@ from .support.models import among, tiny_model, tokens
 from .support.multimodal import prompt as multimodal_prompt
 from .support.multimodal import reference_logits as multimodal_reference
 from .support.multimodal import tiny_multimodal
+from .support.shifted import ShiftOracle
 
 BORDER, SLOTS, CHUNK = 16, 48, 8
 TOLERANCE = 2e-5
@@ -339,6 +340,44 @@ def test_a_prefix_that_a_session_holds(kind: str) -> None:
     # Where the factors are those of the new prompt, the prefix is not computed again.
     again = rope_rule(model).recomputes
     assert reused == [False, True, again, kind.startswith("longrope"), False, True, again]
+
+
+@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize("kind", EACH)
+def test_a_prompt_after_a_shift_has_the_factors_of_its_length(kind: str, follows: bool) -> None:
+    """Check kept tokens on one side of the border and their prompt on the other, after a shift and without one."""
+    model, first, oracle = model_of(kind), 4, ShiftOracle(model_of(kind))
+    words = Tokenizer(WordLevel({f"t{token}": token for token in range(128)}, unk_token="t0"))
+    cache, tokenizer = ExportableCache.from_model(model, 24), PreTrainedTokenizerFast(tokenizer_object=words)
+    completer = Completer(Session.from_model(model, cache, prefill_chunk=CHUNK, tokenizer=tokenizer))
+    completer.use("shift", first)
+    completer.feed(IDS[:22])
+    # Ten tokens are dropped: of the 22 before eight others, or of a prompt that shares five with them.
+    prompt = IDS[:30] if follows else [*IDS[:5], *IDS[10:31]]
+    kept = [*prompt[:first], *prompt[first + 10 :]]
+    held, logits = completer.feed(prompt)
+    assert completer.dropped_tokens == 10 and int(completer.session.length) == len(kept)
+    # Each length has other factors with dynamic NTK, so nothing is kept.
+    assert held == (12 if follows and kind.startswith("longrope") else 0)
+    if held:
+        oracle.feed(torch.tensor([IDS[:22]]))
+        oracle.drop(10, first, reaching=len(kept))
+    torch.testing.assert_close(logits, oracle.feed(torch.tensor([kept[held:]])), atol=5e-5, rtol=0)
+
+
+def test_a_state_of_a_larger_cache_shifts_below_the_border(tmp_path: Path) -> None:
+    """Check a cache in which the factors do not change, loaded from one in which they do."""
+    model, ids = model_of("longrope phi3"), torch.tensor([IDS])
+    oracle, large = ShiftOracle(model), session_of(model)
+    large.prefill(ids[:, :10])
+    large.save_state(tmp_path / "state")
+    small = Session.from_model(model, ExportableCache.from_model(model, BORDER))
+    small.load_state(tmp_path / "state")
+    small.prefill(ids[:, 10:13])
+    small.shift(5, 2)
+    oracle.feed(ids[:, :13])
+    oracle.drop(5, 2)
+    torch.testing.assert_close(small.decode(ids[0, 13:14]), oracle.feed(ids[:, 13:14]), atol=5e-5, rtol=0)
 
 
 def test_an_answer_is_given_up_while_it_is_computed_again() -> None:

@@ -783,8 +783,11 @@ class Completer(AnyCompleter):
             return 0
         return max(0, stepper.state.most_dropped(first, stepper.layers))
 
-    def _drop(self, count: int, first: int) -> None:
-        self.session.shift(count, first)
+    def _drop(self, count: int, first: int, reaching: int = 0) -> None:
+        stepper = self.session.stepper
+        with stepper.guard:
+            stepper.drop(first, count, reaching)
+            stepper.moves += 1
 
     def _keep(self, count: int) -> int:
         session = self.session

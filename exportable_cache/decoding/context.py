@@ -64,8 +64,14 @@ class Context(ABC):
         """Return the most held tokens that can be dropped from position `first` on; 0 if the program cannot."""
         return 0
 
-    def _drop(self, count: int, first: int) -> None:
-        """Drop `count` held tokens from position `first` on."""
+    def _drop(self, count: int, first: int, reaching: int = 0) -> None:
+        """Drop held tokens.
+
+        Args:
+            count: Number of tokens to drop.
+            first: Number of tokens before them.
+            reaching: Length of the prompt that is fed next, which chooses the factors of RoPE; 0 for the kept length.
+        """
         raise NotImplementedError
 
     def _keep(self, count: int) -> int:
@@ -126,6 +132,7 @@ class Context(ABC):
         else:
             self._gone, gone = [], 0
         held = self._keep(self.common(ids) or 0)
+        self._held = ids[:held]
         over = len(ids) - most
         if over <= 0:
             return Placed(ids, held)
@@ -133,13 +140,15 @@ class Context(ABC):
         count = max(over, (most - first) // 2)
         if held - first >= over and self.most_dropped(first) >= over:
             count = min(count, held - first, self.most_dropped(first))
-            self._drop(count, first)
-            held -= count
+            self._drop(count, first, len(ids) - count)
+            held, ids = held - count, ids[:first] + ids[first + count :]
         else:
-            held = self._keep(min(held, first))
+            ids = ids[:first] + ids[first + count :]
+            # Once more, because keys of the longer prompt may have other factors of RoPE.
+            held = self._keep(min(held, first, self.common(ids) or 0))
         self._gone = whole[: max(gone, first) + count]
         self._held = None
-        return Placed(ids[:first] + ids[first + count :], held)
+        return Placed(ids, held)
 
     def make_room(self, feed: Callable[[list[int]], Any]) -> None:
         """Drop half of the held tokens that are not protected, in the middle of a response.
@@ -167,10 +176,12 @@ class Context(ABC):
         if held is None or start is None or start == min(len(held), len(ids) - 1):
             return
         for count in range(1, len(held) - start - _LEAST_MOVED + 1):
+            if held[start + count] != ids[start]:
+                continue
             tail = held[start + count :]
-            if ids[start] == tail[0] and ids[start : start + len(tail)] == tail and len(tail) < len(ids) - start:
+            if ids[start : start + len(tail)] == tail and len(tail) < len(ids) - start:
                 if count <= self.most_dropped(start):
-                    self._drop(count, start)
+                    self._drop(count, start, len(ids))
                     self._held = held[:start] + tail
                 return
 
@@ -211,11 +222,29 @@ def fitting_turns(
     turns, most = max(0, len(starts) - 1), context.max_length
     drops = context.on_full in ("drop-turns", "restart") and most is not None
     dropped = min(dropped, turns) if drops else 0
-    while True:
-        ids = encode([*system, *messages[starts[dropped] if dropped else 0 :]])
-        if not drops or most is None or len(ids) + min(reserve, most // 2) <= most or dropped == turns:
-            return Fitting(ids, dropped)
-        dropped = turns if context.on_full == "restart" else dropped + 1
+
+    def without(count: int) -> tuple[list[int], bool]:
+        ids = encode([*system, *messages[starts[count] if count else 0 :]])
+        return ids, most is None or len(ids) + min(reserve, most // 2) <= most
+
+    ids, fits = without(dropped)
+    if fits or not drops or dropped == turns:
+        return Fitting(ids, dropped)
+    if context.on_full == "restart":
+        return Fitting(without(turns)[0], turns)
+    # The step doubles, because each try encodes the conversation, which can have 100,000 turns.
+    few, step = dropped, 1
+    while not fits and dropped < turns:
+        few, dropped, step = dropped, min(dropped + step, turns), 2 * step
+        ids, fits = without(dropped)
+    while dropped - few > 1:
+        between = (few + dropped) // 2
+        found, fits = without(between)
+        if fits:
+            dropped, ids = between, found
+        else:
+            few = between
+    return Fitting(ids, dropped)
 
 
 def protected_tokens(
@@ -232,11 +261,12 @@ def protected_tokens(
         known: Results of earlier calls, which this one reads and adds to; at most 64 are kept.
         tools: Tools that `encode` describes to the model, of which the result depends, too.
     """
-    # With the day, because some templates write it.
-    text = json.dumps([str(date.today()), list(system), list(tools)], sort_keys=True, default=str)
+    # With the day, because some templates write it, and with the order of keys, because they write tools as given.
+    text = json.dumps([str(date.today()), list(system), list(tools)], default=str)
     key = sha256(text.encode(errors="surrogatepass")).hexdigest()
-    if known is not None and key in known:
-        return known[key]
+    # One call, because another thread may clear it.
+    if known is not None and (count := known.get(key)) is not None:
+        return count
     first, other = (encode([*system, {"role": "user", "content": text}]) for text in "ab")
     pairs = enumerate(zip(first, other, strict=False))
     found = next((index for index, (one, two) in pairs if one != two), min(len(first), len(other)))

@@ -101,7 +101,7 @@ class NativeCompleter(AnyCompleter):
         """See `Context.most_dropped`."""
         return self.session.most_dropped(first)
 
-    def _drop(self, count: int, first: int) -> None:
+    def _drop(self, count: int, first: int, reaching: int = 0) -> None:
         self.session.shift(count, first)
 
     def _keep(self, count: int) -> int:

@@ -103,7 +103,7 @@ class Pacing:
             self.limit = longer[0]
 
     def _room(self) -> float:
-        """Return the seconds that a chunk may take beside a step."""
+        """Return the seconds that a chunk may take next to a step."""
         room, least = _TARGET * self.gap - self._step, _MORE * self.gap
         if room >= least:
             return room

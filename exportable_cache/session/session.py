@@ -471,8 +471,8 @@ class Session:
             first: Number of tokens before them that stay, such as a system prompt.
 
         Raises:
-            InputError: If a number is out of range, a sliding window would lack tokens, or the program has no such
-                method (`export(..., shift=True)`).
+            InputError: If a number is out of range, a sliding window would lack tokens, an image would be cut, it is
+                unknown which factors of RoPE the keys have, or the program has no such method (`shift=True`).
             UnsupportedModelError: If the model's keys are not a rotation by their position.
         """
         self.check_same("shift", count=count, first=first)

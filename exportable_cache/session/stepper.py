@@ -563,10 +563,19 @@ class ProgramStepper:
             return positions.amax(dim=(0, 2)).cpu() + 1
         return self._ends_after(torch.tensor(steps.rows.lengths))
 
-    def drop(self, first: int, count: int) -> None:
+    def drop(self, first: int, count: int, reaching: int = 0) -> None:
         """Drop tokens of every row from position `first` on, see `Session.shift`.
 
         A token that was given out and not fed stays pending. It does not count as a move.
+
+        Args:
+            first: Number of tokens before them.
+            count: Number of tokens to drop.
+            reaching: Length of the rows after the prompt that is fed next. If it is greater than the kept length, it
+                chooses the factors of RoPE instead.
+
+        Raises:
+            InputError, UnsupportedModelError: See `Session.shift`.
         """
         self.guard.check_whole()
         self.check_shifts()
@@ -574,9 +583,9 @@ class ProgramStepper:
         if self.rope is not None:
             # By the kept length, as in a new sequence of these tokens.
             assert before.rope is not None
-            state = replace(
-                state, rope=before.rope.moved(self.rope, state.length, state.length, torch.ones_like(self.all_rows))
-            )
+            lengths = state.length.clamp(min=reaching)
+            rope = before.rope.moved(self.rope, state.length, lengths, torch.ones_like(self.all_rows))
+            state = replace(state, rope=rope)
         self._run_shift(before, state, first, count)
 
     def _run_shift(self, before: SequenceState, after: SequenceState, first: int, count: int) -> None:
@@ -652,6 +661,9 @@ class ProgramStepper:
         """Set the state, and count a move."""
         if self.rope is not None and state.rope is None:
             state = replace(state, rope=RopeState.of(state.length))
+        elif self.rope is None and state.rope is not None:
+            # Of a larger cache: no step would keep it up to date.
+            state = replace(state, rope=None)
         self.state = state
         self.moves += 1
 

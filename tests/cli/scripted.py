@@ -99,7 +99,7 @@ class Scripted(AnyCompleter):
         """Return 0, because nothing is dropped."""
         return 0
 
-    def _drop(self, count: int, first: int) -> None:
+    def _drop(self, count: int, first: int, reaching: int = 0) -> None:
         raise AssertionError
 
     def _keep(self, count: int) -> int:

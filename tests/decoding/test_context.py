@@ -43,7 +43,7 @@ class Tokens(Context):
         """Return the tokens after the first ones, or 0 without the method."""
         return len(self.tokens) - first if self.shifts else 0
 
-    def _drop(self, count: int, first: int) -> None:
+    def _drop(self, count: int, first: int, reaching: int = 0) -> None:
         assert 0 < count <= self.most_dropped(first)
         del self.tokens[first : first + count]
         self.drops.append((count, first))
@@ -127,6 +127,25 @@ def test_dropped_turns_leave_the_cache(shifts: bool) -> None:
     assert context.drops == ([(20, 5)] if shifts else [])
     # Turns that were left out before stay out.
     assert fitting_turns(_encode, context, system, messages, 0, dropped).dropped == 1
+
+
+@pytest.mark.parametrize("dropped", [0, 3])
+def test_many_turns_are_dropped_by_few_encodings(dropped: int) -> None:
+    """Check conversations of any length against all numbers of turns; each encoding of 100,000 turns takes seconds."""
+    numbers, context, calls = random.Random(1), Tokens(), list[int]()
+    context.use("drop-turns")
+
+    def encode(given: Sequence[Mapping[str, Any]]) -> list[int]:
+        calls.append(len(given))
+        return _encode(given)
+
+    for turns in (*range(1, 20), 1000):
+        messages = [{"role": "user", "content": [7] * numbers.randrange(1, 30)} for _ in range(turns)]
+        calls.clear()
+        found = fitting_turns(encode, context, [], messages, 4, dropped)
+        fits = (count for count in range(min(dropped, turns - 1), turns) if len(_encode(messages[count:])) + 4 <= SLOTS)
+        assert found.dropped == next(fits) and found.ids == _encode(messages[found.dropped :])
+        assert len(calls) <= 2 * turns.bit_length() + 1
 
 
 def test_a_restart_keeps_the_new_message() -> None:
