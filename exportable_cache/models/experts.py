@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..cache.attention.implementation import set_experts
 from .rounding import rounded_activations
 
 if TYPE_CHECKING:
@@ -191,4 +192,4 @@ def is_expert_scale(module: nn.Module, name: str) -> bool:
 
 def use_expert_linears(model: PreTrainedModel) -> None:
     """Make a model compute its experts by `NAME`, permanently."""
-    model.set_experts_implementation(register_experts())
+    set_experts(model, register_experts())

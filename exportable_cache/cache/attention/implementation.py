@@ -63,6 +63,15 @@ def set_attention(model: PreTrainedModel, implementation: str) -> None:
             _loans[model].before = Implementations.of(model)
 
 
+def set_experts(model: PreTrainedModel, implementation: str) -> None:
+    """Switch a model and its submodels to an experts implementation permanently."""
+    model.set_experts_implementation(implementation)
+    # Transformers skips submodels whose config is of the class of the model's, such as MTP modules.
+    for config in _configs_of(model):
+        if type(config) is type(model.config):
+            private.set_config_experts(config, implementation)
+
+
 @contextmanager
 def attention_of(model: PreTrainedModel, implementation: str, experts: str | None = None) -> Iterator[None]:
     """Run a block with another attention implementation, and another experts implementation if it has experts.
@@ -73,11 +82,7 @@ def attention_of(model: PreTrainedModel, implementation: str, experts: str | Non
     try:
         _switch(model, implementation)
         if experts is not None and private.experts_implementation(model.config) is not None:
-            model.set_experts_implementation(experts)
-            # Transformers skips submodels whose config is of the class of the model's, such as MTP modules.
-            for config in _configs_of(model):
-                if type(config) is type(model.config):
-                    private.set_config_experts(config, experts)
+            set_experts(model, experts)
         yield
     finally:
         before.restore()
