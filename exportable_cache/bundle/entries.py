@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
@@ -119,6 +120,12 @@ class Acceptance(Entry):
     steps: Count
     proposed: list[Count]
     accepted: list[Count]
+
+    @model_validator(mode="after")
+    def _at_most_the_proposed_tokens(self) -> Acceptance:
+        if len(self.proposed) != len(self.accepted) or any(map(operator.gt, self.accepted, self.proposed)):
+            raise ValueError(f"accepted {self.accepted} must be at most proposed {self.proposed} at each position")
+        return self
 
     @property
     def tokens_per_step(self) -> float:

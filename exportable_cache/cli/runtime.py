@@ -262,6 +262,7 @@ def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | Non
     else:
         native = open_natively(terminal, name, opening.checks, text)
     if native is not None:
+        check_head(use, native.fields.get("draft"))
         return Opened(native, _no_processor)
     checks = opening.checks
     with terminal.opening(name):
@@ -276,12 +277,25 @@ def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | Non
             known=not checks.check,
             to_run=True,
         )
+        check_head(use, None if bundle.manifest.draft is None else bundle.manifest.draft.model_dump())
         session = Session.from_bundle(bundle)
         if use is not None:
             use.load_adapters(session, checks.key)
         if session.stepper.ranks is not None:
             terminal.set_rank(session.stepper.ranks.rank)
     return Opened(session, bundle.processor)
+
+
+def check_head(use: Use | None, recorded: object) -> None:
+    """Check that a bundle has the draft head that is asked for, if its manifest names one.
+
+    Raises:
+        InputError: If it has another one.
+    """
+    head = recorded.get("head") if isinstance(recorded, dict) else None
+    if use is None or use.draft is None or head is None or Path(use.draft).resolve().name in ("mtp", head):
+        return
+    raise InputError(f"--draft must be 'mtp' or {head!r}, the draft head of this bundle, got {use.draft!r}; leave it out")
 
 
 def _open_live(terminal: Terminal, name: str, options: ModelOptions, use: Use, text: bool) -> Opened:

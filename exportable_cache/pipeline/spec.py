@@ -273,18 +273,19 @@ def _check_draft(spec: ExportSpec) -> None:
     """Check that nothing is asked for that a program with a draft head does not have."""
     options = {} if spec.options is None else spec.options.to_dict()
     others = {
-        f"target {spec.target!r}; export for target 'pt2' or 'executorch'": spec.target not in DRAFT_TARGETS,
+        f"target {spec.target!r}, only with {' or '.join(map(repr, DRAFT_TARGETS))}": spec.target not in DRAFT_TARGETS,
         f"delegate={options.get('delegate')!r}": options.get("delegate", "xnnpack") != "xnnpack",
         "form='static'": options.get("form") == "static",
         "llm_runner": bool(options.get("llm_runner")),
         "shift": bool(options.get("shift")),
         "vocabulary": spec.vocabulary is not None,
         "tensor_parallel": spec.tensor_parallel is not None,
+        f"batch_size={spec.cache.batch_size}": spec.cache.batch_size != 1,
         "dry_run": spec.dry_run,
     }
     for what, found in others.items():
         if found:
-            raise InputError(f"draft={str(spec.draft)!r} cannot be combined with {what}, or leave out draft")
+            raise InputError(f"draft={str(spec.draft)!r} cannot be combined with {what}; leave one of them out")
 
 
 def _check_draft_text(spec: ExportSpec) -> None:
@@ -293,6 +294,9 @@ def _check_draft_text(spec: ExportSpec) -> None:
         raise InputError(f"draft_text={str(spec.draft_text)!r} needs a draft head; pass draft='mtp', or leave it out")
     if not spec.verify:
         raise InputError("draft_text cannot be combined with verify=False; leave one of them out")
+    options = {} if spec.options is None else spec.options.to_dict()
+    if options.get("score_length", 0) < 2:
+        raise InputError("draft_text needs score_length=2 or more, because proposals are scored, got 0; leave it out")
     if not Path(spec.draft_text or "").is_file():
         raise InputError(f"draft_text must be a file of text, got {str(spec.draft_text)!r}; check the path")
 

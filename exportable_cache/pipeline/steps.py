@@ -381,7 +381,7 @@ def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progr
     head = draft_head_of(made.model)
     if head is not None:
         # The name of a folder only, because its path means nothing elsewhere.
-        recorded["draft"] = Drafted(head=Path(head.name).name)
+        recorded["draft"] = Drafted(head=Path(head.name).resolve().name)
     if spec.cache.kv_dtype is not None:
         exact = replace(spec.cache, kv_dtype=None, device="meta")
         float_bytes = ExportableCache.from_model_spec(made.model, exact, attn_implementation=None).nbytes

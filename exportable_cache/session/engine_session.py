@@ -343,6 +343,10 @@ class EngineSession:
                 f"{self.length} tokens and the last one of the prompt is always fed, got {cached}; pass 0"
             )
         self._check_lookup(options.prompt_lookup)
+        if options.draft_tokens:
+            raise InputError(
+                f"draft_tokens must be 0 for TensorRT, got {options.draft_tokens}; its programs have no draft head"
+            )
         if options.shift_when_full:
             raise InputError("shift_when_full must be False for TensorRT, got True; its programs have no method shift")
         held = 0 if cached else self.length

@@ -335,10 +335,9 @@ class NativeSession:
     @property
     def drafted_by_default(self) -> int:
         """`most_drafted` if a step gave at least `PAYS` tokens when the head was measured at export, else 0."""
-        draft = self.fields.get("draft")
-        acceptance = draft.get("acceptance") if isinstance(draft, dict) else None
-        tokens, steps = (acceptance or {}).get("tokens"), (acceptance or {}).get("steps")
-        if not isinstance(tokens, int) or not isinstance(steps, int) or steps < 1:
+        acceptance = _mapping(_mapping(self.fields, "draft"), "acceptance")
+        tokens, steps = acceptance.get("tokens"), acceptance.get("steps")
+        if type(tokens) is not int or type(steps) is not int or steps < 1:
             return 0
         return self.most_drafted if tokens >= PAYS * steps else 0
 

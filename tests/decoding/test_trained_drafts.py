@@ -14,11 +14,17 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from exportable_cache import ExportableCache, Session, export, load
+from exportable_cache.bundle.entries import Acceptance
+from exportable_cache.cli.runtime import check_head
 from exportable_cache.decoding import Sampler, Sampling, SpeculationStatistics, TrainedDraft, generate_speculative
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.generation.speculative import Proposal, _judge
 from exportable_cache.models.draft_heads import attach_head, attach_predictor, draft_head_of
 from exportable_cache.models.eagle import EagleModel, load_eagle
+from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.models.quantization.spec import Quantization
+from exportable_cache.session.native import NativeSession
+from exportable_cache.session.opening import Use
 from exportable_cache_runner.library import found_library
 
 from ..support.distributions import check_draws
@@ -268,6 +274,7 @@ def test_what_a_program_with_a_head_cannot_have_is_refused(tmp_path: Path) -> No
         {"form": "static"},
         {"shift": True},
         {"vocabulary": [1, 2]},
+        {"batch_size": 2},
         {"dry_run": True},
     ):
         with pytest.raises(InputError, match="draft='mtp' cannot be combined with"):
@@ -280,6 +287,8 @@ def test_what_a_program_with_a_head_cannot_have_is_refused(tmp_path: Path) -> No
         export(model, **given)
     with pytest.raises(InputError, match="draft_text cannot be combined with verify=False"):
         export(model, draft="mtp", verify=False, **given)
+    with pytest.raises(InputError, match="draft_text needs score_length=2 or more"):
+        export(model, draft="mtp", score_length=0, **given)
     with pytest.raises(InputError, match="draft_text must be a file of text, got 'nowhere'"):
         export(model, draft="mtp", **{**given, "draft_text": "nowhere"})
     with pytest.raises(InputError, match="draft_text must be a text of at least 256 tokens, got 9 in"):
@@ -292,6 +301,39 @@ def test_what_a_program_with_a_head_cannot_have_is_refused(tmp_path: Path) -> No
             export(model, batch_size=2, **given)
     with pytest.raises(InputError, match="a draft head cannot be combined with shift"):
         export(model, shift=True, **{**given, "dry_run": False})
+
+
+def test_quantized_experts_of_modules_are_computed() -> None:
+    """Transformers leaves out submodels of the model's config class when experts are switched to quantised ones."""
+    sizes = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 0}
+    model = sometimes_right_model("glm4_moe", num_mtp_layers=1, **sizes)
+    made = quantize(model, Quantization("8da4w", 32, experts="8da4w")).model
+    session, prompt = Session.from_model(made, max_cache_len=64), tokens(20)
+    expected = list(session.generate(prompt, 30))
+    session.reset()
+    found, statistics = drafted(session, prompt, 30, TrainedDraft(session, 3))
+    assert found == expected and statistics.accepted > 0
+
+
+def test_records_of_a_head_may_be_anything() -> None:
+    """A manifest from elsewhere chooses no number of proposals, and impossible counts are refused."""
+    record = {"head": "eagle-8b"}
+    for draft in (None, "mtp", "heads/eagle-8b/"):
+        check_head(Use(draft=draft), record)
+    check_head(Use(draft="other"), None)
+    with pytest.raises(InputError, match="--draft must be 'mtp' or 'eagle-8b', the draft head of this bundle, got 'x'"):
+        check_head(Use(draft="x"), record)
+    counts = {"text_tokens": 9, "sha256": "", "tokens": 8, "steps": 4, "proposed": [4, 4], "accepted": [2, 2]}
+    methods = {"draft": {}, "forward": {"scored_tokens": 3}}
+    less, none = {**counts, "tokens": 7}, {**counts, "steps": 0}
+    for acceptance, expected in [(counts, 2), (less, 0), (none, 0), ([1], 0), ("x", 0)]:
+        fields = {"program": {"methods": methods}, "draft": {"head": "mtp", "acceptance": acceptance}}
+        session = NativeSession(Path(), None, 9, None, None, fields)  # type: ignore[arg-type]
+        assert (session.most_drafted, session.drafted_by_default) == (2, expected)
+    assert str(Acceptance(**counts)).endswith("accepted proposals by position 50%, 50%")
+    for accepted in ([2], [2, 5]):
+        with pytest.raises(ValueError, match="must be at most proposed"):
+            Acceptance(**{**counts, "accepted": accepted})
 
 
 def test_a_checkpoint_gives_its_modules(tmp_path: Path) -> None:

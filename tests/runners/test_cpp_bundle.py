@@ -14,8 +14,9 @@ import torch
 
 from exportable_cache import load
 
+from ..decoding.test_trained_drafts import sometimes_right_model
 from ..support.kinds import kind_model
-from ..support.models import VOCAB, among, tiny_model
+from ..support.models import VOCAB, among, tiny_model, tokens
 from ..support.sessions import BOTH_PREFILL, PREFILL, bundle_of_both, exported_bundle, folded_bundle, sinks_bundle
 from .conftest import TOLERANCE, Probe, Program, ids
 
@@ -126,6 +127,47 @@ def test_prompt_lookup_that_cannot_be_is_refused(both, tmp_path, probe: Probe) -
     (reply,) = probe(("open", window), asked)[1:]
     assert not reply.ok and "rollback_slots of at least 2" in reply.values[1]
 
+
+
+def with_a_head() -> Path:
+    """A model whose draft head proposes right tokens sometimes."""
+    model = sometimes_right_model("deepseek_v3", first_k_dense_replace=9)
+    return exported_bundle(model, "executorch", 96, draft="mtp", verify=False)
+
+
+def test_a_draft_head_gives_the_same_tokens_in_fewer_steps(probe: Probe, program: Program) -> None:
+    bundle, prompt = with_a_head(), ids(tokens(20)[0])
+    asked = ("generate", prompt, "max_new_tokens=60")
+    drawn = (*asked, "temperature=1.1", "seed=3")
+    greedy, length, _, drafted, length_then, _, sampled, _, sampled_drafted = probe(
+        ("open", bundle), asked, ("length",), ("reset",), (*asked, "draft_tokens=3"), ("length",), ("reset",), drawn,
+        ("reset",), (*drawn, "draft_tokens=15"),
+    )[1:]  # fmt: skip
+    proposed, accepted = drafted.tokens(5)
+    assert drafted.tokens() == greedy.tokens() and len(greedy.tokens()) == 60 and 20 < accepted < proposed
+    assert length.values == length_then.values == ["79"]
+    assert sampled_drafted.tokens() == sampled.tokens() != greedy.tokens()
+    command = [*program("exportable_cache_generate"), str(bundle), "--tokens", prompt, "--max-new-tokens", "60"]
+    done = subprocess.run([*command, "--draft", "3"], capture_output=True, text=True)
+    assert done.stdout.split() == [str(token) for token in greedy.tokens()], done.stderr
+    assert f"{proposed} tokens proposed, {accepted} accepted" in done.stderr
+
+
+def test_drafts_that_cannot_be_are_refused(both, tmp_path, probe: Probe) -> None:
+    asked, bundle = ("generate", "5 6 7", "max_new_tokens=5"), with_a_head()
+    *_, many, negative, twice = probe(
+        ("open", bundle), (*asked, "draft_tokens=16"), (*asked, "draft_tokens=-1"),
+        (*asked, "draft_tokens=2", "prompt_lookup=2"),
+    )  # fmt: skip
+    assert not many.ok and "draft_tokens must be from 0 to 15, got 16" in many.values[1]
+    assert not negative.ok and "got -1" in negative.values[1]
+    assert not twice.ok and "cannot be combined with prompt_lookup" in twice.values[1]
+    (without,) = probe(("open", both), (*asked, "draft_tokens=2"))[1:]
+    assert not without.ok and "a program without a draft head, got 2" in without.values[1]
+    taken = [{"name": name} for name in ("input_ids", "input_pos", "link")]
+    added = _set("program", "methods", "draft", value={"inputs": taken})
+    (opened,) = probe(("open", edited(both, tmp_path / "bundle", added)))
+    assert not opened.ok and "draft" in opened.values[1]
 
 def _set(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
     def edit(fields: dict[str, Any]) -> None:

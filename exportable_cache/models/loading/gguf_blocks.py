@@ -256,7 +256,7 @@ def _matrices(path: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
         kind = tensor.tensor_type.name
         if kind not in ("F32", "F16", "BF16", "F64"):
             # Copied, because the file is mapped without write access.
-            yield tensor.name, kind, torch.from_numpy(tensor.data.copy()).flatten(0, -2)
+            yield tensor.name, kind, torch.from_numpy(tensor.data.copy()).reshape(-1, tensor.data.shape[-1])
 
 
 def _hashes(weight: torch.Tensor) -> torch.Tensor:

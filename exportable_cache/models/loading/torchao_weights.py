@@ -59,7 +59,11 @@ def _integers(weight: Any) -> IntegerWeight | None:
     if zeros is not None:
         zeros = spread(zeros.float() if zeros.is_floating_point() else zeros.to(torch.int8))
     named = re.fullmatch(r"torch\.int([1-8])", str(getattr(weight, "target_dtype", torch.int8)))
-    found = IntegerWeight(integers, spread(scales), zeros, None, int(named[1]) if named else 8, size)
+    bits = int(named[1]) if named else 8
+    # A damaged file may hold others, which would not fit into the stored bits.
+    if integers.numel() and not -(2 ** (bits - 1)) <= int(integers.min()) <= int(integers.max()) < 2 ** (bits - 1):
+        return None
+    found = IntegerWeight(integers, spread(scales), zeros, None, bits, size)
     # By the values, because releases of torchao store other forms by the same names.
     expected = weight.dequantize().float()
     apart = (found.dequantize(torch.float32) - expected).abs().max()
