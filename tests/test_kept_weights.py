@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from exportable_cache import export, load
 from exportable_cache.errors import InputError
 from exportable_cache.models.loading.gguf_blocks import TYPES
 from exportable_cache.models.loading.loading import load_model, load_to_quantise
+from exportable_cache.models.loading.torchao_weights import kept_tensors
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization, quantization_of
 from exportable_cache.verification.verify import verify
@@ -100,6 +102,16 @@ def test_integers_of_torchao_are_kept(scheme: str | int, tmp_path: Path) -> None
     assert set(made.kept) == {f"{name}.weight" for name in checkpoints.linears_of(loaded.model)} and made.remark == ""
     ids = tokens(9)
     assert (made.model(ids).logits - load_model(tmp_path).model(ids).logits).abs().max() <= 1e-5
+
+
+def test_integers_of_torchao_beyond_their_bits_are_not_kept(tmp_path: Path) -> None:
+    """Packing a damaged file's integers to 4 bits would change the weights next to them."""
+    checkpoints.write_torchao(tmp_path, 4)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    before = kept_tensors(model)
+    name = next(iter(before))
+    model.get_parameter(name).qdata[0, 0] = 100
+    assert set(kept_tensors(model)) == set(before) - {name}
 
 
 #: Forms of kept integers by the column of the table in docs/guides/checkpoints.md.
