@@ -295,7 +295,9 @@ def check_head(use: Use | None, recorded: object) -> None:
     head = recorded.get("head") if isinstance(recorded, dict) else None
     if use is None or use.draft is None or head is None or Path(use.draft).resolve().name in ("mtp", head):
         return
-    raise InputError(f"--draft must be 'mtp' or {head!r}, the draft head of this bundle, got {use.draft!r}; leave it out")
+    raise InputError(
+        f"--draft must be 'mtp' or {head!r}, the draft head of this bundle, got {use.draft!r}; leave it out"
+    )
 
 
 def _open_live(terminal: Terminal, name: str, options: ModelOptions, use: Use, text: bool) -> Opened:

@@ -128,7 +128,6 @@ def test_prompt_lookup_that_cannot_be_is_refused(both, tmp_path, probe: Probe) -
     assert not reply.ok and "rollback_slots of at least 2" in reply.values[1]
 
 
-
 def with_a_head() -> Path:
     """A model whose draft head proposes right tokens sometimes."""
     model = sometimes_right_model("deepseek_v3", first_k_dense_replace=9)
@@ -168,6 +167,7 @@ def test_drafts_that_cannot_be_are_refused(both, tmp_path, probe: Probe) -> None
     added = _set("program", "methods", "draft", value={"inputs": taken})
     (opened,) = probe(("open", edited(both, tmp_path / "bundle", added)))
     assert not opened.ok and "draft" in opened.values[1]
+
 
 def _set(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
     def edit(fields: dict[str, Any]) -> None:
