@@ -124,3 +124,10 @@ def test_the_command_says_it_in_lines_or_in_json(config_only: Path, tmp_path: Pa
     found = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
     assert found["weights_bytes"] == 4 * sum(p.numel() for p in tiny_model("gemma2", vocab_size=SIZE).parameters())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_it_says_what_is_known_of_float16_on_a_gpu(config_only: Path, tmp_path: Path, dtype: str) -> None:
+    pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
+    found = export(config_only, "tensorrt", CAPACITY, tmp_path / "out", dry_run=True, dtype=dtype)
+    assert any("float16 was outside the tolerance" in remark for remark in found.remarks) is (dtype == "float16")

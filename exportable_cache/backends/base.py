@@ -294,6 +294,7 @@ class TargetDtypes:
             them exactly, independently of the dtype of the computation.
         rounded: Dtype that inputs of layers with weights of this dtype are rounded to; None to keep all their bits.
         quantized: Dtypes that programs with quantised weights can compute in, the best one first.
+        remarks: What `export` says of a dtype that is supported.
     """
 
     best: torch.dtype | None = None
@@ -301,6 +302,7 @@ class TargetDtypes:
     keeps_exact: bool = False
     rounded: torch.dtype | None = None
     quantized: tuple[torch.dtype, ...] = (torch.float32,)
+    remarks: Mapping[torch.dtype, str] = field(default_factory=dict)
 
     def preferred(self, stored: torch.dtype) -> torch.dtype:
         """Return the default dtype for weights that are stored in `stored`."""
@@ -310,7 +312,15 @@ class TargetDtypes:
 # torch has kernels for every floating dtype, and GPUs have 16-bit units: half the bytes, and no second rounding.
 _AS_STORED = TargetDtypes()
 # TensorRT dequantises weights to the dtype of the product.
-_TENSORRT = TargetDtypes(quantized=(torch.float16, torch.bfloat16, torch.float32))
+_TENSORRT = TargetDtypes(
+    quantized=(torch.float16, torch.bfloat16, torch.float32),
+    remarks={
+        torch.float16: (
+            "float16 was outside the tolerance for larger models on the one GPU tried (H200), because TensorRT may add "
+            "in 16 bits; bfloat16, which no GPU has run, and float32 (--dtype) do not"
+        )
+    },
+)
 # XNNPACK computes float32 on every processor. Without hardware support its float16 is emulated, and operators that are
 # left to the runtime are slower still.
 _XNNPACK = TargetDtypes(

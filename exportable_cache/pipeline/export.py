@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from ..backends import backend_for
+from ..backends.base import target_dtypes
 from ..backends.executorch.options import NATIVE_KERNELS_NEEDED, needs_native_kernels
 from ..cache.layer_spec import DRAFTED
 from ..cache.spec import CacheSpec
@@ -348,6 +349,8 @@ def preview(spec: ExportSpec) -> DryRun:
         )
     if resolved.dtype is not None and resolved.dtype.stored != resolved.dtype.chosen:
         remarks.append(str(resolved.dtype))
+    rounding = target_dtypes(spec.target, options_of(spec).to_dict()).remarks.get(dtype)
+    remarks += [rounding] if rounding else []
     if spec.options is not None and needs_native_kernels(spec.options.to_dict()):
         remarks.append(NATIVE_KERNELS_NEEDED)
     lacking = remark_of(spec.recipe, spec.target, options_of(spec).to_dict(), dtype_name(dtype))

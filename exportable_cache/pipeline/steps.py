@@ -367,6 +367,8 @@ def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progr
         recorded["recipe"] = AppliedRecipe(name=spec.recipe, changed=dict(spec.recipe_changes))
     beyond = beyond_positions(made.model.config, spec.cache.max_cache_len, spec.cache.sinks is not None)
     remarks += [beyond] if beyond else []
+    rounding = target_dtypes(spec.target, options.to_dict()).remarks.get(source.dtype.chosen)
+    remarks += [rounding] if rounding else []
     if source.weights_bytes is not None:
         recorded["weights_bytes"] = source.weights_bytes
     if spec.quantization is not None:

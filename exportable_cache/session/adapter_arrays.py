@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,29 @@ class AdapterSlots:
 
     def empty(self) -> list[np.ndarray]:
         """Return arrays that empty a slot: [inputs, rank] and [rank, outputs] of each layer, float32."""
-        shapes = [
+        return [np.zeros(shape, np.float32) for shape in self._shapes]
+
+    @property
+    def _shapes(self) -> list[tuple[int, int]]:
+        return [
             shape for inputs, outputs in self.targets.values() for shape in ((inputs, self.rank), (self.rank, outputs))
         ]
-        return [np.zeros(shape, np.float32) for shape in shapes]
+
+    def check(self, shapes: Sequence[Sequence[int]]) -> None:
+        """Check that the program has these slots, because an adapter is written into its memory.
+
+        Args:
+            shapes: Shapes of the program's tensors for adapters, [slots + 1, ...] each.
+
+        Raises:
+            BundleError: If it has others.
+        """
+        expected = [(self.slots + 1, *shape) for shape in self._shapes]
+        if [tuple(shape) for shape in shapes] != expected:
+            raise BundleError(
+                f"the program must have {len(expected)} tensors of {self.slots} slots for adapters, as its manifest "
+                f"says, got {str([list(shape) for shape in shapes])[:200]}; export the model again"
+            )
 
     def read(self, path: str | os.PathLike[str]) -> list[np.ndarray]:
         """Return the arrays of an adapter, padded with zeros to the rank of the slots.
@@ -146,7 +165,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
             digest.update(data[first:last])
             array = np.frombuffer(data[first:last], stored).reshape(entry["shape"])
             tensors[name] = (array.astype("<u4") << 16).view("<f4") if stored == "<u2" else array
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"{type(error).__name__} in its header") from error
     if kind != _FORMAT:
         raise _damaged(path, f"it has format {kind!r:.60}, expected {_FORMAT!r}")

@@ -188,6 +188,8 @@ def open_engines(bundle: CheckedBundle) -> EngineSession:
         sizes = [one.shape[-1] for one in record.outputs if one.name == LOGITS and one.shape]
         if sizes != [vocab_size]:
             raise NotNative(f"its methods must give logits of {vocab_size} tokens, got {sizes} of {record.method}")
+    if slots is not None:
+        slots.check([tensor.max_shape for tensor in next(iter(records.values()))[1].lora])
     if settings.rules:
         raise NotNative(f"the generation config has rules that transformers follows: {', '.join(settings.rules)}")
     return EngineSession(open_cuda_engines(bundle.path, records), steps, vocab_size, limits, settings, slots=slots)

@@ -23,10 +23,12 @@ from exportable_cache.cache.layers import CacheLayer, RowSizes
 from exportable_cache.cache.policies import FullPolicy, NoPolicy
 from exportable_cache.cache.storage import FloatStorage
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError
+from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.program.program import Program
 
 from ..support.models import tiny_model, tokens
 from ..support.seq2seq import tiny_seq2seq
+from ..support.sessions import quantized_model
 
 HAS_COREAI = importlib.util.find_spec("coreai_torch") is not None
 needs_coreai = pytest.mark.skipif(not HAS_COREAI, reason="the coreai extra is not installed")
@@ -246,6 +248,17 @@ def test_gathered_layers_hold_what_others_do() -> None:
         found.append([session.prefill(prompts, given), *(session.decode(following[:, step]) for step in range(3))])
     assert all(isinstance(layer.layout, GatheredLayout) for layer in session.layers)
     torch.testing.assert_close(*map(torch.stack, found), atol=1e-5, rtol=0)
+
+
+def test_weights_with_zero_points_are_refused() -> None:
+    """The program has integers and scales only."""
+    model = quantized_model(Quantization("8w", None, "8w"), tied=False).model
+    check_symmetric = convert_file.check_symmetric
+    check_symmetric(model)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.zero_point[3] = 1
+    with pytest.raises(UnsupportedModelError, match=r"zero points of model\.layers\.0\.mlp\.up_proj\.weight must be"):
+        check_symmetric(model)
 
 
 def test_rows_are_written_by_one_gather() -> None:

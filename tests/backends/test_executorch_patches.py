@@ -125,6 +125,7 @@ class Everything(torch.nn.Module):
         return rows, many, pooled, wide, self.prelu(image), image.max(3, keepdim=True)[0]
 
 
+@pytest.mark.full
 def test_xnnpacks_parts_are_the_same_without_passes_that_have_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     program = torch.export.export(Everything().eval(), (torch.randn(1, 4, 8), torch.randn(1, 4, 4, 4)))
     replacements, ran = {}, set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session, export
-from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
+from exportable_cache.errors import BundleError, CacheFullError, InputError, UnsupportedModelError
 from exportable_cache.models.layers.specs import vocab_size_of
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
@@ -189,6 +190,18 @@ def test_parts_of_a_plan_are_checked(plan: dict[str, Any], state: dict[str, Any]
         check_plan(changed, [{"tensors": {**recorded["tensors"], **state}}], tables)
 
 
+def test_a_step_past_the_rotary_tables_is_refused() -> None:
+    """With windows in all layers a session has no limit, but the tables end."""
+    description: Any = SimpleNamespace(layers=[{"tensors": {"keys": _STATE, "values": _STATE}}], methods={})
+    plan = StaticPlan([_LAYER], ["rope_0_cos"], False, False)
+    unused: Any = None
+    runner = StaticRunner(unused, plan, {"rope_0_cos": torch.zeros(8, 4)}, description)
+    with pytest.raises(CacheFullError, match="tables end at position 8, and a step of 2 tokens begins at 7"):
+        runner.run("prefill", torch.zeros(1, 2, dtype=torch.int64), torch.tensor([7]))
+    with pytest.raises(BundleError, match=r"rope_0_cos must be a table \[positions, size\], got \[8\]"):
+        StaticRunner(unused, plan, {"rope_0_cos": torch.zeros(8)}, description)
+
+
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("static") / "bundle"
@@ -200,6 +213,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_a_bundle_is_verified_in_the_runtime(bundle: Any) -> None:
     assert bundle.manifest.verification["passed"]
+    assert len({(bundle.path / name).stat().st_mode for name in ("program.pte", "rope.safetensors")}) == 1
     # XNNPACK computes all but what it does not take, such as tables with 8 bits.
     assert bundle.manifest.options == {"form": "static", "keys": "transposed"}
     with Session.from_bundle(bundle) as session:

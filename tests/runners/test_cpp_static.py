@@ -82,12 +82,14 @@ def test_the_demo_generates_the_same_and_keeps_its_states(demo_static: Path, pro
 
 
 def test_what_does_not_fit_is_refused(demo_static: Path, probe: Probe, tmp_path: Path) -> None:
-    def changed(name: str, **plan: object) -> Path:
+    def changed(name: str, capacity: int | None = None, **plan: object) -> Path:
         folder = tmp_path / name
         shutil.copytree(demo_static, folder)
         os.chmod(folder / "manifest.json", 0o644)
         manifest = json.loads((folder / "manifest.json").read_text())
         manifest["files"]["program.pte"]["details"]["static"].update(plan)
+        for layer in manifest["layers"]:
+            layer["policy"] |= {"capacity": capacity} if capacity and "capacity" in layer["policy"] else {}
         (folder / "manifest.json").write_text(json.dumps(manifest))
         return folder
 
@@ -112,6 +114,7 @@ def test_what_does_not_fit_is_refused(demo_static: Path, probe: Probe, tmp_path:
             changed("window", layers=[{**plan["layers"][0], "window": 3}, *plan["layers"][1:]]),
             "slots and window differ",
         ),
+        (changed("capacity", capacity=1024), "slots and window differ from those of layers."),
         (changed("mask", layers=[{**plan["layers"][0], "mask": "x"}, *plan["layers"][1:]]), "mask is 'x'"),
         (changed("table", tables=["rope_0_cos", "none"]), "'none' must be finite"),
     ]

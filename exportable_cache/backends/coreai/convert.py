@@ -11,6 +11,7 @@ from torch.export.graph_signature import InputKind
 
 from ...common.compat.coreai import dequantized_weight
 from ...errors import UnsupportedModelError, describe_trace_error
+from ...models.quantized_rows import is_quantized
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -66,6 +67,22 @@ def convert(exported: Mapping[str, ExportedProgram], methods: Mapping[str, Progr
         raise UnsupportedModelError(
             f"Core AI's converter refuses method {name!r}: {describe_trace_error(error)}; export for another target"
         ) from error
+
+
+def check_symmetric(model: torch.nn.Module) -> None:
+    """Refuse weights with zero points, which the program would leave out.
+
+    Raises:
+        UnsupportedModelError: If a weight has a zero point that is not zero.
+    """
+    # By the modules, because a weight may be stored as several parameters.
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if is_quantized(weight) and weight.zero_point is not None and bool(weight.zero_point.any()):
+            raise UnsupportedModelError(
+                f"the zero points of {name}.weight must be zero for target coreai; quantize it with this package "
+                "(--quantize 8w), or export for another target"
+            )
 
 
 def output_names(method: ProgramMethod) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...cache.attention import ATTENTION
 from ..base import LoweredFile
-from .convert import convert
+from .convert import check_symmetric, convert
 from .layers import gathered_layers
 from .options import CoreAIOptions
 from .probe import check_calls
@@ -46,7 +46,12 @@ class CoreAIBackend:
         )
 
     def lower(self, program: Program, folder: Path, options: CoreAIOptions) -> list[LoweredFile]:
-        """Write the program's files to `folder`."""
+        """Write the program's files to `folder`.
+
+        Raises:
+            UnsupportedModelError: If a weight has zero points, or the converter or the runtime refuses a method.
+        """
+        check_symmetric(program.model)
         exported = {name: program.export(name) for name in program.methods}
         convert(exported, program.methods).save_asset(folder / FOLDER)
         check_calls(folder / FOLDER, program)

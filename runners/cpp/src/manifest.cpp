@@ -355,7 +355,7 @@ void read_items(const Json& methods, Manifest& manifest, Reader& reader) {
   manifest.embeds = embeds;
 }
 
-std::optional<StaticPlan> static_plan_of(const Json& files, size_t layer_count, Reader& reader) {
+std::optional<StaticPlan> static_plan_of(const Json& files, const std::vector<LayerSpec>& layers, Reader& reader) {
   const Json& given = files["program.pte"]["details"]["static"];
   if (given.is_null()) return std::nullopt;
   const std::string where = "files.program.pte.details.static.";
@@ -364,6 +364,9 @@ std::optional<StaticPlan> static_plan_of(const Json& files, size_t layer_count, 
   const auto is_true = [&](const char* name) { return given[name].boolean() != nullptr && *given[name].boolean(); };
   StaticPlan plan{{}, {}, is_true("positions"), is_true("transposed"), reader.integer(files["rope.safetensors"]["bytes"], "files.rope.safetensors.bytes", 1)};
   for (const Json& table : listed("tables")) plan.tables.push_back(reader.text(table, where + "tables"));
+  if (const size_t found = listed("layers").size(); found != layers.size()) {
+    reader.complain(where + "layers has " + std::to_string(found) + " elements, layers " + std::to_string(layers.size()));
+  }
   for (const Json& layer : listed("layers")) {
     const std::string place = where + "layers." + std::to_string(plan.layers.size()) + ".";
     const auto size = [&](const char* name) { return small(layer[name], place + name, 1, reader); };
@@ -375,10 +378,13 @@ std::optional<StaticPlan> static_plan_of(const Json& files, size_t layer_count, 
         reader.complain(place + "slots and window differ from those of another layer with the same mask");
       }
     }
+    // A session follows the policies, and a step with fewer slots would forget tokens that they promise.
+    if (const size_t index = plan.layers.size(); index < layers.size()) {
+      const LayerSpec& kept = layers[index];
+      const int64_t slots = kept.capacity.value_or(kept.window.value_or(0) + kept.rollback_slots);
+      if (one.slots < slots || one.window != kept.window) reader.complain(place + "slots and window differ from those of layers." + std::to_string(index));
+    }
     plan.layers.push_back(std::move(one));
-  }
-  if (plan.layers.size() != layer_count) {
-    reader.complain(where + "layers has " + std::to_string(plan.layers.size()) + " elements, layers " + std::to_string(layer_count));
   }
   return plan;
 }
@@ -489,7 +495,7 @@ Result<Manifest> Manifest::read(const std::string& folder) {
     manifest.layers.push_back(std::move(spec));
   }
 
-  manifest.static_plan = static_plan_of(fields["files"], manifest.layers.size(), reader);
+  manifest.static_plan = static_plan_of(fields["files"], manifest.layers, reader);
   const int64_t bytes = reader.integer(fields["files"]["program.pte"]["bytes"], "files.program.pte.bytes", 1);
   if (const Status status = reader.status(); !status.ok()) return status.error();
 

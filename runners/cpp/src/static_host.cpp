@@ -138,6 +138,7 @@ Result<std::unique_ptr<StaticHost>> StaticHost::open(const Manifest& manifest, E
   for (size_t index = 0; index < matrices.size(); ++index) {
     std::vector<uint8_t> rows = bytes_of(matrices[index].values, table_types[index]);
     const auto row_bytes = static_cast<int64_t>(rows.size()) / matrices[index].rows;
+    rows.resize(rows.size() + kPadding);
     tables.push_back({std::move(rows), matrices[index].columns, row_bytes, static_cast<int8_t>(table_types[index])});
   }
   const size_t element = *type == ScalarType::Float ? 4 : 2;
@@ -167,7 +168,7 @@ Status StaticHost::run(Engine& engine, const MethodSpec& method, const Step& ste
   const int64_t first = step.positions[0], length = step.length;
   if (first > positions_ - length) {
     return fail(ErrorCode::kCacheFull, "the rotary tables end at position ", positions_, ", and a step of ", length, " tokens begins at ",
-                first, "; reset() the session, or export the model with a longer max_cache_len");
+                first, "; reset() the session, or use a model with more positions");
   }
   const auto count = static_cast<int32_t>(length);
   const auto type = static_cast<ScalarType>(type_);
@@ -217,7 +218,9 @@ std::vector<uint8_t> StaticHost::mask(const StaticLayer& layer, int64_t first, i
     for (int64_t position = std::max({int64_t{0}, oldest, first - layer.slots}); position < first; ++position) line[position % layer.slots] = 0;
     for (int64_t position = std::max(first, oldest); position <= query; ++position) line[layer.slots + position - first] = 0;
   }
-  return bytes_of(values, type);
+  std::vector<uint8_t> bytes = bytes_of(values, type);
+  bytes.resize(bytes.size() + kPadding);
+  return bytes;
 }
 
 // Write a step's keys or values, [1, heads, length, size] or transposed, into their slots.

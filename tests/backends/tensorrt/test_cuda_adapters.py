@@ -133,10 +133,12 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, slots: LoraSlots) -
     ):
         with pytest.raises(InputError, match=message):
             described(dataclasses.replace(slots, **changed)).read(path)
+    deep = b"[" * 100_000
     for damaged, message in (
         (content[:-1] + bytes([content[-1] ^ 1]), "its checksum differs"),
         (content[:40], "in its header"),
         (b"", "in its header"),
+        (len(deep).to_bytes(8, "little") + deep, "in its header"),
         (content.replace(b"adapter.v1", b"adapter.v9"), "has format 'exportable_cache.adapter.v9'"),
     ):
         path.write_bytes(damaged)
@@ -144,6 +146,15 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, slots: LoraSlots) -
             described(slots).read(path)
     with pytest.raises(BundleError, match="cannot read the adapter"):
         described(slots).read(tmp_path)
+
+
+def test_slots_that_the_engine_lacks_are_refused(slots: LoraSlots) -> None:
+    """An adapter would be written past the memory of the device."""
+    shapes = [[2, *one.shape] for one in described(slots).empty()]
+    described(slots).check(shapes)
+    for changed in ({"slots": 2}, {"rank": 4}, {"targets": slots.targets[:1]}):
+        with pytest.raises(BundleError, match="slots for adapters, as its manifest says"):
+            described(dataclasses.replace(slots, **changed)).check(shapes)
 
 
 def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:

@@ -42,7 +42,7 @@ def write_static(program: Program, folder: Path, file: str, options: ExecutorchO
     Raises:
         UnsupportedModelError: See `static_programs`; or if the delegate refuses a graph.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     graphs, plan, tables = static_programs(program, options.keys == "transposed")
     layers = [
@@ -62,7 +62,8 @@ def write_static(program: Program, folder: Path, file: str, options: ExecutorchO
         from ..delegates.openvino import check_calls
 
         check_calls(folder / file, program.model, [(name, _zeros(graph)) for name, graph in graphs.items()])
-    save_file(tables, folder / TABLES)
+    # Not by save_file, whose files no other user can read.
+    (folder / TABLES).write_bytes(save(tables))
     return [
         LoweredFile(
             file, f"methods {', '.join(graphs)}, weights; calls of the delegate: {calls}", {PLAN: plan.to_dict()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from ....errors import BundleError
+from ....errors import BundleError, CacheFullError
 from ..runner import ExecutorchRunner
 from .plan import StaticLayer, StaticPlan, check_plan
 
@@ -55,6 +55,12 @@ class StaticRunner:
         check_plan(plan, description.layers, tables)
         self.methods, self.state = description.methods, {}
         self._graphs, self._plan, self._tables = graphs, plan, tables
+        for name, table in tables.items():
+            if table.dim() != 2:
+                raise BundleError(
+                    f"{name} must be a table [positions, size], got {list(table.shape)}; export the model again"
+                )
+        self._positions = min((table.shape[0] for table in tables.values()), default=None)
         for index, (layer, recorded) in enumerate(zip(plan.layers, description.layers, strict=True)):
             for kind, size in (("keys", layer.key_size), ("values", layer.value_size)):
                 shape, tensor = [1, layer.heads, layer.slots, size], recorded["tensors"][kind]
@@ -65,9 +71,18 @@ class StaticRunner:
                 self.state[f"layers.{index}.{kind}"] = memory.mT if is_turned else memory
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
-        """Run a step and write its keys and values into the cache, see `Runner.run`."""
+        """Run a step and write its keys and values into the cache, see `Runner.run`.
+
+        Raises:
+            CacheFullError: If the rotary tables end before the step, in a program whose layers all have windows.
+        """
         plan, (input_ids, input_pos) = self._plan, inputs
         first, length = int(input_pos), input_ids.shape[1]
+        if self._positions is not None and first + length > self._positions:
+            raise CacheFullError(
+                f"the rotary tables end at position {self._positions}, and a step of {length} tokens begins at "
+                f"{first}; reset() the session, or use a model with more positions"
+            )
         positions = torch.arange(first, first + length)
         given = [input_ids.to(torch.int32)]
         given += [positions[None].to(torch.int32)] if plan.positions else []
