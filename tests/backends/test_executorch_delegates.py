@@ -92,7 +92,7 @@ def test_packages_are_missed_before_a_model_is_loaded(
 
 @pytest.mark.parametrize("name", ["none", "qnn", "XNNPACK", ""])
 def test_other_names_are_refused_with_what_is_offered(name: str) -> None:
-    offered = "xnnpack, openvino, mlx, vulkan, coreml, tensorrt"
+    offered = "xnnpack, openvino, mlx, tosa, vulkan, coreml, tensorrt"
     with pytest.raises(InputError, match=f"delegate must be one of {offered}, got '{name}'"):
         backend_for("executorch").options.parse({"delegate": name})
 

@@ -50,7 +50,10 @@ def test_the_plans_come_back_byte_for_byte(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"delegate": "cuda"}, "delegate must be one of xnnpack, openvino, mlx, vulkan, coreml, tensorrt, got 'cuda'"),
+        (
+            {"delegate": "cuda"},
+            "delegate must be one of xnnpack, openvino, mlx, tosa, vulkan, coreml, tensorrt, got 'cuda'",
+        ),
         ({"delegate": "tensorrt", "llm_runner": True}, "with delegate 'tensorrt' has no option 'llm_runner'"),
         ({"sm": "80"}, "with delegate 'xnnpack' has no option 'sm'"),
         ({"delegate": "tensorrt", "sm": "90"}, "sm must be one or more of .* got '90'"),

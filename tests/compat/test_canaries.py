@@ -41,6 +41,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "torch._inductor.cpp_builder.CppBuilder.get_target_file_path": CALLABLE,
         "torch._inductor.runtime.cache_dir_utils.cache_dir": CALLABLE,
     },
+    "coreai": {"torch.ops.coreai.constexpr_blockwise_shift_scale": CALLABLE},
     # Its names are those of its patches, which have digests.
     "torch_loading": {},
     "torch_distributed": {
@@ -145,6 +146,8 @@ def require(package: str) -> None:
         and util.find_spec(package) is None
     ):
         pytest.skip(f"{package} is not installed")
+    if package == "coreai":
+        pytest.importorskip("coreai_torch._compression.custom_layers", reason="no coreai extra is installed")
     if package == "torch_tensorrt":
         pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
