@@ -221,3 +221,17 @@ def test_the_support_page_has_the_counts_of_the_tables(tmp_path: Path) -> None:
     page.write_text(page.read_text().replace("| 308 | 300 |", "| 308 | 299 |"))
     write_support(page)
     assert page.read_text() == SUPPORT.read_text()
+
+
+def test_the_readme_has_the_counts_of_the_support_page() -> None:
+    """Both give counts of peers and of published checkpoints."""
+    readme, support = (SUPPORT.parents[1] / "README.md").read_text(), SUPPORT.read_text()
+    for name in ("TorchExportableModuleForDecoderOnlyLM", "DynamoExporter"):
+        counted = re.search(rf"`{name}`.* \((\d+) decoders\) \| (\d+) \| (\d+) \| (\d+) \|", readme)
+        assert counted and re.search(
+            rf"`{name}`[^|]*\| {' . '.join(counted.groups())} \|".replace(" . ", r" \| "), support
+        )
+    row = next(line for line in support.splitlines() if line.startswith("| [published checkpoints]"))
+    models, eager, _, pt2, executorch = (cell.strip() for cell in row.split("|")[2:7])
+    assert f"Of {models} published checkpoints, shrunk, {eager} are right in eager mode" in readme
+    assert f"{pt2} are right in `pt2`, {executorch} in ExecuTorch" in readme
