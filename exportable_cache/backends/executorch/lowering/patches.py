@@ -108,7 +108,10 @@ def calls(*names: str) -> Callable[[Node], bool]:
 
 def concatenates_many(node: Node) -> bool:
     """Return True if `DecomposeConcatenate` splits the call: it concatenates more than five tensors."""
-    return str(operator_of(node.target)) == "aten.cat.default" and len(node.args[0]) > 5
+    tensors = node.args[0] if node.args else None
+    return (
+        str(operator_of(node.target)) == "aten.cat.default" and isinstance(tensors, list | tuple) and len(tensors) > 5
+    )
 
 
 def is_quantizing(node: Node) -> bool:
