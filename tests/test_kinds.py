@@ -28,7 +28,7 @@ STEPS = 30
 # States beside full layers; a ring and a full layer: test_equality.py. With --full all, one with states under Inductor.
 COMPILED = ("lfm2",)
 INDUCTOR = ("mamba2",)
-# A scan. With --full the other one, beside attention in one layer, latent attention and chosen slots, and the cache as
+# A scan. With --full the other one, with attention in one layer, latent attention and chosen slots, and the cache as
 # an argument, which is in the fast lane of test_pt2.py; chunks: patches/test_transformers_rotary.py.
 EXPORTED = ("mamba",)
 

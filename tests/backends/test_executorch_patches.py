@@ -107,7 +107,7 @@ def test_a_pass_runs_where_it_has_work(patch, inside: bool) -> None:
 
 
 class Everything(torch.nn.Module):
-    """A model whose parts give every patched pass of XNNPACK something to do, but for attention and quantized ones."""
+    """A model that gives every patched pass of XNNPACK something to do, except that of attention or quantization."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -128,7 +128,7 @@ def served_model() -> Iterator[str]:
 
 
 def test_a_server_gives_the_numbers_of_the_class_for_transformers() -> None:
-    """Its `/v1/completions` as lm_eval's own `local-completions` asks it, with several requests at a time."""
+    """Run `local-completions` of lm_eval against `/v1/completions`, with several requests at a time."""
     expected = HFLM(pretrained=str(demo_path()), device="cpu", dtype="float32", max_length=SERVED - 1)
     with served_model() as url:
         model = LocalCompletionsAPI(base_url=url, batch_size=2, **SERVER)

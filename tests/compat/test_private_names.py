@@ -1,4 +1,4 @@
-"""Private names of six packages are used in common/compat only; whoever adds one elsewhere finds it here."""
+"""Private names of six packages are used in common/compat only; a use elsewhere fails here."""
 
 from __future__ import annotations
 

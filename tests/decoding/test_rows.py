@@ -275,7 +275,7 @@ def test_no_stream_waits_longer_than_the_gap_for_a_prompt(llama: Any, has_prefil
             assert stream in [request for request, _ in batch.step()]
             ends.append(timed.now)
         assert max(after - before for before, after in zip(ends, ends[1:])) < 0.2
-        # Chunks get shorter as the cache gets longer. The next prompt begins in an empty session, or beside long rows.
+        # Chunks get shorter as the cache gets longer. The next prompt begins in an empty session, or next to long rows.
         chunks = [size for size in timed.sizes if size > 1]
         assert min(chunks) < longest and (longest in chunks[:4]) == (has_prefill or count == 0)
         assert prompt.tokens == list(live_session(llama, False, 400).generate(prompt.input_ids, 4))
@@ -294,7 +294,7 @@ def test_prompts_are_not_cut_where_steps_alone_fill_the_gap() -> None:
     pacing.note_step(0.9)
     pacing.note_chunk(1.28, 16)
     assert pacing.limit == 16
-    # A chunk gets a quarter of the gap while that fits beside a step.
+    # A chunk gets a quarter of the gap while that and a step fit.
     pacing.note_step(0.14)
     pacing.note_chunk(0.049, 16)
     assert pacing.limit == 16
