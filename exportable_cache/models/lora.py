@@ -20,6 +20,7 @@ from torch import nn
 from ..common.method_io import TensorSpec, name_forward
 from ..common.tensors import dtype_name, ordinary_tensors
 from ..errors import InputError, first_line
+from .lora_checks import check_pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -308,29 +309,14 @@ def check_fits(slots: LoraSlots, tensors: Mapping[str, tuple[torch.Tensor, torch
         InputError: If it changes a layer without a slot, was trained for another model, has a larger rank, or values
             that are not finite in the program's dtype.
     """
-    known = {one.name: one for one in slots.targets}
+    known = {one.name: (one.inputs, one.outputs) for one in slots.targets}
+    dtype: torch.dtype = getattr(torch, slots.dtype)
     for name, (a, b) in tensors.items():
-        target = known.get(name)
-        if target is None:
-            raise InputError(
-                f"{what} changes {name!r:.100}, which has no slot for adapters; export with lora_targets "
-                "(--lora-targets) that include it, or pass an adapter of this model"
-            )
-        if (b.shape[0], a.shape[1]) != (target.outputs, target.inputs):
-            raise InputError(
-                f"{what} must have {target.inputs} inputs and {target.outputs} outputs in {name}, got {a.shape[1]} and "
-                f"{b.shape[0]}; it was trained for another model"
-            )
-        dtype: torch.dtype = getattr(torch, slots.dtype)
+        check_pair(what, name, (a.shape, b.shape), known, slots.rank)
         if not all(bool(torch.isfinite(one.to(dtype)).all()) for one in (a, b)) or _overflows(a, b, dtype):
             raise InputError(
                 f"{what} must have values, and products of its matrices, that {slots.dtype} holds, got larger ones in "
                 f"{name} (its scale included); train it again, or use a model in float32"
-            )
-        if a.shape[0] > slots.rank:
-            raise InputError(
-                f"{what} must have a rank of at most {slots.rank}, got {a.shape[0]} in {name}; export with "
-                f"lora_rank={a.shape[0]} (--lora-rank)"
             )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BundleError, InputError
+from ..models.lora_checks import check_pair
 
 _FORMAT = "exportable_cache.adapter.v1"
 _FIRST, _SECOND = ".lora_A", ".lora_B"
@@ -111,22 +112,7 @@ class AdapterSlots:
         return found
 
     def _check(self, given: Path, name: str, a: np.ndarray, b: np.ndarray) -> None:
-        if name not in self.targets:
-            raise InputError(
-                f"{given} changes {name!r:.100}, which has no slot for adapters; export with lora_targets "
-                "(--lora-targets) that include it, or pass an adapter of this model"
-            )
-        inputs, outputs = self.targets[name]
-        if (a.shape[1], b.shape[0]) != (inputs, outputs):
-            raise InputError(
-                f"{given} must have {inputs} inputs and {outputs} outputs in {name}, got {a.shape[1]} and "
-                f"{b.shape[0]}; it was trained for another model"
-            )
-        if a.shape[0] > self.rank:
-            raise InputError(
-                f"{given} must have a rank of at most {self.rank}, got {a.shape[0]} in {name}; export with "
-                f"lora_rank={a.shape[0]} (--lora-rank)"
-            )
+        check_pair(str(given), name, (a.shape, b.shape), self.targets, self.rank)
         most = np.finfo(np.float16 if self.dtype == "float16" else np.float32).max
         if not all(bool((np.abs(one) <= most).all()) for one in (a, b)):
             raise InputError(
