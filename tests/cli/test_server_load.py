@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import http.client
 import json
 import random
 import threading
@@ -27,47 +26,11 @@ from exportable_cache.demo import demo_path
 from exportable_cache.models.tokenizers.text import LONG_TEXT
 from exportable_cache.session.opening import ModelOptions, open_model, open_rows
 
+from ..support.streams import requests, streamed
 from ..support.waiting import wait_until
 from .serving import CHAT, MAX_CACHE_LEN, client_of, health, served
 
-WORDS = ["amber", "paper", "stone", "river", "it rested.", "the code of", "is 4821.", "is 77."]
 CLIENTS = 16
-
-
-def requests(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return requests of mixed lengths, which share beginnings, greedy and drawn with a seed."""
-    chooses = random.Random(seed)
-    shared = [" ".join(chooses.choices(WORDS, k=size)) for size in (0, 6, 20)]
-    return [
-        {
-            "model": "demo",
-            "prompt": f"{chooses.choice(shared)} {' '.join(chooses.choices(WORDS, k=chooses.randint(1, 9)))}",
-            "max_tokens": chooses.choice([1, 3, 6, 12]),
-            "temperature": chooses.choice([0, 1.0]),
-            "seed": chooses.randint(0, 99),
-            "stream": True,
-        }
-        for _ in range(count)
-    ]
-
-
-def streamed(address: str, body: dict[str, Any], leave_after: int | None = None) -> str | None:
-    """Return the text of a streamed response; None if the client left after so many chunks."""
-    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=120)
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        reply, text = connection.getresponse(), ""
-        assert reply.status == 200, reply.read()
-        count = 0
-        for line in reply:
-            if line.startswith(b"data: {"):
-                text += json.loads(line[6:])["choices"][0]["text"]
-                count += 1
-            if count == leave_after:
-                return None
-        return text
-    finally:
-        connection.close()
 
 
 def under_load(address: str, kinds: list[dict[str, Any]], until: float, most: int) -> tuple[int, list[Any]]:
@@ -119,7 +82,7 @@ def test_a_bundle_of_several_rows_answers_all_at_once(rows_bundle: Path, tmp_pat
         ).path
     batch = ContinuousBatch(None, load(rows_bundle))
     with served(BatchCompleter(batch)) as address:
-        count, wrong = under_load(address, requests(5, seed=1), time.monotonic() + 600, 1)
+        count, wrong = under_load(address, requests(5, ["demo"], words=9, seed=1), time.monotonic() + 600, 1)
     assert (count, wrong) == (CLIENTS, [])
     assert batch.active == batch.waiting == 0
 
@@ -141,7 +104,7 @@ def test_as_many_requests_begin_as_there_are_rows(rows_bundle: Path) -> None:
         return step()
 
     completer.complete, completer.batch.step = begin, after_all  # type: ignore[method-assign]
-    body, found = requests(1)[0] | {"max_tokens": 2}, []
+    body, found = requests(1, ["demo"], words=9)[0] | {"max_tokens": 2}, []
     with served(completer) as address:
         threads = [threading.Thread(target=lambda: found.append(streamed(address, body))) for _ in range(3)]
         for thread in threads:
@@ -260,6 +223,6 @@ def test_a_live_model_answers_all_at_once() -> None:
     session, loaded = open_model(str(demo_path()), options)
     batch = ContinuousBatch(session, open_rows(session, loaded.model, options, rows=5), prefix_bytes=2**20)
     with served(BatchCompleter(batch)) as address:
-        _, wrong = under_load(address, requests(24), time.monotonic() + 20, 10**6)
+        _, wrong = under_load(address, requests(24, ["demo"], words=9), time.monotonic() + 20, 10**6)
     assert wrong == [] and batch.active == batch.waiting == 0
     assert 0 < batch.prefixes.nbytes <= 2**20

@@ -7,7 +7,6 @@ Each response is compared with that of the same request alone, and the memory of
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import random
 import sys
@@ -17,11 +16,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from exportable_cache.demo import demo_path
 from exportable_cache.models.loading.loading import load_model
 
+from ..support.streams import requests, streamed
 from ..test_adapters import adapted
 from . import fuzz_server
 from .fuzz_server import Server
@@ -31,45 +30,8 @@ from .soak import Soaked
 CLIENTS = 16
 #: Name of the model that the odd requests ask for.
 NAME = "m"
-_WORDS = ["amber", "paper", "stone", "river", "it rested.", "the code of", "is 4821.", "is 77."]
 #: Outcomes of odd requests that must not happen. A slow one is none, because others run at the same time.
 _BAD = (fuzz_server.FAILED, fuzz_server.CRASH, fuzz_server.FOREIGN)
-
-
-def requests(count: int, models: list[str], seed: int = 0) -> list[dict[str, Any]]:
-    """Return requests of mixed lengths with shared beginnings, greedy and drawn with a seed, over adapters."""
-    chooses = random.Random(seed)
-    shared = [" ".join(chooses.choices(_WORDS, k=size)) for size in (0, 6, 20)]
-    return [
-        {
-            "model": models[index % len(models)],
-            "prompt": f"{chooses.choice(shared)} {' '.join(chooses.choices(_WORDS, k=chooses.randint(1, 30)))}",
-            "max_tokens": chooses.choice([1, 3, 6, 12]),
-            "temperature": chooses.choice([0, 1.0]),
-            "seed": chooses.randint(0, 99),
-            "stream": True,
-        }
-        for index in range(count)
-    ]
-
-
-def streamed(port: int, body: dict[str, Any], leave_after: int | None = None) -> str | None:
-    """Return the text of a streamed response; None if the client left after so many chunks."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        reply, text, count = connection.getresponse(), "", 0
-        if reply.status != 200:
-            raise RuntimeError(f"{reply.status}: {reply.read()[:200]!r}")
-        for line in reply:
-            if line.startswith(b"data: {"):
-                text += json.loads(line[6:])["choices"][0]["text"]
-                count += 1
-            if count == leave_after:
-                return None
-        return text
-    finally:
-        connection.close()
 
 
 def soak(
@@ -87,8 +49,9 @@ def soak(
     Returns:
         What came of the requests, and the outcomes of the odd ones.
     """
-    kinds = requests(8 * len(models), models)
-    expected = [streamed(server.port, body) for body in kinds]
+    address = f"127.0.0.1:{server.port}"
+    kinds = requests(8 * len(models), models, words=30)
+    expected = [streamed(address, body) for body in kinds]
     found, odd, lock = Soaked(), Counter[str](), threading.Lock()
     start = time.monotonic()
     end = start + seconds
@@ -108,7 +71,7 @@ def soak(
                             found.errors.append(f"odd request {seed}: {outcome}: {said[:300]}")
                     continue
                 kind, leaves = chooses.randrange(len(kinds)), chooses.choice([None, None, None, 1, 2])
-                text = streamed(server.port, kinds[kind], leaves)
+                text = streamed(address, kinds[kind], leaves)
                 with lock:
                     found.answers += 1
                     found.wrong += text is not None and text != expected[kind]
