@@ -62,6 +62,28 @@ def test_a_whole_one(demo_bundle: Path) -> None:
     check_instructions(demo_bundle / "program.pte")
 
 
+def test_segments_after_four_gibibytes(program: bytes, tmp_path: Path) -> None:
+    """A model of 8B parameters in 4 bits is larger, and positions in its payloads do not fit into 32 bits."""
+    (base,) = struct.unpack_from("<Q", program, instructions._SEGMENT_BASE)
+    header = bytearray(program[:base])
+    struct.pack_into("<Q", header, instructions._SEGMENT_BASE, base + 2**32)
+    path = tmp_path / "program.pte"
+
+    def write(segments: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(header)
+            file.seek(base + 2**32)
+            file.write(segments)
+
+    write(program[base:])
+    check_instructions(path)
+    name = re.search(rb"[0-9a-f]{64}", program[base:])
+    assert name is not None
+    write(program[base : base + name.start()] + b"\xff" + program[base + name.start() + 1 :])
+    with pytest.raises(BundleError, match="a name is not UTF-8"):
+        check_instructions(path)
+
+
 @pytest.mark.parametrize("number", [-1, 500, 2**31 - 1])
 def test_operators_and_delegates_that_there_are_not(program: bytes, tmp_path: Path, number: int) -> None:
     for kind in (instructions._KERNEL_CALL, instructions._DELEGATE_CALL, instructions._JUMP):

@@ -226,8 +226,9 @@ def _opened(path: Path) -> Iterator[_Table]:
 class _Bytes:
     """Contents of a file, with a limit on the bytes of vectors and names that may be read."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, whole: _Bytes | None = None) -> None:
         self.data = data
+        self._whole = whole or self
         self._left = _READ_FACTOR * len(data) + _MIN_READ
 
     def spend(self, size: int) -> None:
@@ -236,9 +237,15 @@ class _Bytes:
         Raises:
             ValueError: If the limit is exceeded.
         """
-        self._left -= size
-        if self._left < 0:
+        self._whole._left -= size
+        if self._whole._left < 0:
             raise ValueError("its tables share more vectors and names than those of any exported program")
+
+    @contextmanager
+    def part(self, start: int) -> Iterator[_Bytes]:
+        """Yield the contents from an offset on; positions in them count from there, and the limit is shared."""
+        with memoryview(self.data) as view, view[start:] as rest:
+            yield _Bytes(rest, self._whole)
 
 
 def _check(program: _Table) -> None:
@@ -299,13 +306,14 @@ def _check_payload(segments: list[_Table], processed: _Table | None) -> None:
     if processed is None or processed.number(0, "<b") == 0:
         return
     file = processed.file
-    data = file.data
-    start = struct.unpack_from("<Q", data, _SEGMENT_BASE)[0] + segments[processed.number(1)].number(0, "<Q")
-    if data[start + 4 : start + 8] != _XNNPACK_MAGIC:
-        return
-    tables = _root(file, start + struct.unpack_from("<I", data, start + _XNNPACK_TABLES)[0])
-    for constant in tables.tables(_CONSTANTS):
-        constant.text(_CONSTANT_NAME)
+    start = struct.unpack_from("<Q", file.data, _SEGMENT_BASE)[0] + segments[processed.number(1)].number(0, "<Q")
+    # The flatbuffers library takes positions of 32 bits, and segments of large models begin after 4 GiB.
+    with file.part(start) as payload:
+        if payload.data[4:8] != _XNNPACK_MAGIC:
+            return
+        tables = _root(payload, struct.unpack_from("<I", payload.data, _XNNPACK_TABLES)[0])
+        for constant in tables.tables(_CONSTANTS):
+            constant.text(_CONSTANT_NAME)
 
 
 def _check_values(values: list[_Table], planned: Sequence[int], name: str) -> list[int]:
