@@ -146,11 +146,11 @@ FORMS = {
     "ours-bf16": Form("**ours, `exact`** (bfloat16 weights)", "here", "ours", 16, {"recipe": "exact"}, _GOALS_16),
     # It computes as the peers do.
     "ours-bf16-products": Form(
-        "**ours, `exact` with 16-bit products and keys** (`-O compute=bfloat16 --kv-dtype float16`)",
+        "**ours, `half`** (bfloat16 weights and products, float16 keys)",
         "here",
         "ours",
         16,
-        {"recipe": "exact", "compute": "bfloat16", "kv_dtype": "float16"},
+        {"recipe": "half"},
     ),
     "onnxruntime-of-bf16": Form("ONNX Runtime GenAI, float32", "onnxruntime", "onnxruntime", 16, {"precision": "fp32"}),
     "openvino-fp16": Form(

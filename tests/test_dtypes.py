@@ -75,8 +75,8 @@ def test_inputs_are_rounded_to_the_dtype_of_the_weights() -> None:
 @pytest.mark.parametrize(
     ("stored", "requested", "quantized", "message"),
     [
-        (torch.float32, None, False, "for weights stored in float32, got 'bfloat16'; leave compute out"),
-        (torch.float16, None, False, "for weights stored in float16, got 'bfloat16'; leave compute out"),
+        (torch.float32, None, False, "for weights stored in float32, got 'bfloat16'; leave out compute"),
+        (torch.float16, None, False, "for weights stored in float16, got 'bfloat16'; leave out compute"),
         (torch.bfloat16, torch.float16, False, "with dtype='float16', got 'bfloat16'"),
         (torch.bfloat16, None, True, "with quantize, got 'bfloat16', because it is for weights that are kept in"),
     ],

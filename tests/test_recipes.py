@@ -21,6 +21,7 @@ from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.pipeline.plan import plan, sizes_of_recipes
 from exportable_cache.pipeline.recipes import (
     EXACT,
+    HALF,
     NO_NATIVE_OPERATORS,
     PORTABLE,
     PRODUCTS_IN_16_BITS,
@@ -63,6 +64,7 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (None, NOTHING, {"kernels": "native"}),
         ("exact", NOTHING, {"kernels": "native"}),
+        ("half", {**NOTHING, "kv_dtype": "float16"}, {"kernels": "native", "compute": "bfloat16"}),
         ("fast", {**FOUR_BITS, "kv_dtype": "int8"}, {"kernels": "native"}),
         ("small", {**FOUR_BITS, "kv_dtype": "int4"}, {"kernels": "native"}),
         ("portable", NOTHING, {}),
@@ -79,7 +81,13 @@ def test_recipes_set_options(
 
 @pytest.mark.parametrize(
     ("recipe", "settings"),
-    [("exact", NOTHING), ("fast", FOUR_BITS), ("small", {**FOUR_BITS, "kv_dtype": "int8"}), ("portable", NOTHING)],
+    [
+        ("exact", NOTHING),
+        ("half", NOTHING),
+        ("fast", FOUR_BITS),
+        ("small", {**FOUR_BITS, "kv_dtype": "int8"}),
+        ("portable", NOTHING),
+    ],
 )
 def test_recipes_without_native_operators(stock: None, recipe: str, settings: dict[str, Any]) -> None:
     filled = fill_options(recipe, "executorch", {})
@@ -117,7 +125,7 @@ def test_a_bfloat16_checkpoint_has_the_choice_of_16_bit_products(native: None) -
     assert remark_of(EXACT, "executorch", taken, "float32", "bfloat16") == PRODUCTS_IN_16_BITS
     for recipe, options, stored in (
         ("fast", taken, "bfloat16"), (EXACT, taken, "float16"), (EXACT, taken, None),
-        (EXACT, {**taken, "compute": "bfloat16"}, "bfloat16"), (EXACT, {"kernels": "executorch"}, "bfloat16"),
+        (HALF, {**taken, "compute": "bfloat16"}, "bfloat16"), (EXACT, {"kernels": "executorch"}, "bfloat16"),
     ):  # fmt: skip
         assert remark_of(recipe, "executorch", options, "float32", stored) == ""
 
@@ -131,7 +139,7 @@ def test_the_official_runner_implies_its_recipe(native: None) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("tiny", "executorch", {}), "recipe must be one of exact, fast, small, portable, or None, got 'tiny'"),
+        (("tiny", "executorch", {}), "recipe must be one of exact, half, fast, small, portable, or None, got 'tiny'"),
         (("fast", "executorch", {"llm_runner": True}), "recipe must be 'portable' with llm_runner, got 'fast'"),
         (("portable", "executorch", {"linears": "native"}), "linears must not be 'native' with recipe='portable'"),
         (("fast", "pt2", {}), "recipe must be 'exact' for target 'pt2', got 'fast'; .* quantize"),
@@ -162,13 +170,14 @@ def test_plan_shows_the_sizes_of_all_recipes(native: None) -> None:
     quantized = quantized_bytes(model, Quantization("8da4w", 32, "8w"))
     assert sizes == {
         "exact": float_bytes(model, torch.float32, torch.bfloat16),
+        "half": float_bytes(model, torch.float32, torch.bfloat16),
         "fast": quantized,
         "small": quantized,
         "portable": sum(4 * one.numel() for one in model.parameters()),
     }
     assert made.weights_bytes == sizes["exact"] < sizes["portable"]
     assert sizes_of_recipes(model.config, CacheSpec(CAPACITY)) == made.recipes
-    for name, kv_dtype in (("exact", None), ("fast", "int8"), ("small", "int4")):
+    for name, kv_dtype in (("exact", None), ("half", "float16"), ("fast", "int8"), ("small", "int4")):
         assert (
             made.recipes[name].cache_bytes
             == plan(model.config, CAPACITY, dtype="float32", kv_dtype=kv_dtype).cache_bytes

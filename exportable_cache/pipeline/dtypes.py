@@ -120,7 +120,7 @@ def choose_dtype(
     if rounded is not None and stored != rounded:
         raise InputError(
             f"compute must be 'float32' for weights stored in {dtype_name(stored)}, got {dtype_name(rounded)!r}; leave "
-            f"compute out, or export a checkpoint in {dtype_name(rounded)}"
+            f"out compute and recipe 'half', or export a checkpoint in {dtype_name(rounded)}"
         )
     dtypes = target_dtypes(target, options)
     if quantized and requested is None:

@@ -335,7 +335,7 @@ def _rows(built: list[CacheLayer]) -> int:
 def sizes_of_recipes(
     model_or_path: str | Path | PreTrainedModel | PreTrainedConfig, spec: CacheSpec
 ) -> dict[str, RecipeSize]:
-    """Return the sizes of exports to ExecuTorch with each recipe, from the model's config.
+    """Return the sizes of exports to ExecuTorch with each recipe that the model's dtype allows, from its config.
 
     Args:
         model_or_path: A model as for `plan`.
@@ -355,7 +355,11 @@ def _sizes(
     sizes = {}
     for name in RECIPES:
         filled = fill_options(name, "executorch", {})
-        choice = _choice(stored or torch.float32, None, "executorch", filled)
+        try:
+            choice = _choice(stored or torch.float32, None, "executorch", filled)
+        except InputError:
+            # `half` is for checkpoints in bfloat16.
+            continue
         of_recipe = replace(spec, kv_dtype=filled.settings["kv_dtype"])
         cache = sum(layer_spec.build(of_recipe, choice.chosen, "meta").nbytes for layer_spec in layer_specs)
         try:

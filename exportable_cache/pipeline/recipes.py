@@ -37,6 +37,7 @@ class Recipe:
         stock_kv_dtype: The same for other programs. ExecuTorch's operators convert 8-bit keys to float32 in each step,
             which takes twice the time on a full cache, and do not read 4-bit keys (docs/guides/quantize.md).
         native: Call native operators, if their library is installed.
+        compute: Option `compute` of programs that call native operators.
     """
 
     about: str
@@ -45,6 +46,7 @@ class Recipe:
     kv_dtype: str | None = None
     stock_kv_dtype: str | None = None
     native: bool = True
+    compute: str | None = None
 
     def settings(self, native: bool) -> dict[str, Any]:
         """Return the values of `SETTINGS`.
@@ -58,10 +60,13 @@ class Recipe:
 
 #: The default.
 EXACT = "exact"
+#: The recipe that rounds what `exact` keeps, as other runtimes do by default.
+HALF = "half"
 #: The only recipe that ExecuTorch's own runner can open, which has no native operators.
 PORTABLE = "portable"
 RECIPES: dict[str, Recipe] = {
     EXACT: Recipe("weights as the checkpoint has them"),
+    HALF: Recipe("products, keys and values in 16 bits", kv_dtype="float16", compute="bfloat16"),
     "fast": Recipe("4-bit weights, 8-bit tables, keys and values", "8da4w", "8w", "int8"),
     "small": Recipe("4-bit weights, 8-bit tables, 4-bit keys and values", "8da4w", "8w", "int4", "int8"),
     PORTABLE: Recipe("float32 by ExecuTorch's operators only", native=False),
@@ -73,7 +78,7 @@ NO_NATIVE_OPERATORS = (
 )
 #: What a user of `exact` may choose instead, with figures of docs/peers.md.
 PRODUCTS_IN_16_BITS = (
-    "`-O compute=bfloat16 --kv-dtype float16` also rounds products and keys to 16 bits, as other runtimes do: logits "
+    f"`--recipe {HALF}` also rounds products and keys to 16 bits, as other runtimes do: logits "
     "are then about 6e-03 of their spread from the model instead of 2e-06, and with AVX512_BF16 prompts take half to "
     "six tenths of the time (Qwen3-0.6B)"
 )
@@ -138,6 +143,8 @@ def fill_options(
     filled = dict(options)
     if fits and "kernels" not in options and chosen_path() is not None:
         filled["kernels"] = "native"
+    if chosen.compute is not None and filled.get("kernels") == "native":
+        filled.setdefault("compute", chosen.compute)
     settings = chosen.settings(filled.get("kernels") == "native")
     changed = {one: value for one, value in given.items() if settings.get(one) != value}
     changed |= {one: options[one] for one in _CHANGES if one in options}
