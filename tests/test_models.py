@@ -13,7 +13,8 @@ from huggingface_hub import constants
 from transformers import AutoModelForSequenceClassification
 
 from exportable_cache.common.tensors import parse_dtype
-from exportable_cache.errors import InputError, UnsupportedModelError
+from exportable_cache.errors import DeviceMemoryError, InputError, UnsupportedModelError
+from exportable_cache.models.loading import loading
 from exportable_cache.models.loading.loading import load_config, load_model
 from exportable_cache.models.loading.tokenizer import load_tokenizer
 from exportable_cache.models.positions import check_positions, position_limit
@@ -266,3 +267,18 @@ def test_empty_name_is_not_the_working_folder(folder: Path, open_: Any, monkeypa
     monkeypatch.chdir(folder)
     with pytest.raises(InputError, match="model must not be an empty string; pass 'demo', a local folder, or a hub id"):
         open_("")
+
+
+def test_weights_that_do_not_fit_after_conversion_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system would end the process without a message. Weights in their stored dtype stay in the mapped file."""
+    tiny_model("llama", torch.bfloat16).save_pretrained(tmp_path / "model")
+    size = (tmp_path / "model" / "model.safetensors").stat().st_size
+    monkeypatch.setattr(loading, "host_memory", lambda: 2 * size)
+    assert load_model(tmp_path / "model", torch.float32).model.dtype == torch.float32
+    monkeypatch.setattr(loading, "host_memory", lambda: 2 * size - 1)
+    with pytest.raises(DeviceMemoryError, match=r"stored in bfloat16, take .* in float32, but .* are free; .*--recipe"):
+        load_model(tmp_path / "model", torch.float32)
+    assert load_model(tmp_path / "model", torch.bfloat16).model.dtype == torch.bfloat16
+    assert load_model(tmp_path / "model").model.dtype == torch.bfloat16

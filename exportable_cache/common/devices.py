@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -98,6 +99,16 @@ def free_and_total(device: torch.device) -> tuple[int, int] | None:
     free, total = torch.cuda.mem_get_info(device)
     # Memory that torch holds and has not given out is free for torch.
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+
+
+def host_memory() -> int | None:
+    """Return the bytes that this process can still allocate, swap space included; None outside of Linux."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    return sizes["MemAvailable"] + sizes["SwapFree"] if sizes.keys() >= {"MemAvailable", "SwapFree"} else None
 
 
 def check_fits(device: torch.device, needed: Mapping[str, int]) -> None:

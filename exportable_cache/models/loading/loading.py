@@ -30,9 +30,18 @@ from transformers import (
 )
 
 from ...common.compat.transformers import has_adapters
+from ...common.devices import host_memory
 from ...common.progress import silent
+from ...common.sizes import bytes_text
 from ...common.tensors import dtype_name, parse_dtype
-from ...errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError, first_line
+from ...errors import (
+    BundleError,
+    DeviceMemoryError,
+    InputError,
+    MissingDependencyError,
+    UnsupportedModelError,
+    first_line,
+)
 from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_folder, merged, merged_line
 from .generation_configs import check_generation_config, eos_tokens_of
 from .location import Location, file_in, locate, quiet
@@ -152,6 +161,7 @@ def load_model(
         UnsupportedModelError: If the model type is unknown or has no causal LM, the weights belong to another kind of
             model or use an unsupported quantisation, or an adapter cannot be merged.
         MissingDependencyError: If the checkpoint or the adapter needs a package that is not installed.
+        DeviceMemoryError: If weights in another dtype than the stored one exceed the memory.
     """
     wanted, folders = parse_dtype(dtype), check_adapters(lora)
     if isinstance(model_or_path, PreTrainedModel) or is_peft(model_or_path):
@@ -218,6 +228,8 @@ def _from_checkpoint(
         quantization = {"quantization_config": GgufConfig(dequantize=True)} if location.gguf else {}
         kind = auto_class(config)
         assert kind is not None
+        if wanted is not None and stored is None:
+            _check_memory(location, stored_dtype(config), wanted)
         try:
             model, info = kind.from_pretrained(
                 location.path,
@@ -273,6 +285,25 @@ def _from_checkpoint(
     for remark in remarks:
         progress(remark, 0, None)
     return LoadedModel(model.eval(), tokenizer, location.source, processor_files, remarks, integers)
+
+
+def _check_memory(location: Location, stored: torch.dtype | None, wanted: torch.dtype) -> None:
+    """Check that the memory has room for weights that are converted; others stay in their mapped files.
+
+    Raises:
+        DeviceMemoryError: If it does not, because the system would end the process without a message.
+    """
+    if stored is None or stored == wanted or not location.local or location.gguf is not None:
+        return
+    read = sum(path.stat().st_size for path in Path(location.path).glob("*.safetensors"))
+    needed, free = read * wanted.itemsize // stored.itemsize, host_memory()
+    if free is not None and needed > free:
+        raise DeviceMemoryError(
+            f"the weights of {location.source!r}, stored in {dtype_name(stored)}, take {bytes_text(needed)} in "
+            f"{dtype_name(wanted)}, but {bytes_text(free)} of memory and swap space are free; export a bundle with "
+            f"`--recipe fast`, which loads them in {dtype_name(stored)}, run a live session with "
+            f"dtype={dtype_name(stored)!r}, or add swap space"
+        )
 
 
 def load_config(model_or_path: PreTrainedModel | PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
