@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from exportable_cache import ExportableCache
+from exportable_cache.backends import backend_for
+from exportable_cache.common.fs import tensor_files
 from exportable_cache.common.fs.tensor_files import Scratch
 from exportable_cache.errors import BundleError
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.pipeline import steps
+from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from .support.models import tiny_model
 
@@ -40,6 +45,32 @@ def test_weights_are_the_same_there(tmp_path: Path, scheme: Quantization) -> Non
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
+def test_packed_weights_lie_in_files_and_give_the_same_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("executorch", reason="the executorch extra is not installed")
+    from exportable_cache.backends.executorch import graph_edits
+    from exportable_cache.backends.executorch.lowering.lower import write_program
+
+    backend = backend_for("executorch")
+    spec = backend.program_spec(ProgramSpec(1), backend.options())
+
+    def written(name: str) -> bytes:
+        path = tmp_path / name
+        write_program(Program(model, ExportableCache.from_model(model, 16), spec), path, compute="float32")
+        return path.read_bytes()
+
+    model = quantize(tiny_model("llama", hidden_size=64, head_dim=16), Quantization("8da4w", 32, "8w")).model
+    in_memory = written("in_memory.pte")
+    shapes: list[tuple[int, ...]] = []
+    empty = Scratch.empty
+    monkeypatch.setattr(Scratch, "empty", lambda *args: shapes.append(tuple(args[1])) or empty(*args))
+    monkeypatch.setattr(tensor_files, "MAX_WEIGHTS_IN_MEMORY", 0)
+    assert written("small.pte") == in_memory and not shapes
+    monkeypatch.setattr(graph_edits, "_MIN_BYTES_IN_FILES", 0)
+    assert written("in_files.pte") == in_memory
+    # Seven linear layers in each of two layers, and the head.
+    assert len(shapes) == 15
+
+
 def scratch_of(model: torch.nn.Module, output: Path) -> Scratch | None:
     return steps._scratch_for(model, output)
 
@@ -50,9 +81,9 @@ def test_only_large_models_are_written_out_and_only_where_there_is_room(
     model = tiny_model("llama")
     output = tmp_path / "not" / "there" / "yet"
     assert scratch_of(model, output) is None
-    monkeypatch.setattr(steps, "_MOST_IN_MEMORY", 0)
+    monkeypatch.setattr(tensor_files, "MAX_WEIGHTS_IN_MEMORY", 0)
     assert scratch_of(model, output)._folder == tmp_path
-    monkeypatch.setattr(steps.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr(tensor_files.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     assert scratch_of(model, output) is None
 
 
@@ -64,7 +95,7 @@ def test_a_disk_that_fills_up_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     def fill(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(steps, "_MOST_IN_MEMORY", 0)
+    monkeypatch.setattr(tensor_files, "MAX_WEIGHTS_IN_MEMORY", 0)
     monkeypatch.setattr(os, "posix_fallocate", fill)
     model = tiny_model("llama", hidden_size=64, head_dim=16)
     with pytest.raises(BundleError, match=r"cannot write next to .*out: No space left on device; choose another disk"):

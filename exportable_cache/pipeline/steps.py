@@ -61,8 +61,6 @@ from .dtypes import choose_dtype
 from .ranks import check_ranks, lower_ranks
 from .spec import DRAFT_TARGETS, adapters_of, dtype_of, options_of, output_of, vocabulary_of
 
-# Quantized weights that are kept in memory during an export, one byte each; more go to a temporary file.
-_MOST_IN_MEMORY = 2_000_000_000
 #: Fewest tokens of a text on which a draft head is measured.
 _LEAST_DRAFT_TEXT = 256
 
@@ -295,11 +293,8 @@ def _calibrated(calibration: Calibration) -> Calibrated:
 
 def _scratch_for(model: PreTrainedModel, output: Path) -> Scratch | None:
     """Return a factory of temporary files for a large model's integers, if the output's disk has room for both."""
-    integers = model.num_parameters()
     folder = next(folder for folder in output.absolute().parents if folder.is_dir())
-    if integers <= _MOST_IN_MEMORY or not Scratch.available() or shutil.disk_usage(folder).free < 2 * integers:
-        return None
-    return Scratch(folder)
+    return Scratch.for_weights(folder, model.num_parameters())
 
 
 def allocate(resolved: Resolved, model: PreTrainedModel) -> ExportableCache:

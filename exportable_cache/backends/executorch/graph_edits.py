@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import Graph
 
+    from ...common.fs.tensor_files import Scratch
+
+#: A file for each smaller weight would cost more than its memory.
+_MIN_BYTES_IN_FILES = 1 << 20
+
 
 def constant_of(program: ExportedProgram, node: Any, state: Collection[str] = ()) -> Any:
     """Return the value of a call's argument, or None if it depends on an input, a parameter or a mutated buffer.
@@ -45,14 +50,27 @@ def add_weight(program: ExportedProgram, name: str, value: torch.Tensor) -> Node
         return create_constant_placeholder(program, program.graph, name, InputKind.PARAMETER, value)
 
 
-def packed_weight(program: ExportedProgram, weight: Node, pack: Callable[[], torch.Tensor]) -> Node:
+def packed_weight(
+    program: ExportedProgram, weight: Node, pack: Callable[[], torch.Tensor], scratch: Scratch | None = None
+) -> Node:
     """Return the packed form of a weight, which is made on the first call.
 
     It is a parameter, because its values differ between layers that are otherwise equal: see `dedup.segments`.
+
+    Args:
+        program: Program to add it to.
+        weight: The weight.
+        pack: Returns the packed values.
+        scratch: Storage of large weights in files; None for memory.
     """
     name = f"{weight.name}_packed"
-    known = program.graph.find_nodes(op="placeholder")
-    return next((node for node in known if node.name == name), None) or add_weight(program, name, pack())
+    known = next((node for node in program.graph.find_nodes(op="placeholder") if node.name == name), None)
+    if known is not None:
+        return known
+    packed = pack()
+    if scratch is not None and packed.nbytes >= _MIN_BYTES_IN_FILES:
+        packed = scratch.empty(packed.shape, packed.dtype).copy_(packed)
+    return add_weight(program, name, packed)
 
 
 def add_constant(program: ExportedProgram, name: str, value: torch.Tensor, persistent: bool = False) -> Node:

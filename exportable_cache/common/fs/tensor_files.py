@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -126,6 +127,10 @@ def _checksum_of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
     return digest.hexdigest()
 
 
+#: Bytes of quantized or packed weights that an export keeps in memory; more go to temporary files.
+MAX_WEIGHTS_IN_MEMORY = 2_000_000_000
+
+
 class Scratch:
     """A factory of tensors in temporary files, which the system can write out if memory is short.
 
@@ -137,6 +142,16 @@ class Scratch:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    @classmethod
+    def for_weights(cls, folder: Path, size: int) -> Scratch | None:
+        """Return a factory for weights of `size` bytes, or None if they fit into memory or not onto the disk.
+
+        The disk must have room for them twice, because a program is written next to them.
+        """
+        if size <= MAX_WEIGHTS_IN_MEMORY or not cls.available() or shutil.disk_usage(folder).free < 2 * size:
+            return None
+        return cls(folder)
 
     @staticmethod
     def available() -> bool:

@@ -397,12 +397,17 @@ def _quantize_weight(module: nn.Module, config: Any, dtype: torch.dtype, scratch
     """
     weight = _weight(module)
     rows = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
+    integers = (torch.empty if scratch is None else scratch.empty)(weight.shape, dtype=torch.int8)
+    parts = []
     with one_thread():
-        parts = [_quantized(part.float(), config, dtype) for part in weight.detach().split(rows)]
-        first = parts[0]
-        scales, zero_points = (torch.cat([getattr(part, name) for part in parts]) for name in ("scale", "zero_point"))
-        whole = None if scratch is None else scratch.empty(weight.shape, first.qdata.dtype)
-        integers = torch.cat([part.qdata for part in parts], out=whole)
+        for some, into in zip(weight.detach().split(rows), integers.split(rows), strict=True):
+            part = _quantized(some.float(), config, dtype)
+            into.copy_(part.qdata)
+            # Not kept until the end, because the heap would then keep a multiple of the integers' memory.
+            part.qdata = part.qdata[:0]
+            parts.append(part)
+    first = parts[0]
+    scales, zero_points = (torch.cat([getattr(part, name) for part in parts]) for name in ("scale", "zero_point"))
     form = (first.target_dtype, first.block_size, dtype, first.activation_quantization)
     module.weight = nn.Parameter(type(first)(integers, scales, zero_points, *form), requires_grad=False)
 

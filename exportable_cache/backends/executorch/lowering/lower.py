@@ -17,6 +17,8 @@ from executorch.exir.passes import MemoryPlanningPass
 from torch.export import ExportedProgram
 
 from ....common.compat.executorch import edge_config, release_program
+from ....common.fs.tensor_files import Scratch
+from ....common.process.heap import give_back_heap
 from ....errors import ExportableCacheError, InputError, UnsupportedModelError, describe_trace_error
 from ..dedup.segment_calls import ClonedSegments
 from ..delegates.checks import check_cache, check_methods, delegated_calls
@@ -72,6 +74,7 @@ def to_edge(
     delegate: str = "xnnpack",
     native: bool = False,
     rounded: bool = False,
+    scratch: Scratch | None = None,
 ) -> EdgeProgramManager:
     """Partition for a delegate, all methods together, so that weights they share are stored once.
 
@@ -81,6 +84,7 @@ def to_edge(
         delegate: A key of `DELEGATES`.
         native: Use native operators for linear layers, and for embedding tables that 16 bits hold without loss.
         rounded: Round the inputs of native layers with bfloat16 weights, and of attention, to bfloat16.
+        scratch: Storage of large packed weights in files; None for memory.
     """
     patch_exporter()
     segments = ClonedSegments(_segment_to_edge)
@@ -92,7 +96,11 @@ def to_edge(
         *((steps_to_native,) if native else ()),
         *REWRITES,
     )
-    to_native = (tables_to_native, partial(linears_to_native, rounded=rounded), experts_to_native)
+    to_native: tuple[Rewrite, ...] = (
+        partial(tables_to_native, scratch=scratch),
+        partial(linears_to_native, rounded=rounded, scratch=scratch),
+        partial(experts_to_native, scratch=scratch),
+    )
     to_native = (*to_native, *((round_attention,) if rounded else ()))
     rewrites = (*rewrites, *(to_native if native else ()))
     replace_segments: Rewrite = partial(segments.replace, state=state)
@@ -186,9 +194,10 @@ def lower_programs(
     delegate: str = "xnnpack",
     native: bool = False,
     rounded: bool = False,
+    scratch: Scratch | None = None,
 ) -> ExecutorchProgramManager:
     """Call `to_edge`, then `to_program`."""
-    return to_program(to_edge(programs, constant_methods, delegate, native, rounded))
+    return to_program(to_edge(programs, constant_methods, delegate, native, rounded, scratch))
 
 
 def write_program(
@@ -218,7 +227,10 @@ def write_program(
     """
     facts = DELEGATES[delegate]
     check_methods(facts, program)
-    lowered = _lowered(program, delegate, for_llm_runner, compute is not None, compute == "bfloat16")
+    # Packed weights take two bytes each in 16 bits, and at most one if they are quantized.
+    sizes = (weight.numel() * (2 if weight.is_floating_point() else 1) for weight in program.model.parameters())
+    scratch = None if compute is None else Scratch.for_weights(path.parent, sum(sizes))
+    lowered = _lowered(program, delegate, for_llm_runner, compute is not None, compute == "bfloat16", scratch)
     holds = f"methods {', '.join(program.methods)}, weights, one cache"
     if delegate != "xnnpack":
         check_cache(facts, program, lowered, allow_partial)
@@ -228,11 +240,12 @@ def write_program(
     del lowered
     # Graphs and their nodes are reference cycles.
     gc.collect()
+    give_back_heap()
     return holds
 
 
 def _lowered(
-    program: Program, delegate: str, for_llm_runner: bool, native: bool, rounded: bool
+    program: Program, delegate: str, for_llm_runner: bool, native: bool, rounded: bool, scratch: Scratch | None
 ) -> ExecutorchProgramManager:
     with warnings.catch_warnings():
         # Deprecations inside executorch, hundreds per export, which callers cannot change.
@@ -242,7 +255,7 @@ def _lowered(
         metadata = runner_metadata(program, required=for_llm_runner) if "forward" in exported else None
         what = f"{type(program.model).__name__} cannot be lowered for ExecuTorch"
         with refusing(what, "export it for target 'pt2' instead"):
-            lowered = lower_programs(exported, metadata, delegate, native, rounded)
+            lowered = lower_programs(exported, metadata, delegate, native, rounded, scratch)
     check_kernels(lowered)
     return lowered
 

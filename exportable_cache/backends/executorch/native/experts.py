@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import Node
 
+    from ....common.fs.tensor_files import Scratch
+
 _EXPERTS = "(Tensor source, Tensor weights, Tensor? bias, Tensor indices, Tensor? factors, int outputs"
 
 
@@ -40,8 +42,12 @@ def pack_experts(count: int, pack_one: Callable[[int], torch.Tensor]) -> torch.T
     return packed
 
 
-def experts_to_native(program: ExportedProgram) -> ExportedProgram:
+def experts_to_native(program: ExportedProgram, scratch: Scratch | None = None) -> ExportedProgram:
     """Rewrite each linear layer of experts as a native operator, in place.
+
+    Args:
+        program: Program to rewrite.
+        scratch: See `packed_weight`.
 
     Raises:
         UnsupportedModelError: If the weights of experts are computed in the program.
@@ -50,7 +56,7 @@ def experts_to_native(program: ExportedProgram) -> ExportedProgram:
     layers = graph.find_nodes(op="call_function", target=EXPERT_LINEAR)
     for node in layers:
         with graph.inserting_before(node):
-            call = _inserted(program, node)
+            call = _inserted(program, node, scratch)
         call.meta = {**node.meta, "val": call.meta["val"]}
         replace_call(node, call)
     if layers:
@@ -59,7 +65,7 @@ def experts_to_native(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def _inserted(program: ExportedProgram, node: Node) -> Node:
+def _inserted(program: ExportedProgram, node: Node, scratch: Scratch | None) -> Node:
     arguments: tuple[Any, ...] = node.args
     source, weight, scale, bias, indices, factors, transposed = arguments
     if not is_param(program, weight):
@@ -83,7 +89,7 @@ def _inserted(program: ExportedProgram, node: Node) -> Node:
         def pack_one(expert: int) -> torch.Tensor:
             return pack_float(rows[expert], dtype)
 
-    packed = packed_weight(program, weight, lambda: pack_experts(len(numbers), pack_one))
+    packed = packed_weight(program, weight, lambda: pack_experts(len(numbers), pack_one), scratch)
     operator = getattr(torch.ops.exportable_cache, f"experts_{name}").default
     return insert_call(program.graph, operator, source, packed, bias, indices, factors, outputs)
 

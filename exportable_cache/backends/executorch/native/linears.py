@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
     from ....common.compat.torch import OpOverload
+    from ....common.fs.tensor_files import Scratch
 
 
 #: Number of outputs in a block.
@@ -237,7 +238,9 @@ class _Packed(NamedTuple):
     outputs: int
 
 
-def linears_to_native(program: ExportedProgram, rounded: bool = False) -> ExportedProgram:
+def linears_to_native(
+    program: ExportedProgram, rounded: bool = False, scratch: Scratch | None = None
+) -> ExportedProgram:
     """Rewrite each linear layer that a native operator supports, in place; others are unchanged.
 
     Layers with the same input, such as query, key and value projections, become one call, because rows are then
@@ -246,11 +249,12 @@ def linears_to_native(program: ExportedProgram, rounded: bool = False) -> Export
     Args:
         program: Program to rewrite.
         rounded: Round the inputs of layers with bfloat16 weights to bfloat16.
+        scratch: See `packed_weight`.
     """
     graph = fold_linears(program).graph
     by_input: dict[tuple[OpOverload, Node, bool], list[tuple[Node, _Packed]]] = {}
     for node in list(graph.nodes):
-        layer = _packed_integers(program, node) or _packed_float(program, node, rounded)
+        layer = _packed_integers(program, node, scratch) or _packed_float(program, node, rounded, scratch)
         if layer is None:
             continue
         by_input.setdefault((layer.operator, layer.source, layer.bias is None), []).append((node, layer))
@@ -287,7 +291,7 @@ def _called(graph: Graph, layers: list[tuple[Node, _Packed]]) -> list[tuple[Node
     return [(node, result) for (node, _), result in zip(layers, results, strict=True)]
 
 
-def _packed_integers(program: ExportedProgram, node: Node) -> _Packed | None:
+def _packed_integers(program: ExportedProgram, node: Node, scratch: Scratch | None) -> _Packed | None:
     layer = integer_layer(node)
     if layer is None or layer.group % (_ROUNDED_MULTIPLE if layer.rounds else _FLOAT_MULTIPLE):
         return None
@@ -297,12 +301,12 @@ def _packed_integers(program: ExportedProgram, node: Node) -> _Packed | None:
         if layer.bits != 4 or (zeros is not None and bool(zeros.any())):
             return None
         call = torch.ops.exportable_cache.linear_4bit.default
-        packed = packed_weight(program, layer.integers, lambda: pack(integers, scales))
+        packed = packed_weight(program, layer.integers, lambda: pack(integers, scales), scratch)
     else:
         name = grouped_form(layer.bits, scales, zeros)
         call = getattr(torch.ops.exportable_cache, f"linear_{name}").default
         packed = packed_weight(
-            program, layer.integers, lambda: pack_groups(integers, scales, zeros, GROUPED_FORMS[name])
+            program, layer.integers, lambda: pack_groups(integers, scales, zeros, GROUPED_FORMS[name]), scratch
         )
     return _Packed(call, layer.source, packed, layer.bias, integers.shape[0])
 
@@ -319,7 +323,7 @@ def is_native_linear(program: ExportedProgram, node: Node) -> bool:
     return form.dtype == source.meta["val"].dtype == torch.float32 and form.shape[0] >= BLOCK
 
 
-def _packed_float(program: ExportedProgram, node: Node, rounded: bool) -> _Packed | None:
+def _packed_float(program: ExportedProgram, node: Node, rounded: bool, scratch: Scratch | None) -> _Packed | None:
     """Return the packed layer, or None if it is unsupported or its weight has other readers, such as a tied table."""
     if not is_native_linear(program, node):
         return None
@@ -331,7 +335,8 @@ def _packed_float(program: ExportedProgram, node: Node, rounded: bool) -> _Packe
     dtype = exact_dtype(numbers)
     name = ROUNDED if rounded and dtype == torch.bfloat16 else NAMES[dtype]
     call = getattr(torch.ops.exportable_cache, f"linear_{name}").default
-    return _Packed(call, source, packed_weight(program, weight, lambda: pack_float(numbers, dtype)), bias, len(numbers))
+    packed = packed_weight(program, weight, lambda: pack_float(numbers, dtype), scratch)
+    return _Packed(call, source, packed, bias, len(numbers))
 
 
 def linear_float(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
@@ -463,10 +468,14 @@ _LOOKUP = torch.ops.aten.embedding.default
 _EMBEDDING = "(Tensor weights, Tensor tokens, int rows, int dim"
 
 
-def tables_to_native(program: ExportedProgram) -> ExportedProgram:
+def tables_to_native(program: ExportedProgram, scratch: Scratch | None = None) -> ExportedProgram:
     """Rewrite each lookup in a table that 16 bits hold without loss, in place.
 
     A tied table is stored once, as the head's operator reads it. Call this before linear layers are rewritten.
+
+    Args:
+        program: Program to rewrite.
+        scratch: See `packed_weight`.
     """
     graph = program.graph
     for node in graph.find_nodes(op="call_function", target=_LOOKUP):
@@ -479,7 +488,7 @@ def tables_to_native(program: ExportedProgram) -> ExportedProgram:
         numbers = get_param_tensor(program, table)
         dtype = exact_dtype(numbers)
         if dtype != torch.float32:
-            replace_call(node, _looked_up(program, node, numbers.to(dtype), bool(layers)))
+            replace_call(node, _looked_up(program, node, numbers.to(dtype), bool(layers), scratch))
     graph.eliminate_dead_code()
     program.graph_module.recompile()
     return program
@@ -491,16 +500,18 @@ def _arguments(lookup: Node) -> tuple[Node, Node]:
     return found[0], found[1]
 
 
-def _looked_up(program: ExportedProgram, node: Node, numbers: torch.Tensor, is_tied: bool) -> Node:
+def _looked_up(
+    program: ExportedProgram, node: Node, numbers: torch.Tensor, is_tied: bool, scratch: Scratch | None
+) -> Node:
     """Insert a lookup in the table, given its values in the dtype that is stored."""
     table, tokens = _arguments(node)
     if is_tied:
-        table = packed_weight(program, table, lambda: pack_float(numbers, numbers.dtype))
+        table = packed_weight(program, table, lambda: pack_float(numbers, numbers.dtype), scratch)
         with program.graph.inserting_before(node):
             operator = getattr(torch.ops.exportable_cache, f"embedding_{NAMES[numbers.dtype]}").default
             result = insert_call(program.graph, operator, table, tokens, *numbers.shape)
     else:
-        table = packed_weight(program, table, numbers.detach)
+        table = packed_weight(program, table, numbers.detach, scratch)
         with program.graph.inserting_before(node):
             rows = insert_call(program.graph, _LOOKUP, table, tokens)
             result = insert_call(program.graph, torch.ops.aten.to.dtype, rows, torch.float32)
