@@ -35,7 +35,7 @@ def check_pair(
     if (inputs, outputs) != known[name]:
         raise InputError(
             f"{what} must have {known[name][0]} inputs and {known[name][1]} outputs in {name}, got {inputs} and "
-            f"{outputs}; it was trained for another model"
+            f"{outputs}; it was trained for another model, so pass one of this model"
         )
     if rank > most:
         raise InputError(

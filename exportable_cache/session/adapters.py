@@ -106,6 +106,10 @@ def read_adapter(
         adapter = read_lora(given)
         check_fits(slots, adapter.tensors, f"the adapter in {given}")
         return adapter
+    if given.name == "adapter_model.safetensors":
+        raise InputError(
+            f"{given} is a part of an adapter that peft saved; pass its folder, or make a file with {_WRITER}"
+        )
     tensors, metadata = read_tensors(given, "an adapter", _FORMAT, _WRITER)
     if public is not None:
         signing.check(given.parent, _signed(metadata), public, f"{given.name}.sig")

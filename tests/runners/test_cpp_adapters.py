@@ -54,10 +54,12 @@ def test_adapters_give_the_logits_of_the_session(tmp_path: Path, probe: Probe) -
     (tmp_path / "other.adapter").write_bytes(raw.replace(opened.manifest.fingerprint.encode(), b"f" * 64))
     with open(tmp_path / "huge.adapter", "wb") as file:
         file.truncate(1 << 40)  # it has holes, and takes no space on the disk
-    bad = [
-        ("load_adapter", tmp_path / f"{name}.adapter", "x")
-        for name in ("cut", "long", "text", "other", "missing", "huge")
-    ]
+    flipped = bytearray(raw)
+    flipped[-3] ^= 1
+    (tmp_path / "flipped.adapter").write_bytes(flipped)
+    files = [f"{name}.adapter" for name in ("flipped", "cut", "long", "text", "other", "missing", "huge")]
+    files += ["one", "one/adapter_model.safetensors"]
+    bad = [("load_adapter", tmp_path / file, "x") for file in files]
     steps = [
         step
         for name in ("one", "two", "", "one")
@@ -83,9 +85,18 @@ def test_adapters_give_the_logits_of_the_session(tmp_path: Path, probe: Probe) -
     assert (torch.tensor(replies[20].numbers()) - expected[""]).abs().max() <= TOLERANCE
     assert "with an adapter in use cannot be saved" in replies[17].values[1]
     messages = [reply.values[1] for reply in replies[21:]]
-    for message, says in zip(
-        messages, ("matrices", "header", "header", "other weights", "cannot read", "at most"), strict=True
-    ):
+    expected_parts = (
+        "its checksum does not match; copy it again",
+        "it is shorter or longer than its tensors",
+        "header",
+        "header",
+        "other weights",
+        "cannot read",
+        "at most",
+        "is a folder; make its file with",
+        "is of another format than adapters for a program; make its file with `exportable-cache adapter",
+    )
+    for message, says in zip(messages, expected_parts, strict=True):
         assert says in message
 
 

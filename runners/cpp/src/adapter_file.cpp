@@ -1,13 +1,17 @@
 #include "adapter_file.h"
 
 #include <cstdint>
+#include <filesystem>
 #include <fstream>
 #include <map>
+#include <optional>
 
 #include "safetensors.h"
 
 namespace exportable_cache {
 namespace {
+
+constexpr const char* kMakeIt = "make its file with `exportable-cache adapter FOLDER --for BUNDLE`";
 
 // Rows as columns, in a matrix of `width` columns.
 void transpose(const Matrix& given, int64_t width, std::vector<float>& found) {
@@ -22,6 +26,8 @@ Result<std::vector<std::vector<float>>> read_adapter(const std::string& path, co
   const auto damaged = [&path](const std::string& what) {
     return fail(ErrorCode::kInput, path, " is not an adapter that `exportable-cache adapter` wrote: ", what, "; copy it again");
   };
+  std::error_code none;
+  if (std::filesystem::is_directory(path, none)) return fail(ErrorCode::kInput, path, " is a folder; ", kMakeIt);
   if (!std::ifstream(path)) return fail(ErrorCode::kInput, "cannot read the adapter ", path, "; pass a file that `exportable-cache adapter` wrote");
   // An adapter has at most float64 values of each target's two matrices; a larger file would only take memory.
   uint64_t most = sizeof(uint64_t) + kMostHeader;
@@ -29,12 +35,17 @@ Result<std::vector<std::vector<float>>> read_adapter(const std::string& path, co
   const Result<Safetensors> file = read_safetensors(path, most);
   if (!file.ok()) return damaged(file.error().message);
   const Json& metadata = file->header["__metadata__"];
-  if (metadata["format"].string() == nullptr || *metadata["format"].string() != "exportable_cache.adapter.v1") return damaged("it has another format");
+  if (metadata["format"].string() == nullptr || *metadata["format"].string() != "exportable_cache.adapter.v1") {
+    return fail(ErrorCode::kInput, path, " is of another format than adapters for a program; ", kMakeIt);
+  }
   const std::string* made_for = metadata["fingerprint"].string();
   if (made_for != nullptr && !made_for->empty() && !fingerprint.empty() && *made_for != fingerprint) {
     return fail(ErrorCode::kInput, path, " was made for other weights than those of this program; make it again with ",
                 "`exportable-cache adapter FOLDER --for BUNDLE`");
   }
+  const std::optional<std::string> sum = file->checksum();
+  if (!sum) return damaged("it is shorter or longer than its tensors");
+  if (metadata["checksum"].string() == nullptr || *metadata["checksum"].string() != *sum) return damaged("its checksum does not match");
 
   std::map<std::string, size_t> indices;
   std::vector<std::vector<float>> tensors;
@@ -63,7 +74,7 @@ Result<std::vector<std::vector<float>>> read_adapter(const std::string& path, co
     const LoraTarget& target = lora.targets[found->second];
     if (a->columns != target.inputs || b->rows != target.outputs) {
       return fail(ErrorCode::kInput, path, " must have ", target.inputs, " inputs and ", target.outputs, " outputs in ", layer, ", got ",
-                  a->columns, " and ", b->rows, "; it was trained for another model");
+                  a->columns, " and ", b->rows, "; it was trained for another model, so pass one of this model");
     }
     if (a->rows > lora.rank) {
       return fail(ErrorCode::kInput, path, " must have a rank of at most ", lora.rank, ", got ", a->rows, " in ", layer,

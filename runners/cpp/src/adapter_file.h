@@ -9,7 +9,7 @@
 namespace exportable_cache {
 
 /// Read an adapter for the slots of a program, padded with zeros to its rank: two tensors for each target, [inputs, rank] and
-/// [rank, outputs]. The checksum of the file is not compared.
+/// [rank, outputs].
 ///
 /// Error kInput if the file cannot be read, is damaged, was made for other weights, or does not fit the slots.
 Result<std::vector<std::vector<float>>> read_adapter(const std::string& path, const LoraSpec& lora, const std::string& fingerprint);

@@ -7,6 +7,9 @@
 #include <fstream>
 #include <limits>
 #include <span>
+#include <string_view>
+
+#include "sha256.h"
 
 namespace exportable_cache {
 namespace {
@@ -42,6 +45,32 @@ std::optional<std::vector<float>> floats_of(const std::string& dtype, std::span<
   return std::nullopt;
 }
 
+// A text as Python's json.dumps writes it. Bytes of other characters than ASCII cannot be in such a file.
+std::string json_text(std::string_view text) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  constexpr std::string_view kEscaped = "\"\\\n\r\t\b\f", kNames = "\"\\nrtbf";
+  std::string found = "\"";
+  for (const char letter : text) {
+    const size_t at = kEscaped.find(letter);
+    if (at != std::string_view::npos) {
+      found += {'\\', kNames[at]};
+    } else if (letter < ' ' || letter > '~') {
+      found += "\\u00";
+      found += {kDigits[letter >> 4 & 15], kDigits[letter & 15]};
+    } else {
+      found += letter;
+    }
+  }
+  return found + '"';
+}
+
+// The name of a dtype in torch.
+std::string_view torch_name(std::string_view dtype) {
+  if (dtype == "F64") return "torch.float64";
+  if (dtype == "F16") return "torch.float16";
+  return dtype == "BF16" ? "torch.bfloat16" : "torch.float32";
+}
+
 }  // namespace
 
 std::optional<Matrix> Safetensors::matrix(const std::string& name) const {
@@ -57,6 +86,38 @@ std::optional<Matrix> Safetensors::matrix(const std::string& name) const {
   const bool finite = std::all_of(values->begin(), values->end(), [](float value) { return std::isfinite(value); });
   if (!finite) return std::nullopt;
   return Matrix{*rows, *columns, std::move(*values)};
+}
+
+std::optional<std::string> Safetensors::checksum() const {
+  std::string texts = "{";
+  if (const Json::Object* metadata = header["__metadata__"].object()) {
+    for (const auto& [name, text] : *metadata) {
+      if (name == "checksum" || text.string() == nullptr) continue;
+      texts += (texts.size() > 1 ? ", " : "") + json_text(name) + ": " + json_text(*text.string());
+    }
+  }
+  Sha256 digest;
+  digest.add(texts + "}");
+  int64_t left = static_cast<int64_t>(data.size());
+  for (const auto& [name, entry] : *header.object()) {
+    if (name == "__metadata__") continue;
+    const Json::Array *shape = entry["shape"].array(), *ends = entry["data_offsets"].array();
+    if (shape == nullptr || ends == nullptr || ends->size() != 2 || entry["dtype"].string() == nullptr) return std::nullopt;
+    const int64_t *begin = (*ends)[0].integer(), *end = (*ends)[1].integer();
+    if (begin == nullptr || end == nullptr || *begin < 0 || *end < *begin || *end > static_cast<int64_t>(data.size())) return std::nullopt;
+    // Tensors do not overlap, or many of them could take forever.
+    left -= *end - *begin;
+    if (left < 0) return std::nullopt;
+    std::string sizes;
+    for (const Json& size : *shape) {
+      if (size.integer() == nullptr) return std::nullopt;
+      sizes += (sizes.empty() ? "" : ", ") + std::to_string(*size.integer());
+    }
+    digest.add("[" + json_text(name) + ", \"" + std::string(torch_name(*entry["dtype"].string())) + "\", [" + sizes + "]]");
+    digest.add(std::string_view(data).substr(static_cast<size_t>(*begin), static_cast<size_t>(*end - *begin)));
+  }
+  if (left > 0) return std::nullopt;
+  return digest.hex();
 }
 
 Result<Safetensors> read_safetensors(const std::string& path, uint64_t most) {

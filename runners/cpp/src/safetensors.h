@@ -29,6 +29,10 @@ struct Safetensors {
 
   /// A matrix by its name; nothing if there is none, or it is not of finite floats.
   std::optional<Matrix> matrix(const std::string& name) const;
+
+  /// The checksum that Python writes to `checksum` of the metadata: sha256 of the other metadata and of each tensor. Nothing if the
+  /// tensors are not exactly the data of the file.
+  std::optional<std::string> checksum() const;
 };
 
 /// Read a file of at most `most` bytes. The message of an error names the problem alone.
