@@ -21,7 +21,7 @@ static void throw_failure(JNIEnv* env, ec_status status) {
 
 static ec_session* session_of(jlong handle) { return (ec_session*)(intptr_t)handle; }
 
-/* A copy of an array's elements, to be freed; null with an exception if there is no memory or no array. */
+/* A copy of an array of bytes or longs, to be freed; null with an exception if there is no memory or no array. */
 static void* copy_of(JNIEnv* env, jarray array, size_t element) {
   if (array == NULL) {
     jclass kind = (*env)->FindClass(env, "java/lang/NullPointerException");
@@ -105,6 +105,49 @@ JNIEXPORT void JNICALL Java_exportablecache_Session_rewind(JNIEnv* env, jclass k
   if (status != EC_OK) throw_failure(env, status);
 }
 
+JNIEXPORT void JNICALL Java_exportablecache_Session_shift(JNIEnv* env, jclass kind, jlong session, jlong count, jlong first) {
+  (void)kind;
+  const ec_status status = ec_shift(session_of(session), count, first);
+  if (status != EC_OK) throw_failure(env, status);
+}
+
+JNIEXPORT void JNICALL Java_exportablecache_Session_reset(JNIEnv* env, jclass kind, jlong session) {
+  (void)kind;
+  const ec_status status = ec_reset(session_of(session));
+  if (status != EC_OK) throw_failure(env, status);
+}
+
+/* Add a tensor, whose sizes multiply to the number of its values. */
+static void add_input(JNIEnv* env, jlong session, jbyteArray name, const void* values, int dtype, jlongArray shape) {
+  char* known = copy_of(env, name, 1);
+  int64_t* sizes = known == NULL ? NULL : copy_of(env, shape, sizeof(jlong));
+  if (sizes != NULL) {
+    const size_t dims = (size_t)(*env)->GetArrayLength(env, shape);
+    const ec_status status = ec_add_input(session_of(session), known, values, dtype, sizes, dims);
+    if (status != EC_OK) throw_failure(env, status);
+  }
+  free(sizes);
+  free(known);
+}
+
+JNIEXPORT void JNICALL Java_exportablecache_Session_addFloats(JNIEnv* env, jclass kind, jlong session, jbyteArray name,
+                                                              jfloatArray values, jlongArray shape) {
+  (void)kind;
+  jfloat* numbers = (*env)->GetFloatArrayElements(env, values, NULL);
+  if (numbers == NULL) return;
+  add_input(env, session, name, numbers, EC_FLOAT32, shape);
+  (*env)->ReleaseFloatArrayElements(env, values, numbers, JNI_ABORT);
+}
+
+JNIEXPORT void JNICALL Java_exportablecache_Session_addIntegers(JNIEnv* env, jclass kind, jlong session, jbyteArray name,
+                                                                jlongArray values, jlongArray shape) {
+  (void)kind;
+  int64_t* numbers = copy_of(env, values, sizeof(jlong));
+  if (numbers == NULL) return;
+  add_input(env, session, name, numbers, EC_INT64, shape);
+  free(numbers);
+}
+
 JNIEXPORT jlongArray JNICALL Java_exportablecache_Session_lengths(JNIEnv* env, jclass kind, jlong session) {
   (void)kind;
   int64_t lengths[2] = {0, 0};
@@ -117,6 +160,7 @@ JNIEXPORT jlongArray JNICALL Java_exportablecache_Session_lengths(JNIEnv* env, j
 
 typedef struct Callback {
   JNIEnv* env;
+  ec_session* session;
   jobject object;
   jmethodID test;
 } Callback;
@@ -124,16 +168,24 @@ typedef struct Callback {
 static int on_token(int64_t token, void* user) {
   const Callback* callback = user;
   JNIEnv* env = callback->env;
+  /* An exception of another callback, after which no Java method may be called. */
+  if ((*env)->ExceptionCheck(env)) return 0;
   const jboolean goes_on = (*env)->CallBooleanMethod(env, callback->object, callback->test, (jlong)token);
   return !(*env)->ExceptionCheck(env) && goes_on;
+}
+
+static jbyteArray bytes_of(JNIEnv* env, const char* piece, size_t size) {
+  jbyteArray text = (*env)->NewByteArray(env, (jsize)size);
+  if (text != NULL) (*env)->SetByteArrayRegion(env, text, 0, (jsize)size, (const jbyte*)piece);
+  return text;
 }
 
 static int on_text(const char* piece, size_t size, void* user) {
   const Callback* callback = user;
   JNIEnv* env = callback->env;
-  jbyteArray text = (*env)->NewByteArray(env, (jsize)size);
+  if ((*env)->ExceptionCheck(env)) return 0;
+  jbyteArray text = bytes_of(env, piece, size);
   if (text == NULL) return 0;
-  (*env)->SetByteArrayRegion(env, text, 0, (jsize)size, (const jbyte*)piece);
   const jboolean goes_on = (*env)->CallBooleanMethod(env, callback->object, callback->test, text);
   /* A generation may have more pieces than Java allows local references. */
   (*env)->DeleteLocalRef(env, text);
@@ -143,6 +195,7 @@ static int on_text(const char* piece, size_t size, void* user) {
 static int on_allowed(const int64_t* tokens, size_t count, uint32_t* mask, size_t words, void* user) {
   const Callback* callback = user;
   JNIEnv* env = callback->env;
+  if ((*env)->ExceptionCheck(env)) return -1;
   jlongArray given = (*env)->NewLongArray(env, (jsize)count);
   jintArray bits = given == NULL ? NULL : (*env)->NewIntArray(env, (jsize)words);
   if (bits == NULL) return -1;
@@ -155,19 +208,61 @@ static int on_allowed(const int64_t* tokens, size_t count, uint32_t* mask, size_
   return goes_on;
 }
 
-static jlong long_field(JNIEnv* env, jobject object, const char* name) {
-  jclass kind = (*env)->GetObjectClass(env, object);
-  return (*env)->GetLongField(env, object, (*env)->GetFieldID(env, kind, name, "J"));
+static void on_logprobs(double logprob, const int64_t* tokens, const double* logprobs, size_t count, void* user) {
+  const Callback* callback = user;
+  JNIEnv* env = callback->env;
+  if ((*env)->ExceptionCheck(env)) return;
+  jlongArray most = (*env)->NewLongArray(env, (jsize)count);
+  jdoubleArray theirs = most == NULL ? NULL : (*env)->NewDoubleArray(env, (jsize)count);
+  if (theirs != NULL) {
+    (*env)->SetLongArrayRegion(env, most, 0, (jsize)count, (const jlong*)tokens);
+    (*env)->SetDoubleArrayRegion(env, theirs, 0, (jsize)count, logprobs);
+    (*env)->CallVoidMethod(env, callback->object, callback->test, logprob, most, theirs);
+  }
+  (*env)->DeleteLocalRef(env, most);
+  (*env)->DeleteLocalRef(env, theirs);
+  if ((*env)->ExceptionCheck(env)) ec_cancel(callback->session);
 }
 
-static double double_field(JNIEnv* env, jobject object, const char* name) {
-  jclass kind = (*env)->GetObjectClass(env, object);
-  return (*env)->GetDoubleField(env, object, (*env)->GetFieldID(env, kind, name, "D"));
+/* An object whose fields are read, with its class once, because the number of local references is limited. */
+typedef struct Fields {
+  JNIEnv* env;
+  jobject object;
+  jclass kind;
+} Fields;
+
+static jfieldID field_of(const Fields* fields, const char* name, const char* type) {
+  return (*fields->env)->GetFieldID(fields->env, fields->kind, name, type);
 }
 
-static void read_seed(JNIEnv* env, jobject object, ec_options* options) {
-  jclass kind = (*env)->GetObjectClass(env, object);
-  jobject seed = (*env)->GetObjectField(env, object, (*env)->GetFieldID(env, kind, "seed", "Ljava/lang/Long;"));
+static jlong long_field(const Fields* fields, const char* name) {
+  return (*fields->env)->GetLongField(fields->env, fields->object, field_of(fields, name, "J"));
+}
+
+static double double_field(const Fields* fields, const char* name) {
+  return (*fields->env)->GetDoubleField(fields->env, fields->object, field_of(fields, name, "D"));
+}
+
+static int is_set(const Fields* fields, const char* name) {
+  return (*fields->env)->GetBooleanField(fields->env, fields->object, field_of(fields, name, "Z"));
+}
+
+static jobject object_field(const Fields* fields, const char* name, const char* type) {
+  return (*fields->env)->GetObjectField(fields->env, fields->object, field_of(fields, name, type));
+}
+
+/* A copy of a field of longs, to be freed, and their number; null with an exception if there is none. */
+static int64_t* longs_field(const Fields* fields, const char* name, size_t* count) {
+  JNIEnv* env = fields->env;
+  jlongArray array = object_field(fields, name, "[J");
+  int64_t* copy = copy_of(env, array, sizeof(jlong));
+  *count = copy == NULL ? 0 : (size_t)(*env)->GetArrayLength(env, array);
+  return copy;
+}
+
+static void read_seed(const Fields* fields, ec_options* options) {
+  JNIEnv* env = fields->env;
+  jobject seed = object_field(fields, "seed", "Ljava/lang/Long;");
   if (seed == NULL) return;
   jclass number = (*env)->GetObjectClass(env, seed);
   options->seed = (uint64_t)(*env)->CallLongMethod(env, seed, (*env)->GetMethodID(env, number, "longValue", "()J"));
@@ -177,11 +272,14 @@ static void read_seed(JNIEnv* env, jobject object, ec_options* options) {
 /* Prompt, tokens and texts that are freed together. */
 typedef struct Arguments {
   ec_options options;
-  Callback allowed;
+  Callback allowed, log_probs;
   int64_t* tokens;
   char* text;
-  char* system; /* for a chat; NULL for a text to continue */
+  char* system; /* NULL for none */
   int64_t* stop_tokens;
+  int64_t* counted_tokens;
+  int64_t* biased;
+  double* biases;
   char** stops;
   size_t stop_count;
 } Arguments;
@@ -190,70 +288,127 @@ static void free_arguments(Arguments* arguments) {
   for (size_t index = 0; arguments->stops != NULL && index < arguments->stop_count; ++index) free(arguments->stops[index]);
   free(arguments->stops);
   free(arguments->stop_tokens);
+  free(arguments->counted_tokens);
+  free(arguments->biased);
+  free(arguments->biases);
   free(arguments->tokens);
   free(arguments->text);
   free(arguments->system);
 }
 
-/* True if everything was allocated; otherwise an exception is pending. */
-static int read_arguments(JNIEnv* env, Arguments* arguments, jlongArray tokens, jbyteArray text, jobject options, jobjectArray stops) {
-  ec_options* known = &arguments->options;
-  ec_options_init(known, sizeof *known);
-  known->max_new_tokens = long_field(env, options, "maxNewTokens");
-  known->temperature = double_field(env, options, "temperature");
-  known->top_k = long_field(env, options, "topK");
-  known->top_p = double_field(env, options, "topP");
-  known->prompt_lookup = long_field(env, options, "promptLookup");
-  read_seed(env, options, known);
-  jclass kind = (*env)->GetObjectClass(env, options);
-  known->from_checkpoint = (*env)->GetBooleanField(env, options, (*env)->GetFieldID(env, kind, "fromCheckpoint", "Z"));
+static void read_numbers(const Fields* fields, ec_options* known) {
+  known->max_new_tokens = long_field(fields, "maxNewTokens");
+  known->temperature = double_field(fields, "temperature");
+  known->top_k = long_field(fields, "topK");
+  known->top_p = double_field(fields, "topP");
+  known->min_p = double_field(fields, "minP");
+  known->from_checkpoint = is_set(fields, "fromCheckpoint");
+  known->repetition_penalty = double_field(fields, "repetitionPenalty");
+  known->presence_penalty = double_field(fields, "presencePenalty");
+  known->frequency_penalty = double_field(fields, "frequencyPenalty");
+  known->prompt_lookup = long_field(fields, "promptLookup");
+  known->draft_tokens = long_field(fields, "draftTokens");
+  known->cached_tokens = long_field(fields, "cachedTokens");
+  known->shift_when_full = is_set(fields, "shiftWhenFull");
+  known->protected_tokens = long_field(fields, "protectedTokens");
+  known->alternatives = long_field(fields, "alternatives");
+  read_seed(fields, known);
+}
+
+/* False with an exception. */
+static int read_callbacks(const Fields* fields, jlong session, Arguments* arguments) {
+  JNIEnv* env = fields->env;
   jclass allows = (*env)->FindClass(env, "exportablecache/Session$AllowedTokens");
-  if (allows == NULL) return 0;
-  jfieldID allowed = (*env)->GetFieldID(env, kind, "allowedTokens", "Lexportablecache/Session$AllowedTokens;");
-  arguments->allowed = (Callback){env, (*env)->GetObjectField(env, options, allowed), (*env)->GetMethodID(env, allows, "allow", "([J[I)Z")};
+  jclass takes = allows == NULL ? NULL : (*env)->FindClass(env, "exportablecache/Session$LogProbs");
+  if (takes == NULL) return 0;
+  arguments->allowed = (Callback){env, session_of(session), object_field(fields, "allowedTokens", "Lexportablecache/Session$AllowedTokens;"),
+                                  (*env)->GetMethodID(env, allows, "allow", "([J[I)Z")};
+  arguments->log_probs = (Callback){env, session_of(session), object_field(fields, "onLogProbs", "Lexportablecache/Session$LogProbs;"),
+                                    (*env)->GetMethodID(env, takes, "take", "(D[J[D)V")};
+  ec_options* known = &arguments->options;
   known->allowed_user = &arguments->allowed;
+  known->logprobs_user = &arguments->log_probs;
   if (arguments->allowed.object != NULL) known->allowed_tokens = on_allowed;
-  jlongArray stop_tokens = (*env)->GetObjectField(env, options, (*env)->GetFieldID(env, kind, "stopTokens", "[J"));
-  arguments->stop_tokens = copy_of(env, stop_tokens, sizeof(jlong));
-  if (arguments->stop_tokens == NULL) return 0;
-  known->stop_tokens = arguments->stop_tokens;
-  known->stop_token_count = (size_t)(*env)->GetArrayLength(env, stop_tokens);
+  if (arguments->log_probs.object != NULL) known->on_logprobs = on_logprobs;
+  return 1;
+}
+
+/* False with an exception. */
+static int read_stops(JNIEnv* env, jobjectArray stops, Arguments* arguments) {
   arguments->stop_count = (size_t)(*env)->GetArrayLength(env, stops);
   arguments->stops = calloc(arguments->stop_count + 1, sizeof(char*));
   for (size_t index = 0; arguments->stops != NULL && index < arguments->stop_count; ++index) {
-    arguments->stops[index] = copy_of(env, (jarray)(*env)->GetObjectArrayElement(env, stops, (jsize)index), 1);
+    jarray stop = (*env)->GetObjectArrayElement(env, stops, (jsize)index);
+    arguments->stops[index] = copy_of(env, stop, 1);
     if (arguments->stops[index] == NULL) return 0;
+    (*env)->DeleteLocalRef(env, stop);
   }
-  known->stop_strings = (const char* const*)arguments->stops;
-  known->stop_string_count = arguments->stops == NULL ? 0 : arguments->stop_count;
-  if (tokens != NULL) return (arguments->tokens = copy_of(env, tokens, sizeof(jlong))) != NULL;
-  return (arguments->text = copy_of(env, text, 1)) != NULL;
+  arguments->options.stop_strings = (const char* const*)arguments->stops;
+  arguments->options.stop_string_count = arguments->stops == NULL ? 0 : arguments->stop_count;
+  return 1;
 }
 
-JNIEXPORT jlongArray JNICALL Java_exportablecache_Session_generate(JNIEnv* env, jclass kind, jlong session, jlongArray tokens,
+/* False with an exception. */
+static int read_biases(JNIEnv* env, jlongArray biased, jdoubleArray biases, Arguments* arguments) {
+  const jsize count = (*env)->GetArrayLength(env, biased);
+  arguments->biased = copy_of(env, biased, sizeof(jlong));
+  arguments->biases = arguments->biased == NULL ? NULL : malloc(((size_t)count + 1) * sizeof(double));
+  if (arguments->biases == NULL) return 0;
+  (*env)->GetDoubleArrayRegion(env, biases, 0, count, arguments->biases);
+  arguments->options.bias_tokens = arguments->biased;
+  arguments->options.bias_values = arguments->biases;
+  arguments->options.bias_count = (size_t)count;
+  return 1;
+}
+
+/* True if everything was read; otherwise an exception is pending. */
+static int read_options(JNIEnv* env, jlong session, Arguments* arguments, jobject options) {
+  const Fields fields = {env, options, (*env)->GetObjectClass(env, options)};
+  ec_options* known = &arguments->options;
+  ec_options_init(known, sizeof *known);
+  read_numbers(&fields, known);
+  if ((*env)->ExceptionCheck(env) || !read_callbacks(&fields, session, arguments)) return 0;
+  known->stop_tokens = arguments->stop_tokens = longs_field(&fields, "stopTokens", &known->stop_token_count);
+  if (arguments->stop_tokens == NULL) return 0;
+  known->counted_tokens = arguments->counted_tokens = longs_field(&fields, "countedTokens", &known->counted_token_count);
+  return arguments->counted_tokens != NULL;
+}
+
+/* What a generation continues, as in Session.java. */
+enum { TOKENS = 0, TEXT = 1, QUESTION = 2, MESSAGES = 3 };
+
+JNIEXPORT jlongArray JNICALL Java_exportablecache_Session_generate(JNIEnv* env, jclass kind, jlong session, jint call, jlongArray tokens,
                                                                    jbyteArray text, jbyteArray system, jobject options,
-                                                                   jobjectArray stops, jobject callback, jdoubleArray seconds) {
+                                                                   jobjectArray stops, jlongArray biased, jdoubleArray biases,
+                                                                   jobject callback, jdoubleArray seconds) {
   (void)kind;
   Arguments arguments = {0};
-  int whole = read_arguments(env, &arguments, tokens, text, options, stops);
-  if (whole && system != NULL) whole = (arguments.system = copy_of(env, system, 1)) != NULL;
+  int whole = read_options(env, session, &arguments, options) && read_stops(env, stops, &arguments) &&
+              read_biases(env, biased, biases, &arguments);
+  if (whole && call == TOKENS) whole = (arguments.tokens = copy_of(env, tokens, sizeof(jlong))) != NULL;
+  if (whole && call != TOKENS) whole = (arguments.text = copy_of(env, text, 1)) != NULL;
+  if (whole && call == QUESTION) whole = (arguments.system = copy_of(env, system, 1)) != NULL;
   if (!whole) {
     free_arguments(&arguments);
     return NULL;
   }
   ec_statistics statistics = {0};
   statistics.size = sizeof statistics;
-  jclass taker = (*env)->FindClass(env, tokens != NULL ? "java/util/function/LongPredicate" : "java/util/function/Predicate");
-  Callback user = {env, callback, (*env)->GetMethodID(env, taker, "test", tokens != NULL ? "(J)Z" : "(Ljava/lang/Object;)Z")};
+  jclass taker = (*env)->FindClass(env, call == TOKENS ? "java/util/function/LongPredicate" : "java/util/function/Predicate");
+  jmethodID test = (*env)->GetMethodID(env, taker, "test", call == TOKENS ? "(J)Z" : "(Ljava/lang/Object;)Z");
   ec_session* used = session_of(session);
-  ec_status status;
-  if (tokens != NULL) {
-    const size_t count = (size_t)(*env)->GetArrayLength(env, tokens);
-    status = ec_generate(used, arguments.tokens, count, &arguments.options, on_token, &user, &statistics);
-  } else if (arguments.system != NULL) {
-    status = ec_chat(used, arguments.text, arguments.system, &arguments.options, on_text, &user, &statistics);
-  } else {
-    status = ec_generate_text(used, arguments.text, &arguments.options, on_text, &user, &statistics);
+  Callback user = {env, used, callback, test};
+  const ec_options* how = &arguments.options;
+  ec_status status = EC_OK;
+  switch (call) {
+    case TOKENS: {
+      const size_t count = (size_t)(*env)->GetArrayLength(env, tokens);
+      status = ec_generate(used, arguments.tokens, count, how, on_token, &user, &statistics);
+      break;
+    }
+    case QUESTION: status = ec_chat(used, arguments.text, arguments.system, how, on_text, &user, &statistics); break;
+    case MESSAGES: status = ec_chat_messages(used, arguments.text, how, on_text, &user, &statistics); break;
+    default: status = ec_generate_text(used, arguments.text, how, on_text, &user, &statistics);
   }
   free_arguments(&arguments);
   if (status != EC_OK) throw_failure(env, status);
@@ -303,5 +458,58 @@ JNIEXPORT void JNICALL Java_exportablecache_Session_state(JNIEnv* env, jclass ki
   if (bytes == NULL) return;
   const ec_status status = save ? ec_save_state(session_of(session), bytes) : ec_load_state(session_of(session), bytes);
   free(bytes);
+  if (status != EC_OK) throw_failure(env, status);
+}
+
+typedef struct Rendered {
+  JNIEnv* env;
+  jbyteArray text;
+} Rendered;
+
+static int on_rendered(const char* piece, size_t size, void* user) {
+  Rendered* rendered = user;
+  rendered->text = bytes_of(rendered->env, piece, size);
+  return 1;
+}
+
+JNIEXPORT jbyteArray JNICALL Java_exportablecache_Session_render(JNIEnv* env, jclass kind, jlong session, jbyteArray request) {
+  (void)kind;
+  char* text = copy_of(env, request, 1);
+  if (text == NULL) return NULL;
+  Rendered rendered = {env, NULL};
+  const ec_status status = ec_render(session_of(session), text, on_rendered, &rendered);
+  free(text);
+  if (status != EC_OK) throw_failure(env, status);
+  return rendered.text;
+}
+
+JNIEXPORT void JNICALL Java_exportablecache_Session_loadAdapter(JNIEnv* env, jclass kind, jlong session, jbyteArray path,
+                                                                jbyteArray name) {
+  (void)kind;
+  char* file = copy_of(env, path, 1);
+  char* known = file == NULL ? NULL : copy_of(env, name, 1);
+  if (known != NULL) {
+    const ec_status status = ec_load_adapter(session_of(session), file, known);
+    if (status != EC_OK) throw_failure(env, status);
+  }
+  free(known);
+  free(file);
+}
+
+JNIEXPORT void JNICALL Java_exportablecache_Session_unloadAdapter(JNIEnv* env, jclass kind, jlong session, jbyteArray name) {
+  (void)kind;
+  char* known = copy_of(env, name, 1);
+  if (known == NULL) return;
+  const ec_status status = ec_unload_adapter(session_of(session), known);
+  free(known);
+  if (status != EC_OK) throw_failure(env, status);
+}
+
+JNIEXPORT void JNICALL Java_exportablecache_Session_useAdapter(JNIEnv* env, jclass kind, jlong session, jbyteArray name) {
+  (void)kind;
+  char* known = name == NULL ? NULL : copy_of(env, name, 1);
+  if (name != NULL && known == NULL) return;
+  const ec_status status = ec_use_adapter(session_of(session), known);
+  free(known);
   if (status != EC_OK) throw_failure(env, status);
 }

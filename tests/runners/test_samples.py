@@ -34,6 +34,19 @@ def test_every_name_of_c_is_in_the_header(source: str) -> None:
     assert named <= set(re.findall(r"\b(?:ec|EC)_\w+", HEADER)) and len(named) > 10
 
 
+@pytest.mark.parametrize("source", [JNI, SWIFT], ids=["JNI", "Swift"])
+def test_every_function_and_option_of_c_is_used(source: str) -> None:
+    """Check that a language has whatever the C interface has."""
+    functions = set(re.findall(r"^EC_API [\w* ]+?(ec_\w+)\(", HEADER, re.MULTILINE)) - {"ec_abi_version"}
+    unused = {name for name in functions if not re.search(rf"\b{name}\(", source)}
+    assert unused == set() and len(functions) > 20
+    structure = HEADER.split("typedef struct ec_options {")[1].split("} ec_options;")[0]
+    structure = re.sub(r"/\*.*?\*/", "", structure, flags=re.DOTALL)
+    fields = set(re.findall(r"(\w+);", structure)) - {"size", "reserved"}
+    unset = {name for name in fields if not re.search(rf"(?:\.|->){name}\b", source)}
+    assert unset == set() and len(fields) > 20
+
+
 def test_what_the_samples_call_is_there() -> None:
     public = set(re.findall(r"public (?:[\w<>\[\]]+ )*(\w+)[(;]", JAVA)) | set(
         re.findall(r"\b(?:class|enum) (\w+)", JAVA)

@@ -5,6 +5,8 @@ import java.nio.CharBuffer;
 import java.nio.charset.CharacterCodingException;
 import java.nio.charset.StandardCharsets;
 import java.util.Arrays;
+import java.util.Collections;
+import java.util.Map;
 import java.util.function.LongPredicate;
 import java.util.function.Predicate;
 
@@ -27,17 +29,35 @@ public final class Session implements AutoCloseable {
     boolean allow(long[] tokens, int[] mask);
   }
 
+  /** Log probabilities under the model, before temperature and other settings; called before each token. */
+  public interface LogProbs {
+    /** Take the token's log probability, and the most probable tokens, in order, with theirs. */
+    void take(double logProb, long[] tokens, double[] logProbs);
+  }
+
   /** Options of a generation; the default is greedy, with as many tokens as fit. */
   public static final class Options {
     public long maxNewTokens = 0; // 0: as many as fit
     public double temperature = 0; // 0: always the most probable token
     public long topK = 0; // 0: no limit
     public double topP = 1; // 1: no limit
-    public boolean fromCheckpoint = false; // sample as its generation_config says; the three above, if set, replace its values
+    public double minP = 0; // 0: no limit; otherwise only tokens at least minP times as probable as the most probable one
+    public boolean fromCheckpoint = false; // sample as its generation_config says; the four above, if set, replace its values
     public Long seed = null; // seed of the draws
     public long[] stopTokens = {};
     public String[] stopStrings = {};
+    public double repetitionPenalty = 0; // 0: the checkpoint's; above 1, tokens of the text become less likely
+    public double presencePenalty = 0; // subtracted from the logits of tokens that were generated
+    public double frequencyPenalty = 0; // subtracted from a token's logit each time that it was generated
+    public long[] countedTokens = {}; // tokens of earlier calls that count as generated
+    public Map<Long, Double> logitBias = Collections.emptyMap(); // numbers that are added to the logits of tokens
     public long promptLookup = 0; // most tokens proposed per step from the text itself; 0: none
+    public long draftTokens = 0; // most tokens proposed per step by the bundle's draft head, at most 15; 0: none
+    public long cachedTokens = 0; // the prompt's first tokens that are cached: only the rest is fed; 0: it follows the cached tokens
+    public boolean shiftWhenFull = false; // drop old tokens when the cache is full, and continue
+    public long protectedTokens = 4; // first tokens that shifts keep
+    public LogProbs onLogProbs = null; // null: not called
+    public long alternatives = 0; // most probable tokens that onLogProbs gets
     public AllowedTokens allowedTokens = null; // null: all are allowed
   }
 
@@ -75,6 +95,7 @@ public final class Session implements AutoCloseable {
   }
 
   private static final int INPUT = 1; // of ec_status
+  private static final int TOKENS = 0, TEXT = 1, QUESTION = 2, MESSAGES = 3; // what a generation continues
 
   private long handle;
 
@@ -112,14 +133,34 @@ public final class Session implements AutoCloseable {
     encodeValues(open(), given("values", values));
   }
 
+  /**
+   * Add an image, video or audio for the next prompt: one tensor of the model's processor by its name, such as "pixel_values", last
+   * dimension innermost. The prompt has the placeholder token once per embedding; {@link #reset} drops what was added.
+   */
+  public void addInput(String name, float[] values, long... shape) {
+    checkShape(given("values", values).length, given("shape", shape));
+    addFloats(open(), bytes("name", name), values, shape);
+  }
+
+  /** Add a grid or a mask for the next prompt, see {@link #addInput(String, float[], long...)}. */
+  public void addInput(String name, long[] values, long... shape) {
+    checkShape(given("values", values).length, given("shape", shape));
+    addIntegers(open(), bytes("name", name), values, shape);
+  }
+
   /** Roll back the newest tokens. */
   public void rewind(long tokens) {
     rewind(open(), tokens);
   }
 
+  /** Drop {@code count} tokens from position {@code first} on; later tokens move to lower positions. */
+  public void shift(long count, long first) {
+    shift(open(), count, first);
+  }
+
   /** Start again at position 0. */
   public void reset() {
-    rewind(open(), length());
+    reset(open());
   }
 
   /** The number of cached tokens. */
@@ -134,27 +175,72 @@ public final class Session implements AutoCloseable {
 
   /** Generate tokens after a prompt; the callback returns false to end it. */
   public Statistics generate(long[] prompt, Options options, LongPredicate onToken) {
-    double[] seconds = new double[2];
-    byte[][] stops = stops(options);
     given("onToken", onToken);
-    return new Statistics(generate(open(), given("prompt", prompt), null, null, options, stops, onToken, seconds), seconds);
+    return generated(TOKENS, given("prompt", prompt), null, null, options, onToken);
   }
 
   /** Generate text after a text; the callback returns false to end it. */
   public Statistics generateText(String prompt, Options options, Predicate<String> onText) {
-    return answer(bytes("prompt", prompt), null, options, onText);
+    return answer(TEXT, bytes("prompt", prompt), null, options, onText);
   }
 
   /** Respond to a question with the model's chat template; {@code system} comes before the first question, or is "". */
   public Statistics chat(String question, String system, Options options, Predicate<String> onText) {
-    return answer(bytes("question", question), bytes("system", system), options, onText);
+    return answer(QUESTION, bytes("question", question), bytes("system", system), options, onText);
   }
 
-  private Statistics answer(byte[] text, byte[] system, Options options, Predicate<String> onText) {
-    double[] seconds = new double[2];
+  /** Respond to a request with the whole conversation, see {@link #render}; cached tokens of an earlier one are not fed again. */
+  public Statistics chatMessages(String request, Options options, Predicate<String> onText) {
+    return answer(MESSAGES, bytes("request", request), null, options, onText);
+  }
+
+  /**
+   * The model's chat template over a request in JSON: the messages, or an object with "messages", "tools" and other variables of the
+   * template. Needs a library built with -DEC_TEMPLATES=ON.
+   */
+  public String render(String request) {
+    return text(render(open(), bytes("request", request)));
+  }
+
+  /**
+   * Load a LoRA adapter that {@code exportable-cache adapter} wrote into a slot of the program, under a name. A name that is known
+   * gets the new adapter. Needs a bundle exported with {@code --lora-slots}.
+   */
+  public void loadAdapter(String path, String name) {
+    loadAdapter(open(), bytes("path", path), bytes("name", name));
+  }
+
+  /** Free the slot of an adapter; if it is in use, the model continues without one. */
+  public void unloadAdapter(String name) {
+    unloadAdapter(open(), bytes("name", name));
+  }
+
+  /**
+   * Run the next steps with an adapter, or with the model itself for null. Cached tokens keep the values that they were computed with,
+   * so {@link #reset} before a text with another adapter.
+   */
+  public void useAdapter(String name) {
+    useAdapter(open(), name == null ? null : bytes("name", name));
+  }
+
+  private Statistics answer(int call, byte[] text, byte[] system, Options options, Predicate<String> onText) {
     given("onText", onText);
     Predicate<byte[]> onBytes = piece -> onText.test(text(piece));
-    return new Statistics(generate(open(), null, text, system, options, stops(options), onBytes, seconds), seconds);
+    return generated(call, null, text, system, options, onBytes);
+  }
+
+  private Statistics generated(int call, long[] tokens, byte[] text, byte[] system, Options options, Object callback) {
+    byte[][] stops = stops(options);
+    given("options.countedTokens", options.countedTokens);
+    long[] biased = new long[given("options.logitBias", options.logitBias).size()];
+    double[] biases = new double[biased.length], seconds = new double[2];
+    int count = 0;
+    for (Map.Entry<Long, Double> bias : options.logitBias.entrySet()) {
+      biased[count] = given("a token of options.logitBias", bias.getKey());
+      biases[count++] = given("a number of options.logitBias", bias.getValue());
+    }
+    long[] counts = generate(open(), call, tokens, text, system, options, stops, biased, biases, callback, seconds);
+    return new Statistics(counts, seconds);
   }
 
   /** Token ids of a text. */
@@ -199,6 +285,13 @@ public final class Session implements AutoCloseable {
     return value;
   }
 
+  // C reads as many values as the sizes multiply to.
+  private static void checkShape(int values, long[] shape) {
+    long count = 1;
+    for (long size : shape) count = size > 0 && count > 0 && count <= values / size ? count * size : -1;
+    if (count != values) throw refused("shape must have the sizes of the " + values + " values, got " + Arrays.toString(shape) + "; pass each size");
+  }
+
   private static Failure refused(String message) {
     return new Failure(INPUT, message.getBytes(StandardCharsets.UTF_8));
   }
@@ -224,11 +317,27 @@ public final class Session implements AutoCloseable {
 
   private static native void rewind(long session, long tokens);
 
+  private static native void shift(long session, long count, long first);
+
+  private static native void reset(long session);
+
   private static native long[] lengths(long session);
 
   private static native long[] generate(
-      long session, long[] tokens, byte[] text, byte[] system, Options options, byte[][] stops, Object callback,
-      double[] seconds);
+      long session, int call, long[] tokens, byte[] text, byte[] system, Options options, byte[][] stops, long[] biased,
+      double[] biases, Object callback, double[] seconds);
+
+  private static native byte[] render(long session, byte[] request);
+
+  private static native void loadAdapter(long session, byte[] path, byte[] name);
+
+  private static native void unloadAdapter(long session, byte[] name);
+
+  private static native void useAdapter(long session, byte[] name);
+
+  private static native void addFloats(long session, byte[] name, float[] values, long[] shape);
+
+  private static native void addIntegers(long session, byte[] name, long[] values, long[] shape);
 
   private static native void encodeTokens(long session, long[] tokens);
 
