@@ -9,21 +9,28 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from exportable_cache import export, load
 from exportable_cache.backends import TARGETS
 from exportable_cache.backends.base import target_dtypes
 from exportable_cache.bundle.manifest import Manifest
+from exportable_cache.cache.spec import CacheSpec
 from exportable_cache.errors import InputError
 from exportable_cache.models.loading.without_weights import model_without_weights
 from exportable_cache.models.quantization.sizes import exact_bytes, float_bytes
 from exportable_cache.pipeline.dtypes import choose_dtype
+from exportable_cache.pipeline.spec import ExportSpec
+from exportable_cache.pipeline.steps import load as load_step
+from exportable_cache.pipeline.steps import quantise, resolve
 from exportable_cache.verification.report import VerifyReport
 
 from .support import fake_target
 from .support.kinds import KINDS
 from .support.models import among, tiny_model, tokens
 from .support.oracle import difference, reference_logits
+from .zoo.architectures import architectures
+from .zoo.build import tiny_model as zoo_model
 
 CAPACITY = 64
 HALVES = (torch.bfloat16, torch.float16)
@@ -153,6 +160,34 @@ def test_nothing_is_measured_where_the_stored_dtype_is_kept(tmp_path: Path, monk
     monkeypatch.setitem(TARGETS, "fake", fake_target.ENTRY)
     manifest = export(tiny_model("llama"), "fake", CAPACITY, tmp_path / "out").manifest
     assert manifest.stored_dtype == "float32" and manifest.verification["stored"] is None
+
+
+@pytest.mark.parametrize("given", ["folder", "object"])
+def test_a_16_bit_export_rounds_what_transformers_rounds(given: str, tmp_path: Path) -> None:
+    """Frequencies of RoPE and biases of routers stay in float32, as `from_pretrained` loads them."""
+    row = next(row for row in architectures() if row.name == "causal-deepseek_v3")
+    model = zoo_model(row)
+    model.save_pretrained(tmp_path / "model")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    source: Any = model
+    if given == "folder":
+        source = tmp_path / "half"
+        expected.save_pretrained(source)
+    spec = ExportSpec(source, "pt2", tmp_path / "x", cache=CacheSpec(CAPACITY), dtype=torch.bfloat16)
+    resolved = resolve(spec)
+    exported = quantise(resolved, load_step(resolved)).model
+    for one in (expected, exported):
+        one.set_attn_implementation("eager")
+    ids = tokens(CAPACITY)
+    assert dtypes_of(exported) == dtypes_of(expected)
+    assert torch.equal(exported(ids).logits, expected(ids).logits)
+    kept = {name.rsplit(".", 1)[-1] for name, dtype in dtypes_of(exported).items() if dtype == torch.float32}
+    # Later releases also keep the weights of the router.
+    assert kept >= {"inv_freq", "original_inv_freq", "e_score_correction_bias"}
+
+
+def dtypes_of(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def test_quantisation_starts_from_bfloat16(tmp_path: Path) -> None:

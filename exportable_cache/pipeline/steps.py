@@ -33,6 +33,7 @@ from ..models.cache_factory import ExportableCache
 from ..models.draft_heads import attach_head, draft_head_of
 from ..models.layers.codebooks import codebooks_of
 from ..models.layers.specs import layer_types_and_windows, vocab_size_of
+from ..models.loading.casting import convert
 from ..models.loading.loading import (
     check_checkpoint,
     live_model,
@@ -260,7 +261,7 @@ def quantise(resolved: Resolved, loaded: LoadedModel, progress: Progress = silen
         progress(str(choice), 0, None)
     quantization = resolved.spec.quantization
     if quantization is None:
-        loaded.model.to(choice.chosen)  # type: ignore[arg-type]  # its decorator loses `self`
+        convert(loaded.model, choice.chosen)
         keeps_exact = target_dtypes(resolved.spec.target, options_of(resolved.spec).to_dict()).keeps_exact
         return Source(loaded, loaded.model, choice, exact_bytes(loaded.model) if keeps_exact else None)
     progress(f"quantising to {quantization}", 0, None)

@@ -91,6 +91,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate": takes("self", "gate_up"),
         "transformers.cache_utils.CacheLayerMixin._layer_type": VALUE,
         "transformers.PreTrainedModel._can_set_attn_implementation": CALLABLE,
+        "transformers.PreTrainedModel._get_dtype_plan": takes("self", "dtype"),
         "transformers.PreTrainedConfig._attn_implementation_internal": FIELD,
         "transformers.PreTrainedConfig._experts_implementation_internal": FIELD,
         "transformers.utils.hub.cached_files": takes(

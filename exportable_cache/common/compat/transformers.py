@@ -10,6 +10,7 @@
 | `_compute_sub_sample_lengths_from_attention_mask` of the same | the same |
 | `PreTrainedModel._hf_peft_config_loaded` | a model with adapters inside fails when it is traced |
 | `_layer_type` of cache layers | the state of DeepSeek V4's compressed layers is not found |
+| `PreTrainedModel._get_dtype_plan` | tensors that models compute with in float32 are rounded in exports in 16 bits |
 | `PreTrainedModel._pp_stage` | a model whose layers are split over stages seems to lack layers |
 | `transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS` | experts cannot be native operators |
 | `_apply_gate` of experts | the same |
@@ -62,6 +63,12 @@ def attention_implementation(config: PreTrainedConfig) -> str | None:
 def set_attention_implementation(config: PreTrainedConfig, name: str | None) -> None:
     """Set the attention implementation of a config and its sub-configs."""
     config._attn_implementation = name
+
+
+def float32_names(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+    """Return patterns of the names of tensors that `from_pretrained` keeps in float32 for a dtype."""
+    plan = getattr(model, "_get_dtype_plan", None)
+    return [] if plan is None else list(plan(dtype))
 
 
 def config_implementations(config: PreTrainedConfig) -> tuple[str | None, str | None]:

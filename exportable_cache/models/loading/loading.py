@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +42,7 @@ from ...errors import (
     first_line,
 )
 from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_folder, merged, merged_line
+from .casting import converted
 from .generation_configs import check_generation_config, eos_tokens_of
 from .location import Location, file_in, locate, quiet
 from .prequantized import (
@@ -480,20 +480,3 @@ def stored_dtype(model_or_config: PreTrainedModel | PreTrainedConfig) -> torch.d
             return named
     return None
 
-
-@torch.no_grad()
-def converted(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Copy a model to another dtype without an intermediate copy in the original dtype.
-
-    Every floating-point parameter and buffer is converted, as `model.to(dtype)` does.
-    """
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            value = tensor.detach().to(dtype, copy=True)
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            memo[id(tensor)] = torch.nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
-    made = copy.deepcopy(model, memo)
-    for config in {id(config): config for config in (made.config, made.config.get_text_config(decoder=True))}.values():
-        config.dtype = dtype
-    return made

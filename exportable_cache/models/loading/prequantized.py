@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import MissingDependencyError, UnsupportedModelError
+from .casting import convert
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -192,7 +193,7 @@ def dequantised(model: PreTrainedModel, source: str, dtype: torch.dtype) -> PreT
         quantizer.remove_quantization_config(model)
     if stored_quantization(model.config) is None:
         # Because some methods leave layers in other dtypes.
-        model = model.to(dtype)  # type: ignore[arg-type]  # its decorator loses `self`
+        convert(model, dtype)
         model.config.dtype = dtype
         return model
     raise UnsupportedModelError(

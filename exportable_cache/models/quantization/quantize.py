@@ -27,6 +27,7 @@ from ..experts import (
 )
 from ..float8 import Float8Linear
 from ..layers.specs import vocab_size_of
+from ..loading.casting import keeps_float32
 from ..patches.registry import prepare_model
 from ..quantized_rows import OrderedLinear, QuantizedRows, is_quantized, rounds_activations
 from .calibration import products_of
@@ -480,16 +481,19 @@ def _quantized(rows: torch.Tensor, config: Any, dtype: torch.dtype) -> Quantized
     return found
 
 
-def _convert_others(model: nn.Module, dtype: torch.dtype) -> None:
+def _convert_others(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Convert unquantised parameters and buffers to a dtype; tied parameters stay tied.
 
     Buffers in float32 keep it, because models compute their frequencies of rotary positions in it.
     """
     converted: dict[int, nn.Parameter] = {}
-    for module in model.modules():
+    keeps = keeps_float32(model, dtype)
+    for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_floating_point() and not is_quantized(parameter) and not is_expert_scale(module, name):
-                new = converted.setdefault(id(parameter), nn.Parameter(parameter.to(dtype), requires_grad=False))
+                stays = parameter.dtype == torch.float32 and keeps(f"{path}.{name}")
+                wanted = torch.float32 if stays else dtype
+                new = converted.setdefault(id(parameter), nn.Parameter(parameter.to(wanted), requires_grad=False))
                 setattr(module, name, new)
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and buffer.dtype != torch.float32:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...common.tensors import dtype_name, exact_dtype
 from ..experts import experts_of, projections
+from ..loading.casting import keeps_float32
 from .spec import DEFAULT_GROUP_SIZE, EMBEDDING_SCHEMES, KEEP_SCHEME, LINEAR_SCHEMES
 
 if TYPE_CHECKING:
@@ -83,11 +84,12 @@ def quantized_bytes(model: PreTrainedModel, quantization: Quantization, dtype: t
 
 def _bytes(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype) -> dict[int, int]:
     forms, group = _forms(model, quantization, dtype), quantization.group_size or DEFAULT_GROUP_SIZE
-    sizes = {}
-    for one in model.parameters():
+    keeps, sizes = keeps_float32(model, dtype), {}
+    for name, one in model.named_parameters():
         form = forms.get(id(one))
         if form is None:
-            sizes[id(one)] = one.numel() * dtype.itemsize if one.is_floating_point() else one.nbytes
+            wanted = torch.float32 if keeps(name) else dtype
+            sizes[id(one)] = one.numel() * wanted.itemsize if one.is_floating_point() else one.nbytes
         else:
             scales = one.numel() // group if form.bits == 4 else one.shape[0]
             sizes[id(one)] = one.numel() * form.bits // 8 + scales * form.scale
@@ -185,7 +187,7 @@ def exact_bytes(model: nn.Module) -> int:
     return sum(sizes.values())
 
 
-def float_bytes(model: nn.Module, dtype: torch.dtype, stored: torch.dtype) -> int:
+def float_bytes(model: PreTrainedModel, dtype: torch.dtype, stored: torch.dtype) -> int:
     """Return the bytes of all parameters from their shapes; tied ones count once.
 
     Args:
@@ -193,5 +195,8 @@ def float_bytes(model: nn.Module, dtype: torch.dtype, stored: torch.dtype) -> in
         dtype: Dtype of parameters.
         stored: Dtype of the weights of linear layers, experts and tables.
     """
-    weights = {id(weight) for weight in _layer_weights(model)}
-    return sum(one.numel() * (stored if id(one) in weights else dtype).itemsize for one in model.parameters())
+    weights, keeps = {id(weight) for weight in _layer_weights(model)}, keeps_float32(model, dtype)
+    return sum(
+        one.numel() * (torch.float32 if keeps(name) else stored if id(one) in weights else dtype).itemsize
+        for name, one in model.named_parameters()
+    )
