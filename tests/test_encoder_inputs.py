@@ -9,25 +9,30 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    DonutSwinConfig,
     GPT2Config,
     PreTrainedModel,
     SpeechEncoderDecoderConfig,
     SpeechEncoderDecoderModel,
+    TrOCRConfig,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
     Wav2Vec2Config,
 )
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.errors import InputError
+from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models.layers.encoder import encoder_of
+from exportable_cache.models.loading.loading import load_config, load_model
 from exportable_cache.program.decoders import encode_method
 from exportable_cache.verification.references import random_inputs
 
 from .support.seq2seq import reference_logits
 from .support.sessions import lowered_session
 from .zoo.architectures import architectures
-from .zoo.build import tiny_model, tokens
+from .zoo.build import made, tiny_model, tokens
 from .zoo.check import graphs_without_code
-from .zoo.shrink import VOCAB
+from .zoo.shrink import VOCAB, tiny_config
 
 TOLERANCE = 1e-4
 MAX_CACHE_LEN = 32
@@ -44,6 +49,8 @@ LENGTHS: dict[str, tuple[int | None, tuple[int, ...]]] = {
     "speech-moonshine_streaming": (4000, (4000, 2080)),
     "image-pix2struct": (12, (12, 5, 1)),
     "image-pp_formulanet": (None, (128,)),
+    "image-encoder-decoder": (None, (32,)),
+    "image-blip": (None, (32,)),
 }
 SHAPES = {
     "speech-canary": ("batch", "length", 16),
@@ -51,12 +58,13 @@ SHAPES = {
     "speech-speech_to_text": ("batch", "length", 80),
     "image-pix2struct": ("batch", "length", 770),
     "image-pp_formulanet": ("batch", 3, 128, 128),
+    "image-encoder-decoder": ("batch", 3, 64, 32),
 }
 
 
 def model_of(name: str) -> PreTrainedModel:
-    if name == "speech-encoder-decoder":
-        return glued_model()
+    if name.endswith("-encoder-decoder"):
+        return glued_model() if name.startswith("speech") else reading_model()
     return tiny_model(next(row for row in architectures() if row.name == name))
 
 
@@ -79,6 +87,29 @@ def glued_model() -> PreTrainedModel:
     decoder = GPT2Config(vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=4, is_decoder=True, add_cross_attention=True)
     config = SpeechEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     model = SpeechEncoderDecoderModel(config=config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def reading_model() -> PreTrainedModel:
+    """A `VisionEncoderDecoderModel` of Donut's Swin, whose images are higher than wide, and TrOCR, which is wider."""
+    torch.manual_seed(0)
+    encoder = DonutSwinConfig(
+        image_size=[64, 32], embed_dim=16, depths=[1, 2], num_heads=[2, 2], window_size=4, drop_path_rate=0.0
+    )
+    decoder = TrOCRConfig(
+        vocab_size=VOCAB,
+        d_model=48,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=32,
+        max_position_embeddings=64,
+        cross_attention_hidden_size=32,
+    )
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    model = VisionEncoderDecoderModel(config=config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -124,6 +155,8 @@ def test_eager_sessions_equal_the_model_at_every_length(name: str) -> None:
         pytest.param("speech-canary", marks=pytest.mark.full),
         pytest.param("speech-encoder-decoder", marks=pytest.mark.full),
         "speech-moonshine_streaming",
+        "image-encoder-decoder",
+        "image-blip",
         pytest.param("image-pix2struct", marks=pytest.mark.full),
     ],
 )
@@ -184,6 +217,7 @@ def test_the_input_is_described_from_the_config(name: str) -> None:
         ("speech-canary", (1, 90, 15), r"must have shape \[1, length, 16\], got \[1, 90, 15\]"),
         ("speech-moonshine_streaming", (1, 2001), "must have a length that is a multiple of 80, got 2001"),
         ("image-pp_formulanet", (1, 3, 64, 64), r"must have shape \[1, 3, 128, 128\]"),
+        ("image-encoder-decoder", (1, 3, 32, 64), r"must have shape \[1, 3, 64, 32\]"),
     ],
 )
 def test_other_shapes_are_refused(name: str, shape: tuple[int, ...], message: str) -> None:
@@ -202,3 +236,37 @@ def test_part_of_a_frame_is_refused() -> None:
 def test_another_number_of_pixels_is_refused() -> None:
     with pytest.raises(InputError, match="must be 128, the pixels a side that the encoder of .*, got 64"):
         ExportableCache.from_model(model_of("image-pp_formulanet"), 16, max_encoder_len=64)
+
+
+def test_another_width_is_refused() -> None:
+    with pytest.raises(InputError, match="must be 32, the pixels of width that the encoder of .*, got 64"):
+        ExportableCache.from_model(model_of("image-encoder-decoder"), 16, max_encoder_len=64)
+
+
+def test_a_reading_model_is_loaded_from_its_folder(tmp_path: Path) -> None:
+    """TrOCR and Donut are encoder-decoders that transformers lists among the models of images only."""
+    model = model_of("image-encoder-decoder")
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path).model
+    assert type(loaded) is VisionEncoderDecoderModel
+    assert largest_difference(live(loaded, "image-encoder-decoder"), model, "image-encoder-decoder") <= TOLERANCE
+
+
+@torch.no_grad()
+def test_blip_is_loaded_as_an_encoder_decoder_with_its_logits(tmp_path: Path) -> None:
+    row = next(row for row in architectures() if row.name == "image-blip")
+    torch.manual_seed(0)
+    model = made(row, tiny_config(row.shrinks)).eval()
+    model.save_pretrained(tmp_path)
+    ids, pixels = tokens()[:, :6], torch.randn(1, 3, 32, 32)
+    loaded = load_model(tmp_path).model
+    assert type(loaded) is VisionEncoderDecoderModel
+    assert load_config(tmp_path).model_type == loaded.config.model_type == "vision-encoder-decoder"
+    assert torch.equal(loaded(pixels, ids).logits, model(pixels, ids).logits)
+    text = model.config.text_config
+    assert loaded.generation_config.decoder_start_token_id == text.bos_token_id
+    assert loaded.generation_config.eos_token_id == text.sep_token_id
+    with pytest.raises(
+        UnsupportedModelError, match="'blip' cannot use a static cache: .* load it by its name or folder"
+    ):
+        ExportableCache.from_model(model, MAX_CACHE_LEN)

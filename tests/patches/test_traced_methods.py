@@ -17,7 +17,7 @@ from ..zoo.architectures import architectures
 from ..zoo.build import STEPS, cached_logits, tiny_model, tokens
 
 #: Model type -> the patched class it shows, and a method whose tracing needs it. NLLB-MoE, Pix2Struct and Switch are in
-#: the zoo.
+#: the zoo, BLIP is in test_encoder_inputs.py.
 SHOWN = {
     "mvp": ("MvpLearnedPositionalEmbedding", "decode"),
     "trocr": ("TrOCRLearnedPositionalEmbedding", "decode"),

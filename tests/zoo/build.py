@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedCon
 from exportable_cache.common.compat.transformers import cache_name
 from exportable_cache.models.layers.codebooks import codebooks_of
 from exportable_cache.models.layers.encoder import encoder_of
+from exportable_cache.models.loading.captioner import encoder_decoder_of
 from exportable_cache.models.loading.support import RIGHT_BY_TOKEN
 from exportable_cache.program.decoders import encode_method
 from exportable_cache.verification.references import encoder_states, random_inputs
@@ -26,6 +28,8 @@ LENGTH = 11 + STEPS
 ENCODER_LENGTH = 9
 #: Samples, frames or patches that other encoders are given; what they take where it is one number.
 ENCODER_LENGTHS = {"input_values": 4000, "input_features": 90, "flattened_patches": 12}
+#: Buffers that training changes: biases of routers and of logits, and the scale of a layer (Gemma 4).
+_TRAINED = re.compile(r"(e_score_correction_bias|balancing_biases|final_logits_bias|layer_scalar)$")
 #: A model is no test if what should move its logits moves them less than this.
 LEAST_SPREAD = 1e-2
 
@@ -56,12 +60,15 @@ def made(architecture: Architecture, config: PreTrainedConfig) -> PreTrainedMode
 def initialised(architecture: Architecture, config: PreTrainedConfig) -> PreTrainedModel:
     """The random model of a tiny config, see `tiny_model`."""
     torch.manual_seed(0)
-    model = made(architecture, config)
+    model = encoder_decoder_of(made(architecture, config))
     if architecture.model_type in DECODERS:
         model = getattr(model, DECODERS[architecture.model_type])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if _TRAINED.search(name):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     return model.float().eval()
 
 

@@ -151,6 +151,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         "sam_vision_model got_ocr2_vision unlimited_ocr_sam_vision_model".split(), {"global_attn_indexes": [1]}
     ),
+    # As wide behind its four stages as the decoder; images are higher than wide.
+    "donut-swin": {"image_size": [128, 64], "embed_dim": 8, "window_size": 2},
     "dots3_note_audio_encoder": {"adapter_input_size": 64},
     "mimi": {"upsample_groups": 8},
     "fun_asr_nano": {

@@ -46,7 +46,6 @@ MECHANISMS = {
 REFUSED = {
     ("minicpmv4_7", "image"): "the positions of an item's tokens depend on more than its start",
     ("hunyuan_vl", "image"): "the positions of an item's tokens depend on more than its start",
-    ("blip", "image"): "has no placeholder token for image",
 }
 
 

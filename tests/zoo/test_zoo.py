@@ -36,7 +36,6 @@ ON_EXECUTORCH = ("gemma2", "mixtral", "mamba2")
 #: Refused by name, and what the reason must say.
 REFUSED = {
     "xlnet": "`mems`",
-    "blip": "cross-attention",
     "idefics": "cross-attention",
     "udop": "`bbox`",
 }

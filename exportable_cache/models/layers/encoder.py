@@ -210,7 +210,7 @@ def _input_of(model: PreTrainedModel, batch_size: int) -> _Input:
     | `input_features` | [batch, length, features] | frames |
     | `input_features` of Whisper | [batch, features, length] | frames, fixed |
     | `flattened_patches` | [batch, length, 2 + pixels]: row, column and content of each | patches |
-    | `pixel_values` | [batch, channels, length, length] | pixels, fixed |
+    | `pixel_values` | [batch, channels, length, length] or [batch, channels, height, length] | pixels, fixed |
 
     Raises:
         UnsupportedModelError: If it is another kind, or its sizes are not in the config.
@@ -255,10 +255,12 @@ def _input_of(model: PreTrainedModel, batch_size: int) -> _Input:
             takes_mask,
             limit,
         )
-    if name == "pixel_values" and width is not None:
-        channels = getattr(config.vision_config, "num_channels", 3)
-        spec = TensorSpec(name, dtype, ("batch", channels, "length", "length"))
-        return _Input(spec, "pixels a side", width, False, fixed=width)
+    size = _image_size(config) if name == "pixel_values" else None
+    if size is not None:
+        channels = _first(config, "num_channels") or 3
+        is_square = size[0] == size[1]
+        spec = TensorSpec(name, dtype, ("batch", channels, "length" if is_square else size[0], "length"))
+        return _Input(spec, "pixels a side" if is_square else "pixels of width", size[1], False, fixed=size[1])
     raise UnsupportedModelError(
         f"the encoder of {type(model).__name__} takes {name!r}, which is not supported; supported are token ids, audio "
         "samples, log-mel features, patches and pixels whose sizes are in the config"
@@ -275,19 +277,39 @@ _WIDTHS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("input_feat_per_channel", "input_channels"),
     ),
     "flattened_patches": (("patch_embed_hidden_size",),),
-    "pixel_values": (("image_size",),),
 }
 
 
 def _sizes(config: Any, fields: tuple[tuple[str, ...], ...]) -> int | None:
     """Return the product of the first of `fields` that the config, or its encoder's, has."""
     for names in fields:
-        for owner in (config, getattr(config, "encoder_config", None), getattr(config, "vision_config", None)):
+        for owner in _owners(config):
             values = [getattr(owner, name, None) for name in names]
             sizes = [value for value in values if isinstance(value, int)]
             if len(sizes) == len(names):
                 return math.prod(sizes)
     return None
+
+
+def _owners(config: Any) -> list[Any]:
+    """Return a config and that of its encoder, which `VisionEncoderDecoderConfig` calls `encoder`."""
+    inside = (getattr(config, name, None) for name in ("encoder_config", "vision_config", "encoder"))
+    return [config, *(one for one in inside if one is not None)]
+
+
+def _first(config: Any, name: str) -> Any:
+    """Return a field of the config, or of its encoder's; None if neither has it."""
+    found = (getattr(owner, name, None) for owner in _owners(config))
+    return next((one for one in found if one is not None), None)
+
+
+def _image_size(config: Any) -> tuple[int, int] | None:
+    """Return the height and width of images, or None if the config does not fix them."""
+    size = _first(config, "image_size")
+    sides = [size] * 2 if isinstance(size, int) else size
+    if not isinstance(sides, (list, tuple)) or len(sides) != 2 or not all(isinstance(side, int) for side in sides):
+        return None
+    return sides[0], sides[1]
 
 
 def _block_of(model: PreTrainedModel) -> int:

@@ -42,6 +42,7 @@ from ...errors import (
     first_line,
 )
 from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_folder, merged, merged_line
+from .captioner import encoder_decoder_config, encoder_decoder_of
 from .casting import converted
 from .generation_configs import check_generation_config, eos_tokens_of
 from .location import Location, file_in, locate, quiet
@@ -78,6 +79,9 @@ def auto_class(config: PreTrainedConfig) -> type[Any] | None:
             return AutoModelForSeq2SeqLM
         if speech_model is not None:
             return AutoModelForSpeechSeq2Seq
+        if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+            # Encoders of images: Florence-2, Pix2Struct, TrOCR and Donut.
+            return AutoModelForMultimodalLM
     elif config.model_type in MULTIMODAL:
         return AutoModelForMultimodalLM
     elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -284,7 +288,8 @@ def _from_checkpoint(
         )
     for remark in remarks:
         progress(remark, 0, None)
-    return LoadedModel(model.eval(), tokenizer, location.source, processor_files, remarks, integers)
+    model = encoder_decoder_of(model.eval())
+    return LoadedModel(model, tokenizer, location.source, processor_files, remarks, integers)
 
 
 def _check_memory(location: Location, stored: torch.dtype | None, wanted: torch.dtype) -> None:
@@ -315,7 +320,7 @@ def load_config(model_or_path: PreTrainedModel | PreTrainedConfig | str | os.Pat
     if isinstance(model_or_path, PreTrainedModel):
         return model_or_path.config
     with quiet():
-        return _config(locate(model_or_path))
+        return encoder_decoder_config(_config(locate(model_or_path)))
 
 
 def live_model(model_or_path: Any) -> PreTrainedModel | None:
@@ -479,4 +484,3 @@ def stored_dtype(model_or_config: PreTrainedModel | PreTrainedConfig) -> torch.d
         if isinstance(named, torch.dtype):
             return named
     return None
-

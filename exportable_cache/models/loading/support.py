@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 #: Models that cannot use a static cache: what they do instead, and what would have to change upstream.
 WITHOUT_CACHE = {
     "blip": (
-        "its text decoder attends to an image by cross-attention at every step; upstream would have to keep those keys "
-        "and values in an EncoderDecoderCache, as Whisper does"
+        "its class takes neither an encoder's output nor a cache; load it by its name or folder, or convert it with "
+        "models.loading.captioner.encoder_decoder_of"
     ),
     "blt": (
         "it splits bytes into patches by the entropy that a second model predicts, so the shapes of a step depend on "

@@ -14,6 +14,7 @@ from ...common.compat.torch import fake_tensors
 from ...common.compat.transformers import experts_implementation, set_attention_implementation
 from ...errors import ExportableCacheError
 from ..patches.registry import patch_model
+from .captioner import encoder_decoder_of, original_config
 from .loading import auto_class
 
 if TYPE_CHECKING:
@@ -93,6 +94,9 @@ def _built(kind: type, config: PreTrainedConfig, device: str) -> PreTrainedModel
     set_attention_implementation(config, "eager")
     try:
         with torch.device(device):
+            original = original_config(config)
+            if original is not None:
+                return encoder_decoder_of(AutoModelForMultimodalLM.from_config(original))
             return kind.from_config(config)  # type: ignore[attr-defined]
     except Exception as error:  # any model code may run here
         logger.info("could not build %s without weights: %s", config.model_type, error)

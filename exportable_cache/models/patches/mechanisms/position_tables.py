@@ -1,4 +1,4 @@
-"""MVP, RoFormer and TrOCR: their position tables look up `arange(past, past + n)`, whose length depends on data.
+"""BLIP, MVP, RoFormer and TrOCR: their position tables look up `arange(past, past + n)`, whose length depends on data.
 
 The tables of MusicGen grow if a position is beyond them.
 """
@@ -81,7 +81,33 @@ _MUSICGEN_MELODY = Patch(
     ("93e35d962506760e", "4851571b68c820dc", "4536156f7176c154"),
 )
 
+
+def _positions_of_blip(
+    self: nn.Module,
+    input_ids: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    inputs_embeds: torch.Tensor | None = None,
+    cache_length: int | torch.Tensor = 0,
+    *,
+    original: Callable,
+) -> torch.Tensor:
+    """Compute positions as `past + arange(n)`, where BLIP takes a slice of a table from `past` on."""
+    tokens = input_ids if inputs_embeds is None else inputs_embeds
+    if position_ids is None and tokens is not None:
+        position_ids = cache_length + torch.arange(tokens.shape[1], device=tokens.device)[None]
+    return original(self, input_ids, position_ids, inputs_embeds)
+
+
+_BLIP = Patch(
+    "blip.modeling_blip_text",
+    "BlipTextEmbeddings.forward",
+    only_traced(_positions_of_blip),
+    _REASON,
+    ("97492eeb4c55da6e", "8ad065a8bc3a7db3", "6e4ffd1201cc883b"),
+)
+
 PATCHES = {
+    "blip_text_model": (_BLIP,),
     "musicgen_decoder": (_MUSICGEN,),
     "musicgen_melody_decoder": (_MUSICGEN_MELODY,),
     "mvp": _of_class("mvp", "MvpLearnedPositionalEmbedding", "ff0289e389da4468", "f2a49c32b6139e67"),
