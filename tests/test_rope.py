@@ -23,9 +23,11 @@ from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.decoding import Completer, CompletionOptions, ContinuousBatch, PromptLookup, beam_search
 from exportable_cache.errors import InputError
+from exportable_cache.models.fixed_rope import fix_rope
 from exportable_cache.models.positions import rope_rule
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
+from exportable_cache.verification.verify import verify
 
 from .support.models import among, tiny_model, tokens
 from .support.multimodal import prompt as multimodal_prompt
@@ -436,6 +438,47 @@ def test_a_program_across_the_border(kind: str, tmp_path: Path) -> None:
     fields["program"]["rope"] = None
     with pytest.raises(ValueError, match="takes rope_lengths, but rope is missing"):
         Manifest.model_validate(fields)
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_fixed_factors_are_those_of_one_length(kind: str) -> None:
+    """A copy has the factors of a long sequence at every position, and the model keeps its own."""
+    model = model_of(kind, layers=1)
+    fixed = fix_rope(model, SLOTS)
+    assert rope_rule(fixed) is None and rope_rule(model) is not None
+    assert fixed.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
+    # One call of the whole sequence, for which transformers chooses the factors of its length.
+    whole, short = Oracle(model).feed(IDS), Oracle(model).feed(IDS[:BORDER])
+    near(Oracle(fixed).feed(IDS[:BORDER]), whole[:BORDER])
+    assert (short - whole[:BORDER]).abs().max() > 100 * TOLERANCE
+    near(Oracle(fix_rope(model, BORDER)).feed(IDS[:BORDER]), short)
+    session = session_of(fixed)
+    near(session.prefill(torch.tensor([IDS[:BORDER]]))[0], whole[BORDER - 1])
+    near(session.decode(torch.tensor([IDS[BORDER]]))[0], whole[BORDER])
+
+
+@pytest.mark.usefixtures("fake_backend")
+@pytest.mark.parametrize("kind", among(EACH[:2] + ["longrope phimoe"], ["longrope phimoe"]))
+def test_a_program_with_fixed_factors_holds_more_than_the_border(kind: str, tmp_path: Path) -> None:
+    model, folder = model_of(kind, layers=1), tmp_path / "x"
+    with pytest.raises(InputError, match=f"or with rope_length={SLOTS} \\(--rope-length\\)"):
+        export(model, "fake", SLOTS, folder, dry_run=True)
+    options = {"prefill_chunk": CHUNK, "rope_length": SLOTS}
+    remark = f"RoPE has the factors of sequences of {SLOTS} tokens at every length"
+    assert remark in export(model, "fake", SLOTS, folder, dry_run=True, **options).remarks
+    manifest = export(model, "fake", SLOTS, folder, **options).manifest
+    assert (manifest.program.rope, manifest.program.rope_length) == (None, SLOTS)
+    assert remark in manifest.remarks
+    assert max(prompt["length"] for prompt in manifest.verification["prompts"]) > BORDER
+    session, whole = load(folder), Oracle(model).feed(IDS)
+    near(session.prefill(torch.tensor([IDS[: BORDER + 4]]))[0], whole[BORDER + 3])
+    # The model is fixed again, which `verify` knows from the manifest.
+    assert verify(folder, model).passed
+
+
+def test_fixed_factors_of_constant_rope_are_refused() -> None:
+    with pytest.raises(InputError, match="rope_length must be left out for LlamaForCausalLM, .* got 32; remove it"):
+        fix_rope(model_of("static yarn", layers=1), 32)
 
 
 @pytest.mark.parametrize("kind", among(EACH, ["longrope phi3"]))

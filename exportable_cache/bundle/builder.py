@@ -23,6 +23,7 @@ from ..common.tensors import dtype_name
 from ..errors import BundleError
 from ..generation.chat_turns import chat_turns
 from ..generation.checkpoint_settings import end_tokens
+from ..models.fixed_rope import rope_length_of
 from ..models.layers.specs import cached_layers, logits_size_of, vocab_size_of
 from ..models.positions import rope_rule
 from ..models.tokenizers.text import reads_alike
@@ -132,6 +133,7 @@ def describe(
             methods={name: _method(program, method, logits_size) for name, method in program.methods.items()},
             equal_rows=needs_equal_rows(program.model, cache),
             rope=_rope(program),
+            rope_length=rope_length_of(model),
             lora=None if program.lora is None else LoraEntry.model_validate(asdict(program.lora)),
         ),
         vocab_size=vocab_size,

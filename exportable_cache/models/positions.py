@@ -173,7 +173,8 @@ def check_rope(model: PreTrainedModel, max_length: int | None, takes_lengths: bo
         raise InputError(
             f"max_cache_len must be at most {rule.border} for a program of {type(model).__name__}, got a cache of "
             f"{held} tokens: the model has {rule}, and this target supports only the factors of shorter sequences; "
-            f"export with max_cache_len={rule.border}, or for longer sequences with target='pt2' or 'aoti'"
+            f"export with max_cache_len={rule.border}, or with rope_length={max_length or 'N'} (--rope-length) for the "
+            "factors of that length at every position, or for target 'pt2' or 'aoti'"
         )
 
 

@@ -19,6 +19,7 @@ from ..common.progress import silent
 from ..common.tensors import dtype_name
 from ..errors import InputError, UnsupportedModelError
 from ..generation.checkpoint_settings import end_tokens
+from ..models.fixed_rope import REMARK, fix_rope
 from ..models.layers.specs import vocab_size_of
 from ..models.loading.generation_configs import stored_generation_config
 from ..models.loading.loading import live_model, load_config
@@ -92,6 +93,7 @@ def export(
     draft: str | os.PathLike | None = None,
     draft_text: str | os.PathLike | None = None,
     vocabulary: str | os.PathLike | Sequence[int] | None = None,
+    rope_length: int | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
     **options: Any,
@@ -156,6 +158,8 @@ def export(
             manifest: greedy generations after eight pieces of it.
         vocabulary: Token ids, or a file of them, whose logits the program computes; those of other tokens are minus
             infinity. They must include the end tokens. All by default.
+        rope_length: Sequence length whose factors LongRoPE and dynamic NTK have at every position. With it, targets
+            whose programs know no lengths can hold more tokens than the threshold. By default a sequence's own length.
         dry_run: Read no weights, write nothing, and return a `DryRun` that describes the export.
         progress: Called at each stage.
         **options: Options of the target.
@@ -234,6 +238,7 @@ def export(
         draft=draft,
         draft_text=draft_text,
         vocabulary=vocabulary,
+        rope_length=rope_length,
         dry_run=dry_run,
     )
     if dry_run:
@@ -316,6 +321,8 @@ def preview(spec: ExportSpec) -> DryRun:
         model = keep_tokens(model, kept, _ends_of(spec, vocab_size_of(model)))
     weights = made.weights_bytes
     coverage = None
+    if model is not None and spec.rope_length is not None:
+        model = fix_rope(model, spec.rope_length)
     if model is not None:
         check_rope(model, made.max_length, resolved.program.takes_lengths)
     if spec.quantization is not None and spec.quantization.linear == KEEP_SCHEME:
@@ -336,6 +343,7 @@ def preview(spec: ExportSpec) -> DryRun:
         remove_slots(model)
     remarks = [] if stored is None else [stored.remark.replace("were dequantised", "would be dequantised")]
     remarks += [made.positions] if made.positions else []
+    remarks += [] if spec.rope_length is None else [REMARK.format(spec.rope_length)]
     if slots:
         remarks.append(f"{spec.program.lora_slots} slots for adapters would take {slots:,} bytes of memory")
     remarks += [coverage.remark] if coverage is not None and coverage.remark else []

@@ -63,6 +63,8 @@ class ExportSpec:
         draft_text: File of a text on which the acceptance of the draft head is measured, or None.
         vocabulary: Token ids whose logits are computed, or a file of them, see `vocabulary.read_vocabulary`; None for
             all. Read when the spec is made, into a tuple.
+        rope_length: Sequence length whose RoPE factors are used at every position, see `fixed_rope`; None for those of
+            each sequence.
         dry_run: Describe the export, and write nothing.
         recipe: Name of the recipe from which `export` filled in other options, for the manifest; None for none. See
             `recipes.fill_options`.
@@ -182,6 +184,15 @@ class ExportSpec:
         kind=Path,
         shown_default="all tokens",
     )
+    rope_length: int | None = setting(
+        None,
+        "Use the RoPE factors of N tokens at every length (LongRoPE, dynamic NTK).",
+        flags=("--rope-length",),
+        metavar="N",
+        kind=int,
+        least=1,
+        shown_default=False,
+    )
     dry_run: bool = setting(
         False,
         "Only check the arguments, and show what would be written.",
@@ -279,6 +290,7 @@ def _check_draft(spec: ExportSpec) -> None:
         "llm_runner": bool(options.get("llm_runner")),
         "shift": bool(options.get("shift")),
         "vocabulary": spec.vocabulary is not None,
+        "rope_length": spec.rope_length is not None,
         "tensor_parallel": spec.tensor_parallel is not None,
         f"batch_size={spec.cache.batch_size}": spec.cache.batch_size != 1,
         "dry_run": spec.dry_run,

@@ -31,6 +31,7 @@ from ..errors import BundleError, InputError, UnsupportedModelError, Verificatio
 from ..generation.checkpoint_settings import CheckpointSettings, end_tokens
 from ..models.cache_factory import ExportableCache
 from ..models.draft_heads import attach_head, draft_head_of
+from ..models.fixed_rope import fixed
 from ..models.layers.codebooks import codebooks_of
 from ..models.layers.specs import layer_types_and_windows, vocab_size_of
 from ..models.loading.casting import convert
@@ -243,7 +244,7 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
         )
     settings = CheckpointSettings.read(model.generation_config, vocab_size_of(model), loaded.tokenizer)
     ends = end_tokens(model.generation_config, vocab_size_of(model), loaded.tokenizer)
-    loaded = reduced(loaded, vocabulary_of(spec), ends)
+    loaded = fixed(reduced(loaded, vocabulary_of(spec), ends), spec.rope_length)
     for remark in settings.remarks():
         progress(remark, 0, None)
     return replace(loaded, remarks=(*loaded.remarks, *settings.remarks()))
@@ -459,7 +460,7 @@ def measure(resolved: Resolved, bundle: Bundle, fed: list[FedPrompt], progress: 
         loaded = load_model(given, getattr(torch, manifest.stored_dtype), lora=lora, progress=progress)
     else:
         loaded = load_model(given)
-    stored = reduced(loaded, vocabulary_of(resolved.spec)).model
+    stored = fixed(reduced(loaded, vocabulary_of(resolved.spec)), resolved.spec.rope_length).model
     report = VerifyReport.recorded(manifest.verification)
     report = replace(report, stored=measure_stored(stored, fed, progress))
     return replace(bundle, manifest=manifest.model_copy(update={"verification": report.to_dict()}))

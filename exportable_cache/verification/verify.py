@@ -73,6 +73,7 @@ def verify(
         InputError: If the model cannot be loaded, has another type or vocabulary, or a value is out of range.
     """
     from ..bundle.bundle import Bundle
+    from ..models.fixed_rope import fixed
     from ..models.loading.loading import load_model, load_to_quantise
     from ..models.vocabulary import VOCABULARY_FILE, read_vocabulary, reduced
     from ..session.native import NotNative, runtime_chosen
@@ -108,7 +109,8 @@ def verify(
         )
     if VOCABULARY_FILE in manifest.files:
         loaded = reduced(loaded, read_vocabulary(bundle.path / VOCABULARY_FILE))
-        model = loaded.model
+    loaded = fixed(loaded, manifest.program.rope_length)
+    model = loaded.model
     if manifest.quantization is not None:
         from ..models.quantization.quantize import quantize
         from ..models.quantization.spec import Quantization
