@@ -134,6 +134,21 @@ class DraftHead(nn.Module):
         hidden = self._run(input_ids, input_pos, cache, None, link)[:, -1]
         return self.predictor.shared_head(hidden) if self.is_mtp else self.predictor.logits(hidden, self.vocab_size)
 
+    def write_rows(self, input_ids: torch.Tensor, positions: torch.Tensor, cache: LayeredCache) -> None:
+        """Write the keys and values of one token at several positions, for callers that compare them.
+
+        Args:
+            input_ids: The token, int64 [positions, 1].
+            positions: int64 [positions, 1].
+            cache: A cache with a row for each position, whose last layers are those of the head.
+        """
+        layers = LayeredCache.from_layers(cache.layers[-self.layer_count :])
+        layers.model_types = cache.model_types
+        embeddings = self.predictor.embed_tokens(input_ids)
+        for index in range(self.layer_count):
+            # The state before the token may be any that is the same at all positions.
+            self.predictor.forward_layer(index, embeddings, positions, cast(Any, layers), inputs_embeds=embeddings)
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the states of the newest positions after the block."""
@@ -234,16 +249,32 @@ def attach_head(model: PreTrainedModel, draft: str | Path) -> DraftHead:
     return attach_predictor(model, load_eagle(model, Path(draft)), str(draft))
 
 
+def check_head_name(draft: str | Path) -> None:
+    """Check the name of a draft head, for callers that load its model next.
+
+    Raises:
+        InputError: If it is neither "mtp" nor the folder of an EAGLE-3 head.
+        UnsupportedModelError: If the folder has a head of another kind.
+    """
+    if draft != "mtp":
+        from .eagle import read_config
+
+        read_config(Path(draft))
+
+
 def attach_predictor(model: PreTrainedModel, predictor: MtpModel | EagleModel, name: str = "mtp") -> DraftHead:
     """Attach MTP modules or an EAGLE-3 head to a model.
 
     Raises:
         UnsupportedModelError: If a layer of them keeps a state that cannot be rolled back.
     """
-    nn.Module.to(predictor, device=model.device, dtype=model.dtype).eval().requires_grad_(False)
     head = DraftHead(model, predictor)
     head.name = name
     head.tie(model)
+    nn.Module.to(predictor, device=model.device).eval().requires_grad_(False)
+    for parameter in predictor.parameters():
+        # Not buffers, because frequencies of RoPE in 16 bits are wrong at large positions.
+        parameter.data = parameter.data.to(model.dtype)
     for index, (layer_type, _) in enumerate(layer_types_and_windows(head.config)):
         if layer_type in (*STATE_TYPES, *HYBRID_TYPES):
             raise UnsupportedModelError(

@@ -100,11 +100,11 @@ class EagleModel(LlamaPreTrainedModel):
         return logits.index_copy(-1, tokens, known)
 
 
-def load_eagle(model: PreTrainedModel, folder: Path) -> EagleModel:
-    """Load a head from a folder with `config.json` and `model.safetensors`.
+def read_config(folder: Path) -> LlamaConfig:
+    """Return the config of a head, which is checked without its weights.
 
     Raises:
-        InputError: If the folder has no such head, or it was trained for a target of other sizes.
+        InputError: If the folder has no such head.
         UnsupportedModelError: If it is a head of another kind, such as Medusa.
     """
     try:
@@ -127,15 +127,52 @@ def load_eagle(model: PreTrainedModel, folder: Path) -> EagleModel:
             size = getattr(config, name)
             if type(size) is not int or size < 1:
                 raise ValueError(f"{name} is {str(size)[:40]!r}")
-        weights = load_file(folder / _FILE)
+        return config
     except (InputError, UnsupportedModelError):
         raise
-    except Exception as error:  # the files may be anything
+    except Exception as error:  # the file may be anything
         raise InputError(
             f"draft must be 'mtp' or the folder of an EAGLE-3 head (config.json, {_FILE}), got {str(folder)!r}: "
             f"{first_line(error)}; check the folder"
         ) from error
-    target = model.config.get_text_config()
+
+
+def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a head's file.
+
+    Raises:
+        InputError: If there is no such file, or it is damaged.
+    """
+    file, pickled = folder / _FILE, folder / "pytorch_model.bin"
+    if not file.is_file():
+        if pickled.is_file():
+            raise InputError(
+                f"{pickled} is a pickle, which can run code; save the head with safetensors "
+                f"(safetensors.torch.save_file) as {_FILE}"
+            )
+        raise InputError(f"the folder of a draft head must have {_FILE}, got {str(folder)!r} without it; download it")
+    try:
+        return load_file(file)
+    except Exception as error:  # the file may be anything
+        raise InputError(
+            f"{file} must be a whole safetensors file, got {file.stat().st_size:,} bytes ({first_line(error)}); "
+            "download the head again"
+        ) from error
+
+
+def load_eagle(model: PreTrainedModel, folder: Path) -> EagleModel:
+    """Load a head from a folder with `config.json` and `model.safetensors`.
+
+    Raises:
+        InputError: If the folder has no such head, or it was trained for a target of other sizes.
+        UnsupportedModelError: If it is a head of another kind, such as Medusa.
+    """
+    config, target = read_config(folder), model.config.get_text_config()
+    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
+        raise UnsupportedModelError(
+            f"draft must be left out for {type(model).__name__}: an EAGLE-3 head takes hidden states of a decoder with "
+            "layers, such as that of Llama or Qwen 3; decode without it"
+        )
     for name in ("hidden_size", "vocab_size"):
         if getattr(config, name) != getattr(target, name):
             raise InputError(
@@ -144,9 +181,18 @@ def load_eagle(model: PreTrainedModel, folder: Path) -> EagleModel:
             )
     renamed = {
         name.removeprefix("model.").replace("midlayer.", "layers.0."): weight
-        for name, weight in weights.items()
+        for name, weight in _read_weights(folder).items()
         if not name.endswith(("t2d", "embed_tokens.weight"))
     }
+    drafted = getattr(config, "draft_vocab_size", None) or config.vocab_size
+    if "d2t" not in renamed:
+        if drafted != target.vocab_size:
+            raise InputError(
+                f"{folder / _FILE} must have d2t, which maps the {drafted} tokens of the head to the "
+                f"{target.vocab_size} of the model, got {len(renamed)} other tensors; download the head again"
+            )
+        # A head of the whole vocabulary needs no map.
+        renamed["d2t"] = torch.zeros(drafted, dtype=torch.int64)
     try:
         # On no device, because the sizes in the config may be anything until they are compared with the tensors.
         with torch.device("meta"):
@@ -160,7 +206,7 @@ def load_eagle(model: PreTrainedModel, folder: Path) -> EagleModel:
         head.rotary = LlamaRotaryEmbedding(config)
         tokens = torch.arange(len(head.d2t)) + head.d2t
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < target.vocab_size:
-            raise ValueError(f"d2t maps to token {int(tokens.max())}")
+            raise ValueError(f"d2t maps to tokens {int(tokens.min())} to {int(tokens.max())} of {target.vocab_size}")
         with torch.no_grad():  # settings such as those of RoPE fail in a step only
             state = torch.zeros(1, 1, config.hidden_size, dtype=model.dtype)
             head.forward_layer(0, state, torch.zeros(1, 1, dtype=torch.int64), None, inputs_embeds=state)

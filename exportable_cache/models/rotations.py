@@ -14,6 +14,7 @@ from ..cache.shift import Rotation, rotated, turns
 from ..common.compat.transformers import cache_argument
 from ..errors import UnsupportedModelError
 from .cache_factory import ExportableCache
+from .draft_heads import draft_head_of
 from .layers.codebooks import codebooks_of
 from .patches.mechanisms.rope import ChangingFrequencies, rope_by
 from .positions import DYNAMIC, changing, lengths_forgotten, rope_rule, takes_positions, text_model_of
@@ -65,7 +66,8 @@ def find_rotations(model: PreTrainedModel, cache: ExportableCache) -> tuple[list
         frequencies += [ChangingFrequencies.of(*one) for one in changing(model)]
     tolerance = _TOLERANCE.get(model.dtype, 5e-2)
     rotations: list[Rotation | None] = []
-    for index, (kept, stored) in enumerate(zip(cache.layers, keys, strict=True)):
+    # Without the layers of a draft head that was attached after the cache was made.
+    for index, (kept, stored) in enumerate(zip(cache.layers, keys[: len(cache.layers)], strict=True)):
         found: list[Rotation] = []
         for tensor, rows in stored.items():
             if rows.shape[-1] == 0:
@@ -153,7 +155,7 @@ def _rows_at(model: PreTrainedModel, positions: torch.Tensor, length: int | None
         length: Length that chooses the frequencies; None if they are constant.
     """
     follows, options = takes_positions(model), {"use_cache": True}
-    codebooks = codebooks_of(model.config)
+    codebooks, head = codebooks_of(model.config), draft_head_of(model)
     with attention_of(model, ATTENTION), lengths_forgotten(model):
         model = text_model_of(model)
         if follows:
@@ -163,6 +165,8 @@ def _rows_at(model: PreTrainedModel, positions: torch.Tensor, length: int | None
             lengths = None if length is None else torch.full((len(positions),), length, device=cache.device)
             with nullcontext() if lengths is None else rope_by(lengths):
                 model(ids, position_ids=places, **{cache_argument(model): cache}, **options)
+                if head is not None:
+                    head.write_rows(ids, places, cache)
             return [{name: getattr(layer, name)[:, :, 0].cpu() for name in _names(layer)} for layer in cache.layers]
         # The model counts positions itself. A later step sees empty slots, so only the first layer is compared.
         cache = ExportableCache.from_model(model, int(positions.max()) + 1, attn_implementation=None)

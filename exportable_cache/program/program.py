@@ -98,6 +98,8 @@ class ProgramModule(nn.Module):
         self.cache_argument = cache_argument(text_model)
         self.takes_positions = takes_positions(model, self.positions_name)
         self.has_changing_rope = rope_rule(model) is not None
+        # One that is attached later has no layers in this cache.
+        self.has_draft_head = draft_head_of(model) is not None
 
     @property
     def further_arguments(self) -> tuple[str, ...]:
@@ -169,7 +171,7 @@ class ProgramModule(nn.Module):
     def _logits(self, input_pos: torch.Tensor, cache: ExportableCache, options: dict[str, Any]) -> torch.Tensor:
         """Run the model, and its draft head over the same tokens if it has one."""
         head = draft_head_of(self.model)
-        if head is None:
+        if head is None or not self.has_draft_head:
             return self._run_text(**options).logits
         with collecting_hidden() as hidden:
             logits = self._run_text(**options).logits
