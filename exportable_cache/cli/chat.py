@@ -20,6 +20,8 @@ from ..session.opening import Use
 from .options import (
     AdapterOption,
     BundleOrModelArgument,
+    DraftModelOption,
+    DraftOption,
     GreedyOption,
     MinPOption,
     OnFullOption,
@@ -84,6 +86,8 @@ def chat(
     seed: SeedOption = None,
     split_special_tokens: SplitSpecialTokensOption = True,
     adapter: AdapterOption = None,
+    draft: DraftOption = None,
+    draft_model: DraftModelOption = None,
     on_full: OnFullOption = "shift",
 ) -> None:
     """Chat with a model in the terminal.
@@ -96,7 +100,8 @@ def chat(
     from ..generation.text import check_text
 
     given = GivenSampling(greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    completer = open_completer(terminal, folder, opening, split_special_tokens, use=Use(adapter=adapter))
+    use = Use(draft=draft, draft_model=draft_model, adapter=adapter)
+    completer = open_completer(terminal, folder, opening, split_special_tokens, use)
     if not completer.takes_messages:
         raise InputError(
             f"chat needs a tokenizer with a chat template, and {folder} has none; use generate, or set "

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..session.opening import Use
+from ..session.opening import NO_DRAFT, Use
 from .options import (
     AdapterOption,
     BundleOrModelArgument,
+    DraftModelOption,
+    DraftOption,
     GreedyOption,
     JsonOption,
     JsonSchemaOption,
@@ -97,15 +99,8 @@ def generate(
             help="Propose N tokens per step from earlier text. A bundle needs -O score_length=N+1 in its export.",
         ),
     ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            "--draft",
-            metavar="mtp|FOLDER|none",
-            help="Propose tokens by the MTP modules of a model or a bundle, or by the EAGLE-3 head in a folder.",
-            show_default="that of a bundle, if it pays",
-        ),
-    ] = None,
+    draft: DraftOption = None,
+    draft_model: DraftModelOption = None,
     seed: SeedOption = None,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")
@@ -125,14 +120,15 @@ def generate(
     form = _constraint_of(json_schema, regex)
     if form is not None and prompt_lookup:
         raise typer.BadParameter("cannot be combined with --json-schema or --regex", param_hint="'--prompt-lookup'")
-    drafts, draft = draft != "none", None if draft == "none" else draft
-    if draft is not None and (prompt_lookup or form is not None):
+    if (draft not in (None, NO_DRAFT) or draft_model is not None) and (prompt_lookup or form is not None):
         raise typer.BadParameter(
-            "cannot be combined with --prompt-lookup, --json-schema or --regex", param_hint="'--draft'"
+            "cannot be combined with --prompt-lookup, --json-schema or --regex",
+            param_hint="'--draft'" if draft_model is None else "'--draft-model'",
         )
     given = GivenSampling(greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed)
     files = {"image": image or (), "audio": audio or ()}
-    use = Use(tuple(kind for kind, paths in files.items() if paths), prompt_lookup or 0, draft, adapter=adapter)
+    kinds = tuple(kind for kind, paths in files.items() if paths)
+    use = Use(kinds, prompt_lookup or 0, draft, draft_model, adapter=adapter)
     opened = open_session(terminal, folder, opening, use)
     session = opened.session
     from ..session.native import NativeSession
@@ -155,11 +151,11 @@ def generate(
             "max_new_tokens": most,
             "sampling": given.over(settings.sampling),
             "prompt_lookup": prompt_lookup or 0,
-            "draft_tokens": _drafted(native, draft) if drafts and not prompt_lookup and form is None else 0,
+            "draft_tokens": opened.draft_tokens if not prompt_lookup and form is None else 0,
         }
         run = partial(_run_native, timed, native, ids, form, how)
     else:
-        from ..generation.speculative import PromptLookup, TrainedDraft
+        from ..generation.speculative import PromptLookup
 
         prepared = _prompt_of(opened.processor, session, text, files, chat, split_special_tokens)
         settings = session.generation_settings
@@ -168,7 +164,7 @@ def generate(
         room = None if session.room is None else int(session.room)
         most = max_new_tokens or _default_new_tokens(settings, room, fed_tokens)
         if form is None:
-            proposer = PromptLookup(prompt_lookup) if prompt_lookup else TrainedDraft(session) if draft else None
+            proposer = PromptLookup(prompt_lookup) if prompt_lookup else opened.draft
             # Messages are tokenised again, because the response to them is a separate text and does not continue
             # theirs.
             prepared = prepared if chat and split_special_tokens else tokenised
@@ -195,19 +191,6 @@ def generate(
         terminal.json({"path": str(Path(folder)), "prompt": text, **timed.to_dict(), "settings": applied})
     else:
         terminal.note(str(timed))
-
-
-def _drafted(session: NativeSession, draft: str | None) -> int:
-    """Return the number of tokens that a bundle's draft head proposes at once."""
-    if draft is None:
-        return session.drafted_by_default
-    if session.most_drafted == 0:
-        from ..errors import InputError
-
-        raise InputError(
-            f"--draft must be left out for a bundle without a draft head, got {draft!r}; export the model with --draft"
-        )
-    return session.most_drafted
 
 
 def _nothing(piece: str) -> None:

@@ -216,6 +216,25 @@ BundleOrDemoArgument = Annotated[
         autocompletion=_complete_bundles_and_demo,
     ),
 ]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        metavar="mtp|FOLDER|none",
+        help="Propose tokens by the MTP modules of a model or a bundle, or by the EAGLE-3 head in a folder.",
+        show_default="that of a bundle, if it pays",
+    ),
+]
+DraftModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        metavar="MODEL",
+        help="Propose tokens by a smaller model with the same vocabulary.",
+        autocompletion=_complete_models,
+        show_default=False,
+    ),
+]
 #: Changes of the command line to fields of the specs.
 _OTHERS = ", ".join(name for name in targets() if name != "executorch")
 TARGET = Changes(

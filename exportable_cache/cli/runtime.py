@@ -15,14 +15,16 @@ from ..common.fs.files import retired_folder
 from ..common.process.tuning import no_collections
 from ..common.settings import setting, setting_of
 from ..errors import InputError
-from ..session.opening import ModelOptions, Use
+from ..session.opening import MODEL_DRAFTED, ModelOptions, Use
 from .options import options_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
     from ..decoding.completion import AnyCompleter
+    from ..generation.speculative import Draft
     from ..session.native import NativeSession
+    from ..session.session import Session
     from .output.terminal import Terminal
 
 #: Files of which a model's folder has one.
@@ -231,11 +233,15 @@ class Opened(NamedTuple):
         session: A `Session`, or a `NativeSession` for a bundle that the native runner runs.
         processor: Returns the processor of images or audio.
         model: The model; None for a bundle.
+        draft: Proposes tokens to a `Session`; None for none.
+        draft_tokens: Tokens that the draft head of a `NativeSession` proposes at once; 0 for none.
     """
 
     session: Any
     processor: Callable[[], ProcessorMixin]
     model: PreTrainedModel | None = None
+    draft: Draft | None = None
+    draft_tokens: int = 0
 
 
 def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | None = None, text: bool = True) -> Opened:
@@ -252,21 +258,30 @@ def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | Non
         InputError: If a folder is neither, or an option does not apply to it.
         BundleError, MissingDependencyError: See `load` and `open_model`.
     """
+    use = use or Use()
+    if use.draft_model is not None and not names_model(use.draft_model):
+        raise InputError(
+            f"--draft-model must be a model, got the bundle {use.draft_model}; pass the model of its export"
+        )
     if opening.is_model(name):
-        return _open_live(terminal, name, opening.model, use or Use(), text)
+        opened = _open_live(terminal, name, opening.model, use, text)
+        return opened._replace(draft=_draft_over(terminal, opened.session, name, opening.model, use))
     native = None
-    if use is not None and (use.adapter is not None or use.adapters):
+    if use.adapter is not None or use.adapters:
         leave_to_torch(terminal, name, "the native runner has no adapters")
-    elif use is not None and use.kinds:
+    elif use.kinds:
         leave_to_torch(terminal, name, "images and audio need the model's processor")
+    elif use.draft_model is not None:
+        leave_to_torch(terminal, name, "the native runner has no draft models")
     else:
         native = open_natively(terminal, name, opening.checks, text)
     if native is not None:
         check_head(use, native.fields.get("draft"))
-        return Opened(native, _no_processor)
+        return Opened(native, _no_processor, draft_tokens=_drafted(native, use))
     checks = opening.checks
     with terminal.opening(name):
         from ..bundle.bundle import Bundle
+        from ..session.native import PAYS
         from ..session.session import Session
 
         bundle = Bundle.open(
@@ -277,27 +292,79 @@ def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | Non
             known=not checks.check,
             to_run=True,
         )
-        check_head(use, None if bundle.manifest.draft is None else bundle.manifest.draft.model_dump())
+        recorded = bundle.manifest.draft
+        check_head(use, None if recorded is None else recorded.model_dump())
         session = Session.from_bundle(bundle)
-        if use is not None:
-            use.load_adapters(session, checks.key)
+        use.load_adapters(session, checks.key)
         if session.stepper.ranks is not None:
             terminal.set_rank(session.stepper.ranks.rank)
-    return Opened(session, bundle.processor)
+    measured = None if recorded is None else recorded.acceptance
+    pays = measured is not None and measured.tokens >= PAYS * max(1, measured.steps)
+    options = ModelOptions(device=str(session.device))
+    return Opened(session, bundle.processor, draft=_draft_over(terminal, session, name, options, use, pays))
 
 
-def check_head(use: Use | None, recorded: object) -> None:
+def check_head(use: Use, recorded: object) -> None:
     """Check that a bundle has the draft head that is asked for, if its manifest names one.
 
     Raises:
         InputError: If it has another one.
     """
     head = recorded.get("head") if isinstance(recorded, dict) else None
-    if use is None or use.draft is None or head is None or Path(use.draft).resolve().name in ("mtp", head):
+    if use.head is None or head is None or Path(use.head).resolve().name in ("mtp", head):
         return
-    raise InputError(
-        f"--draft must be 'mtp' or {head!r}, the draft head of this bundle, got {use.draft!r}; leave it out"
-    )
+    names = "'mtp'" if head == "mtp" else f"'mtp' or {head!r}"
+    raise InputError(f"--draft must be {names}, the draft head of this bundle, got {use.head!r}; leave it out")
+
+
+def _check_has_head(most_drafted: int, draft: str) -> None:
+    """Check that a bundle has a draft head that can propose tokens."""
+    if most_drafted == 0:
+        raise InputError(
+            f"--draft must be left out for a bundle without a draft head, got {draft!r}; export the model with --draft"
+        )
+
+
+def _drafted(session: NativeSession, use: Use) -> int:
+    """Return the number of tokens that the draft head of a bundle proposes at once."""
+    if use.head is None:
+        return session.drafted_by_default if use.draft is None else 0
+    _check_has_head(session.most_drafted, use.head)
+    return session.most_drafted
+
+
+def _draft_over(
+    terminal: Terminal, session: Session, name: str, options: ModelOptions, use: Use, pays: bool = False
+) -> Draft | None:
+    """Return the draft of a session: its draft head, or a smaller model, which is opened.
+
+    Args:
+        terminal: Shows progress and notes.
+        session: The session.
+        name: Name of its bundle or model.
+        options: Options of the smaller model.
+        use: What the session is used for.
+        pays: True if its head is used without being asked for.
+    """
+    from ..cache.layer_spec import DRAFTED
+    from ..generation.speculative import DraftModel, TrainedDraft
+    from ..session.generate import check_draft
+
+    if use.draft_model is not None:
+        if session.batch_size != 1:
+            raise InputError(
+                f"--draft-model cannot be combined with the {session.batch_size} rows of {name}, because proposals are "
+                "verified for one row; leave it out, or export with --batch-size 1"
+            )
+        small = _open_live(terminal, use.draft_model, options, Use(lookup=MODEL_DRAFTED), text=False)
+        draft = DraftModel(small.session, MODEL_DRAFTED)
+        check_draft(session, draft)
+        return draft
+    if use.head is None and (use.draft is not None or not pays):
+        return None
+    if use.head is not None:
+        _check_has_head(session.stepper.most_drafted, use.head)
+    return TrainedDraft(session, max(1, min(DRAFTED, session.score_length - 1)))
 
 
 def _open_live(terminal: Terminal, name: str, options: ModelOptions, use: Use, text: bool) -> Opened:
@@ -359,7 +426,13 @@ def open_completer(
     from ..session.native import NativeSession
 
     rows, prefix_bytes = batching or Batching()
-
+    use = use or Use()
+    drafts = {"--draft": use.head, "--draft-model": use.draft_model}
+    flag = next((flag for flag, given in drafts.items() if given is not None), None)
+    if flag is not None and rows != 1:
+        raise InputError(
+            f"{flag} cannot be combined with --rows {rows}, because proposals are verified for one row; leave one out"
+        )
     if rows != 1 and not opening.is_model(name):
         raise InputError(
             f"--rows cannot be combined with the bundle {name}, which has the rows that it was exported with; leave it "
@@ -371,11 +444,11 @@ def open_completer(
     if isinstance(session, NativeSession):
         from ..decoding.native_completion import NativeCompleter
 
-        completer = NativeCompleter(session, split_special_tokens)
+        completer = NativeCompleter(session, split_special_tokens, opened.draft_tokens)
     elif rows == 1 and session.batch_size == 1:
         from ..decoding.completion import Completer
 
-        completer = Completer(session, split_special_tokens)
+        completer = Completer(session, split_special_tokens, opened.draft)
     else:
         from ..decoding.batching import BatchCompleter, ContinuousBatch
         from ..session.opening import open_rows

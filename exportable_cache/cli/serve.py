@@ -14,6 +14,8 @@ import typer
 from ..session.opening import Use
 from .options import (
     BundleOrModelArgument,
+    DraftModelOption,
+    DraftOption,
     GreedyOption,
     MinPOption,
     OnFullOption,
@@ -104,6 +106,8 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    draft: DraftOption = None,
+    draft_model: DraftModelOption = None,
     prefix_cache: Annotated[
         int,
         typer.Option(
@@ -143,7 +147,9 @@ def serve(
     # Checked before the bundle is opened, which may take long.
     AllowedOrigins.of(host, api_key is not None, hosts, origins)
     kinds = _kinds(modalities or [], folder, opening.is_model(folder), rows)
-    use = Use(kinds, adapters=_adapters(adapter or []))
+    use = Use(kinds, draft=draft, draft_model=draft_model, adapters=_adapters(adapter or []))
+    if modalities and use.head is not None:
+        raise typer.BadParameter("cannot be combined with --modalities; leave one out", param_hint="'--draft'")
     importing = Thread(target=_import_server)
     importing.start()
     completer = open_completer(

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..generation.checkpoint_settings import CheckpointSettings
+    from ..generation.loop import Chosen
     from ..generation.sampling import Sampler, TokenBias
+    from ..generation.speculative import Draft, Speculation, SpeculationStatistics
     from ..models.tokenizers.text import TextTokenizer
     from ..session.session import Session
 
@@ -604,12 +607,17 @@ class Completer(AnyCompleter):
     Args:
         session: A text decoder at batch size 1 with a tokenizer. No other code may use it meanwhile.
         split_special_tokens: True to encode control tokens that are spelled in messages as text; see `encode_ids`.
+        draft: Proposes tokens, which the session verifies; None for plain decoding. A completion with images or audio,
+            a constraint, log probabilities, a bias or penalties of presence and frequency is decoded without it.
+
+    Attributes:
+        statistics: Counts of proposals over all completions; None without a draft.
 
     Raises:
-        InputError: If the session is another one.
+        InputError: If the session is another one, or cannot verify proposals.
     """
 
-    def __init__(self, session: Session, split_special_tokens: bool = True) -> None:
+    def __init__(self, session: Session, split_special_tokens: bool = True, draft: Draft | None = None) -> None:
         if session.batch_size != 1:
             raise InputError(
                 f"batch_size must be 1 for Completer, got {session.batch_size}; use BatchCompleter for several rows"
@@ -618,6 +626,16 @@ class Completer(AnyCompleter):
         assert session.text_tokenizer is not None
         super().__init__(session.text_tokenizer, session.vocab_size, split_special_tokens)
         self.session = session
+        self.statistics: SpeculationStatistics | None = None
+        if draft is not None:
+            from ..generation.speculative import SpeculationStatistics
+            from ..session.generate import check_draft
+
+            check_draft(session, draft)
+            self.statistics = SpeculationStatistics()
+        self._draft = draft
+        # The proposals of the newest completion that has any.
+        self._speculation: Speculation | None = None
         self._own = session.stepper.adapters
         self._used = [(one, one.loads) for one in self._own if one.slot]
 
@@ -650,6 +668,7 @@ class Completer(AnyCompleter):
         from ..session.rows import TokenRows
 
         ids = completion.ids
+        self._speculation = None
         self._use(completion.options.adapter)
         self.protect(completion.options)
         try:
@@ -658,6 +677,9 @@ class Completer(AnyCompleter):
             return
         rows = TokenRows.whole(torch.tensor([ids], device=self.session.device))
         sampler = sampler_after(self.session, Sampling(**asdict(completion.options.sampling)), rows, completion.limit)
+        if self._may_draft(completion):
+            yield from self._drafted_pieces(completion, sampler, logits)
+            return
         ends = self.end_tokens
         while True:
             piece, reason = chosen_piece(completion, sampler, ends, logits)
@@ -669,6 +691,68 @@ class Completer(AnyCompleter):
                 logits = self.step(piece.token, completion.check_not_cancelled)
             except Cancelled:
                 return
+
+    def _may_draft(self, completion: Completion) -> bool:
+        """Return True if the draft may propose tokens: the loop of proposals knows neither logits nor constraints."""
+        options = completion.options
+        return (
+            self._draft is not None
+            and completion.items is None
+            and completion.follower is None
+            and options.alternatives is None
+            and not options.changes_logits
+        )
+
+    def _drafted_pieces(
+        self, completion: Completion, sampler: Sampler, logits: torch.Tensor
+    ) -> Generator[tuple[Piece, FinishReason | None]]:
+        """Yield what `pieces` does, with the draft.
+
+        The session may be ahead of the tokens that were given out, so the held tokens are known after the last one.
+        """
+        from ..generation.loop import Ending
+        from ..generation.speculative import Speculation, speculative_loop
+
+        session, draft, statistics, given = self.session, self._draft, self.statistics, 0
+        while True:
+            assert draft is not None and statistics is not None and self._held is not None
+            speculation = self._speculation = Speculation(self._held, draft, statistics)
+            self._held = None
+            ending = Ending(None if completion.limit is None else completion.limit - given, self.end_tokens)
+            begin = partial(speculative_loop, session.stepper, logits, sampler, ending, speculation)
+            steps = session.stepper.guarded(begin)
+            try:
+                while (token := self._next(steps, completion)) is not None:
+                    given += 1
+                    piece, reason = completion.take(Choice(token))
+                    completion.dropped_tokens = self.dropped_tokens
+                    yield piece, reason
+                    if reason is not None:
+                        return
+            finally:
+                steps.close()
+                # Unless a step failed, or another completion has begun.
+                if self._speculation is speculation:
+                    self._held = speculation.context[: self.length]
+            if completion.is_given_up:
+                return
+            # The cache is full.
+            try:
+                logits = self.step(piece.token, completion.check_not_cancelled)
+            except Cancelled:
+                return
+
+    def _next(self, steps: Iterator[Chosen], completion: Completion) -> int | None:
+        """Return the next token of a loop of proposals, or None after the last one."""
+        try:
+            with self.session.paced(MOST_A_CHUNK, completion.check_not_cancelled):
+                step = next(steps, None)
+        except Cancelled:
+            return None
+        except BaseException:
+            self._speculation = None
+            raise
+        return None if step is None else int(step.tokens[0])
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -715,6 +799,7 @@ class Completer(AnyCompleter):
         import torch
 
         session, ids = self.session, completion.ids
+        self._speculation = None
         self._use(completion.options.adapter)
         self._held = None
         session.reset()

@@ -30,15 +30,19 @@ class NativeCompleter(AnyCompleter):
     Args:
         session: The session, with a tokenizer. No other code may use it meanwhile.
         split_special_tokens: See `AnyCompleter`.
+        draft_tokens: Tokens that the bundle's draft head proposes at once; None for `drafted_by_default`.
 
     Raises:
         InputError: If the model is an encoder-decoder, or the session has no tokenizer.
     """
 
-    def __init__(self, session: NativeSession, split_special_tokens: bool = True) -> None:
+    def __init__(
+        self, session: NativeSession, split_special_tokens: bool = True, draft_tokens: int | None = None
+    ) -> None:
         check_decoder(session.has_encoder)
         super().__init__(session.text_tokenizer, session.vocab_size, split_special_tokens)
         self.session = session
+        self.draft_tokens = session.drafted_by_default if draft_tokens is None else draft_tokens
         self._max_length = session.max_length
         self._running: _Generation | None = None
 
@@ -196,7 +200,7 @@ class _Generation:
                     sampling=sampling,
                     follower=completion.follower,
                     cached_tokens=cached,
-                    draft_tokens=0 if completion.follower else self._session.drafted_by_default,
+                    draft_tokens=0 if completion.follower else self._completer.draft_tokens,
                     **further,
                 )
                 if self._ended or limit is None or len(self.tokens) < limit or completion.is_given_up:

@@ -278,7 +278,7 @@ def checked_steps(
             raise InputError(
                 f"a draft takes token ids, got {', '.join(inputs)} too; prefill them first, or generate without a draft"
             )
-        _check_draft(session, request.draft, request.ending.strings)
+        check_draft(session, request.draft, request.ending.strings)
     return token_steps(session, request, prompt)
 
 
@@ -357,7 +357,7 @@ def _text_steps(
         for prompt, length in zip(prompts, held, strict=True)
     ]
     if request.draft is not None:
-        _check_draft(session, request.draft)
+        check_draft(session, request.draft)
     rows = after_unfed(session, ids) if continues else ids
     prompt = session.stages.check(rows, None, {}, session.stepper.state)
     request.check_room(session.stepper, prompt.rows, from_start=not continues)
@@ -373,7 +373,7 @@ def _encoder_steps(
 ) -> tuple[Generator[torch.Tensor], list[list[int]]]:
     """Encode the prompts, and return the decoder's steps and the token ids that it starts with."""
     if request.draft is not None:
-        _check_draft(session, request.draft)
+        check_draft(session, request.draft)
     start = start_tokens(request.config, session.batch_size, session.device)
     if isinstance(prompts, Mapping):
         encoded = dict(prompts)
@@ -388,7 +388,17 @@ def _encoder_steps(
     return checked_steps(session, start, {}, request), start.tolist()
 
 
-def _check_draft(session: AnySession, draft: Draft, strings: Sequence[str] = ()) -> None:
+def check_draft(session: AnySession, draft: Draft, strings: Sequence[str] = ()) -> None:
+    """Check that a session can verify the proposals of a draft.
+
+    Args:
+        session: The session.
+        draft: The draft.
+        strings: Stop strings of the generation.
+
+    Raises:
+        InputError: If it cannot.
+    """
     if session.has_encoder:
         raise InputError("draft must be None for an encoder-decoder; leave it out")
     if session.batch_size != 1:

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from ..models.loading.loading import LoadedModel
     from .session import Session
 
+#: Value of `Use.draft` that leaves the draft head of a bundle unused.
+NO_DRAFT = "none"
+#: Tokens that a draft model proposes at once.
+MODEL_DRAFTED = 4
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -73,18 +78,34 @@ class Use:
     Attributes:
         kinds: Kinds of the files in its prompts: `image`, `audio`.
         lookup: Number of tokens that prompt lookup proposes for each step.
-        draft: Draft head of the model, see `Session.from_model`.
+        draft: Draft head of the model, see `Session.from_model`; "none" for none, also if a bundle has one that pays.
+        draft_model: Name of a smaller model that proposes tokens; None for none.
         waits: True if every step must be compiled; False to run steps uncompiled while their graphs are compiled.
         adapter: LoRA adapter that every step uses: a file of `exportable-cache adapter`, or peft's folder.
         adapters: LoRA adapters that are loaded for later use, by name.
+
+    Raises:
+        InputError: If a draft head and a draft model are asked for.
     """
 
     kinds: Sequence[str] = ()
     lookup: int = 0
     draft: str | None = None
+    draft_model: str | None = None
     waits: bool = False
     adapter: Path | None = None
     adapters: Mapping[str, Path] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.head is not None and self.draft_model is not None:
+            raise InputError(
+                f"--draft {self.head} cannot be combined with --draft-model {self.draft_model}; leave one of them out"
+            )
+
+    @property
+    def head(self) -> str | None:
+        """Draft head that is asked for by name; None for none."""
+        return None if self.draft == NO_DRAFT else self.draft
 
     def load_adapters(self, session: Session, key: Path | None = None) -> None:
         """Load the adapters into a session.
@@ -125,7 +146,7 @@ def open_model(
     from ..cache.layer_spec import DRAFTED
     from ..common.devices import check_fits, chosen_device, memory_errors
     from ..models.cache_factory import ExportableCache
-    from ..models.draft_heads import attach_head
+    from ..models.draft_heads import attach_head, check_head_name
     from ..models.loading.adapters import read_lora
     from ..models.loading.loading import load_model
     from ..models.lora import check_changes
@@ -135,13 +156,17 @@ def open_model(
     # Checked before the weights are read, which takes long.
     device, use = chosen_device(options.device), use or Use()
     paths = [path for path in (use.adapter, *use.adapters.values()) if path is not None]
+    if use.head is not None:
+        check_head_name(use.head)
     adapters = [read_lora(path) for path in paths]
     compiles = options.compile and _can_compile(device, use.waits)
     loaded = load_model(name, options.dtype, progress=progress)
     model, proposed = loaded.model, use.lookup
-    if use.draft is not None:
-        attach_head(model, use.draft)
-        proposed = DRAFTED
+    if use.head is not None:
+        attach_head(model, use.head)
+        proposed = max(proposed, DRAFTED)
+    if use.draft_model is not None:
+        proposed = max(proposed, MODEL_DRAFTED)
     for path, one in zip(paths, adapters, strict=True):
         check_changes(model, one.tensors, f"the adapter in {path}")
     spec = CacheSpec(

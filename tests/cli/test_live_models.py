@@ -16,10 +16,13 @@ from exportable_cache.cache.spec import CACHE_LEN
 from exportable_cache.cli.app import COMMANDS, app
 from exportable_cache.cli.runtime import names_model
 from exportable_cache.common import devices
+from exportable_cache.decoding import Completer, CompletionOptions
 from exportable_cache.errors import DeviceMemoryError, InputError
+from exportable_cache.generation import speculative
 from exportable_cache.models.loading.loading import load_model
 from exportable_cache.session.opening import ModelOptions, Use, _can_compile, open_model
 
+from ..support.drafts import eagle_folder
 from ..support.models import tiny_model
 from ..support.seq2seq import tiny_seq2seq
 from .bundles import refused
@@ -308,3 +311,47 @@ def test_a_server_without_memory_says_so_and_goes_on(monkeypatch: pytest.MonkeyP
         assert status == 503 and document["error"]["message"].startswith("cpu must have memory for the weights")
         status, document = post(address, "/v1/completions", body)
         assert status == 200 and document["choices"][0]["text"] == " 4821."
+
+
+@pytest.mark.parametrize("option", ["--draft", "--draft-model"])
+def test_drafts_change_no_text(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    """In `generate`, `chat` and `serve`, with a random EAGLE-3 head, and with the demo as its own smaller model."""
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+    eagle_folder(tmp_path, load_model("demo").model, eagle_config=layers)
+    given = (option, tmp_path if option == "--draft" else "demo")
+    proposed: list[int] = []
+    loop = speculative.speculative_loop
+
+    def counting(*arguments: Any) -> Any:
+        try:
+            yield from loop(*arguments)
+        finally:
+            proposed.append(arguments[-1].statistics.proposed)
+
+    for module in ("exportable_cache.generation.speculative", "exportable_cache.session.generate"):
+        monkeypatch.setattr(f"{module}.speculative_loop", counting)
+    asked = ("generate", "demo", "-p", PROMPT, "--max-new-tokens", 8, *SMALL)
+    assert run(*asked, *given).stdout == run(*asked).stdout == " 4821.\n"
+    asked = ("chat", "demo", "--max-new-tokens", 8, *SMALL)
+    expected, done = (run(*asked, *more, input=f"{PROMPT}\namber?\n") for more in ((), given))
+    assert done.exit_code == 0 and done.stdout == expected.stdout, done.stderr
+    pytest.importorskip("fastapi", reason="the serve extra is not installed")
+    made: list[Completer] = []
+    monkeypatch.setattr("exportable_cache.cli.server.app.make_app", lambda completer, options: made.append(completer))
+    monkeypatch.setattr("exportable_cache.cli.server.app.run", lambda *arguments: None)
+    done = run("serve", "demo", *given, *SMALL)
+    assert done.exit_code == 0, done.stderr
+    pieces = made[0].complete(made[0].encode(PROMPT), CompletionOptions(max_new_tokens=8))
+    assert "".join(piece.text for piece in pieces) == " 4821."
+    assert len(proposed) == 4 and all(proposed)
+    refused(run("serve", "demo", *given, "--rows", 2), f"{option} cannot be combined with --rows 2, because")
+    both = (
+        "Qwen3ForCausalLM, whose config has no num_mtp_layers" if option == "--draft" else "--draft-model demo; leave"
+    )
+    refused(run("chat", "demo", *given, "--draft", "mtp", *SMALL), both)
+
+
+def test_a_draft_head_that_is_no_folder_is_refused_before_the_model_is_read(run: Any) -> None:
+    for command in ("generate", "chat", "serve"):
+        done = run(*arguments_of(command, "demo"), "--draft", "nowhere", *SMALL)
+        refused(done, "draft must be 'mtp' or the folder of an EAGLE-3 head", "'nowhere'", "check the folder")

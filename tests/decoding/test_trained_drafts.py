@@ -16,18 +16,30 @@ from transformers.modeling_layers import MtpModel
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.bundle.entries import Acceptance
 from exportable_cache.cli.runtime import check_head
-from exportable_cache.decoding import Sampler, Sampling, SpeculationStatistics, TrainedDraft, generate_speculative
+from exportable_cache.decoding import (
+    Completer,
+    CompletionOptions,
+    DraftModel,
+    Piece,
+    Sampler,
+    Sampling,
+    SpeculationStatistics,
+    TrainedDraft,
+    generate_speculative,
+)
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.generation.speculative import Proposal, _judge
 from exportable_cache.models.draft_heads import attach_head, attach_predictor, draft_head_of
 from exportable_cache.models.eagle import EagleModel, load_eagle
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization
+from exportable_cache.models.rotations import find_rotations
 from exportable_cache.session.native import NativeSession
 from exportable_cache.session.opening import Use
 from exportable_cache_runner.library import found_library
 
 from ..support.distributions import check_draws
+from ..support.drafts import KNOWN, eagle_folder, sometimes_right_eagle
 from ..support.forked import run_python
 from ..support.letters import letter_tokenizer
 from ..support.models import WINDOW, tiny_model, tokens
@@ -170,8 +182,10 @@ def test_modules_that_agree_are_always_right(compile: bool | str) -> None:
 @pytest.mark.parametrize(
     ("target", "family", "overrides"),
     [
-        ("executorch", "deepseek_v3", {"first_k_dense_replace": 9}),
+        ("executorch", "eagle", {}),
+        pytest.param("executorch", "deepseek_v3", {"first_k_dense_replace": 9}, marks=pytest.mark.full),
         pytest.param("executorch", "mellum", {}, marks=pytest.mark.full),
+        pytest.param("pt2", "eagle", {"family": "qwen3"}, marks=pytest.mark.full),
         pytest.param("executorch", "glm4_moe", {"num_mtp_layers": 2}, marks=pytest.mark.full),
         pytest.param("pt2", "glm4_moe", {"num_mtp_layers": 1}, marks=pytest.mark.full),
     ],
@@ -180,13 +194,18 @@ def test_a_bundle_proposes_as_the_live_model(
     target: str, family: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     """After a prompt, single tokens, rejected proposals and a rollback, past the window."""
-    model, prompt, ids = sometimes_right_model(family, **overrides), tokens(20), tokens(30)
+    prompt, ids, draft = tokens(20), tokens(30), "mtp"
+    if family == "eagle":
+        draft = str(tmp_path / "head")
+        model = sometimes_right_eagle(tmp_path / "head", **overrides)
+    else:
+        model = sometimes_right_model(family, **overrides)
     text = tmp_path / "text.txt"
     text.write_text("a cat sat on the mat, and a dog sat by it. " * 20)
     sizes = {"max_cache_len": 96, "rollback_slots": 4, "draft_text": text, "tokenizer": letter_tokenizer()}
-    bundle = export(model, target, output_dir=tmp_path / "bundle", draft="mtp", **sizes)
+    bundle = export(model, target, output_dir=tmp_path / "bundle", draft=draft, **sizes)
     record = bundle.manifest.draft
-    assert record is not None and record.head == "mtp" and record.acceptance is not None
+    assert record is not None and record.head == Path(draft).name and record.acceptance is not None
     measured = record.acceptance
     # Each of the eight generations has one token of its prompt, and fills the cache with and after its prompt.
     assert measured.tokens == 8 * 47 == sum(measured.accepted) + measured.steps
@@ -210,9 +229,8 @@ def test_a_bundle_proposes_as_the_live_model(
     assert speculated[0] == speculated[1] and speculated[0][0] == expected
     statistics = speculated[0][1]
     assert 20 < statistics.accepted < statistics.proposed
-    wanted = second_token(model, prompt)
-    draft = TrainedDraft(session, 3)
-    check_draws(torch.tensor([_second_drawn(session, prompt, draft, seed) for seed in range(_DRAWS)]), wanted)
+    wanted, proposer = second_token(model, prompt), TrainedDraft(session, 3)
+    check_draws(torch.tensor([_second_drawn(session, prompt, proposer, seed) for seed in range(_DRAWS)]), wanted)
     if target != "executorch" or found_library() is None:
         return
     done = run_python(_NATIVE, bundle.path, json.dumps(prompt[0].tolist()), _DRAWS)
@@ -321,8 +339,13 @@ def test_records_of_a_head_may_be_anything() -> None:
     for draft in (None, "mtp", "heads/eagle-8b/"):
         check_head(Use(draft=draft), record)
     check_head(Use(draft="other"), None)
+    check_head(Use(draft="none"), record)
     with pytest.raises(InputError, match="--draft must be 'mtp' or 'eagle-8b', the draft head of this bundle, got 'x'"):
         check_head(Use(draft="x"), record)
+    with pytest.raises(InputError, match="--draft must be 'mtp', the draft head of this bundle, got 'x'; leave it out"):
+        check_head(Use(draft="x"), {"head": "mtp"})
+    with pytest.raises(InputError, match="--draft mtp cannot be combined with --draft-model demo"):
+        Use(draft="mtp", draft_model="demo")
     counts = {"text_tokens": 9, "sha256": "", "tokens": 8, "steps": 4, "proposed": [4, 4], "accepted": [2, 2]}
     methods = {"draft": {}, "forward": {"scored_tokens": 3}}
     less, none = {**counts, "tokens": 7}, {**counts, "steps": 0}
@@ -386,29 +409,6 @@ def test_what_cannot_work_is_refused() -> None:
         TrainedDraft(Session.from_model(model, max_cache_len=64), 16)
 
 
-def eagle_folder(folder: Path, model: PreTrainedModel, **changed: Any) -> EagleModel:
-    """Write a random head with 40 tokens of its own, as it is published, and return it."""
-    fields = {
-        **{name: getattr(model.config, name) for name in ("hidden_size", "vocab_size", "intermediate_size")},
-        **{name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")},
-        **{"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 40, **changed},
-    }
-    torch.manual_seed(1)
-    head = EagleModel(LlamaConfig.from_dict(fields), model).eval()
-    head.d2t.copy_(2 * torch.arange(40))
-    with torch.no_grad():
-        for parameter in head.parameters():
-            values = 0.3 * torch.randn_like(parameter)
-            parameter.copy_(values if parameter.dim() > 1 else 1 + values / 3)
-    names = {name: name.replace("layers.0.", "midlayer.") for name in head.state_dict()}
-    weights = {names[name]: tensor.contiguous() for name, tensor in head.state_dict().items()}
-    known = torch.zeros(model.config.vocab_size, dtype=torch.bool)
-    known[3 * torch.arange(40)] = True
-    save_file({**weights, "t2d": known}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(fields))
-    return head
-
-
 def eagle_logits(model: PreTrainedModel, head: EagleModel, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits [40] of the head after the newest of `ids`, which the model has not seen, without a cache."""
     states = model(ids[:, :-1], output_hidden_states=True).hidden_states
@@ -451,13 +451,28 @@ def test_an_eagle_head_for_another_model_is_refused(tmp_path: Path) -> None:
     eagle_folder(tmp_path, model)
     weights = load_file(tmp_path / "model.safetensors")
     save_file({**weights, "d2t": weights["d2t"] + 100}, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match="d2t maps to token"):
+    with pytest.raises(InputError, match="d2t maps to tokens 100 to 217 of 128"):
         attach_head(model, tmp_path)
+    save_file({name: one for name, one in weights.items() if name != "d2t"}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="must have d2t, which maps the 40 tokens of the head to the 128 of the model"):
+        attach_head(model, tmp_path)
+    with pytest.raises(
+        UnsupportedModelError, match="draft must be left out for GPT2LMHeadModel: an EAGLE-3 head takes"
+    ):
+        attach_head(tiny_model("gpt2"), tmp_path)
     save_file({name: one for name, one in weights.items() if name != "fc.weight"}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=r"Missing key.*fc\.weight"):
         attach_head(model, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"broken")
-    with pytest.raises(InputError, match="check the folder"):
+    with pytest.raises(
+        InputError, match=r"model\.safetensors must be a whole safetensors file, got 6 bytes .*download"
+    ):
+        attach_head(model, tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match="is a pickle, which can run code; save the head with safetensors"):
+        attach_head(model, tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    with pytest.raises(InputError, match=r"must have model\.safetensors, got .* without it"):
         attach_head(model, tmp_path)
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 4}')
     with pytest.raises(UnsupportedModelError, match="Medusa, EAGLE-1 and EAGLE-2 heads are not supported"):
@@ -519,3 +534,96 @@ def test_a_head_without_finite_logits_proposes_nothing(tmp_path: Path) -> None:
     judge = Sampler(Sampling(**sampling), ids[:, :1], 3)
     for bad in (torch.nan, 0.0):
         assert _judge(logits, Proposal([0], torch.full((1, 3), bad)), judge) == ([1], 0)
+
+
+@torch.no_grad()
+def test_frequencies_of_a_head_stay_exact(tmp_path: Path) -> None:
+    """They are wrong past a few hundred positions in 16 bits. A shift rotates the keys of the head, too."""
+    model = sometimes_right_eagle(tmp_path)
+    session = Session.from_model(model, max_cache_len=32, draft=str(tmp_path))
+    rotations, _ = find_rotations(model, session._cache)
+    assert rotations[-1] is not None and rotations[-1].tensor == "keys"
+    assert [one and one.pairs for one in rotations] == [4] * 4
+    model = sometimes_right_eagle(tmp_path, dtype=torch.bfloat16)
+    assert attach_head(model, tmp_path).predictor.rotary.inv_freq.dtype == torch.float32
+    assert {one.dtype for one in draft_head_of(model).parameters()} == {torch.bfloat16}
+
+
+class Counted(TrainedDraft):
+    """A draft that counts its calls."""
+
+    calls = 0
+
+    def propose(self, *arguments: Any) -> Proposal:
+        self.calls += 1
+        return super().propose(*arguments)
+
+
+@pytest.mark.parametrize("kind", ["head", "model"])
+def test_completions_with_a_draft_are_those_without(kind: str, tmp_path: Path) -> None:
+    """Over several requests of one session: stops, ends of the cache, shifts, cancellation, log probabilities."""
+    model = sometimes_right_eagle(tmp_path)
+    model.generation_config.eos_token_id = None
+    given = {"max_cache_len": 48, "tokenizer": letter_tokenizer()}
+    smaller = sometimes_right_eagle(tmp_path)
+    # It does not know all tokens either.
+    torch.nn.init.zeros_(smaller.lm_head.weight[KNOWN:])
+    small = Session.from_model(smaller, max_cache_len=48)
+    # A head that is attached later changes nothing in this session.
+    plain = Completer(Session.from_model(model, **given))
+    session = Session.from_model(model, **given, draft=str(tmp_path) if kind == "head" else None)
+    draft: Any = Counted(session, 3) if kind == "head" else DraftModel(small, 4)
+    drafted = Completer(session, draft=draft)
+    first = tokens(20)[0].tolist()
+
+    def both(ids: list[int], reused: bool = True, **options: Any) -> list[Piece]:
+        found = []
+        for completer in (plain, drafted):
+            completion = completer.complete(ids, CompletionOptions(**options))
+            found.append(([*completion], completion.finish_reason, completion.dropped_tokens))
+            # The newest token of a response was not fed.
+            whole = [*ids, *(one.token for one in found[-1][0]), 5]
+            assert completion.dropped_tokens or completer.common(whole) == completer.length
+            if reused:
+                found[-1] += (completion.reused_tokens, completer.length)
+        assert found[0] == found[1]
+        return found[0][0]
+
+    pieces = both(first, max_new_tokens=9)
+    longer = [*first, *(one.token for one in pieces), 5, 6]
+    both(longer, max_new_tokens=5)
+    text = "".join(one.text for one in both(first))
+    both(first, stop=(text[6:8],))
+    begun = drafted.complete(first, CompletionOptions())
+    next(begun), next(begun)
+    begun.close()
+    both(longer, reused=False, max_new_tokens=4)
+    # This one is never closed.
+    begun = drafted.complete(first, CompletionOptions())
+    next(begun), next(begun)
+    both(longer, reused=False, max_new_tokens=4)
+    del begun
+    both(longer, max_new_tokens=4)
+    for completer in (plain, drafted):
+        completer.use("shift")
+    pieces = both(first, max_new_tokens=90)
+    both([*first, *(one.token for one in pieces), 5, 6], max_new_tokens=20)
+    statistics = drafted.statistics
+    assert statistics is not None and 10 < statistics.accepted < statistics.proposed
+    if kind == "head":
+        calls = draft.calls
+        pieces = both(first, max_new_tokens=4, alternatives=1)
+        assert draft.calls == calls and pieces[0].logprob is not None
+
+
+def test_a_draft_that_cannot_be_verified_is_refused(tmp_path: Path) -> None:
+    model = sometimes_right_eagle(tmp_path)
+    session = Session.from_model(
+        model, ExportableCache.from_model(model, 48), tokenizer=letter_tokenizer(), score_length=0
+    )
+    small = Session.from_model(tiny_model("llama", vocab_size=64), max_cache_len=48)
+    with pytest.raises(InputError, match="score_length must be at least 2 for a draft, got 0"):
+        Completer(session, draft=DraftModel(small))
+    session = Session.from_model(model, max_cache_len=48, tokenizer=letter_tokenizer())
+    with pytest.raises(InputError, match="must have the vocabulary of this model, 128 tokens, got 64"):
+        Completer(session, draft=DraftModel(small))
