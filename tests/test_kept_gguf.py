@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from exportable_cache import export, load
+from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models.loading.gguf_blocks import TYPES, integers_of_blocks
 from exportable_cache.models.loading.loading import load_model, load_to_quantise
 from exportable_cache.models.quantization.quantize import quantize
@@ -81,3 +82,42 @@ def test_a_pt2_program_keeps_the_blocks(tmp_path: Path) -> None:
     with load(bundle.path) as session, torch.no_grad():
         expected = load_model(tmp_path / "tiny.gguf").model(tokens(9)).logits[:, -1]
         assert (session.prefill(tokens(9)) - expected).abs().max() <= 1e-5
+
+
+#: Types that are read as floats only.
+OTHERS = ("TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+
+
+def test_other_types_are_read_as_floats_and_not_kept(tmp_path: Path) -> None:
+    """Compare each weight with gguf's arithmetic, and check that `keep` names the types."""
+    file = tmp_path / "tiny.gguf"
+    checkpoints.write_gguf(file, kinds_of_weights=OTHERS, **{**SIZES, "num_hidden_layers": 2})
+    weights = load_model(file).model.state_dict()
+    found = {}
+    for tensor in gguf.GGUFReader(file).tensors:
+        kind = tensor.tensor_type.name
+        if kind in OTHERS and "ffn" in tensor.name:
+            _, layer, part, _ = tensor.name.split(".")
+            name = f"model.layers.{layer}.mlp.{part.removeprefix('ffn_')}_proj.weight"
+            expected = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+            assert torch.equal(weights[name], expected) and 0 < expected.std() < 1, kind
+        if kind in OTHERS:
+            found[kind] = tensor.name
+    assert {*found} == {*OTHERS}
+    with pytest.raises(InputError, match="quantize='keep' needs a checkpoint.*got none .dequantised tensors") as caught:
+        export(file, "pt2", 48, tmp_path / "out", quantize="keep")
+    assert all(f" in {kind}, such as blk." in str(caught.value) for kind in OTHERS)
+    assert str(caught.value).endswith("); leave it out, which dequantises them, or use another scheme")
+
+
+def test_types_that_gguf_cannot_read_are_named(tmp_path: Path) -> None:
+    """Check the message for a type without arithmetic in gguf, and for a file that ends early."""
+    file = tmp_path / "tiny.gguf"
+    checkpoints.write_gguf(file, kinds_of_weights=["Q1_0"], **SIZES)
+    with pytest.raises(
+        UnsupportedModelError, match=r"cannot read weights of 'tiny.gguf' \(.*Q1_0.*; pass a file in other"
+    ):
+        load_model(file)
+    file.write_bytes(file.read_bytes()[:-100_000])
+    with pytest.raises(UnsupportedModelError, match="cannot read 'tiny.gguf': .*; download it again, or pass the orig"):
+        load_model(file)

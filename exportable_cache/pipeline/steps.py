@@ -46,7 +46,7 @@ from ..models.loading.loading import (
 from ..models.lora import remove_slots
 from ..models.positions import beyond_positions, check_positions, check_rope
 from ..models.quantization.calibration import Calibration, read_calibration, tokens_of_text
-from ..models.quantization.quantize import quantize
+from ..models.quantization.quantize import NOTHING_TO_KEEP, quantize
 from ..models.quantization.sizes import Coverage, coverage_of, exact_bytes
 from ..models.quantization.spec import KEEP_SCHEME
 from ..models.vocabulary import reduced
@@ -229,6 +229,9 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
     if spec.quantization is not None:
         keep = spec.quantization.linear == KEEP_SCHEME
         loaded = load_to_quantise(given, lora=adapters_of(spec), progress=progress, keep=keep)
+        if keep and not loaded.integers:
+            remarks = "; ".join(loaded.remarks)
+            raise InputError(NOTHING_TO_KEEP.format(f"none ({remarks})" if remarks else "none"))
     else:
         wanted = spec.dtype if resolved.dtype is None else resolved.dtype.chosen
         loaded = load_model(given, wanted, lora=adapters_of(spec), progress=progress)

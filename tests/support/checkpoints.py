@@ -175,7 +175,8 @@ def write_gguf(
 
 #: Offsets of the float16 scales in blocks of types that gguf does not quantise.
 _SCALES_OF_BLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,),
-                     "IQ4_XS": (0,)}  # fmt: skip
+                     "IQ4_XS": (0,), "IQ1_S": (0,), "IQ1_M": (), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,),
+                     "IQ3_XXS": (0,), "IQ3_S": (0,), "Q1_0": ()}  # fmt: skip
 
 
 def blocks(values: np.ndarray, kind: Any) -> np.ndarray:
@@ -190,6 +191,12 @@ def blocks(values: np.ndarray, kind: Any) -> np.ndarray:
     if kind.name in ("Q4_K", "Q5_K"):
         # The first group of each block has a minimum and no scale.
         made[..., 4] &= 192
+    if kind.name == "IQ1_M":
+        # Its scale, 2^-7 here, is in the upper four bits of four words.
+        words = made[..., 48:].view(np.uint16)
+        words[...] = words & 0x0FFF | np.array([0, 0, 0, 2], dtype=np.uint16) << 12
+    if not _SCALES_OF_BLOCKS[kind.name]:
+        return made.reshape(len(values), -1)
     factors = random.uniform(0.5, 1, (len(_SCALES_OF_BLOCKS[kind.name]), *made.shape[:2]))
     for size_of_scale in (2**-10, None):
         if size_of_scale is None:

@@ -246,6 +246,11 @@ def _from_checkpoint(
         except Exception as error:  # several libraries read files, with errors of many classes
             if reading is not None and reading.problem is not None:
                 raise reading.problem from None
+            if location.gguf is not None and isinstance(error, NotImplementedError):
+                raise UnsupportedModelError(
+                    f"gguf cannot read weights of {location.source!r} ({first_line(error)}); pass a file in other "
+                    "types, such as Q8_0 or Q4_K_M, or the original checkpoint"
+                ) from error
             raise InputError(
                 f"cannot load the weights of {location.source!r}: {first_line(error)}; download or save it again"
             ) from error
@@ -427,7 +432,8 @@ def _config(location: Location) -> PreTrainedConfig:
     except Exception as error:  # a file may hold any JSON, or no JSON at all
         if location.gguf is not None:
             raise UnsupportedModelError(
-                f"transformers cannot read {location.source!r}: {first_line(error)}; pass the original checkpoint"
+                f"transformers cannot read {location.source!r}: {first_line(error)}; download it again, or pass the "
+                "original checkpoint"
             ) from error
         raise InputError(f"cannot read config.json of {location.source!r}: {first_line(error)}; correct it") from error
     model_type = fields.get("model_type") if isinstance(fields, dict) else None
