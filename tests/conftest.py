@@ -30,24 +30,13 @@ for _name in ("EXPORTABLE_CACHE_DEBUG", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_IN
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
-import torch
-import torch.fx.config
 
-from exportable_cache.common.process.tuning import RARELY
-
-from .support.compiling import set_default_backend
-from .support.hub import TOKEN, Hub, running_hub, use_hub
-from .support.readme import run_example
-from .support.store import drop_other_generations
-
-torch.set_num_threads(1)
-# pytest listens to loggers that do not propagate. To torch's structured trace nobody may listen: every trace and every
-# compilation then writes what it does, with graphs and stacks, which takes as long again.
-logging.getLogger("torch.__trace").propagate = True
+if TYPE_CHECKING:
+    from .support.hub import Hub
 
 #: What the quick start's example exports with.
 DEMO_MAX_CACHE_LEN = 512
@@ -68,16 +57,19 @@ _LANES = ("cpp", "project")
 _COMPILING = {"cpp_build", "kernels_build", "render_build"}
 
 # Files that take longest, the longest first: a worker that is given one late works on when the others are done.
+# Files that share an exported bundle are apart, because a worker that wants it waits while another one makes it.
 _LONG_FIRST = (
-    "test_native_operators test_cpp_bundle test_cpp test_cpp_batch test_networks test_elsewhere test_sessions "
-    "test_programs test_executorch_fused_quantized test_demo "
-    "test_start test_executorch_clones test_seq2seq test_graph_cache test_program test_rounding test_kinds "
-    "test_rope test_exporter test_chat test_executorch test_methods test_equality test_traced_methods "
-    "test_generate_native test_module test_last_token test_few_rows test_launches test_one_sentence test_fuzz "
-    "test_gpu_steps test_choosing_steps test_speculative test_verify test_layered test_batching "
-    "test_session test_chat_templates test_equal_layers test_generate_files test_recorded "
-    "test_executorch_llm_runner test_batches test_sinks test_bundle_commands test_multimodal test_scans "
-    "test_seq2seq_bundle test_rotary test_executorch_partition"
+    "test_native_operators test_cpp_bundle test_cpp test_cpp_batch test_networks test_elsewhere test_demo "
+    "test_sessions test_programs test_graph_cache test_coreai test_aoti test_filled_attention "
+    "test_executorch_clones test_trained_drafts test_rope test_exporter test_seq2seq test_layered test_verify "
+    "test_kinds test_program test_rounding test_executorch test_rows test_ragged test_shift test_methods test_start "
+    "test_lora_slots test_verify_large test_published test_traced_methods test_one_sentence test_gpu_steps "
+    "test_module test_speculative test_pretrained test_chat test_equal_layers test_executorch_static "
+    "test_generate_files test_checkpoint_settings test_bundle_commands test_equality test_pt2 test_few_rows "
+    "test_last_token test_launches test_generate_native test_executorch_mlx test_verify_and_bench test_media "
+    "test_dtypes test_kept_weights test_executorch_encoders test_fuzz test_executorch_load_order "
+    "test_encoder_inputs test_full_cache test_session test_generate test_server test_seq2seq_bundle test_operators "
+    "test_package test_executorch_llm_runner test_multimodal test_cache_export"
 ).split()
 
 #: Networks that several files ask for are made once for a process.
@@ -104,16 +96,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Until everything is imported there is nothing to be collected.
     gc.disable()
+    if not config.getoption("numprocesses", None):
+        _set_up_torch(config)
+    if _names_paths(config):
+        for lane in _LANES:
+            setattr(config.option, lane, True)
+
+
+def _set_up_torch(config: pytest.Config) -> None:
+    """Import torch with the settings of tests. The process that starts workers does not, because they would wait."""
+    import torch
+    import torch.fx.config
+
+    from .support.compiling import set_default_backend
+    from .support.store import drop_other_generations
+
+    torch.set_num_threads(1)
+    # pytest listens to loggers that do not propagate. To torch's structured trace nobody may listen: every trace and
+    # every compilation then writes what it does, with graphs and stacks, which takes as long again.
+    logging.getLogger("torch.__trace").propagate = True
     set_default_backend(config.getoption("--full"))
     # To find where each operator of a graph was called, under pytest's own frames, takes a tenth of the time of a trace
     # or a lowering. Not every release has the setting.
     if hasattr(torch.fx.config, "do_not_emit_stack_traces"):
         torch.fx.config.do_not_emit_stack_traces = not config.getoption("--full")
-    if not hasattr(config, "workerinput"):
+    if getattr(config, "workerinput", {"workerid": "gw0"})["workerid"] == "gw0":
         drop_other_generations()
-    if _names_paths(config):
-        for lane in _LANES:
-            setattr(config.option, lane, True)
 
 
 def _names_paths(config: pytest.Config) -> bool:
@@ -156,6 +164,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Let the garbage collector look seldom, and no more at what is imported, which it would go over each time."""
+    from exportable_cache.common.process.tuning import RARELY
+
     gc.freeze()
     gc.set_threshold(*RARELY)
     gc.enable()
@@ -175,6 +185,8 @@ def fake_backend() -> Iterator[None]:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     """A local server with the API of the Hugging Face hub that this process asks, with its owner's token."""
+    from .support.hub import TOKEN, running_hub, use_hub
+
     monkeypatch.chdir(tmp_path)
     with running_hub() as hub:
         use_hub(monkeypatch, hub, tmp_path, TOKEN)
@@ -184,6 +196,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 @pytest.fixture(scope="session")
 def demo_bundle() -> Path:
     """Return the folder of the ExecuTorch bundle that the quick start exports. Read it only."""
+    from .support.readme import run_example
+
     pytest.importorskip("executorch")
     return run_example().bundle
 
