@@ -159,7 +159,7 @@ def test_padded_rows_equal_the_rows_alone(family: str) -> None:
     ("family", "projections"),
     [
         ("t5", (".EncDecAttention.k.", ".EncDecAttention.v.")),
-        ("whisper", ("encoder_attn.k_proj.", "encoder_attn.v_proj.")),
+        pytest.param("whisper", ("encoder_attn.k_proj.", "encoder_attn.v_proj."), marks=pytest.mark.full),
     ],
 )
 def test_cross_attention_is_projected_in_prefill_only(family: str, projections: tuple[str, str]) -> None:

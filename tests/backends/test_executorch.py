@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from exportable_cache import ExportableCache, export
+from exportable_cache import ExportableCache, export, load
 from exportable_cache.backends import backend_for
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.common.native.kernels import VARIABLE
@@ -137,8 +137,8 @@ def test_ten_thousand_steps_of_a_sliding_model_in_constant_memory() -> None:
 
 def test_a_state_is_saved_and_loaded_by_the_stock_runtime(tmp_path):
     """Check that the names of the buffers in the file give out the cache of full layers and rings, of all methods."""
-    model = tiny_model("gemma2")
-    session, ids = lowered_session(model, "executorch"), tokens(40)
+    model, folder = split_bundle()
+    session, ids = load(folder), tokens(40)
     session.prefill(ids[:, :20])
     session.save_state(tmp_path / "state")
     expected = [session.decode(ids[:, index]) for index in range(20, 24)]

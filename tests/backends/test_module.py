@@ -11,7 +11,7 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live.graphs import OutdatedGraph
 from exportable_cache.errors import UnsupportedModelError
 
-from ..support.models import tiny_model, tokens
+from ..support.models import among, tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 
 LEAST = 5
@@ -68,7 +68,7 @@ def test_warm_up_compiles_the_raised_method() -> None:
     assert len(session.runner._calls) == compiled
 
 
-@pytest.mark.parametrize("family", ["llama", "mamba"])
+@pytest.mark.parametrize("family", among(["llama", "mamba"], fast=["llama"]))
 def test_the_graph_of_a_threads_first_step_serves_its_second(family: str) -> None:
     """What a step keeps for its thread is there before the first one, or its guards fail afterwards."""
     model = tiny_model(family, num_hidden_layers=1)

@@ -29,7 +29,9 @@ from ..support.models import tokens
 from .processes import Rank
 
 FAMILY = "gemma3_text"
-CAPACITY, PROMPT, LENGTH = 64, 11, 30
+CAPACITY, PROMPT, LENGTH = 64, 11, 24
+#: Tokens of a generation.
+NEW = 10
 #: Repeats itself, so that prompt lookup finds something.
 REPEATED = torch.tensor([[5, 9, 7, 11, 5, 9, 7, 11, 5, 9, 7]])
 
@@ -76,25 +78,25 @@ def taken_back(me: Rank) -> Any:
 
 
 def greedy(me: Rank) -> list[int]:
-    return list(session(me).generate(REPEATED, max_new_tokens=16))
+    return list(session(me).generate(REPEATED, max_new_tokens=NEW))
 
 
 def drawn(me: Rank) -> list[int]:
     torch.manual_seed(me.rank)
-    return list(session(me).generate(REPEATED, max_new_tokens=16, temperature=1.5))
+    return list(session(me).generate(REPEATED, max_new_tokens=NEW, temperature=1.5))
 
 
 def speculated(me: Rank) -> Any:
     running = session(me, rollback_slots=8, score_length=5)
-    plain = list(running.generate(REPEATED, max_new_tokens=16, draft=PromptLookup(4)))
+    plain = list(running.generate(REPEATED, max_new_tokens=NEW, draft=PromptLookup(4)))
     torch.manual_seed(me.rank)
     running.reset()
-    return plain, list(running.generate(REPEATED, max_new_tokens=16, temperature=1.5, draft=PromptLookup(4)))
+    return plain, list(running.generate(REPEATED, max_new_tokens=NEW, temperature=1.5, draft=PromptLookup(4)))
 
 
 def several_steps(me: Rank) -> list[int]:
     running = session(me, rollback_slots=2, steps_per_launch=3)
-    return list(running.generate(REPEATED, max_new_tokens=16))
+    return list(running.generate(REPEATED, max_new_tokens=NEW))
 
 
 def rows(me: Rank) -> list[list[int]]:
@@ -124,9 +126,9 @@ def perturbed(me: Rank) -> Any:
     handle = model.lm_head.register_forward_hook(other_sums)
     try:
         running = session(me, rollback_slots=8, score_length=5)
-        found = [list(running.generate(REPEATED, max_new_tokens=16))]
+        found = [list(running.generate(REPEATED, max_new_tokens=NEW))]
         running.reset()
-        found.append(list(running.generate(REPEATED, max_new_tokens=16, temperature=2.0, draft=PromptLookup(4))))
+        found.append(list(running.generate(REPEATED, max_new_tokens=NEW, temperature=2.0, draft=PromptLookup(4))))
         running.reset()
         return [*found, running.prefill(REPEATED)]
     finally:
@@ -143,7 +145,7 @@ def perturbed_apart(me: Rank) -> list[int]:
     try:
         with mock.patch.object(StepCompiler, "chooses_separately", lambda self, penalised: True):
             running = session(me, compile="wait", buckets=False, rollback_slots=2, steps_per_launch=3)
-            found = list(running.generate(REPEATED, max_new_tokens=16))
+            found = list(running.generate(REPEATED, max_new_tokens=NEW))
             running.close()
     finally:
         handle.remove()
@@ -316,12 +318,12 @@ def counted_graphs() -> Iterator[list[list[str]]]:
 def compiled(me: Rank) -> dict[str, Any]:
     with counted_graphs() as graphs:
         running = session(me, compile="wait")
-        found: dict[str, Any] = {"tokens": list(running.generate(REPEATED, max_new_tokens=16)), "graphs": graphs}
+        found: dict[str, Any] = {"tokens": list(running.generate(REPEATED, max_new_tokens=NEW)), "graphs": graphs}
         running.reset()
         found["logits"] = logits_of(running, tokens(LENGTH))
         running.close()
         running = session(me, compile="wait", rollback_slots=2, steps_per_launch=3)
-        found["several"] = list(running.generate(REPEATED, max_new_tokens=16))
+        found["several"] = list(running.generate(REPEATED, max_new_tokens=NEW))
         running.close()
     return found
 

@@ -16,7 +16,7 @@ from exportable_cache.bundle import files
 from exportable_cache.cli.app import app
 
 from ..support.models import tokens
-from .checks import LENGTH, PROMPT, REPEATED, error_of, logits_of
+from .checks import LENGTH, NEW, PROMPT, REPEATED, error_of, logits_of
 from .processes import Rank
 
 
@@ -29,7 +29,7 @@ def of_a_bundle(me: Rank) -> dict[str, Any]:
         "weights": sum(path.stat().st_size for path in (me.folder / "bundle" / f"rank-{me.rank}").iterdir()),
     }
     running.reset()
-    found["tokens"] = list(running.generate(REPEATED, max_new_tokens=16))
+    found["tokens"] = list(running.generate(REPEATED, max_new_tokens=NEW))
     running.save_state(me.folder / "by-programs.safetensors")
     running.load_state(me.folder / "by-one.safetensors")
     found["resumed"] = running.decode(tokens(LENGTH)[:, PROMPT])

@@ -14,7 +14,7 @@ from exportable_cache.pipeline.plan import plan
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
 from . import checks
-from .checks import CAPACITY, LENGTH, PROMPT, REPEATED
+from .checks import CAPACITY, LENGTH, NEW, PROMPT, REPEATED
 from .processes import run_ranks
 
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
@@ -103,7 +103,7 @@ def test_compiled_steps_have_their_sums_inside_one_graph(tmp_path: Path) -> None
     model.save_pretrained(tmp_path / checks.FAMILY)
     expected = reference_logits(model, tokens(LENGTH), PROMPT)
     session = Session.from_model(model, ExportableCache.from_model(model, CAPACITY))
-    greedy = list(session.generate(REPEATED, max_new_tokens=16))
+    greedy = list(session.generate(REPEATED, max_new_tokens=NEW))
     for one in run_ranks(tmp_path, 2, (checks.compiled,)):
         result = one["compiled"]
         assert isinstance(result, dict) and "refused" not in result, result

@@ -32,7 +32,7 @@ from ..decoding.byte_tokenizer import SIZE, byte_tokenizer
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
 from . import split_checks
-from .checks import CAPACITY, FAMILY, LENGTH, PROMPT, REPEATED
+from .checks import CAPACITY, FAMILY, LENGTH, NEW, PROMPT, REPEATED
 from .processes import run_ranks
 from .split_checks import files_read
 from .test_families import FAMILIES, family
@@ -108,10 +108,10 @@ def test_a_step_has_two_sums_a_layer_inside(folder: Path) -> None:
 
 def test_tokens_and_states_are_those_of_one_process(found: list[dict[str, Any]], folder: Path) -> None:
     session = one_process()
-    expected = list(session.generate(REPEATED, max_new_tokens=16))
+    expected = list(session.generate(REPEATED, max_new_tokens=NEW))
     assert [one["tokens"] for one in found] == [expected] * 2
     session.load_state(folder / "by-programs.safetensors")
-    assert session.length.tolist() == [REPEATED.shape[1] + 15]
+    assert session.length.tolist() == [REPEATED.shape[1] + NEW - 1]
     logits = reference_logits(model(), tokens(LENGTH), PROMPT)
     for one in found:
         assert (one["resumed"] - logits[:, 1]).abs().max() < 1e-4

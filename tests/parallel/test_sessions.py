@@ -16,7 +16,7 @@ from exportable_cache.pipeline.plan import plan
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
 from . import checks
-from .checks import CAPACITY, FAMILY, LENGTH, PROMPT, REPEATED
+from .checks import CAPACITY, FAMILY, LENGTH, NEW, PROMPT, REPEATED
 from .processes import run_ranks
 
 ALL = (
@@ -109,7 +109,7 @@ def test_tokens_are_taken_back(found: list[dict[str, Any]]) -> None:
 
 
 def test_greedy_tokens_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
-    expected = list(one_process().generate(REPEATED, max_new_tokens=16))
+    expected = list(one_process().generate(REPEATED, max_new_tokens=NEW))
     assert of(found, checks.greedy) == [expected] * 2
     assert of(found, checks.several_steps) == [expected] * 2
     assert [one[0] for one in of(found, checks.speculated)] == [expected] * 2
