@@ -95,6 +95,13 @@ def test_each_further_loop_over_layers_has_layers_of_its_own() -> None:
         layer_types_and_windows(looped_config(recurrent_kv_cache_mode="last_loop"))
 
 
+def test_inkling_2_mini_has_layers_for_each_further_pass() -> None:
+    config = looped_config(loop_layer_index_start=1, loop_layer_index_end=3, loop_num_passes=3)
+    config.model_type = "inkling2_loop_text"
+    full, ring = ("full_attention", None), ("sliding_attention", WINDOW)
+    assert layer_types_and_windows(config) == [full, ring, full, full, *[ring, full] * 2]
+
+
 @pytest.mark.skipif("dory" not in CONFIG_MAPPING, reason="transformers has Dory from 5.24 on")
 def test_a_model_that_loops_over_its_layers() -> None:
     model = tiny_model("dory", **LOOPS, num_hidden_layers=4, sliding_window=WINDOW, layer_types=LOOPED_TYPES)

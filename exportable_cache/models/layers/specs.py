@@ -102,11 +102,14 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
 
 
 def _layers_of_loops(config: PreTrainedConfig, kinds: Sequence[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
-    """Return the cache layers that Dory appends, because each further loop over its layers keeps its own keys.
+    """Return the cache layers that a model appends, because each further loop over its layers keeps its own keys.
 
     Raises:
         UnsupportedModelError: If loops read the keys of the last loop.
     """
+    text = config.get_text_config(decoder=True)
+    if text.model_type == "inkling2_loop_text":
+        return list(kinds[text.loop_layer_index_start : text.loop_layer_index_end]) * (text.loop_num_passes - 1)
     loops = getattr(config, "n_recurrent_loops", 1) if config.model_type == "dory" else 1
     if loops == 1:
         return []
