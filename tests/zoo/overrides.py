@@ -143,6 +143,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "n_layers_per_attn_res_block": 2,
     },
+    # One block before those that are looped, one of these, and one behind.
+    "inkling2_loop_text": {
+        "logits_mup_width_multiplier": 1.0,
+        "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+        "num_hidden_layers": 6,
+        "n_layers_per_attn_res_block": 2,
+        "loop_layer_index_start": 2,
+        "loop_layer_index_end": 4,
+        "loop_gate_rank": 8,
+    },
     "inkling_vision": {"num_hidden_layers": 2, "patch_size": 4},
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 8, 64], "depths": [1, 1, 1, 1]},

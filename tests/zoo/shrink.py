@@ -128,6 +128,18 @@ SIZES: dict[str, Any] = {
     "resampler_n_latents": 4,
     "codebook_size": 32,
 }
+#: Sizes of published models instead of those in `SIZES`, small enough that what the size belongs to changes logits.
+PUBLISHED_SIZES: dict[str, Any] = {
+    # Heads of Mamba 2 share states by group, so there are two groups.
+    **dict.fromkeys("mamba_n_groups n_groups mamba_ngroups".split(), 2),
+    "moe_latent_size": 32,
+    # Positions from which queries are scaled by the logarithm of the position.
+    **dict.fromkeys("floor_scale log_scaling_n_floor".split(), BORDER),
+    # Limits of activations, scores and logits, which those of a tiny model would not reach.
+    **dict.fromkeys("swiglu_limit clip_qkv".split(), 1.0),
+    "attn_logit_softcapping": 2.0,
+    **dict.fromkeys("final_logit_softcapping logits_soft_cap output_logit_soft_cap".split(), 4.0),
+}
 _VOCAB = re.compile(r"(^|_)vocab_size|_vocab_size$|^num_embeddings$|^vocab_size_per_layer_input$")
 _TOKEN = re.compile(r"_token_(id|index)$|^(eos|bos|pad)_(index|id)$|^image_token_index$")
 #: What stands for "none given" where a default leaves it open.
@@ -181,10 +193,12 @@ def _shrink(
             inner = None if published is None else published.get(name)
             fields[name] = _shrink(type(value), window, special, is_tower, inner)
         elif name in names and name not in own:
-            small = _OPEN.get(name) if value is None else _small(name, value, special)
+            small = _OPEN.get(name) if value is None else _small(name, value, special, published is not None)
             if small is not None and small != value:
                 fields[name] = small
     fields.update(_heads(default, fields))
+    if published is not None:
+        fields.update(_routed(default) | _global_heads(default, base, fields))
     values = vars(default)
     if values.get("head_dim") is not None and values["head_dim"] == values.get("qk_rope_head_dim"):
         fields["head_dim"] = fields.get(
@@ -199,14 +213,15 @@ def _shrink(
             fields.update(_borders(default, names))
     fields.update(own)
     if published is not None:
-        # A window as long as the positions is never reached, as in Phi 3 with LongRoPE.
+        # A window as long as the positions is never reached, as in Phi 3 with LongRoPE. Defaults of a class say nothing.
         longest = vars(default).get("max_position_embeddings") or 0
-        fields.update({name: 256 for name in WINDOWS if fields.get(name) == WINDOW and vars(default)[name] >= longest})
+        stated = [name for name in WINDOWS if name in published and fields.get(name) == WINDOW]
+        fields.update({name: 256 for name in stated if vars(default)[name] >= longest})
     fields.update({name: window for name in WINDOWS if name in fields and fields[name] == WINDOW and not tower})
     return config_class(**fields)
 
 
-def _small(name: str, value: Any, special: Any) -> Any:
+def _small(name: str, value: Any, special: Any, published: bool = False) -> Any:
     if _TOKEN.search(name):
         if isinstance(value, (list, tuple)):
             return [next(special) for _ in value]
@@ -223,7 +238,7 @@ def _small(name: str, value: Any, special: Any) -> Any:
         return VOCAB
     if name.endswith("dropout") or name.endswith("layerdrop") or "dropout" in name:
         return type(value)(0)
-    limit = SIZES.get(name)
+    limit = PUBLISHED_SIZES.get(name, SIZES.get(name)) if published else SIZES.get(name)
     return limit if limit is not None and value > limit else None
 
 
@@ -246,6 +261,25 @@ def _heads(default: Any, fields: dict[str, Any]) -> dict[str, Any]:
             now = fields.get(query, heads)
             found[key] = now if keys == heads else 1 if keys == 1 else max(1, now // 2)
     return found
+
+
+def _routed(default: Any) -> dict[str, Any]:
+    """Return the sizes of a router that chooses groups of experts first: two of four groups of two experts."""
+    values = vars(default)
+    groups, chosen = values.get("n_group"), values.get("topk_group")
+    if not isinstance(groups, int) or not isinstance(chosen, int) or chosen >= groups:
+        return {}
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
+    experts = {name: 8 for name in names if isinstance(values.get(name), int)}
+    return {"n_group": 4, "topk_group": 2, **experts}
+
+
+def _global_heads(default: Any, base: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the key heads of full layers, which Gemma 4 states apart from those of the others and keeps in no field."""
+    name = "num_global_key_value_heads"
+    if base.get(name) is None or name in vars(default):
+        return {}
+    return {name: max(1, fields["num_key_value_heads"] * base[name] // vars(default)["num_key_value_heads"])}
 
 
 def _layers(default: Any, names: set[str]) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from . import FOLDER, LENGTHS, Checkpoint
 _EXACT, _FAST = 8e9, 32e9
 #: The checkpoints with which the page begins, chosen by hand, by family and size.
 MOST_RUN = (
-    *("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B", "Qwen/Qwen2.5-VL-7B-Instruct"),
-    *("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"),
+    *("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-VL-7B-Instruct"),
+    *("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B"),
+    *("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"),
     *("Qwen/Qwen3-VL-2B-Instruct", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
     *("Qwen/Qwen3.5-27B", "Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3.6-27B"),
     *("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B"),
@@ -74,9 +75,10 @@ def lines_of(results: dict[Checkpoint, dict[str, Any]]) -> list[str]:
         "`config.json` of each sets and its class's",
         "default does not, with the source. The tiny model has the same kinds in the same order: at least one period of "
         "the pattern of layers",
-        f"(up to {MOST_LAYERS}, then one of each kind), the same shares of heads, the same RoPE; LongRoPE, YaRN and "
-        f"Llama 3's RoPE begin at {BORDER} tokens,",
-        "so each row passes every border. Cells are as in the tables below.",
+        f"(up to {MOST_LAYERS}, then one of each kind), keys for all, half or one of the heads, the same RoPE; "
+        f"LongRoPE, YaRN and Llama 3's RoPE begin at {BORDER} tokens,",
+        "so each row passes every border. Groups of experts, limits of activations and soft caps are so small that they "
+        "change logits. Cells are as in the tables below.",
         f"{unsized} rows have the kinds of the checkpoint, but not its sizes, so they show no memory: mostly the defaults of "
         "a class whose docstring",
         "names the checkpoint. Types whose checkpoints are encoders (BERT and its family) have no row.",
@@ -131,14 +133,17 @@ def _row(row: Checkpoint, facts: dict[str, Any], reasons: list[str]) -> str:
 
 
 def _cell(outcome: dict[str, Any] | None, reasons: list[str]) -> str:
-    if outcome is None or outcome["status"] == "pass":
-        return "" if outcome is None else f"{outcome['difference']:.0e}"
+    if outcome is None:
+        return ""
     if outcome["status"] == "wrong":
         return f"**wrong** {outcome['difference']:.0e}"
-    reason = outcome["reason"].replace("|", "\\|").replace("\n", " ")
+    shown = f"{outcome['difference']:.0e}" if outcome["status"] == "pass" else outcome["status"]
+    reason = outcome.get("reason", "").replace("|", "\\|").replace("\n", " ")
+    if not reason:
+        return shown
     if reason not in reasons:
         reasons.append(reason)
-    return f"{outcome['status']} ({reasons.index(reason) + 1})"
+    return f"{shown} ({reasons.index(reason) + 1})"
 
 
 def _size(size: int | None) -> str:
