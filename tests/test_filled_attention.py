@@ -20,7 +20,7 @@ from exportable_cache.program.spec import ProgramSpec
 
 from .support.attention_operands import CASES, exact, operands, tolerance
 from .support.kinds import KINDS
-from .support.models import VOCAB
+from .support.models import VOCAB, among
 from .support.models import tiny_model as model_of_family
 
 _CUDA = torch.device("cuda:0")
@@ -194,7 +194,7 @@ def test_steps_compute_the_same(family: str, options: dict[str, Any], counted, m
     torch.testing.assert_close(found, logits_of(model, **options), atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("family", among(["llama", "deepseek_v3"], fast=["llama"]))
 def test_one_compiled_step_serves_every_length(family: str, counted, monkeypatch) -> None:
     """A compiled session has one decode step instead of one for each read length, and computes the same."""
     model = tiny_model(family, num_hidden_layers=1)

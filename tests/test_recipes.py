@@ -227,7 +227,7 @@ def test_the_command_plans_a_recipe(stock: None, tmp_path: Path) -> None:
 # -- a program with native operators ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_bfloat16_weights_are_bit_equal_in_the_program(tmp_path: Path, tied: bool) -> None:
     """The default export keeps the bits of a checkpoint's weights, in the order in which the kernels read them."""
     pytest.importorskip("executorch", reason="the executorch extra is not installed")

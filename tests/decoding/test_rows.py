@@ -90,8 +90,20 @@ def shifted_alone(model: Any, prompt: torch.Tensor, count: int, protected: int, 
     return found
 
 
-@pytest.mark.parametrize("has_prefill", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "longrope phi3", "dynamic llama"])
+# In the fast lane each family, with prompts by either method.
+@pytest.mark.parametrize(
+    ("family", "has_prefill"),
+    [
+        ("llama", True),
+        ("gemma3_text", False),
+        ("longrope phi3", True),
+        ("dynamic llama", False),
+        pytest.param("llama", False, marks=pytest.mark.full),
+        pytest.param("gemma3_text", True, marks=pytest.mark.full),
+        pytest.param("longrope phi3", False, marks=pytest.mark.full),
+        pytest.param("dynamic llama", True, marks=pytest.mark.full),
+    ],
+)
 def test_full_rows_drop_tokens_as_they_do_alone(family: str, has_prefill: bool) -> None:
     """Rows are full at other times, also while a neighbour's prompt is in the session that a shift needs."""
     model = model_of(family)

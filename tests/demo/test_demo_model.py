@@ -25,8 +25,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 # Unseen seed; every asked fact ends further back than the window reaches.
-HELD_OUT = make_questions(60, seed=777, min_distance=16, tokens=(60, 250))
-LONG = make_questions(15, seed=778, facts=(15, 28), min_distance=150, tokens=(270, 330))
+HELD_OUT = make_questions(20, seed=777, min_distance=16, tokens=(60, 250))
+LONG = make_questions(6, seed=778, facts=(15, 28), min_distance=150, tokens=(270, 330))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_collapses_without_the_full_layers_memory(tokenizer) -> None:
     config = transformers.AutoConfig.from_pretrained(demo_path())
     config.layer_types = ["sliding_attention"] * config.num_hidden_layers
     blind = transformers.AutoModelForCausalLM.from_pretrained(demo_path(), config=config).eval()
-    assert accuracy(answerer(blind, tokenizer), HELD_OUT[:30]) <= 0.1
+    assert accuracy(answerer(blind, tokenizer), HELD_OUT[:10]) <= 0.1
 
 
 def test_tokens_round_trip_and_are_counted_without_the_tokenizer(tokenizer) -> None:

@@ -17,7 +17,7 @@ from .build import LENGTH, encoder_inputs, encoder_options, tiny_model
 #: By what they show: rings, keys that layers share, latent keys, indexers, experts that loop, convolutions, states,
 #: encoders whose code looks at values, and decoders that are no causal LM of their own.
 ALWAYS = (
-    "mistral gemma3n_text deepseek_v3 glm_moe_dsa dbrx lfm2_moe mamba2 jamba t5gemma speecht5 mistral4 jetmoe led "
+    "mistral gemma3n_text deepseek_v3 glm_moe_dsa dbrx lfm2_moe mamba2 jamba t5gemma mistral4 jetmoe led "
     "gemma4_unified seamless_m4t"
 ).split()
 #: Known from the model only: their code looks at values, whatever is tried.

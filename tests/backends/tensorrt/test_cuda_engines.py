@@ -21,6 +21,7 @@ from exportable_cache.generation.checkpoint_settings import CheckpointSettings
 from exportable_cache.generation.host_sampling import distribution, draw, look_up, most_probable, penalised
 from exportable_cache.generation.sampling import Sampling, sorted_distribution
 from exportable_cache.generation.speculative import PromptLookup
+from exportable_cache.program.program import Program
 from exportable_cache.session.engine_session import CacheLimits, EngineSession, Step
 from exportable_cache_runner import Options, Stop
 
@@ -29,10 +30,13 @@ pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no te
 from exportable_cache.backends.tensorrt import cuda_engines
 from exportable_cache.backends.tensorrt.cuda_engines import Cuda, CudaEngines, missing_package, open_cuda_engines
 from exportable_cache.backends.tensorrt.engine_io import EngineRecord, check_computes
+from exportable_cache.backends.tensorrt.options import TensorRTOptions
+from exportable_cache.backends.tensorrt.target import engine_networks
 
 from .cpu_cuda import CpuCuda, CpuTensorRT
 from .cpu_engine import records_by_method
-from .programs import CAPACITY, PREFILL, engine_program, network_session
+from .models import engine_model
+from .programs import CAPACITY, PREFILL, engine_program, network_session, program_of
 
 PROMPT = [5, 9, 2, 7, 1, 3, 8, 4, 6, 5, 2, 9, 1, 1, 4, 7, 3, 2, 8]
 
@@ -45,7 +49,7 @@ def opened(
     **given: Any,
 ) -> tuple[CudaEngines, CpuCuda]:
     """Return engines of a tiny model over the CPU, and the runtime that they use."""
-    _, _, networks = engine_program(family, dtype, score_length=score_length)
+    networks = given.pop("networks", None) or engine_program(family, dtype, score_length=score_length)[2]
     records = {name: ("engine.plan", record) for name, record in records_by_method(networks).items()}
     (folder / "engine.plan").write_bytes(b"plan")
     refused = given.pop("refused", None)
@@ -56,6 +60,10 @@ def opened(
 
 def session_over(engines: Any, family: str = "gemma3_text", score_length: int = 0, **settings: Any) -> EngineSession:
     model, program, _ = engine_program(family, score_length=score_length)
+    return session_of(engines, model, program, **settings)
+
+
+def session_of(engines: Any, model: Any, program: Program, **settings: Any) -> EngineSession:
     layers = [{"policy": one.policy.to_config(), "states": None} for one in program.cache.layers]
     methods = {name: Step(one.min_length, one.max_length, one.scored_tokens) for name, one in program.methods.items()}
     limits = CacheLimits.of(layers)
@@ -88,8 +96,10 @@ def test_tokens_and_logits_are_those_of_torchs_session(tmp_path: Path) -> None:
 
 
 def test_logits_in_bfloat16_become_float32(tmp_path: Path) -> None:
-    engines, _ = opened(tmp_path, dtype=torch.bfloat16)
-    model, program, networks = engine_program("gemma3_text", torch.bfloat16)
+    model = engine_model("llama", torch.bfloat16, num_hidden_layers=1)
+    program = program_of(model)
+    networks = engine_networks(program, TensorRTOptions())
+    engines, _ = opened(tmp_path, networks=networks)
     expected = network_session(model, program, networks).prefill(torch.tensor([PROMPT[:PREFILL]]))[0]
     found = engines.run("prefill", PROMPT[:PREFILL], 0)[0]
     assert found.dtype == np.float32
@@ -137,7 +147,10 @@ def test_rejected_proposals_are_rolled_back(tmp_path: Path) -> None:
 
 
 def test_a_window_that_loses_proposals_is_refused(tmp_path: Path) -> None:
-    session = session_over(opened(tmp_path, score_length=4)[0], score_length=4)
+    model = engine_model("gemma3_text")
+    program = program_of(model, options=TensorRTOptions(score_length=4))
+    # Nothing runs, so the engines lack the method of proposals.
+    session = session_of(opened(tmp_path)[0], model, program)
     with pytest.raises(InputError, match="prompt_lookup must be 0 .* 3 tokens cannot be taken back; .* at least 2"):
         session.generate([1], Options(prompt_lookup=3))
 
