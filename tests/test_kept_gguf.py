@@ -53,17 +53,23 @@ def test_layers_of_a_file_are_kept_in_the_order_of_the_models_rows(tmp_path: Pat
     assert (made.model(ids).logits - load_model(tmp_path / "tiny.gguf").model(ids).logits).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize(("kind", "kept"), [("Q8_0", True), ("Q6_K", True), ("Q4_K", False), ("Q5_K", False)])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "alone"])
+@pytest.mark.parametrize(("kind", "form", "kept"), [
+    ("Q6_K", "native", (True, True)), ("Q4_K", "native", (True, False)), ("Q5_K", "native", (True, False)),
+    ("Q4_0", "native", (True, False)), ("Q6_K", "affine", (True, True)), ("Q4_K", "affine", (False, False)),
+])  # fmt: skip
 @torch.no_grad()
-def test_a_tied_table_is_kept_with_its_head(kind: str, kept: bool, tmp_path: Path) -> None:
-    """Keep a table that a head is tied to, unless it has zero points or 4 bits."""
-    file = tmp_path / "tiny.gguf"
-    checkpoints.write_gguf(file, kind_of_table=kind, **SIZES, tie_word_embeddings=True)
+def test_a_table_is_kept_with_the_head_that_is_tied_to_it(
+    kind: str, form: str, kept: tuple[bool, bool], tied: bool, tmp_path: Path
+) -> None:
+    """Keep a table, also with zero points or 4 bits if native operators read the blocks of its head."""
+    file, is_kept = tmp_path / "tiny.gguf", kept[not tied]
+    checkpoints.write_gguf(file, kind_of_table=kind, **SIZES, tie_word_embeddings=tied)
     loaded = load_to_quantise(file, keep=True)
-    made = quantize(loaded.model, Quantization("keep", kept="native"), stored=loaded.integers)
+    made = quantize(loaded.model, Quantization("keep", kept=form), stored=loaded.integers)
     table, head = made.model.get_input_embeddings(), made.model.lm_head
-    assert ("model.embed_tokens.weight" in made.kept) == kept == ("model.embed_tokens" not in made.remark)
-    if kept:
+    assert ("model.embed_tokens.weight" in made.kept) == is_kept == ("model.embed_tokens" not in made.remark)
+    if is_kept and tied:
         assert table.weight.qdata.data_ptr() == head.weight.qdata.data_ptr()
     ids = tokens(9)
     assert (made.model(ids).logits - load_model(file).model(ids).logits).abs().max() <= 1e-5

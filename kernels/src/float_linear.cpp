@@ -611,5 +611,47 @@ void row_of_weights(const BFloat16Pair* weights, int64_t inputs, int64_t output,
   }
 }
 
+namespace {
+
+float float_at(const uint8_t* at, float) {
+  float value;
+  std::memcpy(&value, at, sizeof value);
+  return value;
+}
+float float_at(const uint8_t* at, hwy::float16_t) {
+  uint16_t bits;
+  std::memcpy(&bits, at, sizeof bits);
+  return float_of_float16(bits);
+}
+float float_at(const uint8_t* at, uint8_t) { return *at; }
+
+}  // namespace
+
+template <class S, class Z, int kBits>
+void row_of_weights(const GroupedLinearOf<S, Z, kBits>& layer, int64_t output, float* row) {
+  // Inputs of an output whose integers are in four bytes.
+  constexpr int64_t kInputsOfWord = 32 / kBits;
+  constexpr float kBias = std::is_same_v<Z, float> && kBits == 8 ? 128.0f : 0.0f;
+  const int64_t lane = output % kBlockOutputs, group = layer.inputs / layer.groups;
+  const uint8_t* const scales =
+      layer.weights + output / kBlockOutputs * bytes_of_grouped<S, Z, kBits>(layer.inputs, layer.groups);
+  const uint8_t* const zeros = scales + static_cast<int64_t>(sizeof(S)) * kBlockOutputs * layer.groups;
+  const uint8_t* const words = zeros + static_cast<int64_t>(sizeof(Z)) * kBlockOutputs * layer.groups;
+  for (int64_t i = 0; i < layer.inputs; ++i) {
+    const int64_t header = i / group * kBlockOutputs + lane;
+    const int byte = words[(i / kInputsOfWord * kBlockOutputs + lane) * 4 + i % 4];
+    const int integer = kBits == 8 ? byte : i % kInputsOfWord < 4 ? byte & 15 : byte >> 4;
+    const float zero = float_at(zeros + header * static_cast<int64_t>(sizeof(Z)), Z{});
+    row[i] = (static_cast<float>(integer) - kBias - zero) * float_at(scales + header * static_cast<int64_t>(sizeof(S)), S{});
+  }
+}
+
+template void row_of_weights(const GroupedLinear&, int64_t, float*);
+template void row_of_weights(const Grouped16Linear&, int64_t, float*);
+template void row_of_weights(const Grouped8BitLinear&, int64_t, float*);
+template void row_of_weights(const Grouped16Of8BitLinear&, int64_t, float*);
+template void row_of_weights(const ShiftedLinear&, int64_t, float*);
+template void row_of_weights(const Shifted8BitLinear&, int64_t, float*);
+
 }  // namespace exportable_cache::kernels
 #endif  // HWY_ONCE

@@ -91,5 +91,8 @@ void apply_float_linears(const Shifted8BitLinear* layers, size_t count, const Th
 // Reads a row of a table whose rows are the outputs of such weights: float32 [inputs].
 void row_of_weights(const hwy::float16_t* weights, int64_t inputs, int64_t output, float* row);
 void row_of_weights(const BFloat16Pair* weights, int64_t inputs, int64_t output, float* row);
+// The same of weights in groups, of the layer's inputs, outputs and groups.
+template <class S, class Z, int kBits>
+void row_of_weights(const GroupedLinearOf<S, Z, kBits>& layer, int64_t output, float* row);
 
 }  // namespace exportable_cache::kernels

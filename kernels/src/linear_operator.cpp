@@ -36,27 +36,6 @@ using OptionalTensor = executorch::aten::optional<Tensor>;
 
 constexpr size_t kAlignment = 64;
 
-// Bytes of a block of weights with some groups.
-int64_t bytes_of(const Linear&, int64_t inputs, int64_t groups) { return bytes_of_block(inputs, groups); }
-template <class S, class Z, int kBits>
-int64_t bytes_of(const GroupedLinearOf<S, Z, kBits>&, int64_t inputs, int64_t groups) {
-  return bytes_of_grouped<S, Z, kBits>(inputs, groups);
-}
-// Number that the inputs of a group are a multiple of.
-int64_t multiple_of(const Linear&) { return kGroupMultiple; }
-template <class S, class Z, int kBits>
-int64_t multiple_of(const GroupedLinearOf<S, Z, kBits>& layer) {
-  return layer.kMultiple;
-}
-
-// Number of groups of an output's weights, from the block's bytes; 0 if the sizes are inconsistent.
-template <class L>
-int64_t groups_of(const L& layer, int64_t bytes, int64_t inputs) {
-  const int64_t without = bytes_of(layer, inputs, 0), groups = (bytes - without) / (bytes_of(layer, inputs, 1) - without);
-  const bool fits = groups > 0 && inputs % groups == 0 && inputs / groups % multiple_of(layer) == 0;
-  return fits && bytes == bytes_of(layer, inputs, groups) ? groups : 0;
-}
-
 // Scratch memory of a thread, as large as its largest layer needed.
 void* scratch_of(size_t bytes) {
   thread_local std::vector<char> memory;
@@ -88,12 +67,8 @@ bool is_prepared(KernelRuntimeContext& context, const Tensor& source, const Tens
 template <class L>
 bool has_blocks(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs, L& linear,
                 ssize_t leading) {
-  const bool is_packed =
-      weights.dim() == leading + 2 && weights.scalar_type() == ScalarType::Byte && is_contiguous(weights);
-  const int64_t groups = is_packed ? groups_of(linear, weights.size(leading + 1), inputs) : 0;
-  ET_KERNEL_CHECK_MSG(context, groups > 0 && weights.size(leading) == blocks_of(outputs), InvalidArgument, false,
+  ET_KERNEL_CHECK_MSG(context, set_blocks(weights, inputs, outputs, linear, leading), InvalidArgument, false,
                       "weights must be uint8 blocks of 16 outputs, packed for the source's size");
-  linear.groups = groups, linear.weights = weights.const_data_ptr<uint8_t>();
   return true;
 }
 bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs, Linear& linear,

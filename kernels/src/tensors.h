@@ -69,4 +69,36 @@ const W* packed_weights(const Tensor& weights, int64_t inputs, int64_t outputs, 
   return fits ? static_cast<const W*>(weights.const_data_ptr()) : nullptr;
 }
 
+// Bytes of a block of weights with some groups.
+inline int64_t bytes_of(const Linear&, int64_t inputs, int64_t groups) { return bytes_of_block(inputs, groups); }
+template <class S, class Z, int kBits>
+int64_t bytes_of(const GroupedLinearOf<S, Z, kBits>&, int64_t inputs, int64_t groups) {
+  return bytes_of_grouped<S, Z, kBits>(inputs, groups);
+}
+// Number that the inputs of a group are a multiple of.
+inline int64_t multiple_of(const Linear&) { return kGroupMultiple; }
+template <class S, class Z, int kBits>
+int64_t multiple_of(const GroupedLinearOf<S, Z, kBits>& layer) {
+  return layer.kMultiple;
+}
+
+// Number of groups of an output's weights, from the block's bytes; 0 if the sizes are inconsistent.
+template <class L>
+int64_t groups_of(const L& layer, int64_t bytes, int64_t inputs) {
+  const int64_t without = bytes_of(layer, inputs, 0), groups = (bytes - without) / (bytes_of(layer, inputs, 1) - without);
+  const bool fits = groups > 0 && inputs % groups == 0 && inputs / groups % multiple_of(layer) == 0;
+  return fits && bytes == bytes_of(layer, inputs, groups) ? groups : 0;
+}
+
+// Sets the blocks and the groups of a layer, after `leading` dimensions; false if the weights are others.
+template <class L>
+bool set_blocks(const Tensor& weights, int64_t inputs, int64_t outputs, L& layer, ssize_t leading = 0) {
+  const bool is_packed = inputs > 0 && outputs > 0 && weights.dim() == leading + 2 &&
+                         weights.scalar_type() == ScalarType::Byte && is_contiguous(weights);
+  layer.groups = is_packed ? groups_of(layer, weights.size(leading + 1), inputs) : 0;
+  if (layer.groups == 0 || weights.size(leading) != blocks_of(outputs)) return false;
+  layer.weights = weights.const_data_ptr<uint8_t>();
+  return true;
+}
+
 }  // namespace exportable_cache::kernels

@@ -201,6 +201,11 @@ double grouped_difference(const Case& c, int64_t group, std::mt19937& random) {
     made.rows = c.rows, made.inputs = c.inputs, made.outputs = outputs, made.source = numbers.source.data();
     made.bias = c.bias ? numbers.bias.data() + first : nullptr, made.out = out[layer].data();
     made.weights = packed[layer].data(), made.groups = groups;
+    std::vector<float> row(c.inputs);
+    for (int64_t local = 0; local < outputs; ++local) {
+      row_of_weights(made, local, row.data());
+      if (!std::equal(row.begin(), row.end(), numbers.weights.begin() + (first + local) * c.inputs)) return INFINITY;
+    }
     layers.push_back(made);
     first_of.push_back(first);
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
@@ -16,10 +17,11 @@ from exportable_cache.backends.executorch.native.linears import (
     pack,
     pack_groups,
     tables_to_native,
+    tied_tables_to_native,
     unpack,
     unpack_groups,
 )
-from exportable_cache.backends.executorch.quantized import FoldedLinears, integer_layer
+from exportable_cache.backends.executorch.quantized import FoldedLinears, fuse_quantized_embeddings, integer_layer
 from exportable_cache.common.tensors import exact_dtype
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization
@@ -229,6 +231,35 @@ def test_what_16_bits_have_without_loss_is_kept_so(kind: str, tied: bool) -> Non
     with torch.no_grad():
         for found, expected in zip(program.module()(tokens), module(tokens), strict=True):
             assert torch.equal(found, expected)
+
+
+class TiedRows(nn.Module):
+    """A quantized table, and the head that is tied to it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.table, self.head = model.get_input_embeddings(), model.get_output_embeddings()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens))
+
+
+def test_a_quantized_table_is_stored_once_with_its_head() -> None:
+    """Look up rows in the blocks of the head's operator, where the table would be stored by rows as well."""
+    model = tiny_model("llama", num_hidden_layers=1, hidden_size=64, head_dim=16, tie_word_embeddings=True)
+    module, tokens = (
+        TiedRows(quantize(model, Quantization("8w", embeddings="8w")).model).eval(),
+        torch.tensor([[1, 4, 7]]),
+    )
+    with torch.no_grad(), FoldedLinears(module):
+        program = torch.export.export(module, (tokens,))
+    with torch.no_grad():
+        program = linears_to_native(fuse_quantized_embeddings(tied_tables_to_native(program)))
+        targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+        assert [name.split(".")[1] for name in targets] == ["embedding_8bit_float", "linear_8bit_float"]
+        read = [node for node in program.graph.find_nodes(op="placeholder") if node.users]
+        assert [len(node.users) for node in read if node.meta["val"].dtype == torch.uint8] == [2] and len(read) == 2
+        torch.testing.assert_close(program.module()(tokens), module(tokens), atol=1e-5, rtol=1e-6)
 
 
 def test_rounded_inputs_are_those_that_bfloat16_has() -> None:

@@ -329,6 +329,12 @@ register_quantized_operators()
 _INT4 = (-8, 7)
 
 
+def dequantized_lookups(program: ExportedProgram) -> list[Node]:
+    """Return the lookups in dequantized tables."""
+    lookups = program.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
+    return [node for node in lookups if _is_dequantize(node.args[0])]
+
+
 def fuse_quantized_embeddings(program: ExportedProgram) -> ExportedProgram:
     """Rewrite each lookup in a dequantized table as one operator on the integers, in place.
 
@@ -337,12 +343,10 @@ def fuse_quantized_embeddings(program: ExportedProgram) -> ExportedProgram:
     Raises:
         ValueError: If a table has zero points.
     """
-    graph = program.graph
-    lookups = [
-        node for node in graph.nodes if node.target == torch.ops.aten.embedding.default and _is_dequantize(node.args[0])
-    ]
+    graph, lookups = program.graph, dequantized_lookups(program)
     for node in lookups:
-        (integers, _, scale, zero_point, _, *limits), indices = node.args[0].args[:7], node.args[1]
+        found: Any = node.args
+        (integers, _, scale, zero_point, _, *limits), indices = found[0].args[:7], found[1]
         if zero_point is not None and bool(get_param_tensor(program, zero_point).any()):
             raise ValueError(f"{integers.name} must have no zero points; quantize it symmetrically")
         operator = torch.ops.quantized_decomposed.embedding_byte.default

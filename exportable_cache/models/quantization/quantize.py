@@ -262,6 +262,8 @@ def _keep(
     rounding = IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN if form.rounds else None
     table = model.get_input_embeddings()
     readers = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.weight is table.weight]
+    # An encoder looks up rows without a head, by operators that have no zero points.
+    is_shared = is_tied(model) and not model.config.is_encoder_decoder
     kept: dict[str, int] = {}
     left: dict[str, list[str]] = {}
     for path, module in list(model.named_modules()):
@@ -273,7 +275,9 @@ def _keep(
         # The kernels of tables have scales in the dtype of their rows.
         of_form = {"bfloat16": torch.bfloat16, "program": dtype}.get(form.scales, weight.scales.dtype)
         scale_dtype = dtype if is_table else of_form
-        problem = (_unkept_table(weight, form) if is_table else "") or _unkept(weight, form, scale_dtype, dtype)
+        problem = (_unkept_table(weight, form, is_shared) if is_table else "") or _unkept(
+            weight, form, scale_dtype, dtype
+        )
         if problem:
             left.setdefault(problem, []).append(path)
             continue
@@ -295,8 +299,10 @@ def _keep(
     return kept, f"kept the integers of {len(kept)} layers; stored in {dtype_name(dtype)}: {reasons}" if reasons else ""
 
 
-def _unkept_table(weight: IntegerWeight, form: KeptForm) -> str:
+def _unkept_table(weight: IntegerWeight, form: KeptForm, is_shared: bool) -> str:
     """Return why a target does not store an embedding table in this form, or an empty string."""
+    if form.tied and is_shared:
+        return ""
     if not form.tables or weight.bits <= 4:
         return f"the target stores no embedding table of {weight.bits} bits in this form"
     return "it is an embedding table with zero points" if weight.zero_points is not None else ""
@@ -521,7 +527,10 @@ def _stored_bytes(model: nn.Module) -> int:
     for parameter in model.parameters():
         if is_quantized(parameter):
             bits = 4 if parameter.target_dtype == _INT4 else 8
-            stored[parameter.qdata.data_ptr()] = parameter.qdata.numel() * bits // 8 + parameter.scale.nbytes
+            zeros = parameter.zero_point
+            # Zero points that are all zero are stored by no target.
+            parts = parameter.scale.nbytes + (zeros.nbytes if zeros is not None and bool(zeros.any()) else 0)
+            stored[parameter.qdata.data_ptr()] = parameter.qdata.numel() * bits // 8 + parts
         else:
             # Integers of experts, two per byte.
             packed = 2 if parameter.dtype == torch.int8 else 1

@@ -59,6 +59,7 @@ class KeptForm(NamedTuple):
         multiple: Divisor of the number of inputs of a group.
         tables: True if embedding tables of 5 to 8 bits without zero points are stored, with the heads that are tied to
             them.
+        tied: True if tables of other forms are stored, too, if a head is tied to them.
     """
 
     bits: tuple[int, ...]
@@ -68,6 +69,7 @@ class KeptForm(NamedTuple):
     scales: str
     multiple: int = 1
     tables: bool = False
+    tied: bool = False
 
 
 #: Forms by name, which the target chooses and the manifest records. "4w" is that of bundles before "native".
@@ -86,6 +88,7 @@ KEPT_FORMS = {
         scales="stored",
         multiple=NATIVE_MULTIPLE,
         tables=True,
+        tied=True,
     ),
 }
 

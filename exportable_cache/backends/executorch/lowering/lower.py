@@ -25,7 +25,7 @@ from ..delegates.checks import check_cache, check_methods, delegated_calls
 from ..delegates.table import DELEGATES
 from ..graph_edits import drop_provenance
 from ..native.experts import experts_to_native
-from ..native.linears import linears_to_native, tables_to_native
+from ..native.linears import linears_to_native, tables_to_native, tied_tables_to_native
 from ..native.operators import round_attention
 from ..pte.kernels import check_kernels
 from ..pte.rewrite import make_largest_first, write_pte
@@ -90,6 +90,7 @@ def to_edge(
     segments = ClonedSegments(_segment_to_edge)
     state = state_of(programs.values())
     rewrites: tuple[Rewrite, ...] = (
+        *((partial(tied_tables_to_native, scratch=scratch),) if native else ()),
         *BEFORE_FOLDING,
         partial(fold_constants, state=state),
         # First, because later passes decompose activations.

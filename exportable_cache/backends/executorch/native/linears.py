@@ -5,9 +5,9 @@ types hold without loss. `linear_bfloat16_rounded` also rounds its inputs to bfl
 and quantizes activations to 8 bits per token, as torchao's `8da4w` does. `linear_4bit_float` and `linear_4bit_float16`
 take 4-bit weights with zero points and scales of these dtypes, and activations in float. `linear_8bit_float` and
 `linear_8bit_float16` take 8 bits, and `linear_4bit_shifted` and `linear_8bit_shifted` take zero points in float32,
-which minimums of groups give, such as those of GGUF. `embedding_bfloat16` and
-`embedding_float16` look up rows of a table that is tied to such a layer. Other tables are stored in 16 bits if that
-loses nothing. Sums are in float32.
+which minimums of groups give, such as those of GGUF. `embedding_bfloat16`,
+`embedding_float16` and `embedding_8bit_float`, with the other forms of groups, look up rows of a table that is tied to
+such a layer. Other tables in float are stored in 16 bits if that loses nothing. Sums are in float32.
 
 XNNPACK (ExecuTorch 1.4.1) packs a second copy of the weights when a program is loaded, and multiplies 4-bit weights in
 16 bits on processors with AVX2 but without AVX-512, at half the speed. Here weights are packed at export, in blocks of
@@ -28,7 +28,7 @@ from torch.fx import Node
 
 from ....common.tensors import exact_dtype
 from ..graph_edits import insert_call, packed_weight, replace_call
-from ..quantized import fold_linears, integer_layer
+from ..quantized import dequantized_lookups, fold_linears, integer_layer
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -200,6 +200,13 @@ def unpack_groups(
     floats = zeros.is_floating_point()
     zeros = zeros - _bias_of_floats(form) if floats else (zeros.to(torch.int16) - bias).to(torch.int8)
     return integers, _by_output(scales, form.scales, groups)[:outputs], zeros
+
+
+def _unpacked_groups(weights: torch.Tensor, inputs: int, outputs: int, form: GroupedForm) -> torch.Tensor:
+    """Return the weights of `pack_groups`, float32 [outputs, inputs]."""
+    integers, scales, zeros = unpack_groups(weights, inputs, outputs, form)
+    grouped = integers.view(*scales.shape, -1).float() - zeros[..., None]
+    return (grouped * scales.float()[..., None]).view(outputs, inputs)
 
 
 def _from_blocks(weights: torch.Tensor, inputs: int, outputs: int, bits: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -387,10 +394,7 @@ def _linear_groups(form: GroupedForm) -> Callable[..., torch.Tensor]:
     """Return a linear layer over `pack_groups` in plain operators, as the kernel computes it."""
 
     def linear(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
-        integers, scales, zeros = unpack_groups(weights, source.shape[-1], outputs, form)
-        grouped = integers.view(*scales.shape, -1).float() - zeros[..., None]
-        plain = (grouped * scales.float()[..., None]).view(outputs, -1)
-        return torch.nn.functional.linear(source, plain, bias)
+        return torch.nn.functional.linear(source, _unpacked_groups(weights, source.shape[-1], outputs, form), bias)
 
     return linear
 
@@ -494,6 +498,51 @@ def tables_to_native(program: ExportedProgram, scratch: Scratch | None = None) -
     return program
 
 
+def tied_tables_to_native(program: ExportedProgram, scratch: Scratch | None = None) -> ExportedProgram:
+    """Rewrite each lookup in a quantized table that a native linear layer reads as well, in place.
+
+    The table is stored once, as the layer's operator reads it. Call this before `fuse_quantized_embeddings`, which
+    would store it in the order of rows.
+
+    Args:
+        program: Program to rewrite.
+        scratch: See `packed_weight`.
+    """
+    lookups = dequantized_lookups(program)
+    if not lookups:
+        return program
+    graph = fold_linears(program).graph
+    for node in lookups:
+        table, tokens = _arguments(node)
+        if tokens.meta["val"].dtype != torch.int64 or node.meta["val"].dtype != torch.float32:
+            continue
+        head = next((one for one in graph.nodes if _has_weights(program, one, table)), None)
+        layer = None if head is None else _packed_integers(program, head, scratch)
+        if layer is None or layer.operator not in _ROWS:
+            continue
+        with graph.inserting_before(node):
+            rows, dim = table.meta["val"].shape
+            result = insert_call(graph, _ROWS[layer.operator], layer.weight, tokens, rows, dim)
+        result.meta = {**node.meta, "val": result.meta["val"]}
+        replace_call(node, result)
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+    return program
+
+
+def _has_weights(program: ExportedProgram, node: Node, table: Node) -> bool:
+    """Return True if a linear layer reads the integers and the scales that a table is dequantized from."""
+    layer = integer_layer(node)
+    if layer is None:
+        return False
+    arguments: Any = table.args
+    parts = ((layer.integers, arguments[0]), (layer.scale, arguments[2]))
+    # By address, because tied layers are traced with parameters of their own over the same memory.
+    return all(
+        get_param_tensor(program, one).data_ptr() == get_param_tensor(program, other).data_ptr() for one, other in parts
+    )
+
+
 def _arguments(lookup: Node) -> tuple[Node, Node]:
     """Return the table and the tokens of a lookup."""
     found: Any = lookup.args
@@ -534,9 +583,27 @@ def embedding(weights: torch.Tensor, tokens: torch.Tensor, rows: int, dim: int) 
     return unpack_float(weights, dim, rows)[tokens]
 
 
+def _rows_of_groups(form: GroupedForm) -> Callable[..., torch.Tensor]:
+    """Return a lookup in a table of `pack_groups` in plain operators, as the kernel computes it."""
+
+    def look_up(weights: torch.Tensor, tokens: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
+        return _unpacked_groups(weights, dim, rows, form)[tokens]
+
+    return look_up
+
+
 def _embedding_output(weights: torch.Tensor, tokens: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
     return weights.new_empty(*tokens.shape, dim, dtype=torch.float32)
 
 
 for _name in ("embedding_bfloat16", "embedding_float16"):
     define_operator(_name, _EMBEDDING, embedding, _embedding_output)
+for _name, _form in GROUPED_FORMS.items():
+    define_operator(f"embedding_{_name}", _EMBEDDING, _rows_of_groups(_form), _embedding_output)
+#: Lookups in tables by the operators of the linear layers that are tied to them.
+_ROWS: dict[OpOverload, OpOverload] = {
+    getattr(torch.ops.exportable_cache, f"linear_{name}").default: getattr(
+        torch.ops.exportable_cache, f"embedding_{name}"
+    ).default
+    for name in GROUPED_FORMS
+}

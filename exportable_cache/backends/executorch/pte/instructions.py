@@ -47,6 +47,8 @@ _BY_TYPE: dict[str, frozenset[int]] = {
 _LETTERS = {
     "T": TENSOR, "L": TENSORS, "I": INTS, "i": INT, "f": DOUBLE, "b": BOOL,
 }  # fmt: skip
+#: Forms of integers in groups, see `native.linears.GROUPED_FORMS`, which would import torch.
+_GROUPS = tuple(f"{bits}bit_{form}" for bits in (4, 8) for form in ("float", "float16", "shifted"))
 #: Kinds of operators whose schemas torch lacks when a program is opened; `?` marks an optional value.
 _UNKNOWN_TO_TORCH = {
     "executorch_prim::et_view.default": "T I T",
@@ -58,7 +60,7 @@ _UNKNOWN_TO_TORCH = {
     **{
         f"exportable_cache::{name}_{kind}.out": kinds
         for name, kinds in (("linear", "T T T? i T T"), ("linears", "T L L I L L"))
-        for kind in ("4bit", "4bit_float", "4bit_float16", "float", "bfloat16", "float16", "bfloat16_rounded")
+        for kind in ("4bit", *_GROUPS, "float", "bfloat16", "float16", "bfloat16_rounded")
     },
     **{
         f"exportable_cache::experts_{kind}.out": "T T T? T T? i T T"
@@ -68,8 +70,7 @@ _UNKNOWN_TO_TORCH = {
     "exportable_cache::rms_norm.out": "T T? f T T",
     "exportable_cache::rotate.out": "T T T b T T",
     "exportable_cache::gate.out": "T T f f T T",
-    "exportable_cache::embedding_bfloat16.out": "T T i i T T",
-    "exportable_cache::embedding_float16.out": "T T i i T T",
+    **{f"exportable_cache::embedding_{kind}.out": "T T i i T T" for kind in (*_GROUPS, "bfloat16", "float16")},
     "quantized_decomposed::embedding_byte.out": "T T T? i i T T T",
 }
 #: Scalar arithmetic of the runtime, such as `executorch_prim::add.Scalar`.
