@@ -438,7 +438,7 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda config, _: config.update(lora_alpha=float("inf")), "must have a finite lora_alpha, got inf"),
         (
             lambda _, tensors: tensors[NAME].fill_(torch.nan),
-            "must have finite values of 16, 32 or 64 bits, got others in .*lora_A",
+            "must have finite values of 16, 32 or 64 bits, got infinities or not-a-number in .*lora_A",
         ),
         (lambda _, tensors: tensors.pop(NAME), "must have lora_A and lora_B of .*q_proj, got .*lora_B"),
         (lambda _, tensors: tensors.clear(), "has no tensors; save it again"),
@@ -497,6 +497,10 @@ def test_adapter_files_belong_to_their_program(
     path.write_bytes(content)
     with pytest.raises(BundleError, match="is damaged: checksum"):
         session.load_adapter(path)
+    with pytest.raises(BundleError, match="there is no such file; pass a folder that peft saved, or a file of `export"):
+        session.load_adapter(tmp_path / "missing")
+    with pytest.raises(InputError, match="is a part of an adapter that peft saved; pass its folder"):
+        session.load_adapter(folders["one"] / "adapter_model.safetensors")
     write_adapter_file(path, read_lora(folders["one"]), slots, session.fingerprint, None)
 
 

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..bundle import signing
 from ..common.fs.tensor_files import damaged_if_malformed, read_tensors, write_tensors
-from ..errors import InputError
+from ..errors import BundleError, InputError
 from ..models.loading.adapters import LORA_DTYPES, LoraWeights, read_lora
 from ..models.lora import WRITE_ADAPTER, LoraSlots, check_fits, lora_layers, packed, slots_of
 from .state import LoadedAdapter
@@ -106,6 +106,11 @@ def read_adapter(
         adapter = read_lora(given)
         check_fits(slots, adapter.tensors, f"the adapter in {given}")
         return adapter
+    if not given.exists():
+        raise BundleError(
+            f"cannot read an adapter from {given}: there is no such file; pass a folder that peft saved, or a file of "
+            f"{_WRITER}"
+        )
     if given.name == "adapter_model.safetensors":
         raise InputError(
             f"{given} is a part of an adapter that peft saved; pass its folder, or make a file with {_WRITER}"

@@ -16,6 +16,7 @@ import torch
 from ..bundle.checked import CheckedBundle
 from ..common.process.limited_child import ERROR, receive, send
 from ..errors import BundleError
+from ..models.lora import WRITE_ADAPTER
 from ..session.native import NotNative, check_native
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ class NativeProcess:
         check_native(CheckedBundle.read(bundle.path), text=False)
         # Attention of ExecuTorch's wheel calls MKL in each of the runtime's threads.
         variables = {"MKL_NUM_THREADS": "1", **os.environ}
-        names = {one.name for method in self.methods.values() for one in method.inputs}
+        # The inputs of `write_adapter` are two for each layer, and those of no step.
+        steps = [method for name, method in self.methods.items() if name != WRITE_ADAPTER]
+        names = {one.name for method in steps for one in method.inputs}
         if not names <= set(_INPUTS):
             raise NotNative(f"its methods take {', '.join(sorted(names - set(_INPUTS)))}")
         self._vocabulary = bundle.manifest.logits_size or bundle.manifest.vocab_size

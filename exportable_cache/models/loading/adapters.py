@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
+from ...common.tensors import dtype_name
 from ...errors import InputError, MissingDependencyError, UnsupportedModelError, first_line
 
 if TYPE_CHECKING:
@@ -231,10 +232,12 @@ def read_lora(folder: str | os.PathLike) -> LoraWeights:
         if half not in ("lora_A", "lora_B") or tensor.dim() != 2:
             what = "embeddings" if "embedding" in half else "other tensors than those of linear layers"
             raise UnsupportedModelError(f"the adapter in {path} has {key!r}, {what}, which slots do not hold; {_MERGE}")
-        if tensor.dtype not in LORA_DTYPES or not bool(torch.isfinite(tensor).all()):
+        is_float = tensor.dtype in LORA_DTYPES
+        if not is_float or not bool(torch.isfinite(tensor).all()):
+            given = "infinities or not-a-number" if is_float else dtype_name(tensor.dtype)
             raise InputError(
-                f"the adapter in {path} must have finite values of 16, 32 or 64 bits, got others in {key!r}; save it "
-                "again"
+                f"the adapter in {path} must have finite values of 16, 32 or 64 bits, got {given} in {key!r}; train it "
+                "again, or save it again in one of these types"
             )
         halves.setdefault(layer, {})[half] = tensor
     tensors = {}
