@@ -164,7 +164,7 @@ def check_cloned(path: Path) -> None:
     """Layers that are lowered once, and each of them lowered: the same logits, to the bit."""
     inputs = (tokens(7), torch.zeros(1, dtype=torch.int64))
     cloned = lower_programs(programs_of(model_of(LAYERS)), native=True)
-    with patch.object(ClonedSegments, "replace", lambda self, program: program):
+    with patch.object(ClonedSegments, "replace", lambda self, program, state: program):
         whole = lower_programs(programs_of(model_of(LAYERS)), native=True)
     assert cloned.buffer != whole.buffer
     results = []
