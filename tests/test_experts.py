@@ -10,7 +10,14 @@ from torch.nn import functional
 
 from exportable_cache import ExportableCache
 from exportable_cache.errors import InputError
-from exportable_cache.models.experts import EXPERT_LINEAR, NAME, experts_of, projections, register_experts
+from exportable_cache.models.experts import (
+    EXPERT_LINEAR,
+    NAME,
+    experts_of,
+    projections,
+    register_experts,
+    rows_of_weight,
+)
 from exportable_cache.models.patches.mechanisms.experts import mix_experts
 from exportable_cache.models.quantization.quantize import check_quantizable, quantize, rounding_noise
 from exportable_cache.models.quantization.sizes import coverage_of, exact_bytes, quantized_bytes
@@ -112,6 +119,39 @@ def test_quantised_experts_are_their_integers_times_scales(family: str) -> None:
             expected[token] += inner[0] * factors[token, choice]
     with torch.no_grad():
         torch.testing.assert_close(experts(states, indices, factors), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "scheme"), [("mixtral", "4w"), ("gpt_oss", "8w")])
+def test_weights_alone_are_quantised_like_linear_layers(family: str, scheme: str) -> None:
+    model, spec = mixture(family), Quantization(scheme).for_target("affine", ("4w", "8w"))
+    (_, original), *_ = experts_of(model)
+    quantized = quantize(model, spec, dtype=torch.bfloat16)
+    (_, experts), *_ = experts_of(quantized.model)
+    up, down = projections(experts)
+    for name in (up, down):
+        rows = rows_of_weight(original, name)[2]
+        layer = torch.nn.Linear(rows.shape[1], rows.shape[0], bias=False)
+        layer.weight.data = rows.contiguous()
+        holder = tiny_model("llama", hidden_size=64, intermediate_size=64)
+        holder.model.layers[0].mlp.down_proj = layer
+        same = quantize(holder, Quantization(scheme), dtype=torch.bfloat16).model.model.layers[0].mlp.down_proj.weight
+        scales = getattr(experts, f"{name}_scale")[2].float()[..., None]
+        integers = getattr(experts, name)[2].float().unflatten(1, (scales.shape[1], -1))
+        torch.testing.assert_close((integers * scales).flatten(1).bfloat16(), same.dequantize(), atol=0, rtol=0)
+    assert quantized.weights_bytes == quantized_bytes(model, spec, torch.bfloat16)
+    # Activations keep their bits: the layer is that of the converted weights.
+    states, chosen, factors = torch.randn(3, 64).bfloat16(), torch.tensor([[0, 3], [2, 0], [1, 3]]), torch.rand(3, 2)
+    with torch.no_grad():
+        found = experts(states, chosen, factors.bfloat16())
+        for name in (up, down):
+            scales = getattr(experts, f"{name}_scale").float()[..., None]
+            rows = (getattr(experts, name).unflatten(2, (scales.shape[2], -1)) * scales).flatten(2).bfloat16()
+            weight = getattr(original, name)
+            weight.data = (rows.transpose(1, 2) if original.is_transposed else rows).contiguous()
+        model.bfloat16().set_experts_implementation("batched_mm")
+        expected = original(states, chosen, factors.bfloat16())
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, atol=0.02 * expected.abs().max().item(), rtol=0)
 
 
 def test_sizes_count_two_integers_a_byte_and_scales() -> None:

@@ -188,6 +188,7 @@ class Backend(Protocol):
     linear_schemes: tuple[str, ...]
     embedding_schemes: tuple[str, ...]
     # A target with scheme "keep" has the attribute `kept_weights`, one of `KEPT_FORMS`; the default is "affine".
+    # One that also takes the experts of mixtures in some of these schemes has `expert_schemes`.
 
     #: Unchecked code in its files, such as "machine code"; "" if they contain only data.
     machine_code: str

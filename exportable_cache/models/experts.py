@@ -5,8 +5,9 @@ transformers stores the experts of most architectures in tensors [experts, ...] 
 the two layers, and the model's own code for the gate between them. A target with a kernel replaces the operator
 (`backends/executorch/native/experts.py`).
 
-Quantised experts are integers [experts, outputs, inputs], and bfloat16 scales [experts, outputs, groups] in a parameter
-whose name adds `_scale`. Only `NAME` computes them.
+Quantised experts are integers [experts, outputs, inputs], and scales [experts, outputs, groups] in a parameter whose
+name adds `_scale`. Only `NAME` and `BATCHED` compute them. If activations are not rounded to 8 bits, targets without a
+kernel compute them too, with weights that are converted before the product.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
 
 #: Name in transformers' `ExpertsInterface`.
 NAME = "exportable_cache"
+#: Name of the same for quantised experts, and of batched products for others.
+BATCHED = "exportable_cache_batched"
 _SCALE = "_scale"
 _BIAS = "_bias"
+#: Attribute of a module of quantised experts: True if the operator rounds activations to 8 bits.
+_ROUNDS = "rounds_expert_activations"
 _DOWN = "down_proj"
 #: Attributes that transformers gives to modules whose experts are computed by its interface.
 _DESCRIBED = ("has_gate", "has_bias", "is_transposed")
@@ -34,7 +39,7 @@ _DESCRIBED = ("has_gate", "has_bias", "is_transposed")
 _DIMENSIONS = 3
 _SCHEMA = (
     "expert_linear(Tensor source, Tensor weight, Tensor? scale, Tensor? bias, Tensor indices, Tensor? factors, "
-    "bool transposed) -> Tensor"
+    "bool transposed, bool rounds=True) -> Tensor"
 )
 _library = torch.library.Library("exportable_cache", "FRAGMENT")
 
@@ -47,31 +52,33 @@ def expert_linear(
     indices: torch.Tensor,
     factors: torch.Tensor | None,
     transposed: bool,
+    rounds: bool = True,
 ) -> torch.Tensor:
     """Compute a linear layer of the experts that were chosen for each token.
 
     Args:
-        source: float32 [tokens, inputs] for all choices of a token, or [tokens, choices, inputs].
-        weight: float32 [experts, outputs, inputs], or int8 from -8 to 7.
-        scale: Scales [experts, outputs, groups] of integers; activations are then quantised to 8 bits per row. None for
-            float weights.
-        bias: float32 [experts, outputs], or None.
+        source: Activations [tokens, inputs] for all choices of a token, or [tokens, choices, inputs]. They are float32,
+            or of any float dtype if the weights are integers and activations are not rounded.
+        weight: Weights [experts, outputs, inputs] in the dtype of the activations, or int8.
+        scale: Scales [experts, outputs, groups] of integers; None for float weights.
+        bias: Biases [experts, outputs], or None.
         indices: int64 [tokens, choices].
-        factors: float32 [tokens, choices], or None.
+        factors: Factors [tokens, choices], or None.
         transposed: True if the weight is [experts, inputs, outputs].
+        rounds: True to round activations to 8 bits per row if the weights are integers, which then have 4 bits.
 
     Returns:
-        float32 [tokens, choices, outputs]; with factors the sum of a token's results times its factors, [tokens,
-        outputs].
+        Results [tokens, choices, outputs] in the dtype of the activations; with factors the sum of a token's results
+        times its factors, [tokens, outputs].
     """
-    if scale is not None:
+    if scale is not None and rounds:
         source = rounded_activations(source)
 
     def layer(expert: int, rows: torch.Tensor) -> torch.Tensor:
         of_expert = weight[expert].T if transposed else weight[expert]
         if scale is not None:
             grouped = of_expert.view(len(of_expert), scale.shape[2], -1)
-            of_expert = (grouped * scale[expert].float()[..., None]).view_as(of_expert)
+            of_expert = (grouped * scale[expert].float()[..., None]).view_as(of_expert).to(rows.dtype)
         return nn.functional.linear(rows, of_expert, None if bias is None else bias[expert])
 
     return by_expert(source, indices, factors, weight.shape[2 if transposed else 1], layer)
@@ -89,7 +96,7 @@ def by_expert(
     Args:
         source: See `expert_linear`, also for `indices`, `factors` and the result.
         indices: int64 [tokens, choices].
-        factors: float32 [tokens, choices], or None.
+        factors: Factors [tokens, choices], or None.
         outputs: Number of results of an expert.
         layer: Returns [rows, outputs], given the index of an expert and its rows [rows, inputs].
     """
@@ -98,7 +105,7 @@ def by_expert(
     for expert in indices.unique().tolist():
         chosen = indices == expert
         results[chosen] = layer(expert, rows[chosen])
-    return results if factors is None else (results * factors[..., None]).sum(dim=1)
+    return results if factors is None else (results * factors[..., None]).sum(dim=1).to(source.dtype)
 
 
 def experts_output(
@@ -109,6 +116,7 @@ def experts_output(
     indices: torch.Tensor,
     factors: torch.Tensor | None,
     transposed: bool,
+    rounds: bool = True,
 ) -> torch.Tensor:
     """Return an uninitialised result of `expert_linear`."""
     rows = indices.shape if factors is None else indices.shape[:1]
@@ -129,22 +137,43 @@ def register_experts() -> str:
     return NAME
 
 
+def register_batched_experts() -> str:
+    """Register `BATCHED` with transformers, and return it."""
+    from ..common.compat.transformers import register_experts_implementation
+
+    register_experts_implementation(BATCHED, _forward_batched)
+    return BATCHED
+
+
 def _forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Compute experts for hidden states [tokens, hidden], indices and weights [tokens, choices]."""
     from ..common.compat.transformers import batched_experts, gated, is_split_by_experts
 
-    if hidden_states.dtype != torch.float32 or is_split_by_experts(self):
-        # Kernels of the operator compute in float32.
+    # Kernels of the operator compute in float32, unless a target converts integers before the product.
+    takes_dtype = hidden_states.dtype == torch.float32 or not rounds_inputs(self)
+    if not takes_dtype or is_split_by_experts(self):
         return batched_experts()(self, hidden_states, top_k_index, top_k_weights)
     up, down = projections(self)
-    indices, factors = top_k_index.to(torch.int64), top_k_weights.to(torch.float32)
+    indices = top_k_index.to(torch.int64)
+    factors = top_k_weights.to(torch.float32) if rounds_inputs(self) else top_k_weights
     states = gated(self, _project(self, up, hidden_states, indices, None))
     if not getattr(self, "has_post_expert_norm", False):
         return _project(self, down, states, indices, factors)
     results = self.post_expert_norm(_project(self, down, states, indices, None))
-    return (results * factors[..., None]).sum(dim=1)
+    return (results * factors[..., None]).sum(dim=1).to(hidden_states.dtype)
+
+
+def _forward_batched(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute quantised experts like `_forward`, and others by batched products."""
+    from ..common.compat.transformers import batched_experts
+
+    is_quantized = hasattr(self, projections(self)[0] + _SCALE)
+    compute = _forward if is_quantized else batched_experts()
+    return compute(self, hidden_states, top_k_index, top_k_weights)
 
 
 def _project(
@@ -152,9 +181,9 @@ def _project(
 ) -> torch.Tensor:
     scale = getattr(module, name + _SCALE, None)
     bias = getattr(module, name + _BIAS) if module.has_bias else None
-    return EXPERT_LINEAR(
-        source, getattr(module, name), scale, bias, indices, factors, module.is_transposed and scale is None
-    )
+    transposed = module.is_transposed and scale is None
+    weight, rounds = getattr(module, name), rounds_inputs(module)
+    return EXPERT_LINEAR(source, weight, scale, bias, indices, factors, transposed, rounds)
 
 
 def projections(module: Any) -> tuple[str, str]:
@@ -178,10 +207,26 @@ def rows_of_weight(module: Any, name: str) -> torch.Tensor:
     return weight.transpose(1, 2) if module.is_transposed else weight
 
 
-def set_quantized(module: nn.Module, name: str, integers: torch.Tensor, scales: torch.Tensor) -> None:
-    """Replace a weight of experts by integers and their scales."""
+def set_quantized(
+    module: nn.Module, name: str, integers: torch.Tensor, scales: torch.Tensor, rounds: bool = True
+) -> None:
+    """Replace a weight of experts by integers and their scales.
+
+    Args:
+        module: Module of the experts.
+        name: Name of the weight.
+        integers: int8 [experts, outputs, inputs].
+        scales: Scales [experts, outputs, groups].
+        rounds: See `expert_linear`; the same for both weights of a module.
+    """
     setattr(module, name, nn.Parameter(integers, requires_grad=False))
     setattr(module, name + _SCALE, nn.Parameter(scales, requires_grad=False))
+    setattr(module, _ROUNDS, rounds)
+
+
+def rounds_inputs(module: nn.Module) -> bool:
+    """Return True if quantised experts are multiplied by activations in 8 bits."""
+    return getattr(module, _ROUNDS, True)
 
 
 def is_expert_scale(module: nn.Module, name: str) -> bool:

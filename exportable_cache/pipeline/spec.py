@@ -247,7 +247,8 @@ class ExportSpec:
                     f"{self.lora!r}; leave one of them out"
                 )
             kept = getattr(backend, "kept_weights", "affine")
-            object.__setattr__(self, "quantization", self.quantization.for_target(kept))
+            experts = getattr(backend, "expert_schemes", ())
+            object.__setattr__(self, "quantization", self.quantization.for_target(kept, experts))
             if getattr(options, "native_linears", False):
                 object.__setattr__(self, "quantization", self.quantization.for_native_linears())
         from ..common.tensors import parse_dtype

@@ -9,10 +9,11 @@ import torch
 
 from ...common.compat.torch import RESHAPE_COPY
 from ...models import float8  # noqa: F401  registers the operators
+from ...models.experts import EXPERT_LINEAR
 from . import kv_cache  # noqa: F401  registers the operator
 from .kv_cache import scatter_update
 from .plain_layers import TORCH_DTYPES, TRT_DTYPES, add_constant, has_constant, shared_cast
-from .quantized import dequantize_affine, kept_scale, packed
+from .quantized import dequantize_affine, expert_linear, kept_scale, packed
 from .upstream import (
     ConverterPriority,
     cast_trt_tensor,
@@ -117,6 +118,31 @@ def _dequantized_weight(
     layer = ctx.net.add_dequantize(weights, scales, TRT_DTYPES[scale.dtype])
     if by_row:
         layer.axis = 0
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+@dynamo_tensorrt_converter(
+    torch.ops.exportable_cache.chosen_weights.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
+)
+def _chosen_weights(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert to a DEQUANTIZE layer of all experts and a gather, of which one kernel converts the chosen ones alone.
+
+    The builder refuses a gather of integers.
+    """
+    integers, scale, indices = args
+    shape = list(integers.shape)
+    if -8 <= int(integers.min()) and int(integers.max()) <= 7:
+        pairs = torch.stack([packed(one) for one in integers])
+        weights = add_constant(ctx, pairs, f"{name}_integers", shape, trt.DataType.INT4)
+    else:
+        weights = add_constant(ctx, integers, f"{name}_integers")
+    scales = add_constant(ctx, scale, f"{name}_scale")
+    floats = ctx.net.add_dequantize(weights, scales, TRT_DTYPES[scale.dtype])
+    floats.name = f"{name}_floats"
+    layer = ctx.net.add_gather(floats.get_output(0), get_trt_tensor(ctx, indices, f"{name}_indices"), axis=0)
     set_layer_name(layer, target, name)
     return layer.get_output(0)
 
@@ -379,6 +405,7 @@ def decompositions(in_place: bool) -> dict[OperatorBase, Callable]:
         torch.ops.aten.empty.memory_format: empty,
         torch.ops.aten.baddbmm.default: baddbmm,
         torch.ops.prims.broadcast_in_dim.default: broadcast_in_dim,
+        EXPERT_LINEAR: expert_linear,
     }
     if hasattr(torch.ops.torchao, "dequantize_affine"):
         table[torch.ops.torchao.dequantize_affine.default] = dequantize_affine

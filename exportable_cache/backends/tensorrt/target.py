@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...errors import InputError, UnsupportedModelError, VerificationError
+from ...models.experts import register_batched_experts
 from ...models.lora import WRITE_ADAPTER
 from ...program.spec import Form
 from ..base import LoweredFile, StandIn
@@ -41,6 +42,7 @@ class TensorRTBackend:
     linear_schemes = ("8w", "4w", "fp8", "keep")
     kept_weights = "symmetric"
     embedding_schemes = ("8w",)
+    expert_schemes = ("8w", "4w")
     holds_adapters = True
     machine_code = MACHINE_CODE
     options = TensorRTOptions
@@ -113,8 +115,8 @@ def engine_program_spec(asked: ProgramSpec) -> ProgramSpec:
         asked,
         attention=TENSORRT_ATTENTION,
         form=Form.EXPLICIT,
-        # Batched products, because TensorRT has no grouped expert kernels.
-        experts="batched_mm",
+        # Batched products, because TensorRT has no grouped expert kernels; integers of experts are gathered for them.
+        experts=register_batched_experts(),
         adapt=engine_layers,
         # A plan's weights are constant, so adapters come in at an address.
         lora_inputs=bool(asked.lora_slots),

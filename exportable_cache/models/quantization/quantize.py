@@ -100,7 +100,7 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
     if quantization.embeddings == "4w":
         rows["its embeddings"] = table
     lengths = {path: module.weight.shape[1] for path, module in rows.items()}
-    if quantization.experts is not None:
+    if quantization.experts is not None and LINEAR_SCHEMES[quantization.experts][0] == 4:
         for path, module in experts_of(model):
             lengths |= {f"{path}.{name}": rows_of_weight(module, name).shape[2] for name in projections(module)}
     for path, length in lengths.items():
@@ -109,7 +109,7 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
             remedy = (
                 f"use a group_size of {', '.join(map(str, fitting))}"
                 if fitting
-                else "use quantize='8da8w', which has no groups"
+                else f"use quantize='{'8w' if quantization.linear == '4w' else '8da8w'}', which has no groups"
             )
             raise InputError(
                 f"group_size must divide the rows of {path} of {name}, {length} weights long, got {size}; {remedy}"
@@ -233,7 +233,7 @@ def quantize(
     if quantization.experts is not None:
         for _, module in experts_of(model):
             for name in projections(module):
-                _quantize_experts(module, name, quantization, scratch)
+                _quantize_experts(module, name, quantization, dtype, scratch)
         if any(experts_of(model)):
             use_expert_linears(model)
     if tied and is_quantized(weight := _weight(table)):
@@ -242,7 +242,7 @@ def quantize(
     for config in (model.config, model.config.get_text_config(decoder=True)):
         config.dtype = dtype
     # Before unwrapping, because unwrapped 4-bit weights take a byte each.
-    weights_bytes = _stored_bytes(model)
+    weights_bytes = _stored_bytes(model, quantization)
     return QuantizedModel(unwrap_tensor_subclass(model), weights_bytes, kept, remark)
 
 
@@ -397,14 +397,20 @@ def _weight(module: nn.Module) -> torch.Tensor:
 
 
 def _quantize_weight(module: nn.Module, config: Any, dtype: torch.dtype, scratch: Scratch | None) -> None:
-    """Quantise the weight of a module, a few rows at a time.
+    """Replace the weight of a module by integers and scales."""
+    weight = _weight(module)
+    whole = None if scratch is None else scratch.empty(weight.shape, torch.int8)
+    module.weight = nn.Parameter(_quantized_rows(weight, config, dtype, whole), requires_grad=False)
+
+
+def _quantized_rows(weight: torch.Tensor, config: Any, dtype: torch.dtype, out: torch.Tensor | None) -> QuantizedWeight:
+    """Quantise a weight [rows, columns] a few rows at a time, with its integers in `out` if that is given.
 
     Rows have separate scales, so the result is the same. torchao passes over a weight about twenty times, which takes a
     tenth of the time if the rows stay in the processor's cache (AMD EPYC, AVX-512).
     """
-    weight = _weight(module)
     rows = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
-    integers = (torch.empty if scratch is None else scratch.empty)(weight.shape, dtype=torch.int8)
+    integers = torch.empty(weight.shape, dtype=torch.int8) if out is None else out
     parts = []
     with one_thread():
         for some, into in zip(weight.detach().split(rows), integers.split(rows), strict=True):
@@ -416,7 +422,7 @@ def _quantize_weight(module: nn.Module, config: Any, dtype: torch.dtype, scratch
     first = parts[0]
     scales, zero_points = (torch.cat([getattr(part, name) for part in parts]) for name in ("scale", "zero_point"))
     form = (first.target_dtype, first.block_size, dtype, first.activation_quantization)
-    module.weight = nn.Parameter(type(first)(integers, scales, zero_points, *form), requires_grad=False)
+    return type(first)(integers, scales, zero_points, *form)
 
 
 def _rounded(
@@ -460,15 +466,29 @@ def _set_groups(module: nn.Module, rounded: RoundedGroups, quantization: Quantiz
     module.weight = nn.Parameter(IntxUnpackedToInt8Tensor(integers, scales, zeros, *form), requires_grad=False)
 
 
-def _quantize_experts(module: nn.Module, name: str, quantization: Quantization, scratch: Scratch | None) -> None:
-    """Replace a weight of experts by 4-bit integers and scales, one expert at a time."""
+def _quantize_experts(
+    module: nn.Module, name: str, quantization: Quantization, dtype: torch.dtype, scratch: Scratch | None
+) -> None:
+    """Replace a weight of experts by integers and scales, one expert at a time, in the scheme of linear layers."""
+    from torchao.quantization.granularity import PerAxis
+    from torchao.quantization.quant_api import IntxWeightOnlyConfig
+
+    bits, rounds = LINEAR_SCHEMES[quantization.experts or ""]
     size = quantization.group_size or DEFAULT_GROUP_SIZE
+    scale_dtype = torch.bfloat16 if rounds else dtype
     weight = rows_of_weight(module, name)
     integers = (torch.empty if scratch is None else scratch.empty)(weight.shape, dtype=torch.int8)
-    scales = torch.empty(*weight.shape[:2], weight.shape[2] // size, dtype=torch.bfloat16)
+    groups = weight.shape[2] // size if bits == 4 else 1
+    scales = torch.empty(*weight.shape[:2], groups, dtype=scale_dtype)
+    by_row = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
     for expert, rows in enumerate(weight):
-        integers[expert], scales[expert] = round_groups(rows, size, scales.dtype, quantization.scales == "signed_mse")
-    set_quantized(module, name, integers, scales)
+        if bits == 4:
+            signed = quantization.scales == "signed_mse"
+            integers[expert], scales[expert] = round_groups(rows, size, scale_dtype, signed)
+        else:
+            found = _quantized_rows(rows, by_row, dtype, integers[expert])
+            scales[expert] = found.scale.reshape(-1, 1)
+    set_quantized(module, name, integers, scales, rounds)
 
 
 def _quantized(rows: torch.Tensor, config: Any, dtype: torch.dtype) -> QuantizedWeight:
@@ -522,8 +542,9 @@ def _as_linear(table: QuantizedWeight, quantization: Quantization) -> torch.Tens
     )
 
 
-def _stored_bytes(model: nn.Module) -> int:
+def _stored_bytes(model: nn.Module, quantization: Quantization) -> int:
     stored: dict[int, int] = {}
+    expert_bits, _ = LINEAR_SCHEMES[quantization.experts or "8w"]
     for parameter in model.parameters():
         if is_quantized(parameter):
             bits = 4 if parameter.target_dtype == _INT4 else 8
@@ -532,8 +553,8 @@ def _stored_bytes(model: nn.Module) -> int:
             parts = parameter.scale.nbytes + (zeros.nbytes if zeros is not None and bool(zeros.any()) else 0)
             stored[parameter.qdata.data_ptr()] = parameter.qdata.numel() * bits // 8 + parts
         else:
-            # Integers of experts, two per byte.
-            packed = 2 if parameter.dtype == torch.int8 else 1
+            # Integers of experts, two per byte with 4 bits.
+            packed = 8 // expert_bits if parameter.dtype == torch.int8 else 1
             stored[parameter.data_ptr()] = parameter.nbytes // packed
     return sum(stored.values())
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...common.tensors import dtype_name, exact_dtype
-from ..experts import experts_of, projections
+from ..experts import experts_of, projections, rows_of_weight
 from ..loading.casting import keeps_float32
 from .spec import DEFAULT_GROUP_SIZE, EMBEDDING_SCHEMES, KEEP_SCHEME, LINEAR_SCHEMES
 
@@ -31,10 +31,11 @@ _NAMED = 3
 
 
 class _Form(NamedTuple):
-    """Storage of one weight: bits of an integer, and bytes of a scale."""
+    """Storage of one weight: bits of an integer, bytes of a scale, and weights that share one."""
 
     bits: int
     scale: int
+    group: int = 1
 
 
 def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype) -> dict[int, _Form]:
@@ -42,6 +43,7 @@ def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtyp
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
     forms = {}
+    size = quantization.group_size or DEFAULT_GROUP_SIZE
     if quantization.linear not in (None, KEEP_SCHEME):
         bits, _ = LINEAR_SCHEMES[quantization.linear or ""]
         # Because XNNPACK and native operators keep scales of groups in 16 bits, and others in the program's dtype.
@@ -49,11 +51,15 @@ def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtyp
         scale = _BFLOAT16 if bits == 4 and is_16_bits else dtype.itemsize
         for module in model.modules():
             if isinstance(module, nn.Linear) and not (tied and module is head):
-                forms[id(module.weight)] = _Form(bits, scale)
-    if quantization.experts is not None:
-        forms |= {id(weight): _Form(4, _BFLOAT16) for weight in _expert_weights(model)}
+                forms[id(module.weight)] = _Form(bits, scale, size if bits == 4 else module.weight.shape[1])
+        if quantization.experts is not None:
+            for module in (module for _, module in experts_of(model)):
+                for name in projections(module):
+                    row = rows_of_weight(module, name).shape[2]
+                    forms[id(getattr(module, name))] = _Form(bits, scale, size if bits == 4 else row)
     if quantization.embeddings is not None:
-        forms[id(table.weight)] = _Form(EMBEDDING_SCHEMES[quantization.embeddings], dtype.itemsize)
+        bits = EMBEDDING_SCHEMES[quantization.embeddings]
+        forms[id(table.weight)] = _Form(bits, dtype.itemsize, size if bits == 4 else table.weight.shape[1])
     return forms
 
 
@@ -83,7 +89,7 @@ def quantized_bytes(model: PreTrainedModel, quantization: Quantization, dtype: t
 
 
 def _bytes(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype) -> dict[int, int]:
-    forms, group = _forms(model, quantization, dtype), quantization.group_size or DEFAULT_GROUP_SIZE
+    forms = _forms(model, quantization, dtype)
     keeps, sizes = keeps_float32(model, dtype), {}
     for name, one in model.named_parameters():
         form = forms.get(id(one))
@@ -91,8 +97,7 @@ def _bytes(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtyp
             wanted = torch.float32 if keeps(name) else dtype
             sizes[id(one)] = one.numel() * wanted.itemsize if one.is_floating_point() else one.nbytes
         else:
-            scales = one.numel() // group if form.bits == 4 else one.shape[0]
-            sizes[id(one)] = one.numel() * form.bits // 8 + scales * form.scale
+            sizes[id(one)] = one.numel() * form.bits // 8 + one.numel() // form.group * form.scale
     return sizes
 
 

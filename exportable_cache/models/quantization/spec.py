@@ -35,7 +35,9 @@ EMBEDDING_SCHEMES = {"8w": 8, "4w": 4}
 #: Scheme of the table if linear layers are quantised, and the value that leaves it unquantised.
 DEFAULT_EMBEDDINGS, NO_EMBEDDINGS = "8w", "none"
 #: Schemes of the experts of mixtures; they are those of linear layers.
-EXPERT_SCHEMES = ("8da4w",)
+EXPERT_SCHEMES = ("8da4w", "4w", "8w")
+#: The scheme of experts that native operators compute.
+NATIVE_EXPERTS = "8da4w"
 DEFAULT_GROUP_SIZE = 32
 #: How the scales of 4-bit groups are chosen: `mse` is the candidate of least squared error, see `group_scales`;
 #: `signed_mse` also allows negative scales in linear layers, which this package's kernels support and XNNPACK's do not;
@@ -192,11 +194,19 @@ class Quantization:
             return self.for_target("native")
         if self.scales != SCALES[0]:
             return self
-        return replace(self, scales="signed_mse", experts=self.linear if self.linear in EXPERT_SCHEMES else None)
+        experts = NATIVE_EXPERTS if self.linear == NATIVE_EXPERTS else None
+        return replace(self, scales="signed_mse", experts=experts)
 
-    def for_target(self, kept: str) -> Quantization:
-        """Return the quantisation with the form of kept integers that a target has."""
-        return replace(self, kept=kept) if self.linear == KEEP_SCHEME else self
+    def for_target(self, kept: str, experts: Sequence[str] = ()) -> Quantization:
+        """Return the quantisation with the form of kept integers that a target has, or with the experts of mixtures.
+
+        Args:
+            kept: One of `KEPT_FORMS`.
+            experts: Schemes of linear layers that the target has for experts too.
+        """
+        if self.linear == KEEP_SCHEME:
+            return replace(self, kept=kept)
+        return replace(self, experts=self.linear) if self.linear in experts else self
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a manifest records them; `Quantization(**recorded)` reads them back."""

@@ -10,6 +10,7 @@ import torch
 
 from exportable_cache import export
 from exportable_cache.errors import InputError, UnsupportedModelError
+from exportable_cache.models.experts import experts_of, set_quantized
 from exportable_cache.models.float8 import Float8Linear, float8_rounded
 from exportable_cache.models.loading.loading import load_to_quantise
 from exportable_cache.models.quantization.quantize import quantize, rounding_noise
@@ -25,7 +26,7 @@ pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no te
 
 from exportable_cache.backends.tensorrt.options import TensorRTOptions
 from exportable_cache.backends.tensorrt.quantized import packed, unpacked
-from exportable_cache.backends.tensorrt.target import engine_networks
+from exportable_cache.backends.tensorrt.target import backend, engine_networks
 
 from .evaluator.networks import Net, assert_caught, assert_same, random, trt
 from .models import engine_model
@@ -199,10 +200,33 @@ def test_bfloat16_is_refused_for_a_capability_without_it(tmp_path: Path) -> None
         export(engine_model("llama", torch.bfloat16, **SIZES), "tensorrt", 64, tmp_path / "out", sm=75)
 
 
-def test_quantised_mixtures_are_refused_by_name() -> None:
-    quantised = quantize(engine_model("mixtral", **SIZES), SCHEMES["8w"]).model
+@pytest.mark.parametrize(
+    ("family", "scheme", "dtype"), [("mixtral", "4w", torch.float16), ("gpt_oss", "8w", torch.float32)]
+)
+def test_networks_have_the_integers_of_experts(family: str, scheme: str, dtype: torch.dtype) -> None:
+    """Compare with the model that has the same integers; GPT-OSS has biases, and its weights are transposed."""
+    sizes = {**SIZES, "num_hidden_layers": 2 if family == "gpt_oss" else 1}
+    model = engine_model(family, **sizes)
+    quantised = quantize(model, SCHEMES[scheme].for_target("symmetric", backend.expert_schemes), dtype=dtype).model
+    program = program_of(quantised)
+    networks = engine_networks(program, TensorRTOptions())
+    experts = dict(experts_of(quantised)).popitem()[1]
+    integers = experts.down_proj.detach()
+    stored = torch.stack([packed(one) for one in integers]) if scheme == "4w" else integers
+    found = [one.numpy().tobytes() for one in networks["decode"].constants.values() if one.dtype == stored.dtype]
+    assert found.count(stored.numpy().tobytes()) == 1 and len(integers) == 4
+    session = network_session(quantised, program, networks)
+    report = verify_session(session, quantised, prompts=[3, 20])
+    assert report.passed, str(report)
+    # A new tensor, because the network has the address of the other.
+    set_quantized(experts, "down_proj", integers, 1.5 * experts.down_proj_scale.detach(), rounds=False)
+    assert not verify_session(session, quantised, prompts=[20]).passed
+
+
+def test_experts_that_stay_in_float_are_refused_by_name() -> None:
+    quantised = quantize(engine_model("mixtral", **SIZES), SCHEMES["fp8"]).model
     with pytest.raises(
-        UnsupportedModelError, match=r"experts of MixtralForCausalLM \(model\.layers\.0\.mlp\.experts\)"
+        UnsupportedModelError, match=r"experts of MixtralForCausalLM \(model\.layers\.0\.mlp\.experts\).*got floats"
     ):
         program_of(quantised)
 

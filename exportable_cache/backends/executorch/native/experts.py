@@ -67,7 +67,12 @@ def experts_to_native(program: ExportedProgram, scratch: Scratch | None = None) 
 
 def _inserted(program: ExportedProgram, node: Node, scratch: Scratch | None) -> Node:
     arguments: tuple[Any, ...] = node.args
-    source, weight, scale, bias, indices, factors, transposed = arguments
+    source, weight, scale, bias, indices, factors, transposed, *rounds = arguments
+    if scale is not None and False in rounds:
+        raise UnsupportedModelError(
+            "native operators must have experts in 8da4w, got weights that are quantised alone; export with "
+            "quantize='8da4w'"
+        )
     if not is_param(program, weight):
         raise UnsupportedModelError(
             f"weights of experts must be parameters of the model, got {weight.name}, which the program computes; pass "
