@@ -6,16 +6,14 @@ import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module, metadata, util
+from importlib import import_module, util
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...common.sizes import bytes_text
 from ...errors import BundleError, DeviceMemoryError
-from .engine_io import LOGITS, STATE_IN, STATE_OUT, EngineRecord, check_computes
-from .options import remedy_for
+from .engine_io import LOGITS, STATE_IN, STATE_OUT, EngineRecord, check_computes, check_fits, load_error
 
 #: TensorRT's module by the package that built a plan, see `EngineRecord.builder`.
 MODULES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
@@ -193,7 +191,7 @@ class CudaEngines:
             _check_sizes(record, first)
         cache = {tensor.name: _bytes(tensor.max_shape, tensor.dtype) for tensor in (*first.state, *first.lora)}
         plans = {file: (folder / file).stat().st_size for file, _ in records.values()}
-        self._check_memory(sum(plans.values()), sum(cache.values()))
+        check_fits(sum(plans.values()), sum(cache.values()), *cuda.call("cudaMemGetInfo"))
         self._log = _log_of(tensorrt)
         runtime = tensorrt.Runtime(self._log)
         engines: dict[str, Any] = {}
@@ -246,15 +244,6 @@ class CudaEngines:
         self._steps.clear()
         self._cuda.close()
 
-    def _check_memory(self, plans: int, cache: int) -> None:
-        free, total = self._cuda.call("cudaMemGetInfo")
-        if plans + cache > free:
-            raise DeviceMemoryError(
-                f"the GPU must have {bytes_text(plans + cache)} free ({bytes_text(plans)} of plans, "
-                f"{bytes_text(cache)} of cache), got {bytes_text(free)} of {bytes_text(total)}; end other programs "
-                "there, or export with a smaller max_cache_len or with quantize"
-            )
-
     def _load(self, folder: Path, file: str, record: EngineRecord, runtime: Any, engines: dict[str, Any]) -> Any:
         """Return an execution context of a plan, whose weights are loaded once."""
         check_computes(self._cuda.capability, record)
@@ -267,15 +256,7 @@ class CudaEngines:
                 context = None
             self._cuda.wait()
         if not context:
-            package, _, version = record.builder.partition(" ")
-            installed, remedy = _installed(package), remedy_for(self._cuda.capability)
-            if installed != version:
-                remedy = f"pip install {package}=={version}, or {remedy}"
-            raise BundleError(
-                f"{package} {installed} cannot load {file}, which {record.builder} built for "
-                f"{record.built_for}, on this GPU of SM {self._cuda.capability}: "
-                f"{'; '.join(self._log.errors) or 'no reason given'}; {remedy}"
-            )
+            raise load_error(self._cuda.capability, file, record, self._log.errors)
         return context
 
 
@@ -403,13 +384,6 @@ def _log_of(tensorrt: Any) -> Any:
                 self.errors.append(message)
 
     return Log()
-
-
-def _installed(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "(unknown version)"
 
 
 def _check_names(record: EngineRecord) -> None:

@@ -5,13 +5,15 @@ The record is needed because a plan shows none of this without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ...errors import BundleError, UnsupportedModelError
+from ...common.sizes import bytes_text
+from ...errors import BundleError, DeviceMemoryError, UnsupportedModelError
 from .options import HOPPER, describe_capabilities, loads_on, remedy_for
 
 if TYPE_CHECKING:
@@ -238,6 +240,52 @@ def check_computes(here: int, record: EngineRecord) -> None:
             f"the engine of {record.method!r} must be built portably or for SM 80 to run on SM {HOPPER}, got one for "
             f"{record.built_for}, which computes not-a-number there; {remedy_for(here)}, in another scheme than fp8"
         )
+
+
+def check_fits(plans: int, cache: int, free: int, total: int) -> None:
+    """Check that plans and cache fit into the free memory of a GPU, because TensorRT names no sizes if they do not.
+
+    Args:
+        plans: Bytes of the plans.
+        cache: Bytes of the cache and of slots for adapters.
+        free: Free bytes on the GPU.
+        total: All bytes of the GPU.
+
+    Raises:
+        DeviceMemoryError: With both sides.
+    """
+    if plans + cache > free:
+        raise DeviceMemoryError(
+            f"the GPU must have {bytes_text(plans + cache)} free ({bytes_text(plans)} of plans, {bytes_text(cache)} of "
+            f"cache), got {bytes_text(free)} of {bytes_text(total)}; end other programs there, or export with a "
+            "smaller max_cache_len or with quantize"
+        )
+
+
+def load_error(here: int, file: str, record: EngineRecord, reasons: Sequence[str]) -> BundleError:
+    """Return the error for a plan that TensorRT does not load, with both versions and both capabilities.
+
+    Args:
+        here: Compute capability of the GPU, such as 89.
+        file: Name of the plan.
+        record: Record of one of its engines.
+        reasons: What TensorRT logged.
+    """
+    package, _, version = record.builder.partition(" ")
+    installed, remedy = _installed(package), remedy_for(here)
+    if installed != version:
+        remedy = f"pip install {package}=={version}, or {remedy}"
+    return BundleError(
+        f"{package} {installed} cannot load {file}, which {record.builder} built for {record.built_for}, on this GPU "
+        f"of SM {here}: {'; '.join(reasons) or 'no reason given'}; {remedy}"
+    )
+
+
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(unknown version)"
 
 
 def records_of(details: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, EngineRecord]]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ...errors import BundleError
+from ...errors import BundleError, first_line
 from ...models.lora import WRITE_ADAPTER, write_slot
-from .engine_io import LOGITS, STATE_IN, STATE_OUT, check_computes, records_of
-from .options import loads_on, remedy_for
+from .engine_io import LOGITS, STATE_IN, STATE_OUT, check_computes, check_fits, load_error, records_of
+from .options import loads_on
 
 if TYPE_CHECKING:
     from ...program.methods import ProgramMethod
@@ -194,26 +195,31 @@ def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
 
     Raises:
         BundleError: If there is no GPU, or the GPU or the installed TensorRT cannot run a plan.
+        DeviceMemoryError: If the GPU has too little memory.
     """
     records = records_of(description.details)
     built_for = next(iter(records.values()))[1].built_for
     if not torch.cuda.is_available():
         raise BundleError(
-            f"a TensorRT program needs an NVIDIA GPU (built for {built_for}), and torch finds none; copy the bundle to "
-            "a machine with a GPU, or verify it without: exportable-cache verify"
+            f"a TensorRT program needs an NVIDIA GPU (built for {built_for}), and torch finds none: {_why_no_gpu()}; "
+            "copy the bundle to a machine with a GPU, or verify it without: exportable-cache verify"
         )
     from torch_tensorrt.logging import TRT_LOGGER
 
     from .upstream import collected_errors, trt
 
+    major, minor = torch.cuda.get_device_capability()
+    here, first = 10 * major + minor, next(iter(records.values()))[1]
+    plans = {file: (folder / file).stat().st_size for file, _ in records.values()}
+    cache = sum(math.prod(one.max_shape) * getattr(torch, one.dtype).itemsize for one in (*first.state, *first.lora))
+    check_fits(sum(plans.values()), cache, *torch.cuda.mem_get_info())
     runtime = trt.Runtime(TRT_LOGGER)
     contexts = {}
     # Weights are on the device once for each engine, whose contexts share them.
     engines: dict[str, Any] = {}
     stream = torch.cuda.current_stream()
     for method, (file, record) in records.items():
-        major, minor = torch.cuda.get_device_capability()
-        check_computes(10 * major + minor, record)
+        check_computes(here, record)
         with collected_errors() as errors:
             if file not in engines:
                 engines[file] = runtime.deserialize_cuda_engine((folder / file).read_bytes())
@@ -223,15 +229,22 @@ def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
                     context = None
                 stream.synchronize()
         if context is None:
-            raise BundleError(
-                f"TensorRT cannot load {file}, built for {built_for}, on this GPU of SM {major}{minor}: "
-                f"{'; '.join(errors) or 'no reason given'}; {remedy_for(10 * major + minor)}"
-            )
+            raise load_error(here, file, record, errors)
         contexts[method] = context
     device = torch.device("cuda", torch.cuda.current_device())
     return EngineRunner(
         description.methods, {method: record for method, (_, record) in records.items()}, contexts, device
     )
+
+
+def _why_no_gpu() -> str:
+    """Return what torch says of a missing GPU: it has no CUDA, or the driver is missing or too old."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        said = first_line(error).partition(". ")[0].rstrip(".")
+        return said if torch.version.cuda is None else f"{said}, and torch was built for CUDA {torch.version.cuda}"
+    return "no device is visible"
 
 
 def runs_here(records: Iterable[EngineRecord]) -> bool:

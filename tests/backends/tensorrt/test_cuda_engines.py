@@ -27,7 +27,7 @@ from exportable_cache_runner import Options, Stop
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.backends.tensorrt import cuda_engines
+from exportable_cache.backends.tensorrt import cuda_engines, engine_io
 from exportable_cache.backends.tensorrt.cuda_engines import Cuda, CudaEngines, missing_package, open_cuda_engines
 from exportable_cache.backends.tensorrt.engine_io import EngineRecord, check_computes
 from exportable_cache.backends.tensorrt.options import TensorRTOptions
@@ -417,7 +417,7 @@ def test_a_missing_gpu_or_an_old_driver_is_named(status: int, driver: int, said:
 def test_another_release_of_tensorrt_is_named_with_the_builders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_engines, "_installed", lambda package: "1.6.0")
+    monkeypatch.setattr(engine_io, "_installed", lambda package: "1.6.0")
     with pytest.raises(
         BundleError, match=r"rtx 1.6.0 cannot load .* which tensorrt-rtx 1\.5.*; pip install tensorrt-rtx==1\.5"
     ):

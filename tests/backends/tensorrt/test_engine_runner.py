@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from exportable_cache import Session
-from exportable_cache.backends.base import products_of
-from exportable_cache.errors import BundleError, CacheFullError
+from exportable_cache.backends.base import ProgramDescription, products_of
+from exportable_cache.errors import BundleError, CacheFullError, DeviceMemoryError
 from exportable_cache.verification.verify import verify_session
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.backends.tensorrt.engine_io import EngineRecord
-from exportable_cache.backends.tensorrt.engine_runner import EngineRunner, runs_here
+from exportable_cache.backends.tensorrt.engine_io import EngineRecord, details_of
+from exportable_cache.backends.tensorrt.engine_runner import EngineRunner, open_engines, runs_here
 from exportable_cache.backends.tensorrt.network import Network
 
+from ...support.sessions import describe
 from .cpu_engine import CpuContext, cpu_engine_runner, records_by_method
 from .programs import CAPACITY, engine_program, network_session
 
@@ -111,6 +117,59 @@ def test_an_engine_without_a_recorded_tensor_is_refused() -> None:
     contexts = {name: CpuContext(network) for name, network in networks.items()}
     with pytest.raises(BundleError, match="has no tensor 'more'"):
         EngineRunner(program.methods, records, contexts, torch.device("cpu"))
+
+
+def _described(folder: Path, builder: str) -> ProgramDescription:
+    _, program, networks = engine_program("gemma3_text")
+    records = [one.model_copy(update={"builder": builder}) for one in records_by_method(networks).values()]
+    (folder / "engine.plan").write_bytes(b"plan")
+    return replace(describe(program), details={"engine.plan": details_of(*records)})
+
+
+@pytest.mark.parametrize(
+    ("free", "kind", "said"),
+    [
+        (1024, DeviceMemoryError, r"must have .* free \(4 B of plans, .*\), got 1\.0 KiB of 2\.0 KiB; end other"),
+        (
+            1 << 30,
+            BundleError,
+            r"tensorrt-rtx 1\.5.* cannot load engine\.plan, which tensorrt-rtx 9\.9 built for SM 80.* SM 89: bad magic;"
+            r" pip install tensorrt-rtx==9\.9, or export again with sm=89",
+        ),
+    ],
+)
+def test_a_gpu_that_cannot_run_a_plan_is_named_with_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, kind: type[Exception], said: str
+) -> None:
+    from exportable_cache.backends.tensorrt import upstream
+
+    def load(plan: bytes) -> None:
+        logging.getLogger("torch_tensorrt [TensorRT Conversion Context]").error("bad magic")
+
+    for name, value in (
+        ("is_available", True),
+        ("get_device_capability", (8, 9)),
+        ("mem_get_info", (free, 2 * free)),
+        ("current_stream", None),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    runtime = SimpleNamespace(deserialize_cuda_engine=load)
+    monkeypatch.setattr(upstream, "trt", SimpleNamespace(Runtime=lambda log: runtime))
+    with pytest.raises(kind, match=said):
+        open_engines(tmp_path, _described(tmp_path, "tensorrt-rtx 9.9"))
+
+
+def test_an_old_driver_is_named_with_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update it.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(
+        BundleError, match=r"finds none: .*too old \(found version 12040\), and torch was built for CUDA 13\.0; copy"
+    ):
+        open_engines(tmp_path, _described(tmp_path, "tensorrt-rtx 9.9"))
 
 
 @pytest.mark.parametrize(
