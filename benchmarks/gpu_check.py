@@ -2,6 +2,7 @@
 
     make gpu-check                                      # all parts; a table, and JSON in build/gpu-check.json
     python benchmarks/gpu_check.py --only speed --shape llama-8b
+    python benchmarks/gpu_check.py --only engines      # what no GPU has shown of TensorRT, in ten minutes
 
 Each part runs in a process of its own, because a forked child of a process that has used CUDA cannot use it. A part is
 ended at its limit, and keeps the results that it has written. Without a GPU small shapes run on the CPU, over graphs
@@ -630,17 +631,74 @@ def tensorrt(setting: Setting) -> Checks:
         yield "a Llama of 110M in float16", lambda: _checked_plan(*shape)
 
 
+#: What no GPU has shown of TensorRT yet, in order of worth: arguments of `check_tensorrt_on_gpu.py`.
+_SMALL = ("--shape", "llama-110m", "--max-cache-len", "1024")
+_LARGE = ("--shape", "llama-1b", "--max-cache-len", "4096", "--engines-only", "--rounds", "5")
+_MIXTURE = ("--shape", "qwen3-moe-400m", "--max-cache-len", "1024", "--engines-only", "--rounds", "5")
+OUTSTANDING = {
+    "110M, float16": (*_SMALL, "--dtype", "float16", "--rounds", "3"),
+    "110M, bfloat16": (*_SMALL, "--dtype", "bfloat16", "--engines-only", "--rounds", "3"),
+    "1B, bfloat16": (*_LARGE, "--dtype", "bfloat16"),
+    "1B, 4w": (*_LARGE, "--dtype", "bfloat16", "--quantize", "4w"),
+    "110M, prompt lookup": (*_SMALL, "--dtype", "bfloat16", "--score-length", "4", "--rounds", "0"),
+    "110M, an adapter": (*_SMALL, "--dtype", "bfloat16", "--lora-slots", "1", "--rounds", "0"),
+    "1B, 8w": (*_LARGE, "--dtype", "bfloat16", "--quantize", "8w"),
+    "a mixture, 4w": (*_MIXTURE, "--dtype", "bfloat16", "--quantize", "4w"),
+    "1B, float16": (*_LARGE, "--dtype", "float16"),
+    "a mixture, 8w": (*_MIXTURE, "--dtype", "bfloat16", "--quantize", "8w"),
+}
+_TINY = {"llama-110m": "llama-tiny", "llama-1b": "llama-tiny", "qwen3-moe-400m": "qwen3-moe-tiny"}
+#: Seconds of a build and of a check at most, and builds side by side, which take up to 10 GB of memory each.
+BUILD_LIMIT, CHECK_LIMIT, BUILDS = 240, 120, 4
+
+
+def engines(setting: Setting) -> Checks:
+    """Build what no GPU has run yet side by side, and check it in order of worth; a CPU builds small shapes."""
+    if util.find_spec("tensorrt_rtx") is None and util.find_spec("tensorrt") is None:
+        yield "all of it", lambda: (None, "TensorRT is not installed")
+        return
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(min(BUILDS, os.cpu_count() or 1)) as pool:
+        built = {}
+        for name, arguments in OUTSTANDING.items():
+            output = Path(folder) / name.replace(" ", "-")
+            if setting.device != "cuda":
+                arguments = tuple(_TINY.get(one, one) for one in arguments)
+            build = pool.submit(_script, *arguments, "--build-only", "--output", str(output), limit=BUILD_LIMIT)
+            built[name] = (build, output, arguments)
+        for name, (build, output, arguments) in built.items():
+
+            def check(build: Any = build, output: Path = output, arguments: Any = arguments) -> tuple[bool | None, str]:
+                done = build.result()
+                if done.returncode:
+                    return False, f"no plan: {_end_of(done)}"
+                if setting.device != "cuda":
+                    return None, f"{_end_of(done)}; {NEEDS_GPU}"
+                return _checked_plan(*arguments, "--built", str(output))
+
+            yield name, check
+
+
+def _script(*arguments: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `check_tensorrt_on_gpu.py`; a process that is ended at its limit has the status 124."""
+    command = [sys.executable, str(ROOT / "export_scripts" / "check_tensorrt_on_gpu.py"), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"ended at its limit of {limit:.0f} s")
+
+
+def _end_of(done: subprocess.CompletedProcess[str]) -> str:
+    return " ".join((done.stderr if done.returncode else done.stdout).split()[-40:])
+
+
 def _checked_plan(*arguments: str) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
-        script = ROOT / "export_scripts" / "check_tensorrt_on_gpu.py"
-        done = subprocess.run(
-            [sys.executable, script, *arguments, "--json", path], capture_output=True, text=True, check=False
-        )
+        done = _script(*arguments, "--json", str(path), limit=CHECK_LIMIT)
         if not path.is_file():
-            return False, f"ended with {done.returncode}: {' '.join(done.stderr.split()[-40:])}"
+            return False, f"ended with {done.returncode}: {_end_of(done)}"
         record = json.loads(path.read_text())
-    lines = [f"{name}: {'passed' if one['passed'] else one['detail']}" for name, one in record["checks"].items()]
+    lines = [f"{name}: {'' if one['passed'] else 'WRONG, '}{one['detail']}" for name, one in record["checks"].items()]
     for form, times in record.get("milliseconds", {}).items():
         lines.append(f"{form}: " + ", ".join(f"{ms:.3f} ms @{position}" for position, ms in times.items()))
     return all(one["passed"] for one in record["checks"].values()), "\n".join(lines)
@@ -712,6 +770,12 @@ PARTS: dict[str, Part] = {
     "tensorrt": Part(tensorrt, 55, 20),
     "zoo": Part(zoo, 60, 20),
 }
+#: Parts that are run by name alone.
+BY_NAME: dict[str, Part] = {"engines": Part(engines, 570, 300)}
+
+
+def _part(name: str) -> Part:
+    return PARTS.get(name) or BY_NAME[name]
 
 
 def run_part(name: str, setting: Setting, report: Callable[[Row], None], taken: Path | None = None) -> None:
@@ -723,7 +787,7 @@ def run_part(name: str, setting: Setting, report: Callable[[Row], None], taken: 
         report: Called with each result.
         taken: Folder in which processes that share the part mark the checks that they take; None for all of them.
     """
-    for index, (label, check) in enumerate(PARTS[name].run(setting)):
+    for index, (label, check) in enumerate(_part(name).run(setting)):
         try:
             if taken is not None:
                 (taken / f"{name}-{index}.taken").touch(exist_ok=False)
@@ -770,7 +834,7 @@ def spawned(command: list[str], limit: float, path: Path, part: str) -> list[Row
 
 def in_processes(name: str, setting: Setting, limit: float, folder: Path) -> list[Row]:
     """Run a part in its processes side by side, and return all rows."""
-    count = min(PARTS[name].processes, max(1, (os.cpu_count() or 1) // 2)) if setting.device == "cuda" else 1
+    count = min(_part(name).processes, max(1, (os.cpu_count() or 1) // 2)) if setting.device == "cuda" else 1
     command = [sys.executable, str(Path(__file__)), "--part", name, "--seconds", str(limit)]
     command += ["--shape", setting.shape, "--length", str(setting.length)]
 
@@ -811,10 +875,12 @@ def table_of(rows: list[Row]) -> Table:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(PARTS)}; all by default.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(PARTS)}, all by default; or {', '.join(BY_NAME)}.")
+    ] = None,
     shape: Annotated[str | None, typer.Option(help="Shape of loop.py; llama-1b by default, small on a CPU.")] = None,
     length: Annotated[int | None, typer.Option(help="Slots for speed; 4096 by default, 256 on a CPU.")] = None,
-    total: Annotated[int, typer.Option(help="Seconds of all parts.")] = TOTAL,
+    total: Annotated[int | None, typer.Option(help=f"Seconds of all parts; {TOTAL}, or those of one by name.")] = None,
     json_path: Annotated[Path, typer.Option("--json", help="Results.")] = Path("build/gpu-check.json"),
     part: Annotated[str | None, typer.Option(hidden=True, help="The part that this process runs.")] = None,
     seconds: Annotated[float, typer.Option(hidden=True, help="Its limit.")] = TOTAL,
@@ -836,16 +902,18 @@ def main(
             run_part(part, setting, lambda row: print(json.dumps(asdict(row)), file=file, flush=True), taken)
         return
     chosen = list(only or PARTS)
-    unknown = [name for name in chosen if name not in PARTS]
+    unknown = [name for name in chosen if name not in PARTS | BY_NAME]
     if unknown:
-        raise typer.BadParameter(f"must be one of {', '.join(PARTS)}, got {unknown[0]}", param_hint="'--only'")
+        known = ", ".join(PARTS | BY_NAME)
+        raise typer.BadParameter(f"must be one of {known}, got {unknown[0]}", param_hint="'--only'")
     console, record = Console(width=170), {"machine": machine(device)}
     console.print(", ".join(f"{name} {value}" for name, value in record["machine"].items()))
     rows: list[Row] = []
-    end = time.monotonic() + total
+    limits = [BY_NAME[name].limit for name in chosen if name in BY_NAME]
+    end = time.monotonic() + (total or max([TOTAL, *limits]))
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen:
-            limit = PARTS[name].limit if device == "cuda" else PARTS[name].cpu_limit
+            limit = _part(name).limit if device == "cuda" else _part(name).cpu_limit
             limit = min(limit, end - time.monotonic())
             if limit < 10:
                 rows.append(Row(name, WHOLE, "not run: no time is left"))

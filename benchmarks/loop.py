@@ -42,6 +42,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedModel,
     Qwen3Config,
+    Qwen3MoeConfig,
     StaticCache,
 )
 
@@ -89,8 +90,16 @@ MODELS = {
         hidden_size=1024, intermediate_size=3072, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
         vocab_size=151936, max_position_embeddings=n, tie_word_embeddings=True,
     ),
+    "qwen3-moe-tiny": lambda n: Qwen3MoeConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=32, vocab_size=256, max_position_embeddings=n,
+    ),
+    "qwen3-moe-400m": lambda n: Qwen3MoeConfig(
+        hidden_size=1024, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4, head_dim=64, num_experts=32,
+        num_experts_per_tok=4, moe_intermediate_size=512, vocab_size=32000, max_position_embeddings=n,
+    ),
 }  # fmt: skip
-#: The tiny model is for dry runs, the deep one for `cold.py`, and those of 1B and 8B are for a GPU.
+#: The tiny models are for dry runs, the deep one for `cold.py`, and those of 1B, 8B and experts are for a GPU.
 MEASURED = ("llama-110m", "llama-500m", "gemma3-hybrid")
 #: Largest root mean square of the logits' differences, as a share of their spread.
 ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}

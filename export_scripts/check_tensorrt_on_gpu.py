@@ -4,6 +4,7 @@
     python export_scripts/check_tensorrt_on_gpu.py Qwen/Qwen3-0.6B --dtype float16 --max-cache-len 4096 --json gpu.json
     python export_scripts/check_tensorrt_on_gpu.py --shape llama-1b --dtype float16 --max-cache-len 4096 # random
     python export_scripts/check_tensorrt_on_gpu.py --shape llama-1b --dtype float16 --quantize 4w --engines-only
+    python benchmarks/gpu_check.py --only engines                        # what no GPU has shown yet, in ten minutes
 
 It needs one of the extras `tensorrt` and `tensorrt-rtx`, and torch with CUDA. It prints PASSED or FAILED for each of
 
@@ -12,7 +13,8 @@ It needs one of the extras `tensorrt` and `tensorrt-rtx`, and torch with CUDA. I
   multiplies float32 in TF32, the limit is that of 10 bits, and the line says so;
 - aliases: the engine names the same pairs of inputs and outputs as the manifest, bound to one address;
 - in place: a decode step changes the expected slot of each cache, and no other byte;
-- without torch: a process that imports no torch generates the same tokens over cuda-bindings, where that is installed;
+- without torch: a process that imports no torch generates the same tokens over cuda-bindings, where that is installed,
+  with `--score-length` again by prompt lookup, and with `--lora-slots` again with a random adapter;
 
 and then, whether these failed or not, tokens per second, compared with eager, `torch.compile` and CUDA graphs of the
 model in float; `--engines-only` leaves those out. Logits of quantised weights are compared with the model that has the
@@ -92,13 +94,15 @@ def compute_capability() -> int:
     return 10 * major + minor
 
 
-def build(model: PreTrainedModel, max_cache_len: int, folder: Path, quantize: str | None = None) -> Bundle:
+def build(
+    model: PreTrainedModel, max_cache_len: int, folder: Path, quantize: str | None = None, **further: int
+) -> Bundle:
     """Export for this GPU, or portably if plans cannot be built for it by name (float8 has no portable plan)."""
     from exportable_cache.backends.tensorrt.options import CAPABILITIES, LEAST_FLOAT8
 
-    here = compute_capability()
+    here = compute_capability() if torch.cuda.is_available() else 0
     options = {"sm": str(here)} if here in CAPABILITIES else {"sm": str(LEAST_FLOAT8)} if quantize == "fp8" else {}
-    return export(model, "tensorrt", max_cache_len, folder, verify=False, quantize=quantize, **options)
+    return export(model, "tensorrt", max_cache_len, folder, verify=False, quantize=quantize, **options, **further)
 
 
 def quantized_like(bundle: Bundle, model: PreTrainedModel) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -161,37 +165,73 @@ def check_in_place(session: Session, checks: Checks) -> None:
 
 #: Tokens that `check_without_torch` generates, and the most seconds that its process may take.
 _GENERATED, _MOST_SECONDS = 32, 120
+#: Arguments: bundle, prompt, tokens to generate, tokens that prompt lookup proposes, file of an adapter.
 _WITHOUT_TORCH = """
 import json, sys
 from exportable_cache.session.native import NotNative, open_native
+path, prompt, count, proposed, adapter = sys.argv[1], *map(json.loads, sys.argv[2:])
+def free():
+    try:
+        from cuda.bindings import runtime
+    except ImportError:
+        return 0
+    return int(runtime.cudaMemGetInfo()[1])
+before = free()
 try:
-    session = open_native(sys.argv[1], trust=True, text=False)
+    session = open_native(path, trust=True, text=False)
 except NotNative as left:
     print(json.dumps({"left": left.reason}))
     sys.exit()
-tokens = []
-for _ in range(2):
+found = {"bytes": before - free()}
+def generated(**options):
     session.reset()
-    tokens.clear()
-    statistics = session.generate(json.loads(sys.argv[2]), tokens.append, max_new_tokens=int(sys.argv[3]))
-steps = max(1, statistics.generated_tokens - 1)
+    tokens = []
+    return session.generate(prompt, tokens.append, max_new_tokens=count, **options), tokens
+generated()
+statistics, found["tokens"] = generated()
+found["milliseconds"] = 1e3 * statistics.decode_seconds / max(1, statistics.generated_tokens - 1)
+found["first"] = 1e3 * statistics.time_to_first_token
+if proposed:
+    statistics, found["looked_up"] = generated(prompt_lookup=proposed)
+    found["accepted"] = statistics.accepted_tokens
+if adapter:
+    session.runner.load_adapter(adapter, "a")
+    session.runner.use_adapter("a")
+    _, found["adapted"] = generated()
 session.close()
-print(json.dumps({
-    "tokens": tokens,
-    "milliseconds": 1e3 * statistics.decode_seconds / steps,
-    "first": 1e3 * statistics.time_to_first_token,
-    "torch": "torch" in sys.modules,
-}))
+print(json.dumps({**found, "torch": "torch" in sys.modules}))
 """
 
 
-def check_without_torch(path: Path, session: Session, checks: Checks) -> None:
-    """Generate the same tokens in a process without torch, and note the time of a token with its choice on the host."""
+def check_without_torch(
+    path: Path, session: Session, checks: Checks, proposed: int = 0, adapter: Path | None = None
+) -> None:
+    """Generate the same tokens in a process without torch, and note the time of a token with its choice on the host.
+
+    Args:
+        path: Folder of the bundle.
+        session: Torch's session over it.
+        checks: Takes the result.
+        proposed: Tokens that prompt lookup proposes in a further generation, whose tokens are the same; 0 for none.
+        adapter: File of an adapter for a further generation in both; None for none.
+    """
     prompt = [1 + index % (session.vocab_size - 1) for index in range(min(9, (session.max_length or 64) // 2))]
+
+    def generated() -> list[int]:
+        session.reset()
+        return [int(token) for token in session.generate(torch.tensor([prompt], device=session.device), _GENERATED)]
+
+    expected = {"tokens": generated()}
+    if proposed:
+        expected["looked_up"] = expected["tokens"]
+    if adapter is not None:
+        session.use_adapter(session.load_adapter(adapter, "a"))
+        expected["adapted"] = generated()
+        session.use_adapter(None)
+        checks.add("adapter", expected["adapted"] != expected["tokens"], "its tokens are others than the model's")
     session.reset()
-    expected = [int(token) for token in session.generate(torch.tensor([prompt], device=session.device), _GENERATED)]
-    session.reset()
-    command = [sys.executable, "-c", _WITHOUT_TORCH, str(path), json.dumps(prompt), str(_GENERATED)]
+    given = (prompt, _GENERATED, proposed, "" if adapter is None else str(adapter))
+    command = [sys.executable, "-c", _WITHOUT_TORCH, str(path), *map(json.dumps, given)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_SECONDS)
     except subprocess.TimeoutExpired:
@@ -204,12 +244,32 @@ def check_without_torch(path: Path, session: Session, checks: Checks) -> None:
     if "left" in found:
         checks.add("without torch", True, f"not run: {found['left']}")
         return
-    detail = (
-        f"{len(found['tokens'])} tokens, {found['milliseconds']:.3f} ms each, the first after {found['first']:.1f} ms"
-    )
-    if found["tokens"] != expected:
-        detail = f"tokens {found['tokens']}, and {expected} with torch"
-    checks.add("without torch", found["tokens"] == expected and not found["torch"], detail)
+    details = [
+        f"{len(found['tokens'])} tokens, {found['milliseconds']:.3f} ms each, the first after {found['first']:.1f} ms",
+        f"{found['bytes'] / 2**20:.1f} MiB of the GPU",
+        *([f"{found['accepted']} proposals of prompt lookup accepted"] if proposed else []),
+    ]
+    others = [what for what, tokens in expected.items() if found[what] != tokens]
+    wrong = [f"{what} {found[what]}, and {expected[what]} with torch" for what in others]
+    checks.add("without torch", not wrong and not found["torch"], "; ".join(wrong or details))
+
+
+def random_adapter(bundle: Bundle, path: Path) -> Path:
+    """Write a random adapter of all layers that have slots, and return its file."""
+    from exportable_cache.models.loading.adapters import LoraWeights
+    from exportable_cache.session.adapters import write_adapter_file
+
+    entry = bundle.manifest.program.lora
+    assert entry is not None
+    slots = entry.described()
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(rows: int, columns: int) -> torch.Tensor:
+        return 0.3 * torch.randn(rows, columns, generator=generator)
+
+    tensors = {one.name: (draw(slots.rank, one.inputs), draw(one.outputs, slots.rank)) for one in slots.targets}
+    write_adapter_file(path, LoraWeights("random", tensors), slots, bundle.manifest.fingerprint, None)
+    return path
 
 
 def dynamic_step(model: PreTrainedModel) -> Step:
@@ -359,6 +419,11 @@ def speed_table(medians: dict[str, dict[int, float]], title: str) -> Table:
     return table
 
 
+def _size_of(bundle: Bundle, seconds: float) -> str:
+    size = sum(path.stat().st_size for path in bundle.path.glob("*.plan"))
+    return f"built {', '.join(bundle.manifest.files)} in {seconds:.1f} s, {size / 2**20:.1f} MiB of plans"
+
+
 @torch.no_grad()
 def main(
     model: Annotated[str, typer.Argument(help="demo, a local folder, or a hub id.")] = "demo",
@@ -370,13 +435,20 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Folder to keep the bundle in.")] = None,
     quantize: Annotated[str | None, typer.Option(help="Scheme of the weights: 4w, 8w or fp8.")] = None,
     engines_only: Annotated[bool, typer.Option("--engines-only", help="Time only TensorRT.")] = False,
+    score_length: Annotated[int, typer.Option(help="Score this many tokens in a step, for prompt lookup.")] = 0,
+    lora_slots: Annotated[int, typer.Option(help="Slots for adapters, one of which is then used.")] = 0,
+    build_only: Annotated[bool, typer.Option("--build-only", help="Build into --output; no GPU is needed.")] = False,
+    built: Annotated[Path | None, typer.Option(help="Check what --build-only built here.")] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of the timing; 0 for none.")] = 10,
     steps: Annotated[int, typer.Option(help="Decode steps of each form per round.")] = 32,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write everything here.")] = None,
 ) -> None:
     """Build, run, verify and time a TensorRT program on the GPU of this machine."""
     console = Console()
-    if not torch.cuda.is_available():
+    further = {name: n for name, n in (("score_length", score_length), ("lora_slots", lora_slots)) if n}
+    if build_only and output is None:
+        raise typer.BadParameter("must be given with --build-only, got none", param_hint="'--output'")
+    if not build_only and not torch.cuda.is_available():
         console.print(
             "torch finds no NVIDIA GPU here. Without one, `exportable-cache verify` checks the network on the CPU."
         )
@@ -387,6 +459,11 @@ def main(
             return load_model(model, dtype).model
         return random_shape(shape, dtype or "float16", max_cache_len)
 
+    if build_only:
+        start = time.perf_counter()
+        bundle = build(make(), max_cache_len, output, quantize, **further)
+        console.print(_size_of(bundle, time.perf_counter() - start))
+        return
     name = shape or model
     record: dict[str, Any] = {"model": name, "max_cache_len": max_cache_len, "machine": machine()}
     console.print(", ".join(f"{name} {value}" for name, value in record["machine"].items()))
@@ -396,11 +473,13 @@ def main(
     with tempfile.TemporaryDirectory() as temporary:
         try:
             start = time.perf_counter()
-            bundle = build(reference, max_cache_len, output or Path(temporary) / "bundle", quantize)
+            if built is None:
+                bundle = build(reference, max_cache_len, output or Path(temporary) / "bundle", quantize, **further)
+            else:
+                bundle = Bundle.open(built, trust=True)
             record["build_seconds"] = time.perf_counter() - start
             record["plan_bytes"] = sum(path.stat().st_size for path in bundle.path.glob("*.plan"))
-            size = f"{record['plan_bytes'] / 2**20:.1f} MiB of plans"
-            console.print(f"built {', '.join(bundle.manifest.files)} in {record['build_seconds']:.1f} s, {size}")
+            console.print(_size_of(bundle, record["build_seconds"]))
             limits: dict[str, Any] = {}
             if quantize is not None:
                 reference, limits = quantized_like(bundle, reference)
@@ -416,7 +495,8 @@ def main(
             checks.add("logits", report.passed, str(report))
             check_aliases(session.runner, checks)
             check_in_place(session, checks)
-            check_without_torch(bundle.path, session, checks)
+            adapter = random_adapter(bundle, Path(temporary) / "adapter") if lora_slots else None
+            check_without_torch(bundle.path, session, checks, max(0, score_length - 1), adapter)
         except MissingDependencyError:
             raise
         except ExportableCacheError as error:

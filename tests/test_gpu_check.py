@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 import warnings
 import weakref
@@ -353,6 +354,46 @@ def test_times_are_taken_even_if_a_check_fails(
     record = json.loads(path.read_text())
     assert record["milliseconds"] == {"form": {"8": 1.0}} and record["model"] == "llama-tiny"
     assert record["checks"]["run" if opens else "load"]["passed"] is False
+
+
+def test_outstanding_checks_follow_their_builds(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU builds small shapes and says what is left; a GPU checks each bundle that was built, and no other."""
+    calls: list[tuple[str, ...]] = []
+
+    def script(*arguments: str, limit: float | None = None) -> Any:
+        calls.append(arguments)
+        failed = "--build-only" in arguments and "float16" in arguments
+        return subprocess.CompletedProcess(arguments, int(failed), "built it", "no memory")
+
+    monkeypatch.setattr(check, "_script", script)
+    monkeypatch.setattr(check.util, "find_spec", lambda name: name)
+    rows: list[Any] = []
+    check.run_part("engines", check.Setting("cpu", "llama-tiny", 256, 0.0), rows.append)
+    assert [row.name for row in rows] == list(check.OUTSTANDING)
+    assert all("--build-only" in call and {"llama-tiny", "qwen3-moe-tiny"} & {*call} for call in calls)
+    assert {row.result: row.passed for row in rows} == {"no plan: no memory": False, "built it; needs a GPU": None}
+    monkeypatch.setattr(check, "_checked_plan", lambda *arguments: (True, " ".join(arguments)))
+    rows.clear()
+    check.run_part("engines", check.Setting("cuda", "llama-1b", 4096, 0.0), rows.append)
+    right = {row.name: row.result for row in rows if row.passed}
+    assert list(right) == [name for name, one in check.OUTSTANDING.items() if "float16" not in one]
+    assert all("--built" in result and "tiny" not in result for result in right.values())
+    assert check.BY_NAME["engines"].limit < 600
+
+
+def test_outstanding_checks_are_in_the_guide_and_have_options(check: Any, loop: Any, tensorrt: Any) -> None:
+    guide = (Path(__file__).parents[1] / "docs" / "guides" / "tensorrt.md").read_text()
+    command = typer.main.get_command(_app(tensorrt.main))
+    for name, arguments in check.OUTSTANDING.items():
+        assert f"| {name} |" in guide
+        with command.make_context("x", list(arguments), resilient_parsing=False) as context:
+            assert context.params["shape"] in loop.MODELS and check._TINY[context.params["shape"]] in loop.MODELS
+
+
+def _app(main: Callable[..., None]) -> typer.Typer:
+    app = typer.Typer()
+    app.command()(main)
+    return app
 
 
 def test_a_shape_that_is_unknown_is_refused(tensorrt: Any) -> None:

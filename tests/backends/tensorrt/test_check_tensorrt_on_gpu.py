@@ -14,6 +14,8 @@ import torch
 from rich.console import Console
 
 from exportable_cache import Session
+from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.session.adapters import read_adapter
 from exportable_cache_runner import Statistics, Stop
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
@@ -93,8 +95,9 @@ def test_script_sees_a_second_slot_that_changes(script: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("tokens", "fails", "said"),
     [
-        (None, False, "32 tokens, 0.500 ms each, the first after 2.0 ms"),
+        (None, False, "32 tokens, 0.500 ms each, the first after 2.0 ms; 3.0 MiB of the GPU; 5 proposals"),
         ([3], True, "tokens [3], and ["),
+        ("looked_up", True, "looked_up [3], and ["),
         ("left", False, "not run: cuda-bindings is not installed"),
     ],
 )
@@ -103,13 +106,16 @@ def test_script_compares_tokens_without_torch(
 ) -> None:
     session, _ = engine_session()
     expected = [int(token) for token in session.generate(torch.tensor([list(range(1, 10))]), 32)]
-    found = {"tokens": tokens or expected, "milliseconds": 0.5, "first": 2.0, "torch": False}
+    found = {"tokens": expected, "milliseconds": 0.5, "first": 2.0, "torch": False, "bytes": 3 << 20, "accepted": 5}
+    found["looked_up"] = [3] if tokens == "looked_up" else expected
+    if isinstance(tokens, list):
+        found["tokens"] = tokens
     if tokens == "left":
         found = {"left": "cuda-bindings is not installed"}
     done = SimpleNamespace(returncode=0, stdout=json.dumps(found), stderr="")
     monkeypatch.setattr(script.subprocess, "run", lambda command, **options: done)
     checks = script.Checks(Console(quiet=True))
-    script.check_without_torch(Path("bundle"), session, checks)
+    script.check_without_torch(Path("bundle"), session, checks, proposed=3)
     result = checks.results["without torch"]
     assert result["passed"] is not fails and result["detail"].startswith(said)
 
@@ -117,17 +123,26 @@ def test_script_compares_tokens_without_torch(
 def test_script_runs_the_session_without_torch(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def generate(prompt: list[int], take: Callable[[int], object], max_new_tokens: int) -> Statistics:
-        for token in prompt[:max_new_tokens]:
-            take(token)
-        return Statistics(3, 2, 0.25, 0.5, 0, 0, Stop.MAX_NEW_TOKENS)
+    used: list[object] = []
 
-    session = SimpleNamespace(reset=lambda: None, generate=generate, close=lambda: None)
+    def generate(
+        prompt: list[int], take: Callable[[int], object], max_new_tokens: int, prompt_lookup: int = 0
+    ) -> Statistics:
+        for token in [one + 10 * len(used) for one in prompt[:max_new_tokens]]:
+            take(token)
+        return Statistics(3, 2, 0.25, 0.5, 0, prompt_lookup, Stop.MAX_NEW_TOKENS)
+
+    runner = SimpleNamespace(load_adapter=lambda path, name: used.append(path), use_adapter=lambda name: None)
+    session = SimpleNamespace(reset=lambda: None, generate=generate, close=lambda: None, runner=runner)
     monkeypatch.setattr("exportable_cache.session.native.open_native", lambda path, trust, text: session)
-    monkeypatch.setattr(sys, "argv", ["-c", "bundle", "[4, 5, 6]", "2"])
+    monkeypatch.setattr(sys, "argv", ["-c", "bundle", "[4, 5, 6]", "2", "3", '"file"'])
     exec(script._WITHOUT_TORCH, {})
     found = json.loads(capsys.readouterr().out)
-    assert found == {"tokens": [4, 5], "milliseconds": 500.0, "first": 250.0, "torch": True}
+    assert found == {
+        **{"tokens": [4, 5], "milliseconds": 500.0, "first": 250.0, "torch": True, "bytes": 0},
+        **{"looked_up": [4, 5], "accepted": 3, "adapted": [14, 15]},
+    }
+    assert used == ["file"]
 
 
 def test_script_times_interleaved_rounds(script: ModuleType) -> None:
@@ -167,3 +182,17 @@ def test_script_without_a_gpu_says_so(script: ModuleType, capsys: pytest.Capture
         script.main()
     assert exit_.value.exit_code == 2
     assert "torch finds no NVIDIA GPU here" in capsys.readouterr().out
+
+
+def test_script_builds_without_a_gpu(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The bundle that it builds has what the options ask for, and takes the adapter that the check draws."""
+    sizes = {"score_length": 3, "lora_slots": 1, "max_cache_len": 64}
+    with pytest.raises(script.typer.BadParameter, match="must be given with --build-only"):
+        script.main(shape="llama-tiny", build_only=True, **sizes)
+    script.main(shape="llama-tiny", dtype="float32", output=tmp_path / "bundle", build_only=True, **sizes)
+    assert "engine.plan" in capsys.readouterr().out
+    bundle = Bundle.open(tmp_path / "bundle", trust=True)
+    assert bundle.manifest.description().methods["forward"].scored_tokens == 3
+    adapter = script.random_adapter(bundle, tmp_path / "adapter")
+    slots = bundle.manifest.program.lora.described()
+    assert len(read_adapter(adapter, slots, bundle.manifest.fingerprint, None).tensors) == len(slots.targets) > 0
