@@ -27,6 +27,8 @@ from exportable_cache.models.fixed_rope import fix_rope
 from exportable_cache.models.layers.specs import vocab_size_of
 from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.models.positions import rope_rule
+from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 from exportable_cache.session.live import changing_rope
@@ -58,6 +60,10 @@ DEVICES: dict[str, dict[str, str]] = {
 }
 #: Targets whose programs choose the factors of RoPE by the lengths of rows.
 KNOWING_LENGTHS = ("eager", "compiled", "pt2")
+#: Networks of target `tensorrt` with quantised weights, asked by name too: compared with the model that has the same ones.
+QUANTIZED = {f"tensorrt-{scheme}": Quantization(scheme, embeddings="8w") for scheme in ("4w", "8w")}
+#: Columns that are run only if they are asked by name.
+BY_NAME = (*DEVICES, *QUANTIZED)
 #: What transformers itself has for the same, see `peers.py`.
 PEERS = ("static_cache", "exporter", "dynamo")
 #: Run by default: the targets; what else a session in eager mode is asked, see `extended.py`; and the peers.
@@ -82,6 +88,7 @@ class Outcome:
         status: pass, refused (with a reason), wrong (the logits differ), error (anything else, a crash or a time limit
             too).
         difference: Largest |logit difference| to the reference, where it ran.
+        distance: That of the reference to the model before its weights were quantised, in columns of `QUANTIZED`.
         reason: Of a refusal or an error.
         where: Last lines of an error's traceback.
         seconds: It took.
@@ -96,6 +103,7 @@ class Outcome:
     seconds: float = 0.0
     processor_seconds: float | None = None
     commit: str = ""
+    distance: float | None = None
 
 
 def check(architecture: Architecture, targets: list[str], report: Callable[[dict[str, Any]], None]) -> None:
@@ -125,7 +133,7 @@ def check(architecture: Architecture, targets: list[str], report: Callable[[dict
         return
     weak = {name: moved for name, moved in facts["spread"].items() if not moved > LEAST_SPREAD}
     facts["unfit"] = f"no test: {weak}" if weak else None
-    for target in sorted(targets, key=(*ORDER, *DEVICES).index):
+    for target in sorted(targets, key=(*ORDER, *BY_NAME).index):
         facts["running"] = target
         report(facts)
         facts.setdefault("targets", {})[target] = asdict(
@@ -143,6 +151,8 @@ def _found(
             return _judged(*getattr(peers, target)(model, *case))
         if target == "extended":
             return _extended(architecture, model, facts)
+        if target in QUANTIZED:
+            return _quantized(model, QUANTIZED[target], case)
         return _run(model, target, case, facts)
     except Exception as error:  # any model's code runs here
         return _outcome_of(error)
@@ -238,6 +248,18 @@ def _run(model: PreTrainedModel, target: str, case: Case, facts: dict[str, Any])
     finally:
         implementations.restore()
     return _judged(difference, fixed)
+
+
+def _quantized(model: PreTrainedModel, quantization: Quantization, case: Case) -> Outcome:
+    """The networks of a quantised copy, against that copy."""
+    backend = backend_for("tensorrt")
+    of_target = quantization.for_target(backend.kept_weights, backend.expert_schemes)
+    quantized = quantize(model, of_target).model
+    ids, inputs, plain = case
+    references = _references(quantized, ids, inputs, {})
+    outcome = _run(quantized, "tensorrt", (ids, inputs, references), {})
+    outcome.distance = max((references[prompt] - plain[prompt]).abs().max().item() for prompt in plain)
+    return outcome
 
 
 @contextmanager
@@ -350,7 +372,7 @@ def write_json(path: Path, facts: dict[str, Any]) -> None:
 
 def is_asked(architecture: Architecture, target: str) -> bool:
     """Whether the zoo runs this architecture in this column."""
-    of_decoders = target in ("tensorrt", "coreai", *DEVICES, "exporter", "dynamo")
+    of_decoders = target in ("tensorrt", "coreai", *BY_NAME, "exporter", "dynamo")
     return not of_decoders or architecture.group in DECODER_GROUPS
 
 

@@ -51,6 +51,8 @@ LIMITS = {
     "static": 600,
     "openvino": 600,
     "mlx": 600,
+    "tensorrt-4w": 900,
+    "tensorrt-8w": 900,
 }
 
 

@@ -12,6 +12,8 @@ _TARGETS = ("eager", "compiled", "pt2", "executorch")
 #: Columns that are asked of decoders alone.
 _DECODERS = {
     "tensorrt": "`tensorrt`, evaluated",
+    "tensorrt-4w": "`tensorrt` with `--quantize 4w`, evaluated",
+    "tensorrt-8w": "`tensorrt` with `--quantize 8w`, evaluated",
     "coreai": "`coreai`, executed on Linux",
     "static": "static form, executed by XNNPACK",
     "openvino": "`openvino`, executed",

@@ -11,7 +11,7 @@ from typing import Any
 
 from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
 from .build import PROMPTS, STEPS
-from .check import COLUMNS, DEVICES, FIXED_CHUNK, PEERS, TARGETS, is_asked, read_result
+from .check import BY_NAME, COLUMNS, FIXED_CHUNK, PEERS, TARGETS, is_asked, read_result
 from .conditioning import MOST_MOVED, MOST_MOVED_SMOOTHLY, TOLERANCE
 from .extended import LENGTHS, PROMPT, TAKEN_BACK
 from .overrides import OVERRIDES
@@ -22,7 +22,7 @@ from .support_table import write_support
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
 #: Columns of the table.
-SHOWN = (*COLUMNS, *DEVICES)
+SHOWN = (*COLUMNS, *BY_NAME)
 STATUSES = ("pass", "refused", "wrong", "error")
 TITLES = {
     "causal": "Causal language models",
@@ -106,6 +106,9 @@ def _lines(results: dict[Architecture, dict[str, Any]], published: dict[Checkpoi
         "`static`, `openvino` and `mlx` are programs of ExecuTorch for devices, in chunks of "
         f"{FIXED_CHUNK} tokens for the first two: the static form",
         "in XNNPACK, OpenVINO's delegate, and MLX's, whose graph is evaluated on the CPU.",
+        "`tensorrt-4w` and `tensorrt-8w` are networks with quantised weights, experts included, against the model that has the "
+        "same ones; in brackets",
+        "how far that is from the model before. Rows that 32 does not divide, which the true sizes do not have, are refused with `4w`.",
         "An empty cell was not run, `-` was not asked.",
         "",
         f"`extended` is {EXTENDED_MEANS}",
@@ -279,7 +282,8 @@ def _cell(outcome: dict[str, Any] | None, reasons: dict[str, list[str]]) -> str:
     if outcome is None:
         return ""
     if outcome["status"] == "pass":
-        return f"{outcome['difference']:.0e}"
+        distance = outcome.get("distance")
+        return f"{outcome['difference']:.0e}" + ("" if distance is None else f" ({distance:.0e})")
     if outcome["status"] == "wrong":
         return f"**wrong** {outcome['difference']:.0e}"
     reason = outcome["reason"].replace("|", "\\|").replace("\n", " ")

@@ -14,7 +14,7 @@ from exportable_cache.errors import VerificationError
 
 from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
 from .build import PROMPTS
-from .check import DEVICES, FIXED_CHUNK, TARGETS, Outcome, check, is_asked
+from .check import BY_NAME, FIXED_CHUNK, TARGETS, Outcome, check, is_asked
 from .run import run_apart
 
 #: Model types of the spread, by what they show.
@@ -94,10 +94,10 @@ def test_networks_of_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_some_targets_are_asked_of_decoders_alone() -> None:
     rows = {row.name: row for row in architectures()}
-    for target in (*TARGETS, *DEVICES):
+    for target in (*TARGETS, *BY_NAME):
         asked = {name for name, row in rows.items() if is_asked(row, target)}
         assert {"causal-llama", "image-llava"} <= asked
-        of_decoders = target in ("tensorrt", "coreai", *DEVICES)
+        of_decoders = target in ("tensorrt", "coreai", *BY_NAME)
         assert asked.isdisjoint({"seq2seq-t5", "speech-whisper"}) is of_decoders
         assert of_decoders or asked == set(rows)
 
