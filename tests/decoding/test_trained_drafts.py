@@ -598,11 +598,11 @@ def test_completions_with_a_draft_are_those_without(kind: str, tmp_path: Path) -
     next(begun), next(begun)
     begun.close()
     both(longer, reused=False, max_new_tokens=4)
-    # This one is never closed.
+    # This one is closed after another one.
     begun = drafted.complete(first, CompletionOptions())
     next(begun), next(begun)
     both(longer, reused=False, max_new_tokens=4)
-    del begun
+    begun.close()
     both(longer, max_new_tokens=4)
     for completer in (plain, drafted):
         completer.use("shift")
