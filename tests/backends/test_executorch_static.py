@@ -61,8 +61,16 @@ def test_steps_equal_the_model_past_its_window(family: str, transposed: bool) ->
     assert report.passed, str(report)
 
 
-def test_learned_positions_are_an_input() -> None:
-    model = tiny_model("gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=64)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+        # It counts from the length of its cache.
+        ("bart", {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}),
+    ],
+)
+def test_learned_positions_are_an_input(family: str, sizes: dict[str, Any]) -> None:
+    model = tiny_model(family, **sizes)
     session, plan, _ = session_of(model)
     assert plan.inputs[:3] == ["input_ids", "positions", "full_attention"] and not plan.tables
     assert verify_session(session, model, prompts=[3, 2 * CHUNK], decode_steps=8).passed
@@ -242,10 +250,7 @@ def test_a_plan_that_does_not_fit_is_an_error(bundle: Any, changed: dict[str, An
 
 
 def test_models_that_derive_positions_themselves_are_refused(tmp_path: Path) -> None:
-    """MPT makes its biases from the length of the cache, and BART's decoder its positions."""
-    for family, sizes in (
-        ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 64}),
-        ("bart", {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}),
-    ):
-        with pytest.raises(UnsupportedModelError, match="computes something else in the static form"):
-            export(tiny_model(family, **sizes), "executorch", CAPACITY, tmp_path / family, form="static")
+    """MPT makes its biases from the number of keys."""
+    model = tiny_model("mpt", d_model=32, n_heads=4, n_layers=2, expansion_ratio=2, max_seq_len=64)
+    with pytest.raises(UnsupportedModelError, match="computes something else in the static form"):
+        export(model, "executorch", CAPACITY, tmp_path / "b", form="static")

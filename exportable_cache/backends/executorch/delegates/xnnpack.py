@@ -109,8 +109,15 @@ class AcyclicXnnpackPartitioner(XnnpackPartitioner):
 
 
 def is_serialisable(node: Node) -> bool:
-    """Return True if XNNPACK can serialize an operator: a reshape may have one dynamic size at most."""
-    if getattr(node.target, "__name__", None) not in _RESHAPES:
+    """Return True if XNNPACK can serialize an operator.
+
+    A reshape may have one dynamic size at most. A maximum is one of rows or columns of images, which it keeps (1.4.1):
+    the partitioner takes others, and the compiler fails.
+    """
+    name = getattr(node.target, "__name__", None)
+    if name == "aten.max.dim":
+        return node.args[1:] in ((2, True), (3, True))
+    if name not in _RESHAPES:
         return True
     return sum(isinstance(size, torch.SymInt) for size in node.meta["val"].shape) <= 1
 

@@ -40,10 +40,19 @@ _FULL, _SLIDING = MASKS
 
 
 class _GivenLayer(CacheLayerMixin):
-    """A layer whose old keys and values are given; `new` has those of the step."""
+    """A layer whose old keys and values are given; `new` has those of the step.
 
-    def __init__(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
+    Args:
+        keys: Old keys [1, heads, slots, size]; None without a past.
+        values: Old values, of the same shape but the size.
+        positions: Positions of the new tokens, int32 [1, tokens]; None if no model code needs the number of old tokens.
+    """
+
+    def __init__(
+        self, keys: torch.Tensor | None, values: torch.Tensor | None, positions: torch.Tensor | None = None
+    ) -> None:
         super().__init__()
+        self.positions = positions
         self.past = None if keys is None or values is None else (keys, values)
         self.new: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -58,8 +67,9 @@ class _GivenLayer(CacheLayerMixin):
             return self.new
         return torch.cat([self.past[0], key_states], 2), torch.cat([self.past[1], value_states], 2)
 
-    def get_seq_length(self) -> int:
-        return 0
+    def get_seq_length(self) -> torch.Tensor | int:  # type: ignore[override]
+        """Return the number of old tokens, from which some models count their positions; 0-D."""
+        return 0 if self.positions is None else self.positions[0, 0]
 
     def get_max_length(self) -> int:
         return -1
@@ -119,8 +129,9 @@ class StaticModule(nn.Module):
         if is_quantized(self.model.get_input_embeddings().weight):
             # ExecuTorch's operator takes no int32, and ends the process.
             input_ids = input_ids.to(torch.int64)
+        positions = given.get("positions")
         layers = [
-            _GivenLayer(given[f"layers_{index}_keys"], given[f"layers_{index}_values"])
+            _GivenLayer(given[f"layers_{index}_keys"], given[f"layers_{index}_values"], positions)
             for index in range(len(plan.layers))
         ]
         if plan.transposed:
@@ -129,7 +140,6 @@ class StaticModule(nn.Module):
                 layer.past = layer.past[0].transpose(2, 3), layer.past[1]
         rows = [given[name] for name in plan.tables]
         rotary = dict(zip(self.keys, zip(rows[::2], rows[1::2], strict=True), strict=True))
-        positions = given.get("positions")
         with _given_rotaries(self.model, rotary):
             logits = _run(self.model, input_ids, {name: given[name] for name in plan.masks}, layers, positions)
         new = [tensor for layer in layers for tensor in _new_of(layer, plan.transposed)]
