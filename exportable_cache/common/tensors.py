@@ -71,3 +71,11 @@ def exact_dtype(weight: torch.Tensor) -> torch.dtype:
     if not numbers.view(torch.int16)[..., _LOWER::2].any():
         return torch.bfloat16
     return torch.float16 if torch.equal(numbers.half().float(), numbers) else torch.float32
+
+
+def wide_buffer(module: torch.nn.Module) -> str | None:
+    """Return the name of a buffer of integers that 32 bits do not hold, or None if a module has none."""
+    for name, buffer in module.named_buffers():
+        if buffer.dtype == torch.int64 and buffer.numel() and not torch.equal(buffer.to(torch.int32).long(), buffer):
+            return name
+    return None

@@ -261,6 +261,45 @@ def test_weights_with_zero_points_are_refused() -> None:
         check_symmetric(model)
 
 
+def test_integers_of_more_than_32_bits_are_refused() -> None:
+    """Qwen 4 Exp has such multipliers for the hashes of n-grams; the converter makes them 32 bits."""
+    model = tiny_model("llama")
+    model.register_buffer("counts", torch.tensor([-(2**31), 2**31 - 1]))
+    convert_file.check_integers(model)
+    model.register_buffer("multipliers", torch.tensor([3, 2**31]))
+    with pytest.raises(UnsupportedModelError, match="must have 32 bits for target coreai, and multipliers of LlamaFor"):
+        convert_file.check_integers(model)
+
+
+def test_new_states_have_fixed_sizes() -> None:
+    """The converter forgets those of the last of a dynamic number of states; keys and values stay."""
+
+    class Scans(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("layers_0_recurrent_state_0", torch.ones(2, 4))
+            self.register_buffer("layers_1_keys", torch.zeros(2, 4))
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            """Add to the state, and keep the last row."""
+            states = given.cumsum(1) + self.layers_0_recurrent_state_0[:, None]
+            self.layers_0_recurrent_state_0.copy_(states[:, -1])
+            self.layers_1_keys.copy_(given[:, 0])
+            return states
+
+    given = torch.randn(2, 3, 4)
+    length = torch.export.Dim("length", min=2, max=8)
+    program = torch.export.export(Scans(), (given,), dynamic_shapes=({1: length},)).run_decompositions()
+    convert_file._state_sizes(program)
+    program.validate()
+    written = {target: name for name, target in program.graph_signature.buffers_to_mutate.items()}
+    nodes = {node.name: node for node in program.graph.nodes}
+    views = {name: nodes[one].target is torch.ops.aten.view.default for name, one in written.items()}
+    assert views == {"layers_0_recurrent_state_0": True, "layers_1_keys": False}
+    module, expected = program.module(), Scans()
+    assert torch.equal(module(given), expected(given)) and torch.equal(module(given), expected(given))
+
+
 def test_rows_are_written_by_one_gather() -> None:
     """A dynamic number of rows, as an indexer writes them; other forms are left alone."""
 

@@ -10,6 +10,7 @@ import torch
 from torch.export.graph_signature import InputKind
 
 from ...common.compat.coreai import dequantized_weight
+from ...common.tensors import wide_buffer
 from ...errors import UnsupportedModelError, describe_trace_error
 from ...models.quantized_rows import is_quantized
 
@@ -52,6 +53,7 @@ def convert(exported: Mapping[str, ExportedProgram], methods: Mapping[str, Progr
             program = program.run_decompositions(_decompositions())
             _fold_numbers(program)
             _align_ranks(program.graph_module)
+            _state_sizes(program)
             method = methods[name]
             converter.add_exported_program(
                 program,
@@ -83,6 +85,20 @@ def check_symmetric(model: torch.nn.Module) -> None:
                 f"the zero points of {name}.weight must be zero for target coreai; quantize it with this package "
                 "(--quantize 8w), or export for another target"
             )
+
+
+def check_integers(model: torch.nn.Module) -> None:
+    """Refuse integers of more than 32 bits, because the converter keeps 32: hashes of n-grams would be others.
+
+    Raises:
+        UnsupportedModelError: If a buffer has such integers.
+    """
+    name = wide_buffer(model)
+    if name is not None:
+        raise UnsupportedModelError(
+            f"integers must have 32 bits for target coreai, and {name} of {type(model).__name__} has larger ones, "
+            "which would change; export for another target"
+        )
 
 
 def output_names(method: ProgramMethod) -> list[str]:
@@ -252,6 +268,27 @@ def _align_ranks(module: torch.fx.GraphModule) -> None:
             if missing:
                 node.replace_input_with(operand, widened)
     module.recompile()
+
+
+def _state_sizes(program: ExportedProgram) -> None:
+    """Give the new recurrent states their fixed sizes, which the converter forgets after some operators.
+
+    It refuses to write a tensor of unknown sizes to a state, such as the last state of a scan over a dynamic length.
+    """
+    written, graph = program.graph_signature.buffers_to_mutate, program.graph
+    output = graph.output_node()
+    for node in output.all_input_nodes:
+        # Not keys and values, which are written in place.
+        if not written.get(node.name, "").rpartition("_")[0].endswith("state"):
+            continue
+        with graph.inserting_before(output):
+            fixed = graph.call_function(aten.view.default, (node, list(node.meta["val"].shape)))
+        fixed.meta["val"] = node.meta["val"]
+        output.replace_input_with(node, fixed)
+        for spec in program.graph_signature.output_specs:
+            if spec.arg.name == node.name:
+                spec.arg.name = fixed.name
+    program.graph_module.recompile()
 
 
 def _name_of(operator: Any) -> str:

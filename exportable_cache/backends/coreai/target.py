@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...cache.attention import ATTENTION
 from ..base import LoweredFile
-from .convert import check_symmetric, convert
+from .convert import check_integers, check_symmetric, convert
 from .layers import gathered_layers
 from .options import CoreAIOptions
 from .probe import check_calls
@@ -49,9 +49,11 @@ class CoreAIBackend:
         """Write the program's files to `folder`.
 
         Raises:
-            UnsupportedModelError: If a weight has zero points, or the converter or the runtime refuses a method.
+            UnsupportedModelError: If a weight has zero points, an integer has more than 32 bits, or the converter or
+                the runtime refuses a method.
         """
         check_symmetric(program.model)
+        check_integers(program.model)
         exported = {name: program.export(name) for name in program.methods}
         convert(exported, program.methods).save_asset(folder / FOLDER)
         check_calls(folder / FOLDER, program)
