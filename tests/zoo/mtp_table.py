@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -46,10 +47,10 @@ def with_modules() -> dict[str, Architecture]:
     found = {}
     for one in architectures():
         folder = one.shrinks.__module__.split(".")[-2]
-        # Composite configs are known by their text config.
-        if folder in sources and hasattr(config := one.shrinks(), "num_mtp_layers"):
-            found[config.model_type] = one
-    return found
+        if folder in sources and hasattr(text := one.shrinks().get_text_config(decoder=True), "num_mtp_layers"):
+            # A text model is simpler than a composite one with the same text config.
+            found[text.model_type] = one if text.model_type == one.model_type else found.get(text.model_type, one)
+    return {one.model_type: one for one in found.values()}
 
 
 def without_modules() -> list[str]:
@@ -62,17 +63,22 @@ def without_modules() -> list[str]:
 def outcome(architecture: Architecture) -> str:
     """Return whether tiny random modules propose tokens as in transformers, or the reason why not."""
     shrunk = tiny_config(architecture.shrinks, WINDOW, architecture.fields)
+    text, fields = shrunk.get_text_config(decoder=True), shrunk.to_dict()
+    part = next((name for name in shrunk.sub_configs if getattr(shrunk, name) is text), None)
     # Some configs store the number under the name that checkpoints use.
-    stored = shrunk.attribute_map.get("num_mtp_layers", "num_mtp_layers")
-    fields = {**shrunk.to_dict(), "num_mtp_layers": 1, stored: 1}
-    if any(one.name == "mtp_layer_types" for one in dataclasses.fields(shrunk)):
+    stored = text.attribute_map.get("num_mtp_layers", "num_mtp_layers")
+    changed: dict[str, Any] = {"num_mtp_layers": 1, stored: 1}
+    own = {one.name for one in dataclasses.fields(text)}
+    for name in ("layer_types", "mlp_layer_types"):
         # The default may be a type that the shrunk model has no RoPE for.
-        fields["mtp_layer_types"] = shrunk.layer_types[-1:]
+        if f"mtp_{name}" in own and getattr(text, name, None):
+            changed[f"mtp_{name}"] = getattr(text, name)[-1:]
+    (fields if part is None else fields[part]).update(changed)
     try:
         model = initialised(architecture, architecture.shrinks.from_dict(fields))
         mtp = _random_modules(model)
     except Exception as error:  # whatever transformers' code raises
-        return f"refused: transformers cannot make their modules ({first_line(error)[:100]})"
+        return f"refused: transformers cannot make their modules ({first_line(error)[:120]})"
     try:
         return _WORKS if _differ_by(model, mtp) < 1e-4 else "wrong"
     except UnsupportedModelError as error:
