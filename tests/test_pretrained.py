@@ -239,8 +239,9 @@ def test_a_bundle_goes_to_the_hub_and_back(exported: Any, batch: Any, hub: Hub) 
     assert torch.equal(again.generate(**batch, **options), exported.generate(**batch, **options))
 
 
+@pytest.mark.usefixtures("fake_backend")
 def test_a_temporary_bundle_is_removed_with_the_model() -> None:
-    model = ExportableModelForCausalLM.from_pretrained("demo", target="pt2", max_cache_len=16, verify=False)
+    model = ExportableModelForCausalLM.from_pretrained("demo", target="fake", max_cache_len=16, verify=False)
     folder = model.bundle.path
     assert folder.is_dir()
     del model

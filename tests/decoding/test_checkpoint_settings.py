@@ -186,10 +186,11 @@ def test_encoder_decoders_follow_the_settings(family: str) -> None:
     assert [row[: len(one)] for row, one in zip(rows, expected, strict=True)] == expected
 
 
+@pytest.mark.usefixtures("fake_backend")
 def test_a_bundle_follows_the_settings(tmp_path: Path) -> None:
     settings = {**TOGETHER, "max_new_tokens": LENGTH}
     configured(**settings).save_pretrained(tmp_path / "model")
-    export(tmp_path / "model", "pt2", CAPACITY, tmp_path / "out", verify=False)
+    export(tmp_path / "model", "fake", CAPACITY, tmp_path / "out", verify=False)
     assert list(load(tmp_path / "out").generate(PROMPT)) == upstream(settings, limit=None)
 
 
@@ -295,6 +296,7 @@ def test_settings_that_leave_no_token_are_refused() -> None:
         list(session.generate(PROMPT, 2))
 
 
+@pytest.mark.usefixtures("fake_backend")
 def test_a_setting_that_is_not_followed_is_warned_of_once_and_recorded(tmp_path: Path) -> None:
     model = configured(num_beams=4, guidance_scale=1.5, do_sample=True, temperature=0.7, top_k=1)
     session = live_session(model, False, CAPACITY)
@@ -304,7 +306,7 @@ def test_a_setting_that_is_not_followed_is_warned_of_once_and_recorded(tmp_path:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         list(session.generate(PROMPT, 2))
-    bundle = export(model, "pt2", CAPACITY, tmp_path / "out", verify=False)
+    bundle = export(model, "fake", CAPACITY, tmp_path / "out", verify=False)
     assert [remark.split("=")[0].split()[-1] for remark in bundle.manifest.remarks] == ["num_beams", "guidance_scale"]
 
 
@@ -330,6 +332,7 @@ def tokenized() -> tuple[PreTrainedModel, Any]:
     return model, tokenizer
 
 
+@pytest.mark.usefixtures("fake_backend")
 def test_the_tokenizers_end_counts_where_no_config_names_one(tokenized: Any, tmp_path: Path) -> None:
     model, tokenizer = tokenized
     session = live_session(model, False, CAPACITY, tokenizer=tokenizer)
@@ -342,7 +345,7 @@ def test_the_tokenizers_end_counts_where_no_config_names_one(tokenized: Any, tmp
     session.reset()
     assert list(session.generate(PROMPT, LENGTH)) == answer[:1]
     session.generation_config.eos_token_id = None
-    bundle = export(model, "pt2", CAPACITY, tmp_path / "out", tokenizer=tokenizer, verify=False)
+    bundle = export(model, "fake", CAPACITY, tmp_path / "out", tokenizer=tokenizer, verify=False)
     assert bundle.manifest.generation_config["eos_token_id"] == answer[-1]
     assert model.generation_config.eos_token_id is None
     assert list(load(bundle.path).generate(PROMPT, LENGTH)) == answer

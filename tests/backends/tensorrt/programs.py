@@ -21,7 +21,6 @@ CAPACITY = 64
 PREFILL = 16
 
 
-@cache
 def engine_program(
     family: str,
     dtype: torch.dtype = torch.float32,
@@ -31,6 +30,14 @@ def engine_program(
     score_length: int = 0,
 ) -> tuple[PreTrainedModel, Program, dict[str, Network]]:
     """A tiny model, its program, and the network of each method."""
+    # By position, because a call that states a default in another way would make them again.
+    return _made(family, dtype, batch_size, in_place, engines, score_length)
+
+
+@cache
+def _made(
+    family: str, dtype: torch.dtype, batch_size: int, in_place: bool, engines: str, score_length: int
+) -> tuple[PreTrainedModel, Program, dict[str, Network]]:
     model = engine_model(family, dtype)
     options = TensorRTOptions(engines=engines, score_length=score_length)
     program = program_of(model, batch_size, options=options)
