@@ -58,8 +58,9 @@ def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtyp
                     row = rows_of_weight(module, name).shape[2]
                     forms[id(getattr(module, name))] = _Form(bits, scale, size if bits == 4 else row)
     if quantization.embeddings is not None:
-        bits = EMBEDDING_SCHEMES[quantization.embeddings]
-        forms[id(table.weight)] = _Form(bits, dtype.itemsize, size if bits == 4 else table.weight.shape[1])
+        bits, weight = EMBEDDING_SCHEMES[quantization.embeddings], table.weight
+        assert isinstance(weight, torch.Tensor)
+        forms[id(weight)] = _Form(bits, dtype.itemsize, size if bits == 4 else weight.shape[1])
     return forms
 
 
