@@ -105,18 +105,15 @@ def build(
     return export(model, "tensorrt", max_cache_len, folder, verify=False, quantize=quantize, **options, **further)
 
 
-def quantized_like(bundle: Bundle, model: PreTrainedModel) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return a copy of the model with the weights that the bundle has, and its limits as fields of `VerifySpec`."""
+def quantized_like(bundle: Bundle, model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of the model with the weights that the bundle has."""
     from exportable_cache.models.quantization.quantize import quantize
     from exportable_cache.models.quantization.spec import Quantization
-    from exportable_cache.verification.tolerance import tolerances_of
 
     made = bundle.manifest.quantization
     assert made is not None
     spec = Quantization(made.linear, made.group_size, made.embeddings, made.scales or "absmax", made.experts)
-    copy = quantize(model, spec, dtype=getattr(torch, bundle.manifest.dtype)).model.to("cuda")
-    largest, rms = tolerances_of(copy, spec)
-    return copy, {"tolerance": largest, "rms_tolerance": rms}
+    return quantize(model, spec, dtype=getattr(torch, bundle.manifest.dtype)).model.to("cuda")
 
 
 def check_aliases(runner: Any, checks: Checks) -> None:
@@ -480,9 +477,8 @@ def main(
             record["build_seconds"] = time.perf_counter() - start
             record["plan_bytes"] = sum(path.stat().st_size for path in bundle.path.glob("*.plan"))
             console.print(_size_of(bundle, record["build_seconds"]))
-            limits: dict[str, Any] = {}
             if quantize is not None:
-                reference, limits = quantized_like(bundle, reference)
+                reference = quantized_like(bundle, reference)
             before = torch.cuda.mem_get_info()[0]
             session = Session.from_bundle(bundle)
             record["gpu_bytes"] = before - torch.cuda.mem_get_info()[0]
@@ -490,7 +486,7 @@ def main(
             if reference.dtype != torch.float32:
                 # A CPU takes minutes for a prompt in 16 bits, and a GPU in float32 may multiply in TF32.
                 reference.to("cuda")
-            report = replace(verify_session(session, reference, **limits), remark=remark_of(session.runner))
+            report = replace(verify_session(session, reference), remark=remark_of(session.runner))
             record["verification"] = report.to_dict()
             checks.add("logits", report.passed, str(report))
             check_aliases(session.runner, checks)

@@ -19,7 +19,7 @@ from exportable_cache.models.experts import (
     rows_of_weight,
 )
 from exportable_cache.models.patches.mechanisms.experts import mix_experts
-from exportable_cache.models.quantization.quantize import check_quantizable, quantize, rounding_noise
+from exportable_cache.models.quantization.quantize import check_quantizable, quantize
 from exportable_cache.models.quantization.sizes import coverage_of, exact_bytes, quantized_bytes
 from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.models.quantized_rows import QuantizedRows, QuantizedZeros
@@ -173,14 +173,6 @@ def test_a_group_that_does_not_divide_a_row_is_refused_by_name() -> None:
     check_quantizable(model, Quantization("8da4w", 32, None, "signed_mse"))
     with pytest.raises(InputError, match="experts must be None"):
         Quantization("8da8w", experts="8da4w")
-
-
-def test_rounding_noise_is_of_experts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    quantized = quantize(mixture("mixtral"), EXPERTS).model
-    noise = rounding_noise(quantized)
-    assert 0.0 < noise.rms < 0.5 and rounding_noise(quantized) == noise
-    monkeypatch.setattr("exportable_cache.models.quantization.quantize.EXPERT_LINEAR", None)
-    assert rounding_noise(quantized) != noise
 
 
 def test_probes_do_not_compute_quantised_experts() -> None:

@@ -14,11 +14,10 @@ from exportable_cache.common.patch import ORIGINAL
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models import quantized_rows
 from exportable_cache.models.patches.registry import patch_model
-from exportable_cache.models.quantization.quantize import check_quantizable, is_tied, quantize, rounding_noise
+from exportable_cache.models.quantization.quantize import check_quantizable, is_tied, quantize
 from exportable_cache.models.quantization.sizes import coverage_of, quantized_bytes
 from exportable_cache.models.quantization.spec import Quantization, quantization_of
 from exportable_cache.models.quantized_rows import QuantizedRows
-from exportable_cache.verification.tolerance import tolerances_of
 from exportable_cache.verification.verify import verify, verify_session
 
 from .support.models import VOCAB, tiny_model, tokens
@@ -204,28 +203,15 @@ def test_schemes_without_kernels_are_refused_before_anything_is_loaded(
         export("no/such-model", target, 32, tmp_path / "out", **options)
 
 
-def test_one_different_rounding_moves_the_logits_less_than_quantisation_does() -> None:
-    model = model_of()
-    quantized = quantize(model, Quantization("8da4w", 32)).model
-    ids = torch.arange(24)[None]
-    with torch.no_grad():
-        moved = (quantized(ids).logits - model(ids).logits).abs().max().item()
-    noise = rounding_noise(quantized)
-    assert 1e-3 < noise.rms < noise.largest < moved / 2
-    assert rounding_noise(quantize(model, Quantization("8w")).model) == (0.0, 0.0)
-    assert tolerances_of(model, None) == (None, None)
-    assert tolerances_of(quantize(model, Quantization("8w")).model, Quantization("8w")) == (None, None)
-
-
 @pytest.mark.parametrize("family", ["t5", "whisper", "marian"])
-def test_a_rounding_is_tried_in_encoder_decoders_over_an_input(family: str) -> None:
+def test_rounding_is_measured_in_encoder_decoders(family: str) -> None:
     sizes = {"d_kv": 16} if family == "t5" else {}
     scheme = Quantization("8da4w", 32)
     quantized = quantize(tiny_seq2seq(family, d_model=64, **sizes), scheme).model
     cache = ExportableCache.from_model(quantized, 16, max_encoder_len=None if family == "whisper" else 12)
     session = Session.from_model(quantized, cache, buckets=False)
-    largest, rms = tolerances_of(quantized, scheme, session.runner.methods["encode"])
-    assert 1e-3 < rms < largest
+    report = verify_session(session, quantized, prompts=[3], decode_steps=4)
+    assert report.passed and report.rounding.of_reference > 0 and report.rounding.effect > 1e-3
 
 
 def test_a_program_is_judged_by_the_quantised_model() -> None:
@@ -233,19 +219,19 @@ def test_a_program_is_judged_by_the_quantised_model() -> None:
     scheme = Quantization("8da4w", 32)
     quantized = quantize(model, scheme).model
     session = Session.from_model(quantized, ExportableCache.from_model(quantized, 64), buckets=False)
-    largest, rms = tolerances_of(quantized, scheme)
-    asked = {"tolerance": largest, "rms_tolerance": rms, "prompts": [3, 20], "decode_steps": 8}
+    asked = {"prompts": [3, 20], "decode_steps": 8}
     report = verify_session(session, quantized, **asked)
     assert report.passed and min(prompt.max_difference for prompt in report.prompts) <= 1e-4
-    assert f"root mean square {report.rms_difference:.1e} <= {rms:.0e}" in str(report)
+    assert f"root mean square {report.rms_difference:.1e} <= {report.rms_tolerance:.0e}" in str(report)
+    assert f"ratio of distances {report.rounding.ratio:.2f} <= 1.4" in str(report)
     assert report.rms_difference == max(prompt.rms_difference for prompt in report.prompts)
     # Neither the float model nor other groups pass for it.
     other = quantize(model, Quantization("8da4w", 64)).model
     assert not verify_session(session, model, **asked).passed
     assert not verify_session(session, other, **asked).passed
-    # Each limit fails by itself.
-    assert not verify_session(session, quantized, **asked | {"tolerance": report.max_difference / 2}).passed
-    assert not verify_session(session, quantized, **asked | {"rms_tolerance": report.rms_difference / 2}).passed
+    # A given limit is the only one.
+    given = verify_session(session, quantized, **asked, tolerance=report.max_difference / 2)
+    assert not given.passed and given.rounding is None and given.rms_tolerance is None
 
 
 def test_the_bundle_records_scheme_error_and_bytes(tmp_path: Path) -> None:

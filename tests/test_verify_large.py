@@ -32,7 +32,7 @@ def test_the_reference_comes_first_and_a_program_of_other_weights_fails(
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     monkeypatch.setattr(references, "MOST_PARAMETERS", 0)
     events = []
-    reference, opened = comparing.logits_of_beginnings, Bundle.open_runner
+    reference, opened = references.logits_of_beginnings, Bundle.open_runner
 
     def logits_of_beginnings(*given):
         events.append("reference")
@@ -42,7 +42,7 @@ def test_the_reference_comes_first_and_a_program_of_other_weights_fails(
         events.append("program")
         return opened(bundle)
 
-    monkeypatch.setattr(comparing, "logits_of_beginnings", logits_of_beginnings)
+    monkeypatch.setattr(references, "logits_of_beginnings", logits_of_beginnings)
     monkeypatch.setattr(Bundle, "open_runner", open_runner)
     one_ring = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
     model = tiny_model("gemma3_text", hidden_size=64, head_dim=16, **one_ring)
@@ -83,9 +83,9 @@ def test_each_model_runs_once_and_the_program_only_to_be_verified(
     passes, fed = [], []
     reference, run = comparing.logits_of_beginnings, fake_target.FakeRunner.run
 
-    def logits_of_beginnings(model, ids, plan, sinks=None, storage=None):
+    def logits_of_beginnings(model, ids, plan, sinks=None, storage=None, cache=None):
         passes.append((has_quantized_weights(model), ids.shape[1], storage is not None))
-        return reference(model, ids, plan, sinks, storage)
+        return reference(model, ids, plan, sinks, storage, cache)
 
     def counted_run(runner, method, ids, *rest):
         fed.append(ids.shape[1])
@@ -94,8 +94,10 @@ def test_each_model_runs_once_and_the_program_only_to_be_verified(
     def stepwise(*given):
         raise AssertionError("the reference ran in single steps")
 
-    monkeypatch.setattr(comparing, "logits_of_beginnings", logits_of_beginnings)
-    monkeypatch.setattr(comparing, "logits_by_step", stepwise)
+    for module in (comparing, references):
+        monkeypatch.setattr(module, "logits_of_beginnings", logits_of_beginnings)
+        monkeypatch.setattr(module, "logits_by_step", stepwise)
+    monkeypatch.setattr(references, "logits_over", stepwise)
     monkeypatch.setattr(fake_target.FakeRunner, "run", counted_run)
     # Sizes by which 32 weights share a scale.
     model = tiny_model("gemma3_text", hidden_size=64, head_dim=32, intermediate_size=64)
@@ -104,9 +106,10 @@ def test_each_model_runs_once_and_the_program_only_to_be_verified(
     prompts = [3, 7, 8, 9, 40, 64]
     assert [prompt["length"] for prompt in manifest.verification["prompts"]] == prompts
     assert manifest.verification["at_once"]
-    # 64 tokens once with the program's rounding; 40 tokens and 8 steps of the models that it is compared with.
+    # 64 tokens once with the program's rounding and once without; 40 tokens and 8 steps of the models that it is
+    # compared with.
     others = [(False, 48, False), (True, 48, False)] if quantize else [(False, 48, False)]
-    assert passes == [(quantize is not None, 64, True), *others]
+    assert passes == [(quantize is not None, 64, True), (quantize is not None, 64, False), *others]
     steps = 5 * 24
     # Each prompt once, with stale tokens of another text before all except the longest, and nothing for the distances.
     assert sum(fed) == sum(prompts) + sum(length + 24 for length in prompts[:-1]) + steps

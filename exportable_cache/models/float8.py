@@ -59,6 +59,10 @@ def _(x: torch.Tensor, scale: float) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+#: The operator as modes see its calls.
+FLOAT8_ROUNDED = torch.ops.exportable_cache.float8_rounded.default
+
+
 class Float8Linear(nn.Linear):
     """A linear layer whose weights and inputs are rounded to float8.
 
@@ -86,11 +90,6 @@ class Float8Linear(nn.Linear):
         """Return the product of the rounded inputs [..., in_features] and weights, with the bias."""
         rounded = float8_rounded(input, self.input_scale)
         return functional.linear(rounded, float8_weight(self.weight, self.weight_scale), self.bias)
-
-    def step(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the distance between each value and the next one in float8."""
-        magnitude = (values.float().abs() / self.input_scale).clamp(2.0**-6, _LARGEST)
-        return (torch.exp2(magnitude.log2().floor() - 3) * self.input_scale).to(values.dtype)
 
 
 def _rounded_rows(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .experts import EXPERT_LINEAR, experts_output
-from .float8 import Float8Linear
+from .float8 import FLOAT8_ROUNDED, Float8Linear
 from .rounding import rounded_activations
 
 if TYPE_CHECKING:
@@ -101,6 +101,23 @@ class QuantizedRows(TorchFunctionMode):
         return self._rounded
 
 
+class ExactActivations(QuantizedRows):
+    """A `QuantizedRows` in which quantised layers, also experts and those in float8, do not round their inputs."""
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is EXPERT_LINEAR:
+            # The last argument is `rounds`.
+            return func(*args[:7], False)
+        if func is FLOAT8_ROUNDED:
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _rounding(self, source: torch.Tensor) -> torch.Tensor:
+        return source
+
+
 class QuantizedZeros(QuantizedRows):
     """A `QuantizedRows` whose quantised linear layers return zeros, for callers that need only shapes and masks.
 
@@ -139,6 +156,14 @@ def has_quantized_weights(model: nn.Module) -> bool:
         isinstance(module, Float8Linear) or is_quantized(module.weight)
         for module in model.modules()
         if isinstance(module, (nn.Linear, nn.Embedding))
+    )
+
+
+def rounds_inputs(model: nn.Module) -> bool:
+    """Return True if a linear layer of a model rounds the activations that it multiplies."""
+    return any(
+        isinstance(module, Float8Linear) or (isinstance(module, nn.Linear) and rounds_activations(module.weight))
+        for module in model.modules()
     )
 
 

@@ -58,7 +58,6 @@ from ..verification.quantization_effect import measure_quantization, short_promp
 from ..verification.references import session_to_verify
 from ..verification.report import VerifyReport
 from ..verification.spec import VerifySpec
-from ..verification.tolerance import tolerances_of
 from .dtypes import choose_dtype
 from .ranks import check_ranks, lower_ranks
 from .spec import DRAFT_TARGETS, adapters_of, dtype_of, options_of, output_of, vocabulary_of
@@ -415,14 +414,8 @@ def _verified(
 ) -> tuple[Bundle, list[FedPrompt]]:
     spec, model, manifest = resolved.spec, source.model, bundle.manifest
     fed: list[FedPrompt] = []
-    if spec.quantization is not None:
-        progress("measuring the effect of rounding on the logits", 0, None)
-    if spec.tolerance is None:
-        largest, rms = tolerances_of(model, spec.quantization, session.runner.methods.get("encode"))
-    else:
-        largest, rms = spec.tolerance, None
     rounded = target_dtypes(manifest.target, manifest.options).rounded
-    settings = VerifySpec(tolerance=largest, rms_tolerance=rms, rounded=rounded)
+    settings = VerifySpec(tolerance=spec.tolerance, rounded=rounded)
     report = compare(session, model, settings, progress, fed)
     report = replace(report, remark=remark)
     _require_agreement(report, output_of(spec))

@@ -268,7 +268,7 @@ def _verified(manifest: Manifest) -> list[str]:
     return [
         f"{report.steps} positions, prompts of {lengths} tokens",
         f"{report.max_difference:.1e}",
-        f"{report.tolerance:.1e}",
+        "" if report.tolerance is None else f"{report.tolerance:.1e}",
         "" if distance is None else f"{distance:.1e}",
         _text(report.remark or _RUNTIMES.get(report.runtime, "its runtime, at export")),
     ]

@@ -443,6 +443,37 @@ def _describe(layer: CacheLayer) -> dict:
     return {**config, "policy": policy}
 
 
+def stored_rows(session: AnySession, index: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return keys and values that a layer holds, as attention reads them.
+
+    Args:
+        session: The session.
+        index: Index of the layer.
+        positions: Positions that every row holds, int64 [tokens].
+
+    Returns:
+        Keys [tokens, rows * heads, head_dim] and values [tokens, rows * heads, value_head_dim]; None if the runtime
+        does not give them out, or the layer has them in another form.
+    """
+    layer, runner = session.layers[index], session.runner
+    if layer.storage is None or not set(layer.storage.parts) <= set(layer.state):
+        return None
+    state, slots = state_of(runner), layer.policy.next_slot(positions)
+    found = []
+    for name in layer.storage.parts:
+        tensor, dim = None, slots_dim(layer, name)
+        if state is not None:
+            tensor = state.get(f"layers.{index}.{name}")
+        elif isinstance(runner, GivesTensors):
+            tensor = runner.state_tensor(f"layers.{index}.{name}")
+        if tensor is None or dim is None or tensor.shape[dim] <= int(slots.max()):
+            return None
+        # In every layout, the other dimensions are rows before heads, or one of them is 1.
+        rows = tensor.detach().index_select(dim, slots.to(tensor.device)).movedim(dim, 0)
+        found.append(rows.reshape(len(positions), -1, rows.shape[-1]))
+    return layer.storage.decode(found)
+
+
 def layer_of(layers: Sequence[CacheLayer], name: str) -> CacheLayer:
     """Return the layer of a state tensor such as `layers.0.keys`, which engines prefix with another word."""
     return layers[int(name.split(".")[-2])]

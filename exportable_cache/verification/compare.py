@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,17 +15,18 @@ from ..common.progress import silent
 from ..common.tensors import dtype_name, logit_differences
 from ..errors import InputError
 from ..models.layers.specs import layer_types_and_windows, vocab_size_of
+from ..models.quantized_rows import rounds_inputs
 from ..program.inputs.kinds import KINDS
 from ..program.inputs.modalities import modalities_of
 from ..program.inputs.modality import features_of
 from .prompts import kept_sinks, longest_chunk, most_tokens, planned, prompt_feeds, random_text
 from .references import (
+    Reference,
     encoder_lengths,
     is_large,
     logits_by_step,
     logits_of_beginnings,
     random_inputs,
-    rounding_effect,
     takes_no_cache,
 )
 from .report import (
@@ -37,8 +39,9 @@ from .report import (
     VerifyReport,
     largest,
 )
+from .rounding import Roundings
 from .spec import VerifySpec
-from .tolerance import default_tolerance
+from .tolerance import check_finite, default_tolerance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,8 +110,8 @@ def _random(spec: TensorSpec, generator: torch.Generator | None = None) -> torch
     return torch.randn(spec.sizes({}), generator=generator).to(dtype)
 
 
-# Tokens over which the effect of a quantised cache is measured, for the tolerance.
-_ROUNDED_TOKENS = 64
+# Longest prompt that the model without rounding computes, too, if there are shorter ones.
+_MOST_WITHOUT_ROUNDING = 512
 
 
 def compare(
@@ -122,6 +125,9 @@ def compare(
 
     Encoders of images, video and audio get random items, see `verify_encoders`; that of an encoder-decoder gets its
     input before each prompt.
+
+    If the program rounds activations, or keys and values, and no tolerance is given, the limits follow from the
+    logits of the model without rounding, see `Roundings`.
 
     The session is reset before every prompt and after the last. Prompts run from the longest to the shortest, so that
     the buffers hold stale tokens of a longer prompt. All except the shortest are fed in two parts, so that prefill also
@@ -157,10 +163,20 @@ def compare(
     # Logits of the others depend on more than the tokens before them: the prompt's length, or the encoder's input.
     of_prompt = any(layer.policy.keeps_prompt for layer in session.layers) or bool(changes) or encode is not None
     at_once = is_large(model) and not of_prompt and not takes_no_cache(model)
+    rounds_layers = rounds_inputs(model)
+    references = [Reference(model, sinks, storage)]
+    # If a tolerance is given, it is the only limit.
+    if spec.tolerance is None and (storage is not None or rounds_layers):
+        references.append(Reference(model, sinks, exact=True))
+    rounded = spec.rounded or products_of(session.runner)
+    seen.roundings = Roundings(rounded or model.dtype) if len(references) > 1 else None
+    # The prompt that fills a long cache would take most of the time.
+    shorter = [prompt for prompt in plan if prompt[0] <= _MOST_WITHOUT_ROUNDING] or plan[:1]
     if at_once:
         sequence = random_text(session, max(length + steps for length, steps in plan), generator)
         progress("running the model", 0, None)
-        known = logits_of_beginnings(model, sequence, plan, sinks, storage)
+        for reference, beginnings in zip(references, (plan, shorter), strict=False):
+            reference.run(sequence, beginnings)
     for index, (length, steps) in enumerate(reversed(plan)):
         ids = sequence[:, : length + steps] if at_once else random_text(session, length + steps, generator)
         encoder_inputs = None
@@ -169,36 +185,37 @@ def compare(
             encoder_inputs = random_inputs(
                 encode, lengths[index % len(lengths)], session.batch_size, vocab_size, generator
             )
-        # All of the reference first: the session may run the very same model, under another attention implementation.
-        if at_once:
-            reference: Iterator[torch.Tensor] = (known[position] for position in range(length - 1, length + steps))
-        else:
-            reference = logits_by_step(model, ids, length, sinks, encoder_inputs, storage)
-        expected = seen.expect(reference)
+        # The references first: the session may run the very same model, under another attention implementation.
+        expected = seen.expect(references[0].logits(ids, length, encoder_inputs))
+        if rounds_layers:
+            check_finite(model, expected)
+        exact: list[torch.Tensor] = []
+        if len(references) > 1 and (length, steps) in shorter:
+            exact = references[1].logits(ids, length, encoder_inputs)
         if encoder_inputs is not None:
             session.encode(**{name: tensor.to(session.device) for name, tensor in encoder_inputs.items()})
         if at_once and index:
             # Beginnings of one sequence: a write that fails would leave what it should have written.
             session.reset()
             session.prefill(random_text(session, length + steps, generator).to(session.device))
-        kept = seen.compare(session, ids.to(session.device), length, expected)
+        kept = seen.compare(session, ids.to(session.device), length, expected, exact)
+        if seen.roundings is not None and (length, steps) == shorter[-1]:
+            seen.roundings.add_layers(session, *references)
         if fed is not None:
             tokens = ids[:, : length + len(kept) - 1]
             fed.append(FedPrompt(length, tokens, sinks, encoder_inputs, torch.stack(kept), at_once))
     session.reset()
+    usual = default_tolerance(rounded or model.dtype, seen.largest_logit, seen.spread)
+    limits = (usual if spec.tolerance is None else spec.tolerance, None, None)
+    tolerance, rms_tolerance, rounding = limits if seen.roundings is None else seen.roundings.limits(usual, seen.spread)
     prompts = tuple(reversed(seen.prompts))
-    rounded = spec.rounded or products_of(session.runner)
-    encoders = verify_encoders(session, model, generator, spec.tolerance, rounded)
+    encoders = verify_encoders(session, model, generator, tolerance if rounds_layers else spec.tolerance, rounded)
     max_difference = largest([prompt.max_difference for prompt in prompts])
     rms_difference = largest([prompt.rms_difference for prompt in prompts if prompt.rms_difference is not None])
-    tolerance = spec.tolerance
-    if tolerance is None:
-        tolerance = default_tolerance(rounded or model.dtype, seen.largest_logit, seen.spread)
-        if storage is not None:
-            tolerance = max(tolerance, rounding_effect(model, min(plan[-1][0], _ROUNDED_TOKENS), storage) / 4)
     return VerifyReport(
-        passed=max_difference <= tolerance
-        and (spec.rms_tolerance is None or rms_difference <= spec.rms_tolerance)
+        passed=max_difference <= (math.inf if tolerance is None else tolerance)
+        and (rms_tolerance is None or rms_difference <= rms_tolerance)
+        and (rounding is None or rounding.passed)
         and all(encoder.passed for encoder in encoders),
         max_difference=max_difference,
         tolerance=tolerance,
@@ -208,8 +225,9 @@ def compare(
         target=session.target,
         encoders=encoders,
         at_once=at_once,
-        rms_tolerance=spec.rms_tolerance,
+        rms_tolerance=rms_tolerance,
         spread=seen.spread,
+        rounding=rounding,
     )
 
 
@@ -226,6 +244,8 @@ class _Seen:
         self.largest_logit = 0.0
         #: Largest standard deviation of a position's logits over the vocabulary.
         self.spread = 0.0
+        #: Effect of rounding; None if no activations, keys or values are rounded.
+        self.roundings: Roundings | None = None
         self._progress, self._done, self._total = progress, 0, total
 
     def expect(self, reference: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -240,7 +260,12 @@ class _Seen:
         return expected
 
     def compare(
-        self, session: Session, ids: torch.Tensor, length: int, expected: Sequence[torch.Tensor]
+        self,
+        session: Session,
+        ids: torch.Tensor,
+        length: int,
+        expected: Sequence[torch.Tensor],
+        exact: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
         """Feed a session the prompt and the tokens after it, and compare the logits.
 
@@ -249,6 +274,7 @@ class _Seen:
             ids: int64 [batch, length + steps].
             length: Length of the prompt.
             expected: Logits [batch, vocab] of the reference, one per step.
+            exact: Logits [batch, vocab] of the model without rounding, one per step; empty if not measured.
 
         Returns:
             The session's logits [batch, vocab] of the prompt and of the first `KEPT_STEPS` steps.
@@ -268,6 +294,8 @@ class _Seen:
                 differences.append(difference.abs().max())
                 squares.append(difference.square().mean(-1).max())
                 agreements.append((logits.argmax(-1) == reference.argmax(-1)).float().mean())
+                if exact and self.roundings is not None:
+                    self.roundings.add(logits, reference, exact[step])
             if step <= KEPT_STEPS:
                 kept.append(outputs[-1].detach().clone())
             self._step()

@@ -1,4 +1,4 @@
-"""Subprocess of `native_runner.py`: it feeds tokens to the native runner. It imports no torch."""
+"""Subprocess of `native_runner.py`: it feeds tokens to the native runner, and saves its state. It imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ def main() -> None:
         except EOFError:
             return
         try:
-            send(replies, {}, _step(session, request["position"], list(memoryview(data).cast("q"))))
+            if "save" in request:
+                session.save_state(request["save"])
+                send(replies, {})
+            else:
+                send(replies, {}, _step(session, request["position"], list(memoryview(data).cast("q"))))
         except Failure as error:
             send(replies, {ERROR: str(error)})
 

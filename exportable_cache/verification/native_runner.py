@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load_file
 
 from ..bundle.checked import CheckedBundle
 from ..common.process.limited_child import ERROR, receive, send
@@ -56,6 +59,7 @@ class NativeProcess:
         names = {one.name for method in steps for one in method.inputs}
         if not names <= set(_INPUTS):
             raise NotNative(f"its methods take {', '.join(sorted(names - set(_INPUTS)))}")
+        self._state: dict[str, torch.Tensor] | None = None
         self._vocabulary = bundle.manifest.logits_size or bundle.manifest.vocab_size
         command = [sys.executable, "-c", _CHILD, *sys.path, str(bundle.path)]
         self._process = subprocess.Popen(
@@ -73,10 +77,26 @@ class NativeProcess:
         Raises:
             BundleError: If the native runner fails.
         """
+        self._state = None
         ids, position = inputs
         assert self._process.stdin is not None
         send(self._process.stdin, {"position": int(position[0])}, ids[0].contiguous().numpy().tobytes())
         return torch.frombuffer(bytearray(self._reply()), dtype=torch.float32).reshape(1, self._vocabulary)
+
+    def state_tensor(self, name: str) -> torch.Tensor | None:
+        """Return the filled slots of a tensor of the cache, see `GivesTensors.state_tensor`."""
+        if self._state is None:
+            assert self._process.stdin is not None
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "state.safetensors"
+                send(self._process.stdin, {"save": str(path)})
+                try:
+                    self._reply()
+                    self._state = load_file(path)
+                except BundleError:
+                    # It does not save the state of every bundle.
+                    self._state = {}
+        return self._state.get(name)
 
     def _reply(self) -> bytes:
         assert self._process.stdout is not None

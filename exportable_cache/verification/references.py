@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -13,19 +15,17 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
 from ..backends import backend_for
-from ..backends.base import RunsElsewhere, empty_layers, products_of
+from ..backends.base import GivesTensors, RunsElsewhere, empty_layers, products_of
 from ..backends.tensorrt.options import TF32_REMARK
 from ..cache.attention.implementation import attention_of
 from ..common.compat.transformers import cache_argument
 from ..common.progress import silent
-from ..common.tensors import logit_differences
 from ..errors import UnsupportedModelError
 from ..models.cache_factory import ExportableCache
 from ..models.layers.encoder import EncoderStates
-from ..models.layers.specs import vocab_size_of
 from ..models.loading.support import RIGHT_BY_TOKEN, WITHOUT_DYNAMIC_CACHE
 from ..models.positions import lengths_forgotten, rope_rule, takes_positions, text_model_of
-from ..models.quantized_rows import QuantizedRows
+from ..models.quantized_rows import ExactActivations, QuantizedRows
 from ..program.program import Program
 from ..program.spec import ProgramSpec
 from ..session.session import Session
@@ -64,6 +64,7 @@ def logits_of_beginnings(
     plan: Sequence[tuple[int, int]],
     sinks: Sinks | None = None,
     storage: Storage | None = None,
+    cache: DynamicCache | None = None,
 ) -> dict[int, torch.Tensor]:
     """Compute logits [batch, vocab] by position in one pass over the tokens, with eager attention.
 
@@ -73,9 +74,10 @@ def logits_of_beginnings(
         plan: Length and number of steps of each prompt, all prefixes of `ids`; logits of these positions are kept.
         sinks: Attention sinks of the full-attention layers; None if they keep every token.
         storage: Storage that keys and values are rounded like; None for an exact cache.
+        cache: Empty cache by `plain_cache` to fill; a new one by default.
     """
     kept = sorted({position for length, steps in plan for position in range(length - 1, length + steps)})
-    cache = plain_cache(model, sinks, storage)
+    cache = plain_cache(model, sinks, storage) if cache is None else cache
     found: dict[int, torch.Tensor] = {}
     ids = ids.to(model.device)
     with attention_of(model, "eager"), lengths_forgotten(model):
@@ -99,7 +101,12 @@ def _calls(model: PreTrainedModel, length: int, sinks: Sinks | None) -> Iterator
 
 
 def _logits(
-    model: PreTrainedModel, cache: Any, ids: torch.Tensor, start: int, end: int, indices: torch.Tensor | None = None
+    model: PreTrainedModel,
+    cache: Any,
+    ids: torch.Tensor,
+    start: int,
+    end: int,
+    indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run a call of the model over `ids[:, start:end]`, and return logits [batch, kept, vocab].
 
@@ -113,11 +120,30 @@ def _logits(
     selects = "logits_to_keep" in inspect.signature(model.forward).parameters
     if selects:
         options["logits_to_keep"] = 1 if indices is None else indices
-    with QuantizedRows():
+    with _rows():
         logits = model(ids[:, start:end], use_cache=True, **options).logits
     if selects:
         return logits
     return logits[:, -1:] if indices is None else logits[:, indices]
+
+
+# True while a reference runs whose quantised layers do not round their inputs.
+_EXACT: ContextVar[bool] = ContextVar("exact", default=False)
+
+
+def _rows() -> QuantizedRows:
+    """Return the mode in which quantised layers are computed."""
+    return ExactActivations() if _EXACT.get() else QuantizedRows()
+
+
+@contextmanager
+def _exactly(exact: bool) -> Iterator[None]:
+    """Let quantised layers of references in this block round their inputs or not."""
+    token = _EXACT.set(exact)
+    try:
+        yield
+    finally:
+        _EXACT.reset(token)
 
 
 def random_inputs(
@@ -169,14 +195,16 @@ def decoder_of(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Calla
     It uses the eager model with transformers' cache. Call it without gradients.
     """
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    with _rows():
+        states = encoder_states(model, inputs)
     common = {
-        "encoder_outputs": encoder_states(model, inputs),
+        "encoder_outputs": states,
         cache_argument(model): EncoderDecoderCache(DynamicCache(), DynamicCache()),
         **{name: tensor for name, tensor in inputs.items() if name == "attention_mask"},
     }
 
     def logits_of(ids: torch.Tensor) -> torch.Tensor:
-        with QuantizedRows():
+        with _rows():
             return model(decoder_input_ids=ids, use_cache=True, **common).logits[:, -1]
 
     return logits_of
@@ -200,12 +228,15 @@ def logits_of_itself(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> 
             # Without lengths, XLM ends the text at the first padding token.
             known = "lengths" in inspect.signature(model.forward).parameters
             options = {"lengths": torch.full(ids.shape[:1], ids.shape[1], device=ids.device)} if known else {}
-            yield from model(ids, use_cache=False, **options).logits[:, prompt - 1 :].unbind(1)
+            with _rows():
+                logits = model(ids, use_cache=False, **options).logits
+            yield from logits[:, prompt - 1 :].unbind(1)
             return
         options = {}
         state = cache_argument(model) if name == "cache" else name
         for position in range(ids.shape[1]):
-            output = model(ids[:, position : position + 1], use_cache=True, **options)
+            with _rows():
+                output = model(ids[:, position : position + 1], use_cache=True, **options)
             options = {state: getattr(output, state)}
             if position >= prompt - 1:
                 yield output.logits[:, -1].clone()
@@ -308,7 +339,7 @@ def logits_by_step(
     encoder_inputs: dict[str, torch.Tensor] | None = None,
     storage: Storage | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Logits [batch, vocab] after the prompt and after each later token of `ids` [batch, length]."""
+    """Yield logits [batch, vocab] after the prompt and after each later token of `ids` [batch, length]."""
     ids = ids.to(model.device)
     if encoder_inputs is not None:
         with attention_of(model, "eager"), lengths_forgotten(model):
@@ -323,7 +354,15 @@ def logits_by_step(
         check_plain_cache(model, attention_sinks=sinks, kv_dtype=storage)
         yield from logits_of_itself(model, ids, prompt)
         return
-    cache = plain_cache(model, sinks, storage)
+    yield from logits_over(model, ids, prompt, plain_cache(model, sinks, storage), sinks)
+
+
+@torch.no_grad()
+def logits_over(
+    model: PreTrainedModel, ids: torch.Tensor, prompt: int, cache: DynamicCache, sinks: Sinks | None
+) -> Iterator[torch.Tensor]:
+    """Yield what `logits_by_step` does, of a text decoder over an empty cache, which is filled."""
+    ids = ids.to(model.device)
     for layer in cache.layers:
         if hasattr(layer, "set_prefill_length"):
             # The prompt comes in pieces (Unlimited OCR).
@@ -338,17 +377,67 @@ def logits_by_step(
             yield _logits(model, cache, ids, position, position + 1)[:, -1]
 
 
-@torch.no_grad()
-def rounding_effect(model: PreTrainedModel, length: int, storage: Storage) -> float:
-    """Largest |logit difference| that keeping keys and values in `storage` makes over `length` random tokens."""
-    model = text_model_of(model)
-    ids = torch.randint(vocab_size_of(model), (1, length), generator=torch.Generator().manual_seed(0))
-    logits = []
-    with attention_of(model, "eager"), lengths_forgotten(model), QuantizedRows():
-        for cache in (plain_cache(model), plain_cache(model, storage=storage)):
-            caches = {cache_argument(model): cache}
-            logits.append(model(ids.to(model.device), use_cache=True, **caches).logits.float())
-    return logit_differences(*logits).abs().max().item()
+class Reference:
+    """Logits of the model for each prompt, and its cache after the last of them.
+
+    Args:
+        model: The model.
+        sinks: Attention sinks of the full-attention layers; None if they keep every token.
+        storage: Storage that keys and values are rounded like; None for an exact cache.
+        exact: True if quantised layers do not round their inputs.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, sinks: Sinks | None, storage: Storage | None = None, exact: bool = False
+    ) -> None:
+        self._model, self._sinks, self._storage, self._exact = model, sinks, storage, exact
+        self._known: dict[int, torch.Tensor] | None = None
+        self._cache: DynamicCache | None = None
+        self._tokens = 0
+
+    def run(self, sequence: torch.Tensor, plan: Sequence[tuple[int, int]]) -> None:
+        """Compute the logits of all prompts, which are prefixes of `sequence` [batch, length], in one pass."""
+        self._tokens = max(length + steps for length, steps in plan)
+        self._cache = plain_cache(self._model, self._sinks, self._storage)
+        ids, how = sequence[:, : self._tokens], (self._sinks, self._storage, self._cache)
+        with _exactly(self._exact):
+            self._known = logits_of_beginnings(self._model, ids, plan, *how)
+
+    def logits(
+        self, ids: torch.Tensor, length: int, encoder_inputs: dict[str, torch.Tensor] | None
+    ) -> list[torch.Tensor]:
+        """Return logits [batch, vocab] after `length` tokens of `ids` [batch, tokens], and after each later one."""
+        if self._known is not None:
+            return [self._known[position] for position in range(length - 1, ids.shape[1])]
+        if encoder_inputs is None and not takes_no_cache(self._model):
+            self._tokens, self._cache = ids.shape[1], plain_cache(self._model, self._sinks, self._storage)
+            steps = logits_over(self._model, ids, length, self._cache, self._sinks)
+        else:
+            steps = logits_by_step(self._model, ids, length, self._sinks, encoder_inputs, self._storage)
+        with _exactly(self._exact):
+            return list(steps)
+
+    def first_position(self, index: int) -> int | None:
+        """Return the first position that a layer of the cache holds; None if it has no such layer."""
+        layers = [] if self._cache is None else self._cache.layers
+        keys = getattr(layers[index], "keys", None) if index < len(layers) else None
+        if not isinstance(keys, torch.Tensor) or keys.dim() != 4:
+            return None
+        held = keys.shape[2]
+        # Layers with sinks hold other tokens.
+        return self._tokens - held if held == self._tokens or getattr(layers[index], "is_sliding", False) else None
+
+    def rows(self, index: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of a layer at positions int64 [tokens], each [tokens, batch * heads, dim]."""
+        assert self._cache is not None
+        layer: Any = self._cache.layers[index]
+        first = self.first_position(index)
+        assert first is not None
+        found = []
+        for tensor in (layer.keys, layer.values):
+            rows = tensor.index_select(2, (positions - first).to(tensor.device)).movedim(2, 0)
+            found.append(rows.reshape(len(positions), -1, rows.shape[-1]))
+        return found[0], found[1]
 
 
 def session_to_verify(
@@ -406,6 +495,10 @@ class OpenedLater:
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run a method, see `Runner.run`."""
         return self._runner.run(method, *inputs)
+
+    def state_tensor(self, name: str) -> torch.Tensor | None:
+        """Return a tensor of the cache, see `GivesTensors.state_tensor`."""
+        return self._runner.state_tensor(name) if isinstance(self._runner, GivesTensors) else None
 
 
 def program_of(manifest: Manifest, model: PreTrainedModel) -> Program:

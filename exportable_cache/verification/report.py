@@ -63,14 +63,59 @@ class VerifiedEncoder:
 
 
 @dataclass(frozen=True)
+class RoundingDistance:
+    """Distances from the model that rounds neither activations nor keys and values.
+
+    Attributes:
+        divergence: Mean KL divergence of the program's tokens over the positions.
+        of_reference: The same of the reference, which rounds as the program does.
+        ratio: Geometric mean over the positions of the square root of the one divided by the other; NaN if either side
+            produced one.
+        limit: Limit of the ratio.
+        effect: Largest |logit difference| that rounding makes in the reference.
+        layers: Number of layers whose keys and values were compared in the same way, by their mean squares.
+        largest: Largest mean ratio of the keys or the values of a layer; None if none was compared.
+        failed: Indices of layers whose ratio exceeds the limit.
+    """
+
+    divergence: float
+    of_reference: float
+    ratio: float
+    limit: float
+    effect: float
+    layers: int = 0
+    largest: float | None = None
+    failed: tuple[int, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """True if the program is not further away than the reference."""
+        return self.ratio <= self.limit and not self.failed
+
+    def __str__(self) -> str:
+        sign = "<=" if self.ratio <= self.limit else "exceeds"
+        text = (
+            f"KL divergence from the model without rounding {self.divergence:.1e} (the reference's "
+            f"{self.of_reference:.1e}), ratio of distances {self.ratio:.2f} {sign} {self.limit}"
+        )
+        if self.layers:
+            text += f", of keys and values in {self.layers} layers up to {self.largest:.2f}"
+        if self.failed:
+            text += f", which exceeds the limit in {'layer' if len(self.failed) == 1 else 'layers'} "
+            text += ", ".join(map(str, self.failed))
+        return text
+
+
+@dataclass(frozen=True)
 class VerifyReport:
     """Result of a verification.
 
     Attributes:
         passed: True if no difference is NaN, each is at most `tolerance`, each position's root mean square is at most
-            `rms_tolerance`, and each encoder's difference is within its tolerance.
+            `rms_tolerance`, the distance from the model without rounding is within its limit, and each encoder's
+            difference is within its tolerance.
         max_difference: Largest |logit difference|; NaN if any is NaN.
-        tolerance: Limit of the difference.
+        tolerance: Limit of the difference; None if rounding alone may change a logit by more than `spread`.
         prompts: One entry per prompt, shortest first.
         steps: Positions compared, over all prompts and rows.
         windows: Sliding windows that were exceeded; for layers with attention sinks, the number of tokens they keep.
@@ -81,14 +126,16 @@ class VerifyReport:
             verdict.
         at_once: True if all prompts are prefixes of one sequence, which the reference computed in one pass, as for
             large models.
-        rms_tolerance: Limit of each position's root mean square, if activations are quantised.
+        rms_tolerance: Limit of each position's root mean square, if activations, or keys and values, are rounded.
         spread: Largest standard deviation over the vocabulary of a position's reference logits; None in older reports.
         runtime: What ran the program: "native" for the native runner, "torch" for a session; "" if not recorded.
+        rounding: Distance from the model without rounding, if the program rounds activations, or keys and values, and
+            no tolerance was given; None in older reports.
     """
 
     passed: bool
     max_difference: float
-    tolerance: float
+    tolerance: float | None
     prompts: tuple[VerifiedPrompt, ...]
     steps: int
     windows: tuple[int, ...]
@@ -100,6 +147,7 @@ class VerifyReport:
     rms_tolerance: float | None = None
     spread: float | None = None
     runtime: str = ""
+    rounding: RoundingDistance | None = None
 
     @classmethod
     def recorded(cls, fields: Mapping[str, Any]) -> VerifyReport:
@@ -109,7 +157,7 @@ class VerifyReport:
             BundleError: If it is invalid.
         """
         # NaN is null in JSON.
-        numbers = {name: math.nan for name in ("max_difference", "tolerance") if fields.get(name, 0) is None}
+        numbers = {"max_difference": math.nan} if fields.get("max_difference", 0) is None else {}
         try:
             return TypeAdapter(cls).validate_python({**fields, **numbers})
         except ValidationError as error:
@@ -132,6 +180,9 @@ class VerifyReport:
             VerifiedEncoder(**encoder) if isinstance(encoder, Mapping) else encoder for encoder in self.encoders
         )
         object.__setattr__(self, "encoders", tuple(encoders))
+        if isinstance(self.rounding, Mapping):
+            fields = {**self.rounding, "failed": tuple(self.rounding.get("failed", ()))}
+            object.__setattr__(self, "rounding", RoundingDistance(**fields))
         if isinstance(self.stored, Mapping):
             object.__setattr__(self, "stored", StoredDistance(**self.stored))
 
@@ -145,14 +196,27 @@ class VerifyReport:
             return ""
         return f", root mean square {difference:.1e} {'<=' if difference <= limit else 'exceeds'} {limit:.0e}"
 
+    def _without_rounding(self) -> str:
+        if self.rounding is None:
+            return ""
+        text = f", {self.rounding}"
+        if self.tolerance is None:
+            text += (
+                f"; no limit for single logits, because rounding alone changes them by up to "
+                f"{self.rounding.effect:.1f}, and their spread is {self.spread:.1f}"
+            )
+        return text
+
     def __str__(self) -> str:
         lengths = ", ".join(str(prompt.length) for prompt in self.prompts)
         windows = f", past the window of {' and '.join(map(str, self.windows))}" if self.windows else ""
-        sign = "<=" if self.max_difference <= self.tolerance else "exceeds"
+        limit = self.tolerance
+        sign = "" if limit is None else f" {'<=' if self.max_difference <= limit else 'exceeds'} {limit:.0e}"
         return (
             f"{'verified' if self.passed else 'NOT verified'}: {self.steps} positions, prompts of {lengths} "
-            f"tokens{windows}, max |logit difference| {self.max_difference:.1e} {sign} {self.tolerance:.0e}"
+            f"tokens{windows}, max |logit difference| {self.max_difference:.1e}{sign}"
             + self._root_mean_square()
+            + self._without_rounding()
             + "".join(f", {encoder}" for encoder in self.encoders)
             + (f"; {self.stored}" if self.stored is not None else "")
             + (", beginnings of one sequence" if self.at_once else "")

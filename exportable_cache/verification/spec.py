@@ -24,9 +24,8 @@ class VerifySpec:
 
     Attributes:
         tolerance: Largest |logit difference| to accept. By default `default_tolerance`, which depends on dtype and
-            spread of the logits; for an int8 cache at least a quarter of the effect of its rounding, because values
-            between two steps round either way.
-        rms_tolerance: Largest root mean square of a position's logit differences to accept; None for no limit.
+            spread of the logits. If activations, or keys and values, are rounded, the default limits follow from the
+            effect of rounding, see `tolerance.Roundings`; a given tolerance is the only limit.
         prompts: Prompt lengths; by default `default_prompts`, and one that fills the cache or the model's positions if
             that is at most 4096 tokens over all rows.
         decode_steps: Single tokens after each prompt; by default `default_decode_steps`. The prompt that fills the
@@ -47,7 +46,6 @@ class VerifySpec:
         kind=float,
         shown_default="from dtype and spread of the logits, at least 1e-4 in float32",
     )
-    rms_tolerance: float | None = None
     prompts: Sequence[int] | None = None
     decode_steps: int | None = setting(
         None,
@@ -66,8 +64,7 @@ class VerifySpec:
 
         check_settings(self)
         check_seed(self.seed)
-        for name in ("tolerance", "rms_tolerance"):
-            check_tolerance(name, getattr(self, name))
+        check_tolerance("tolerance", self.tolerance)
 
 
 def check_tolerance(name: str, limit: float | None) -> None:

@@ -114,7 +114,6 @@ def verify(
     if manifest.quantization is not None:
         from ..models.quantization.quantize import quantize
         from ..models.quantization.spec import Quantization
-        from .tolerance import tolerances_of
 
         recorded = manifest.quantization
         quantization = Quantization(
@@ -139,9 +138,6 @@ def verify(
         if left.reason:
             progress(f"using torch's runtime: {left.reason}", 0, None)
     with session:
-        if manifest.quantization is not None and spec.tolerance is None:
-            largest, rms = tolerances_of(model, quantization, session.runner.methods.get("encode"))
-            spec = replace(spec, tolerance=largest, rms_tolerance=rms)
         products: AbstractContextManager[None] = nullcontext()
         if adapter is not None:
             session.use_adapter(session.load_adapter(adapter))

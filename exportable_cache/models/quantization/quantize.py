@@ -5,19 +5,17 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ...common.process.tuning import one_thread
-from ...common.tensors import dtype_name, logit_differences
+from ...common.tensors import dtype_name
 from ...errors import InputError, UnsupportedModelError
 from ..experts import (
-    EXPERT_LINEAR,
     experts_of,
     is_expert_scale,
     projections,
@@ -29,7 +27,7 @@ from ..float8 import Float8Linear
 from ..layers.specs import vocab_size_of
 from ..loading.casting import keeps_float32
 from ..patches.registry import prepare_model
-from ..quantized_rows import OrderedLinear, QuantizedRows, is_quantized, rounds_activations
+from ..quantized_rows import OrderedLinear, is_quantized
 from .calibration import products_of
 from .group_scales import RoundedGroups, round_groups, round_with_feedback
 from .spec import (
@@ -58,9 +56,6 @@ NOTHING_TO_KEEP = (
     "quantize='keep' needs a checkpoint whose linear layers are integers that the target stores, got {}; leave it out, "
     "which dequantises them, or use another scheme"
 )
-#: Number of sequences of `rounding_noise`.
-DRAWS = 3
-_SENSITIVITY_TOKENS = 24
 #: Sequences and tokens that the inputs of layers in float8 are measured on: random ones, and the same each time.
 _CALIBRATION = 4, 64
 
@@ -557,95 +552,3 @@ def _stored_bytes(model: nn.Module, quantization: Quantization) -> int:
             packed = 8 // expert_bits if parameter.dtype == torch.int8 else 1
             stored[parameter.data_ptr()] = parameter.nbytes // packed
     return sum(stored.values())
-
-
-class _ExpertInputs(TorchFunctionMode):
-    """A mode in which a function changes the inputs of quantised experts."""
-
-    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self._change = change
-
-    def __torch_function__(
-        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is EXPERT_LINEAR and args[2] is not None:
-            args = (self._change(args[0]), *args[1:])
-        return func(*args, **(kwargs or {}))
-
-
-class RoundingNoise(NamedTuple):
-    """The difference between logits of two correct programs that round activations differently.
-
-    Attributes:
-        largest: Largest absolute logit difference of all tokens.
-        rms: Root mean square over the vocabulary, of the token where it is largest. With a large vocabulary it hardly
-            depends on the random seed, unlike `largest`.
-    """
-
-    largest: float
-    rms: float
-
-
-@torch.no_grad()
-def rounding_noise(
-    model: PreTrainedModel, seed: int = 0, encoder_inputs: Mapping[str, torch.Tensor] | None = None
-) -> RoundingNoise:
-    """Measure how much the logits change if one activation per token and layer is rounded to a neighbouring integer.
-
-    Two correct programs compute activations with different last bits, so values halfway between two integers round
-    differently, and each difference causes others. In a model of real size one random step per token changes the logits
-    as much as these bits do: on Llama-3.2-1B's shape both have a root mean square of 0.081.
-
-    Args:
-        model: A quantised model.
-        seed: Seed of the tokens and of the changed activations.
-        encoder_inputs: Inputs of an encoder-decoder's encoder, with `DRAWS` rows.
-
-    Returns:
-        The noise; zeros if the model does not quantise activations.
-
-    Raises:
-        UnsupportedModelError: If its logits are not finite.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def somewhere(values: torch.Tensor) -> torch.Tensor:
-        # Drawn on the CPU for every device, so that a seed means the same everywhere.
-        return torch.randint(values.shape[-1], (*values.shape[:-1], 1), generator=generator).to(values.device)
-
-    def rounded_otherwise(values: torch.Tensor) -> torch.Tensor:
-        step = (values.amax(-1, keepdim=True).clamp(min=0) - values.amin(-1, keepdim=True).clamp(max=0)) / 255
-        return values.scatter_add(-1, somewhere(values), step)
-
-    def round_otherwise(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        if isinstance(module, Float8Linear):
-            where = somewhere(inputs[0])
-            return (inputs[0].scatter_add(-1, where, module.step(inputs[0]).gather(-1, where)), *inputs[1:])
-        return (rounded_otherwise(inputs[0]), *inputs[1:])
-
-    quantized = [
-        module
-        for module in model.modules()
-        if isinstance(module, Float8Linear) or (isinstance(module, nn.Linear) and rounds_activations(module.weight))
-    ]
-    if not quantized:
-        return RoundingNoise(0.0, 0.0)
-    ids = torch.randint(vocab_size_of(model), (DRAWS, _SENSITIVITY_TOKENS), generator=generator).to(model.device)
-    inputs = {"input_ids": ids} if encoder_inputs is None else {**encoder_inputs, "decoder_input_ids": ids}
-    with QuantizedRows():
-        exact = model(**inputs, use_cache=False).logits
-        # Minus infinity are the tokens of a reduced vocabulary.
-        if not (exact.isfinite() | exact.isneginf()).all():
-            raise UnsupportedModelError(
-                f"the logits of the quantized {type(model).__name__} must be finite, got infinities or not-a-number "
-                f"in {dtype_name(exact.dtype)}: the model overflows there; export it with dtype='bfloat16' or 'float32'"
-            )
-        hooks = [module.register_forward_pre_hook(round_otherwise) for module in quantized]
-        try:
-            with _ExpertInputs(rounded_otherwise):
-                moved = logit_differences(model(**inputs, use_cache=False).logits, exact)
-        finally:
-            for hook in hooks:
-                hook.remove()
-    return RoundingNoise(moved.abs().max().item(), moved.square().mean(-1).sqrt().max().item())
