@@ -505,7 +505,7 @@ def attention(setting: Setting) -> Checks:
 
 
 def _attended(case: dict[str, Any], device: str) -> tuple[bool, str]:
-    from exportable_cache.cache.attention.filled import FILLED_ATTENTION
+    from exportable_cache.cache.attention.operators import FILLED_ATTENTION
     from tests.support.attention_operands import exact, operands, tolerance
 
     given = operands(**case)
@@ -525,7 +525,7 @@ def _timed_attention(case: dict[str, Any], calls: int = 20) -> tuple[None, str]:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from exportable_cache.cache.attention.filled import FILLED_ATTENTION
+    from exportable_cache.cache.attention.operators import FILLED_ATTENTION
     from tests.support.attention_operands import operands
 
     query, (keys, values), ends, mask, *others = _moved(operands(**case), "cuda")

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live import runner
-from exportable_cache.cache.attention import filled, functions
-from exportable_cache.cache.attention.filled import FILLED_ATTENTION, finding_filled
+from exportable_cache.cache.attention import functions, operators
+from exportable_cache.cache.attention.operators import FILLED_ATTENTION, finding_filled
 from exportable_cache.program.program import ResidentModule, program_methods
 from exportable_cache.program.spec import ProgramSpec
 
@@ -213,7 +213,7 @@ def test_one_compiled_step_serves_every_length(family: str, counted, monkeypatch
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [None, filled.MOST_QUERIES])
+@pytest.mark.parametrize("chunk", [None, operators.MOST_QUERIES])
 def test_a_prompt_of_any_length_is_one_graph(chunk: int | None, monkeypatch) -> None:
     """A prompt is compiled once for all lengths, short ones among them, and computes what an eager one does.
 
@@ -234,7 +234,7 @@ def test_latents_are_expanded_where_their_attention_is_not_the_operators(counted
     model = tiny_model("deepseek_v3")
     found = []
     with monkeypatch.context() as patch:
-        patch.setattr(filled.FilledKeys, "are_supported", lambda *given: False)
+        patch.setattr(operators.FilledKeys, "are_supported", lambda *given: False)
         found.append(logits_of(model))
     hooks = [layer.self_attn.kv_b_proj.register_forward_hook(lambda *given: None) for layer in model.model.layers]
     found.append(logits_of(model))
@@ -318,24 +318,24 @@ def test_a_prompt_folds_a_mask_once() -> None:
 def test_attention_ignores_keys_of_other_layers() -> None:
     """Keys that a layer did not return, such as expanded ones, are attended to as before."""
     keys = torch.zeros(1, 2, 8, 16)
-    with finding_filled([filled.FilledKeys(keys, keys, (keys, keys), None)]):
-        assert filled.filled_keys(keys, keys) is not None
-        assert filled.filled_keys(keys, keys.clone()) is None
-    assert filled.filled_keys(keys, keys) is None
+    with finding_filled([operators.FilledKeys(keys, keys, (keys, keys), None)]):
+        assert operators.filled_keys(keys, keys) is not None
+        assert operators.filled_keys(keys, keys.clone()) is None
+    assert operators.filled_keys(keys, keys) is None
 
 
 def test_the_reason_against_the_operator_is_said(monkeypatch, caplog) -> None:
     """A GPU without Triton, an old one and the environment variable are named, once each."""
-    assert filled.unsupported(torch.device("cpu")) == "it is for CUDA, and the cache is on cpu"
+    assert operators.unsupported(torch.device("cpu")) == "it is for CUDA, and the cache is on cpu"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not filled.reads_filled(_CUDA) and "triton is not installed" in caplog.text
+    assert not operators.reads_filled(_CUDA) and "triton is not installed" in caplog.text
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr("exportable_cache.cache.attention.filled.c_compiler", lambda: "")
-    assert filled.unsupported(_CUDA) == "triton needs a C compiler, and none was found; install gcc"
-    monkeypatch.setattr("exportable_cache.cache.attention.filled.c_compiler", lambda: "gcc")
-    assert filled.unsupported(_CUDA) == "the GPU has compute capability 7.5, and the kernel needs 8.0"
+    monkeypatch.setattr("exportable_cache.cache.attention.operators.c_compiler", lambda: "")
+    assert operators.unsupported(_CUDA) == "triton needs a C compiler, and none was found; install gcc"
+    monkeypatch.setattr("exportable_cache.cache.attention.operators.c_compiler", lambda: "gcc")
+    assert operators.unsupported(_CUDA) == "the GPU has compute capability 7.5, and the kernel needs 8.0"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert filled.reads_filled(_CUDA)
+    assert operators.reads_filled(_CUDA)
     monkeypatch.setenv("EXPORTABLE_CACHE_ATTENTION", "torch")
-    assert filled.unsupported(_CUDA) == "EXPORTABLE_CACHE_ATTENTION is torch"
+    assert operators.unsupported(_CUDA) == "EXPORTABLE_CACHE_ATTENTION is torch"

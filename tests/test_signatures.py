@@ -39,7 +39,7 @@ DICTATED = {
     "backends/executorch/native/operators.py:attention": "the operator's schema, which files name",
     "backends/live/ops/attention.py:_of_torch": "arguments of torch's scaled_dot_product_attention",
     "backends/live/ops/attention.py:attention": "the operator's schema, which graphs name",
-    "cache/attention/filled.py:_plainly": "the operator's schema, which graphs name",
+    "cache/attention/operators.py:_plainly": "the operator's schema, which graphs name",
     "cache/attention/filled_triton.py:_attend_part": "a kernel's operands, each a pointer or a number",
     "cache/attention/filled_triton.py:_merge_parts": "a kernel's operands, each a pointer or a number",
     "cache/attention/filled_triton.py:filled_attention": "the operator's schema, which graphs name",

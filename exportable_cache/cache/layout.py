@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from .component import Component
-from .policies.ring import is_one
-from .storage.slots import aligned, read_slots
+from .policies import is_one
+from .slots import aligned, read_slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .storage.slots import read_slots
+from .slots import read_slots
 
 if TYPE_CHECKING:
     from .layers import CacheLayer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .attention.filled import FilledKeys
+    from .attention.operators import FilledKeys
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,7 @@ from transformers import PreTrainedConfig
 
 from ..cache.attention.functions import ATTENTION, register_attention
 from ..cache.attention.implementation import set_attention
-from ..cache.cache import LayeredCache
-from ..cache.encoder_decoder import EncoderDecoderLayeredCache
+from ..cache.cache import EncoderDecoderLayeredCache, LayeredCache
 from ..cache.offload import offloaded
 from ..cache.spec import CacheSpec
 from ..cache.step import PLAIN

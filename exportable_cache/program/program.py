@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.export import Dim, ShapesCollection
 
-from ..cache.attention.filled import MOST_QUERIES, finding_filled
 from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import attention_of
+from ..cache.attention.operators import MOST_QUERIES, finding_filled
 from ..cache.step import StepContext, known_length
 from ..common.compat.transformers import cache_argument
 from ..common.method_io import TensorSpec, name_forward
@@ -203,8 +203,8 @@ class ResidentModule(ProgramModule):
         cache: See `ProgramModule`.
         method: See `ProgramModule`.
         logits: See `ProgramModule`.
-        on_gpu: True if attention of few tokens reads the filled slots, see `cache.attention.filled`, and linear layers
-            that `join_linears` has joined are one product.
+        on_gpu: True if attention of few tokens reads the filled slots, see `cache.attention.operators`, and linear
+            layers that `join_linears` has joined are one product.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..cache.policies.ring import CircularPolicy
+from ..cache.policies import CircularPolicy
 from ..errors import InputError
 from ..models.positions import MIXED
 from .images import PlacedImages, seen_tiles

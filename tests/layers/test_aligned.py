@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.cache import slots
 from exportable_cache.cache.attention.functions import fused_attention
 from exportable_cache.cache.attention.masks import aligned_mask
 from exportable_cache.cache.layers import CacheLayer, RowSizes
 from exportable_cache.cache.policies import RingPolicy, SinkPolicy
-from exportable_cache.cache.storage import FloatStorage, slots
+from exportable_cache.cache.storage import FloatStorage
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits

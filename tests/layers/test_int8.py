@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 
-from exportable_cache.cache.storage import Int4Storage, Int8Storage
-from exportable_cache.cache.storage.rounded import RoundedStorage
+from exportable_cache.cache.storage import Int4Storage, Int8Storage, RoundedStorage
 from exportable_cache.errors import InputError
 
 from ..support.layers import full_layer, in_step, ring_layer

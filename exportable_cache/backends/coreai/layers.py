@@ -9,8 +9,8 @@ import torch
 
 from ...cache.layers import CacheLayer
 from ...cache.layout import PORTABLE, PortableLayout
-from ...cache.policies.ring import is_one
-from ...cache.storage.slots import read_slots
+from ...cache.policies import is_one
+from ...cache.slots import read_slots
 from ...errors import UnsupportedModelError
 from ...models.cache_factory import ExportableCache
 

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...cache.attention.extended import EXTENSIONS
-from ...cache.attention.filled import can_compute, can_store
 from ...cache.attention.functions import EXTRAS
+from ...cache.attention.operators import EXTENSIONS, can_compute, can_store
 from ...cache.policies import FullPolicy
 from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ...models.patches.mechanisms.fused_attention import can_absorb
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def reads_filled_everywhere(model: PreTrainedModel, cache: ExportableCache) -> bool:
-    """Return True if every full layer's attention in a decode step is the operator of `cache.attention.filled`.
+    """Return True if every full layer's attention in a decode step is the operator of `cache.attention.operators`.
 
     Args:
         model: The model, which runs a few tokens.

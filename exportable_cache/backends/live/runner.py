@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ...cache.attention import ATTENTION
-from ...cache.attention.filled import reads_filled
 from ...cache.attention.implementation import borrow_attention
+from ...cache.attention.operators import reads_filled
 from ...common.compat import torch as private
 from ...common.devices import memory_errors, weights_bytes
 from ...common.process.tuning import torch_threads, warn_if_threads_spin

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ...cache.component import check_count
 from ...cache.layers import CacheLayer, ItemsLayer, rounding_storage
 from ...cache.layout import PORTABLE, Layout
-from ...cache.policies.ring import CircularPolicy, is_one
+from ...cache.policies import CircularPolicy, is_one
 from ...common.compat.torch import check
 from ...errors import UnsupportedModelError
 from ...models.cache_factory import ExportableCache

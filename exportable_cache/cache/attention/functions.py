@@ -23,12 +23,11 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from ...errors import UnsupportedModelError
-from ..storage.slots import aligned
+from ..slots import aligned
 from . import ATTENTION, ATTENTION_NAMES, MATMUL_ATTENTION
-from .extended import EXTENDED_ATTENTION, EXTENSIONS, is_captured, library
-from .filled import FILLED_ATTENTION, filled_keys, folded_once
 from .latents import expanded_latents, expanded_output, latent_queries
 from .masks import aligned_mask, is_unaligned, register_masks
+from .operators import EXTENDED_ATTENTION, EXTENSIONS, FILLED_ATTENTION, filled_keys, folded_once, is_captured, library
 
 #: What modeling code calls attention functions by.
 _CALLED = re.compile(r"(?:attention|attn)_?(?:interface|forward|fn|func|function)|ALL_ATTENTION_FUNCTIONS")

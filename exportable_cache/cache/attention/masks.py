@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from ...common.compat.torch import has_known_remainder
 from ..checks import check_covers, check_rows
-from ..storage.slots import ALIGNMENT, aligned, needs_alignment
+from ..slots import ALIGNMENT, aligned, needs_alignment
 
 
 def position_mask(

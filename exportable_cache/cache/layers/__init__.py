@@ -10,9 +10,8 @@ from ...pytree import register_node
 from ..policies import CrossPolicy, ItemsPolicy, PromptPolicy
 from .cross import CrossLayer, ItemsLayer
 from .indexed import IndexedLayer, IndexerKeys
-from .layer import CacheLayer, RowSizes
+from .layer import CacheLayer, PromptLayer, RowSizes
 from .linear import LinearLayer, LinearStates, StateShape
-from .prompt import PromptLayer
 
 if TYPE_CHECKING:
     from ..storage import Storage

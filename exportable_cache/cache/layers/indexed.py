@@ -11,7 +11,7 @@ import torch
 from ...errors import InputError
 from ..component import Component, check_count
 from ..layout import PORTABLE, StateTensor
-from ..storage.slots import tracked
+from ..slots import tracked
 from .layer import CacheLayer
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ..checks import check_rows, is_traced
 from ..component import Component
 from ..layout import PORTABLE, StateTensor
 from ..policies import RecurrentPolicy
-from ..storage.slots import tracked
+from ..slots import tracked
 from .layer import CacheLayer
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from torch.fx.node import map_arg
 from torch.nn import functional
 
-from ....cache.attention.extended import EXTENDED_ATTENTION
+from ....cache.attention.operators import EXTENDED_ATTENTION
 from ....common.compat.torch import fixed_size
 from ....common.native.machine_code import MachineCode
 from .native import NativeOperators

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from ....cache.attention import ATTENTION, ATTENTION_NAMES
-from ....cache.attention.filled import takes_latents
+from ....cache.attention.operators import takes_latents
 from ....common.compat.torch import has_hooks
 from ....common.patch import Patch
 from ...quantized_rows import is_quantized

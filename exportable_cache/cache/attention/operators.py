@@ -1,5 +1,9 @@
-"""Attention of few queries over the filled slots of a layer, as one operator that reads stored keys and values.
+"""Attention as one operator in captured graphs: over the filled slots of a layer, with soft-capping or sinks.
 
+A backend that can compute `EXTENDED_ATTENTION` as a whole finds it in the graph; every other one gets the plain
+operators that `functions.py` decomposes it into. Running a bundle imports this file, without transformers' models.
+
+`FILLED_ATTENTION` is attention of few queries over the filled slots, and reads stored keys and values.
 `scaled_dot_product_attention` reads every slot that it is given. On a GPU, its kernels for few queries also use few
 multiprocessors, and keys in 8 bits are converted before they are read. The operator takes the number of filled slots as
 a tensor, and the keys in their stored dtype. Its kernel is in `filled_triton.py`.
@@ -19,11 +23,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...common.devices import c_compiler
-from .extended import library
 from .latents import has_latents
 
 if TYPE_CHECKING:
     from ..storage import Storage
+
+library = torch.library.Library("exportable_cache", "FRAGMENT")
+library.define(
+    "extended_attention(Tensor query, Tensor key, Tensor value, Tensor mask, float? scale, float? softcap, "
+    "Tensor? sinks) -> Tensor"
+)
+#: Takes queries [batch, heads, q_length, head_dim], keys and values [batch, kv_heads, kv_length, dim], a mask [batch or
+#: 1, heads or 1, q_length, kv_length], and sinks [batch or 1, heads, q_length or 1, 1]; returns what
+#: `torch.nn.functional.scaled_dot_product_attention` returns.
+EXTENDED_ATTENTION = torch.ops.exportable_cache.extended_attention.default
+#: Arguments of models that the operator computes, see `matmul_attention`.
+EXTENSIONS = {"softcap", "s_aux", "sinks"}
+
+
+def is_captured() -> bool:
+    """Return True if TorchDynamo captures a graph that is not exported."""
+    return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+
 
 log = logging.getLogger(__name__)
 
