@@ -17,9 +17,8 @@ from transformers import GenerationConfig
 
 from ..backends.registry import backend_for
 from ..common.fs.files import LOCK_FILE, PARTIAL, atomic_folder, clear_leftovers
-from ..common.method_io import TensorSpec
 from ..common.progress import Progress, silent
-from ..common.tensors import dtype_name
+from ..common.tensors import TensorSpec, dtype_name
 from ..errors import BundleError
 from ..generation.chat_turns import chat_turns
 from ..generation.checkpoint_settings import end_tokens

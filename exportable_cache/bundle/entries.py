@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from ..cache.layers import layer_from
 from ..cache.layout import Layout
-from ..common.method_io import TensorSpec
+from ..common.tensors import TensorSpec
 from ..errors import InputError
 from ..models.lora import ADAPTERS, WRITE_ADAPTER, LoraSlots, LoraTarget
 from ..models.positions import RopeRule

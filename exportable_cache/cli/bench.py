@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common.sizes import bytes_text
+from ..common.progress import bytes_text
 from ..session.opening import Use
 from .options import BundleOrModelArgument, JsonOption, at_least
 from .output.tables import simple_table

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..common.sizes import bytes_text
+from ..common.progress import bytes_text
 from .options import BundleArgument, JsonOption, KeyOption
 from .output.tables import simple_table
 from .output.terminal import Terminal

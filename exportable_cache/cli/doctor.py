@@ -16,7 +16,7 @@ from exportable_cache_runner.library import VARIABLE as RUNNER_VARIABLE
 from exportable_cache_runner.library import found_library
 
 from ..common.native.kernels import BUILD, TARGET_VARIABLE, VARIABLE, load_native_kernels
-from ..common.sizes import bytes_text
+from ..common.progress import bytes_text
 from .options import JsonOption
 from .output.tables import simple_table
 from .output.terminal import Terminal

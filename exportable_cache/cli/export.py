@@ -15,8 +15,8 @@ from ..backends.executorch.delegates.table import DELEGATES
 from ..backends.executorch.options import NATIVE_KERNELS_NEEDED, ExecutorchOptions, needs_native_kernels
 from ..backends.tensorrt.options import TensorRTOptions
 from ..cache.spec import CacheSpec
+from ..common.progress import bytes_text
 from ..common.settings import keyword_of
-from ..common.sizes import bytes_text
 from ..errors import UnsupportedModelError, shown
 from ..models.quantization.spec import Quantization
 from ..pipeline.recipes import RECIPES, remark_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..backends.executorch.options import needs_native_kernels
-from ..common.sizes import bytes_text
+from ..common.progress import bytes_text
 from ..errors import shown
 from .export import print_files, print_verification
 from .options import BundleOrDemoArgument, JsonOption, KeyOption, at_least

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..cache.spec import CacheSpec
-from ..common.sizes import bytes_text
+from ..common.progress import bytes_text
 from ..errors import shown
 from ..pipeline.recipes import RECIPES, remark_of
 from ..pipeline.spec import Split

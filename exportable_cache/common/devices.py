@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ..errors import DeviceMemoryError, InputError
-from .sizes import bytes_text
+from .progress import bytes_text
 
 #: Devices that sessions run on.
 DEVICES = ("cpu", "cuda", "mps")

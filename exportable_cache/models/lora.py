@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
-from ..common.method_io import TensorSpec, name_forward
-from ..common.tensors import dtype_name, ordinary_tensors
+from ..common.tensors import TensorSpec, dtype_name, name_forward, ordinary_tensors
 from ..errors import InputError, first_line
 from .lora_checks import check_pair
 

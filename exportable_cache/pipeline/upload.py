@@ -13,8 +13,7 @@ from ..backends import TARGETS, backend_for
 from ..bundle.bundle import MANIFEST_FILE, Bundle, Manifest
 from ..bundle.hub import api_of, check_repository, check_revision, is_manifest
 from ..bundle.signing import SIGNATURE_FILE, signer
-from ..common.progress import silent
-from ..common.sizes import bytes_text
+from ..common.progress import bytes_text, silent
 from ..errors import BundleError, InputError, shown
 from ..models.loading.location import hub_answers, hub_errors
 from ..models.quantization.spec import Quantization

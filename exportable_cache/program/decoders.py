@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..common.method_io import TensorSpec, name_forward
+from ..common.tensors import TensorSpec, name_forward
 from ..errors import InputError, UnsupportedModelError
 from ..models.layers.encoder import ENCODER_LENGTH, EncoderStates, run_encoder
 from .inputs.encoder_items import EncoderModality

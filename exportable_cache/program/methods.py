@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..common.method_io import TensorSpec
+from ..common.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from .items import ExtraFeature, ItemFacts

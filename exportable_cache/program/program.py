@@ -18,7 +18,7 @@ from ..cache.attention.implementation import attention_of
 from ..cache.attention.operators import MOST_QUERIES, finding_filled
 from ..cache.step import StepContext, known_length
 from ..common.compat.transformers import cache_argument
-from ..common.method_io import TensorSpec, name_forward
+from ..common.tensors import TensorSpec, name_forward
 from ..errors import InputError, UnsupportedModelError, describe_trace_error
 from ..models.cache_factory import ExportableEncoderDecoderCache
 from ..models.draft_heads import collecting_hidden, draft_head_of

@@ -12,7 +12,7 @@ from torch import nn
 from ..cache.layers import CacheLayer, LinearLayer
 from ..cache.policies import FullPolicy, NoPolicy, RecurrentPolicy, RingPolicy
 from ..cache.shift import Rotation, shift_layer
-from ..common.method_io import name_forward
+from ..common.tensors import name_forward
 from ..errors import InputError, UnsupportedModelError
 from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ..models.patches.mechanisms.rope import ChangingFrequencies

@@ -46,8 +46,8 @@ from .tolerance import check_finite, default_tolerance
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..common.method_io import TensorSpec
     from ..common.progress import Progress
+    from ..common.tensors import TensorSpec
     from ..program.methods import ProgramMethod
     from ..session.session import Session
 

@@ -13,7 +13,7 @@ from exportable_cache import ExportableCache
 from exportable_cache.backends.live import ops as module
 from exportable_cache.backends.live.graph_cache import GraphCache
 from exportable_cache.backends.live.ops import NATIVE_OPERATORS, eager_operators
-from exportable_cache.backends.live.ops.native import NativeOperators
+from exportable_cache.common.native.machine_code import NativeOperators
 
 from ..support.compiling import compiling_with
 from ..support.models import tiny_model

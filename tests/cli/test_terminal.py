@@ -13,7 +13,7 @@ from exportable_cache.cli.output import terminal as module
 from exportable_cache.cli.output.streams import quiet_third_parties
 from exportable_cache.cli.output.tables import simple_table
 from exportable_cache.cli.output.terminal import Terminal
-from exportable_cache.common.sizes import bytes_text
+from exportable_cache.common.progress import bytes_text
 from exportable_cache.errors import InputError, MissingDependencyError
 
 from ..support.waiting import wait_until

@@ -25,7 +25,7 @@ import torch
 
 from ...common.compat.torch import inductor_config
 from ...common.process.tuning import ProcessSetting, few_collections, postpone_full_collection, torch_threads
-from ...common.sizes import bytes_text
+from ...common.progress import bytes_text
 from ...errors import InputError
 from .compile import CompileOptions, StepCompiler, check_background
 from .graph_cache import GRAPH, import_loader

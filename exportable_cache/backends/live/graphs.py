@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...common.compat.torch import module_tensors
-from ...common.method_io import TensorSpec
-from ...common.tensors import kind_of_tensor
+from ...common.tensors import TensorSpec, kind_of_tensor
 from ...generation.multi_step import Choice, ChoosingSteps
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ...common.sizes import bytes_text
+from ...common.progress import bytes_text
 from ...errors import BundleError, DeviceMemoryError, UnsupportedModelError
 from .options import HOPPER, describe_capabilities, loads_on, remedy_for
 

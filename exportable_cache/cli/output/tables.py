@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from ...common.sizes import bytes_text
+from ...common.progress import bytes_text
 from ...errors import shown
 
 if TYPE_CHECKING:

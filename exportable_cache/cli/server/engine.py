@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
-from ...common.process.heap import give_back_heap
+from ...common.process.tuning import give_back_heap
 from ...decoding.completion import AnyCompleter, Completion, Piece
 from ...generation.constraint import Constraint, Follower
 from ...models.tokenizers.text import LONG_TEXT

@@ -1,12 +1,14 @@
-"""Process-wide settings: garbage collection, and threads of torch.
+"""Process-wide settings: garbage collection, memory of the heap, and threads of torch.
 
 Nothing here imports torch, so that the command line starts without it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -150,3 +152,13 @@ def warn_if_threads_spin() -> None:
 def one_thread() -> AbstractContextManager[None]:
     """Run a block on the calling thread only, because small operators wait longer for threads than they run."""
     return torch_threads(1)
+
+
+def give_back_heap() -> None:
+    """Give free memory of the heap back to the system.
+
+    glibc keeps it otherwise, if memory that is still in use lies above it. Nothing changes with other C libraries.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 from ...cache.attention.implementation import attention_of
 from ...cache.layer_spec import CROSS_ATTENTION, LayerSpec
 from ...common.compat.transformers import cache_argument
-from ...common.method_io import TensorSpec
+from ...common.tensors import TensorSpec
 from ...errors import InputError, UnsupportedModelError
 from ..loading.support import WRONG_PADDED_IN_FLOAT16
 from ..patches.mechanisms.speech import shortened_lengths

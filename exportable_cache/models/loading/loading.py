@@ -30,8 +30,7 @@ from transformers import (
 
 from ...common.compat.transformers import has_adapters
 from ...common.devices import host_memory
-from ...common.progress import silent
-from ...common.sizes import bytes_text
+from ...common.progress import bytes_text, silent
 from ...common.tensors import dtype_name, parse_dtype
 from ...errors import (
     BundleError,

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...cache.layers import CacheLayer, ItemsLayer
 from ...cache.policies import ItemsPolicy, NoPolicy
-from ...common.method_io import TensorSpec, name_forward
+from ...common.tensors import TensorSpec, name_forward
 from ...errors import InputError, UnsupportedModelError
 from ...models.layers.specs import item_slots_of, tiles_of
 from ...models.patches.registry import patch_model

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...cache.attention.implementation import attention_of
-from ...common.method_io import TensorSpec
+from ...common.tensors import TensorSpec
 from ...errors import InputError, UnsupportedModelError
 from ...models.layers.encoder import run_encoder
 from ..items import ItemFacts

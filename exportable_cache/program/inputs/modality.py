@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...cache.attention.implementation import attention_of
-from ...common.method_io import TensorSpec, name_forward
+from ...common.tensors import TensorSpec, name_forward
 from ...errors import InputError, UnsupportedModelError, first_line
 from ..items import ExtraFeature, FixedInput, ItemFacts
 from ..methods import ProgramMethod

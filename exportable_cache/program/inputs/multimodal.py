@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...common.method_io import TensorSpec
+from ...common.tensors import TensorSpec
 from ...errors import InputError, UnsupportedModelError
 from ..methods import POSITIONS, ROPE_DELTAS, ProgramMethod, text_inputs
 from .examples import MAIN_INPUTS

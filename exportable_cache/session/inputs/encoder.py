@@ -13,7 +13,7 @@ from ...errors import InputError
 from ..checks import check_ids, check_no_autocast
 
 if TYPE_CHECKING:
-    from ...common.method_io import TensorSpec
+    from ...common.tensors import TensorSpec
     from ...models.cache_factory import ExportableEncoderDecoderCache
     from ...program.methods import ProgramMethod
     from ..checks import ProgramLimits

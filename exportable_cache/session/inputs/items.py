@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...common.method_io import TensorSpec
+from ...common.tensors import TensorSpec
 from ...errors import BundleError, InputError
 from ...program.inputs.examples import PATCH_INDICES, VIDEO_GRID, shifted_indices
 from ...program.items import CROSS_MASK, ITEM_STATES, ITEMS_SEEN

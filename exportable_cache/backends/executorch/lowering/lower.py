@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 
 from ....common.compat.executorch import edge_config, release_program
 from ....common.fs.tensor_files import Scratch
-from ....common.process.heap import give_back_heap
+from ....common.process.tuning import give_back_heap
 from ....errors import ExportableCacheError, InputError, UnsupportedModelError, describe_trace_error
 from ..dedup.segment_calls import ClonedSegments
 from ..delegates.checks import check_cache, check_methods, delegated_calls

@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ....cache.attention.implementation import attention_of
 from ....cache.layers import CacheLayer
 from ....cache.policies import FullPolicy, RingPolicy
-from ....common.method_io import name_forward
+from ....common.tensors import name_forward
 from ....errors import UnsupportedModelError, describe_trace_error
 from ....models.patches.registry import patch_model
 from ....models.quantized_rows import is_quantized

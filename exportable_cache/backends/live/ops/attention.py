@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from ....cache.attention.operators import EXTENDED_ATTENTION
 from ....common.compat.torch import fixed_size
-from ....common.native.machine_code import MachineCode
-from .native import NativeOperators
+from ....common.native.machine_code import MachineCode, NativeOperators
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ....common.compat.torch import LINEAR, fixed_size, linear_by_onednn
-from ....common.native.machine_code import MachineCode, cpu_fields
-from .native import NativeOperators
+from ....common.native.machine_code import MachineCode, NativeOperators, cpu_fields
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
