@@ -18,7 +18,7 @@ from exportable_cache import ExportableCache, export, load
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.executorch.options import ExecutorchOptions
 from exportable_cache.backends.options import TargetOptions
-from exportable_cache.backends.pt2.options import Pt2Options
+from exportable_cache.backends.pt2.target import Pt2Options
 from exportable_cache.backends.tensorrt.options import TensorRTOptions
 from exportable_cache.bundle.builder import new_folder
 from exportable_cache.bundle.bundle import Bundle

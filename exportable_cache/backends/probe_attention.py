@@ -1,29 +1,37 @@
-"""Find out how a model's attention uses the keys of each layer, by running a few tokens."""
+"""Find out how a model's attention uses the keys of each layer, by running a few tokens.
+
+If it is the operator over filled slots everywhere, one compiled decode step serves every length.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
 
-from ..cache.attention.functions import matmul_attention
+from ..cache.attention.functions import EXTRAS, matmul_attention
 from ..cache.attention.implementation import attention_of
 from ..cache.attention.latents import expanded_latents
 from ..cache.attention.masks import register_masks
+from ..cache.attention.operators import EXTENSIONS, can_compute, can_store
 from ..cache.policies import FullPolicy
 from ..common.compat.transformers import cache_argument
-from ..models.cache_factory import ExportableCache
+from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ..models.draft_heads import collecting_hidden, draft_head_of
 from ..models.layers.specs import probe_tokens
+from ..models.patches.mechanisms.fused_attention import can_absorb
 from ..models.positions import text_model_of
 from ..models.quantized_rows import QuantizedZeros
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
+
+    from ..program.methods import ProgramMethod
 
 _ATTENTION = "exportable_cache_probe"
 #: Number of tokens: enough to recognize a causal mask, and shorter than any window.
@@ -87,3 +95,45 @@ def is_causal(attention_mask: torch.Tensor) -> bool:
     """Return True if an additive mask [1, 1 or heads, query_length, key_length] hides exactly the later tokens."""
     causal = torch.ones(attention_mask.shape[-2:], dtype=torch.bool).tril()
     return bool(((attention_mask == 0) == causal).all())
+
+
+log = logging.getLogger(__name__)
+
+
+def reads_filled_everywhere(model: PreTrainedModel, cache: ExportableCache) -> bool:
+    """Return True if every full layer's attention in a decode step is the operator of `cache.attention.operators`.
+
+    Args:
+        model: The model, which runs a few tokens.
+        cache: Its cache.
+    """
+    full = [index for index, layer in enumerate(cache.layers) if isinstance(layer.policy, FullPolicy)]
+    # An encoder-decoder needs more than tokens to run.
+    if (
+        cache.ranks is not None
+        or isinstance(cache, ExportableEncoderDecoderCache)
+        or not all(can_store(cache.layers[index].storage) for index in full)
+    ):
+        return False
+    try:
+        calls = probe_attention(model, _is_plain, latents=True)
+    except Exception as error:  # of a model's code; the session then has more graphs
+        log.info("decode steps are compiled for each read length, because a few tokens cannot be run: %s", error)
+        return False
+    return all(calls.get(index) and all(calls[index]) for index in full)
+
+
+def _is_plain(query: Any, key: Any, value: Any, mask: Any, given: Mapping[str, Any]) -> bool:
+    extras = {name for name in EXTRAS if given.get(name) is not None}
+    of_latents = hasattr(given["module"], "expand_kv")
+    can = not of_latents or can_absorb(given["module"])
+    return can and extras <= EXTENSIONS and can_compute(key.shape[3], value.shape[3], of_latents)
+
+
+def without_narrow_decodes(methods: Mapping[str, ProgramMethod]) -> dict[str, ProgramMethod]:
+    """Return the methods without the decode steps that read fewer slots, because each would be a graph of its own."""
+    return {
+        name: method
+        for name, method in methods.items()
+        if not (method.is_step and method.max_length == 1 and method.kv_read_len is not None)
+    }

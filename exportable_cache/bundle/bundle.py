@@ -127,7 +127,7 @@ class Bundle:
         if ranked is None:
             return backend.open(self.path, self.manifest.description()), layers
         # Imported here, because most programs run in one process.
-        from ..backends.ranked import RankedRunner
+        from ..backends.wrappers import RankedRunner
         from ..parallel.ranks import ranks_of_program
 
         ranks = ranks_of_program(ranked.size, str(self.path))

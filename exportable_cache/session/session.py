@@ -18,7 +18,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..backends.base import GRAPH_CACHE_MB, ChoosesInGraph, HasDevice, WaitsForGraphs
-from ..backends.live.fork import ForkedRunner
+from ..backends.wrappers import ForkedRunner
 from ..common.process.quiet import quietly
 from ..common.progress import silent
 from ..common.tensors import ordinary_tensors

@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from exportable_cache.backends.pt2.entries import EntryWriter
+from exportable_cache.backends.pt2.contents import EntryWriter
 
 
 def entries_of(path: Path) -> dict[str, bytes]:

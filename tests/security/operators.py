@@ -14,8 +14,8 @@ import torch
 
 from exportable_cache.backends.pt2 import operators
 from exportable_cache.backends.pt2.archive import read_archive
-from exportable_cache.backends.pt2.runner import StoredRunner
-from exportable_cache.backends.pt2.tensors import DTYPE_CODES, DTYPES, SCHEMA_MAJOR
+from exportable_cache.backends.pt2.contents import DTYPE_CODES, DTYPES, SCHEMA_MAJOR
+from exportable_cache.backends.pt2.target import StoredRunner
 
 from .archives import entries_of, rewritten
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from exportable_cache.backends.pt2.archive import StoredProgram, read_archive
-from exportable_cache.backends.pt2.runner import ResidentRunner
+from exportable_cache.backends.pt2.target import ResidentRunner
 from exportable_cache.bundle import signing
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import BundleError

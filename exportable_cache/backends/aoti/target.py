@@ -1,20 +1,31 @@
-"""The `aoti` target: methods compiled ahead of time over one set of weights and one cache."""
+"""The `aoti` target: its options, and methods compiled ahead of time over one set of weights and one cache."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ...cache.attention import ATTENTION
 from ..base import LoweredFile
-from .options import AotiOptions
+from ..options import ResidentOptions
 from .runner import AotiRunner
 
 if TYPE_CHECKING:
     from ...program.program import Program
     from ...program.spec import ProgramSpec
     from ..base import ProgramDescription, Runner
+
+
+@dataclass(frozen=True)
+class AotiOptions(ResidentOptions):
+    """Options of target `aoti`: those of every resident program.
+
+    A bucket adds compile time and the code of one layer of each kind.
+    """
+
+    target: ClassVar[str] = "aoti"
+
 
 CODE = "program.pt2"
 CONSTANTS = "constants.pt"

@@ -27,10 +27,10 @@ from ...program.methods import SHIFT, moves_images
 from ...program.program import ResidentModule, front_module, program_methods
 from ...program.shift import shift_module
 from ...program.spec import ProgramSpec
+from ..probe_attention import reads_filled_everywhere, without_narrow_decodes
 from .background import background_compiler
 from .compile import CompileOptions, Step, StepCompiler, generates_cuda, marked
 from .cuda_graphs import CudaGraphs
-from .filled import reads_filled_everywhere, without_narrow_decodes
 from .graphs import Graph, GraphKey, OutdatedGraph, StepKey, choice_graph, choosing
 
 if TYPE_CHECKING:

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 from ...common.compat.torch import serialized_program
 from ...errors import BundleError, first_line
 from ...pytree.registry import plain_spec, takes_own_classes
-from .entries import EntryReader, EntryWriter
+from .contents import SCHEMA_MAJOR, EntryReader, EntryWriter, TensorReader, TensorWriter, is_state
 from .graph import build_module
-from .tensors import SCHEMA_MAJOR, TensorReader, TensorWriter, is_state
 
 if TYPE_CHECKING:
     import torch

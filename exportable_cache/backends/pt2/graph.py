@@ -18,8 +18,8 @@ from torch import fx, nn
 
 from ...common.compat.torch import OpOverload, operator_arguments
 from ...errors import BundleError
+from .contents import DTYPES, LAYOUTS, MEMORY_FORMATS
 from .operators import check_kind, checked, operator_named
-from .tensors import DTYPES, LAYOUTS, MEMORY_FORMATS
 
 #: Devices that a graph may name.
 _DEVICES = ("cpu", "cuda", "mps", "xpu")

@@ -20,7 +20,7 @@ from ...common.compat import torch_distributed
 from ...common.compat.torch import OpOverload, operator_arguments
 from ...common.compat.torch_distributed import GROUP, is_sum, sum_in_graph
 from ...errors import BundleError
-from .tensors import check_view
+from .contents import check_view
 
 #: Sizes beyond this are not sizes. Their arithmetic would take any time and any memory.
 _GREATEST = 1 << 63

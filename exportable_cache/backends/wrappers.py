@@ -1,4 +1,4 @@
-"""Share a runner's weights and compiled graphs among several states, whose caches are swapped in and out."""
+"""Runners around a runner: one of several states over shared graphs, and one of several ranks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol, cast
 
-from ..base import ChoosesInGraph, MakesShift, WaitsForGraphs
+from ..common.compat.torch_distributed import name_group, separate_group
+from ..errors import BundleError
+from ..parallel.ranks import is_of_communication
+from .base import ChoosesInGraph, MakesShift, WaitsForGraphs
 
 if TYPE_CHECKING:
     import torch
 
-    from ...generation.sampling import Sampler
-    from ...program.methods import ProgramMethod
-    from ..base import Runner
+    from ..generation.sampling import Sampler
+    from ..parallel.ranks import Ranks
+    from ..program.methods import ProgramMethod
+    from .base import Runner
 
     class SharedRunner(Runner, Protocol):
         """A runner that exposes its state and that forks share.
@@ -122,3 +126,42 @@ class ForkedChoosingRunner(ForkedRunner):
         """Run decode steps over this fork's cache, see `ChoosesInGraph.run_and_choose`."""
         self.activate()
         return cast("ChoosesInGraph", self.base).run_and_choose(method, chooser, *inputs, steps=steps)
+
+
+class RankedRunner:
+    """A runner of a rank's program, whose sums go over all ranks; its logits are rank 0's.
+
+    Args:
+        runner: Runner of this rank's files.
+        ranks: All ranks, each of which has opened its own files.
+    """
+
+    def __init__(self, runner: Runner, ranks: Ranks) -> None:
+        self._runner, self.ranks = runner, ranks
+        # What Python sends goes over the other one: its thread needs the interpreter to drop a tensor that Python has,
+        # and machine code holds the interpreter until the group of its sums has answered (torch 2.13).
+        self._group = separate_group(ranks.group)
+
+    @property
+    def methods(self) -> Mapping[str, ProgramMethod]:
+        """See `Runner.methods`."""
+        return self._runner.methods
+
+    @property
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """This rank's heads of the cache."""
+        return self._runner.state  # type: ignore[attr-defined]
+
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """See `Runner.run`."""
+        # The name is one for all programs of a process, and two bundles may be open over two groups.
+        name_group(self._group)
+        with self.ranks.watched():
+            try:
+                result = self._runner.run(method, *inputs)
+            except BundleError as error:
+                cause = error.__cause__
+                if cause is not None and is_of_communication(cause):
+                    raise cause from None
+                raise
+        return self.ranks.of_first(result) if self.methods[method].is_step else result  # type: ignore[arg-type]
