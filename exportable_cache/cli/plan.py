@@ -18,7 +18,7 @@ from .output.tables import LayerRow, layer_table
 from .output.terminal import Terminal
 
 if TYPE_CHECKING:
-    from ..parallel.plan import RankPlan
+    from ..parallel.heads import RankPlan
     from ..pipeline.plan import Plan
 
 _RECIPE: Any = Literal[tuple(RECIPES)]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import distributed as dist
 
-from ..parallel.split import PartOf, is_split, part_of, split_tensor, whole_shape
+from ..parallel.ranks import PartOf, is_split, part_of, split_tensor, whole_shape
 
 
 def elements(tensor: torch.Tensor, where: torch.Tensor) -> torch.Tensor:

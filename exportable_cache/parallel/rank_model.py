@@ -18,7 +18,7 @@ from torch import nn
 
 from ..common.compat.torch_distributed import sum_in_graph
 from ..errors import UnsupportedModelError
-from .split import PartOf
+from .ranks import PartOf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

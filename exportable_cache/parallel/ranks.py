@@ -1,4 +1,4 @@
-"""The processes that a model is split over (tensor parallelism): what they send each other besides the model's sums.
+"""The processes that a model is split over (tensor parallelism): their tensors, and what they send each other.
 
 The model's weights are split by transformers (`from_pretrained(..., distributed_config=DistributedConfig(tp_size=2))`)
 or by torch (`parallelize_module`), which add the all-reduces. This file adds what a session needs: that all processes
@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,60 @@ from torch import distributed as dist
 from ..common.compat.torch_distributed import broadcast_in_graph
 from ..common.version import __version__
 from ..errors import ExportableCacheError, InputError, RankLostError, UnsupportedModelError, first_line
-from .split import split_tensor
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """A description of a tensor that is a part of one that processes share, kept in its attribute `part_of`.
+
+    Attributes:
+        shape: Shape of the whole tensor.
+        dim: Dimension along which it is split.
+        first: Index of the part's first element in that dimension.
+        group: The processes; several may have the same part. None for a part that a program is exported from.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    first: int
+    group: ProcessGroup | None
+
+
+def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor, or of the tensor that it is a part of."""
+    part = part_of(tensor)
+    return tuple(tensor.shape) if part is None else part.shape
+
+
+def is_split(tensor: torch.Tensor) -> bool:
+    """Return True if this process has only a part of a tensor."""
+    if part_of(tensor) is not None:
+        return True
+    split = split_tensor(tensor)
+    if split is None or split.device_mesh.size() == 1:
+        return False
+    return not all(placement.is_replicate() for placement in split.placements)
+
+
+def part_of(tensor: torch.Tensor) -> PartOf | None:
+    """Return the description of a part of a tensor, or None."""
+    return getattr(tensor, "part_of", None)
+
+
+def split_tensor(tensor: torch.Tensor) -> DTensor | None:
+    """Return a tensor as a DTensor, or None if it is not one."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    # Imported here because it is slow, and most programs use one process.
+    from torch.distributed.tensor import DTensor
+
+    return tensor if isinstance(tensor, DTensor) else None
+
 
 #: Values that one comparison takes, besides the name of the call.
 _MOST_VALUES = 7

@@ -23,7 +23,7 @@ from ..models.positions import beyond_positions, check_positions
 from ..models.quantization.quantize import check_quantizable
 from ..models.quantization.sizes import float_bytes, quantized_bytes
 from ..models.quantization.spec import Quantization
-from ..parallel.plan import RankPlan, check_tensor_parallel, messages_of_token, split_layers, weights_of_rank
+from ..parallel.heads import RankPlan, check_tensor_parallel, messages_of_token, split_layers, weights_of_rank
 from .dtypes import DtypeChoice, check_dtype, choose_dtype
 from .recipes import RECIPES, FilledOptions, fill_options
 from .spec import Split, dtype_of

@@ -1,7 +1,7 @@
 """The steps of an export, in order: resolve, load, quantise, allocate, program, lower, verify, measure, publish.
 
 Each step takes the results of the previous ones and changes none of them. `run` calls all of them; they can also be
-called one by one.
+called one by one. Programs for tensor parallelism are one per rank, lowered one after the other in this process.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from transformers import PreTrainedModel
 from ..backends import backend_for
 from ..backends.base import target_dtypes
 from ..bundle import signing
-from ..bundle.builder import Provenance, check_free, new_folder, write_bundle
-from ..bundle.entries import AppliedRecipe, Calibrated, Drafted, Quantized, RoundedCache
+from ..bundle.builder import Provenance, check_free, new_folder, parameter_bytes, write_bundle
+from ..bundle.entries import AppliedRecipe, Calibrated, Drafted, Quantized, RankedProgram, RoundedCache
+from ..bundle.manifest_file import rank_folder
+from ..common.compat.torch_distributed import placeholder_group
 from ..common.fs.tensor_files import Scratch
 from ..common.process.tuning import few_collections
 from ..common.progress import silent
@@ -33,7 +35,12 @@ from ..models.cache_factory import ExportableCache
 from ..models.draft_heads import attach_head, draft_head_of
 from ..models.fixed_rope import fixed
 from ..models.layers.codebooks import codebooks_of
-from ..models.layers.specs import layer_types_and_windows, vocab_size_of
+from ..models.layers.specs import (
+    layer_specs_from_config,
+    layer_specs_from_model,
+    layer_types_and_windows,
+    vocab_size_of,
+)
 from ..models.loading.casting import convert
 from ..models.loading.loading import (
     check_checkpoint,
@@ -43,6 +50,7 @@ from ..models.loading.loading import (
     load_to_quantise,
     stored_dtype,
 )
+from ..models.loading.without_weights import model_without_weights
 from ..models.lora import remove_slots
 from ..models.positions import beyond_positions, check_positions, check_rope
 from ..models.quantization.calibration import Calibration, read_calibration, tokens_of_text
@@ -50,6 +58,8 @@ from ..models.quantization.quantize import NOTHING_TO_KEEP, quantize
 from ..models.quantization.sizes import Coverage, coverage_of, exact_bytes
 from ..models.quantization.spec import KEEP_SCHEME
 from ..models.vocabulary import reduced
+from ..parallel.heads import check_tensor_parallel, parts_of_heads
+from ..parallel.rank_model import RankOf, part_of_model
 from ..program.inputs.modalities import modalities_of
 from ..program.program import Program
 from ..verification.acceptance import measure_acceptance
@@ -59,16 +69,15 @@ from ..verification.references import session_to_verify
 from ..verification.report import VerifyReport
 from ..verification.spec import VerifySpec
 from .dtypes import choose_dtype
-from .ranks import check_ranks, lower_ranks
 from .spec import DRAFT_TARGETS, adapters_of, dtype_of, options_of, output_of, vocabulary_of
 
-#: Fewest tokens of a text on which a draft head is measured.
-_LEAST_DRAFT_TEXT = 256
-
 if TYPE_CHECKING:
-    from ..backends.base import Backend
+    from collections.abc import Callable
+
+    from transformers import PreTrainedConfig
+
+    from ..backends.base import Backend, LoweredFile
     from ..bundle.bundle import Bundle
-    from ..bundle.entries import RankedProgram
     from ..common.progress import Progress
     from ..models.loading.loading import LoadedModel
     from ..program.spec import ProgramSpec
@@ -76,6 +85,64 @@ if TYPE_CHECKING:
     from ..verification.report import FedPrompt
     from .dtypes import DtypeChoice
     from .spec import ExportSpec
+
+    MakeProgram = Callable[[PreTrainedModel], Program]
+    Lower = Callable[[Program, Path], list[LoweredFile]]
+
+
+def check_ranks(config: PreTrainedConfig, size: int) -> None:
+    """Check by its config that a model can be split evenly over ranks.
+
+    Raises:
+        InputError, UnsupportedModelError: See `check_tensor_parallel`; or if it is an encoder-decoder.
+    """
+    model = None if getattr(config, "is_encoder_decoder", False) else model_without_weights(config)
+    if model is None:
+        raise UnsupportedModelError(
+            f"tensor_parallel is not supported for {config.model_type!r}, because it is an encoder-decoder or cannot "
+            "be built without its weights; leave it out"
+        )
+    check_tensor_parallel(model, layer_specs_from_config(config, model), size)
+
+
+def lower_ranks(
+    model: PreTrainedModel, size: int, folder: Path, make: MakeProgram, lower: Lower, progress: Progress
+) -> tuple[Program, list[LoweredFile], RankedProgram]:
+    """Lower the program of every rank into a separate folder.
+
+    Args:
+        model: The whole model.
+        size: Number of ranks.
+        folder: Folder of the bundle.
+        make: Makes the program of a rank's part of the model.
+        lower: Writes a program into a folder.
+        progress: Called for each rank.
+
+    Returns:
+        The program of rank 0, the files of all ranks, and their entry in the manifest.
+    """
+    files: list[LoweredFile] = []
+    parts: tuple[int, ...] = ()
+    first, most = None, 0
+    for rank in range(size):
+        progress(f"lowering rank {rank} of {size}", rank, size)
+        one = RankOf(rank, size)
+        part = part_of_model(model, one)
+        if rank == 0:
+            parts = parts_of_heads(part, layer_specs_from_model(part)[0], one, layer_specs_from_config)
+        made = make(part)
+        (folder / rank_folder(rank)).mkdir()
+        with placeholder_group(rank, size):
+            lowered = lower(made, folder / rank_folder(rank))
+        files += [replace(file, name=f"{rank_folder(rank)}/{file.name}") for file in lowered]
+        most = max(most, parameter_bytes(part))
+        first = made if first is None else first
+    assert first is not None
+    return first, files, RankedProgram(size=size, parts_of_heads=list(parts), weights_bytes=most)
+
+
+#: Fewest tokens of a text on which a draft head is measured.
+_LEAST_DRAFT_TEXT = 256
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ..models.joined_linears import end_outdated_groups
 from ..models.layers.specs import check_layers, vocab_size_of
 from ..models.positions import check_positions, default_cache_len, rope_rule
 from ..models.weights import fingerprint
-from ..parallel.split import is_split
+from ..parallel.ranks import is_split
 from ..program.decoders import length_buckets
 from ..program.inputs.modalities import modalities_of
 from ..program.spec import LORA_RANK, ProgramSpec

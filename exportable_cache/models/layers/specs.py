@@ -23,7 +23,7 @@ from ...cache.layers import LinearLayer, StateShape
 from ...cache.policies import CrossPolicy, ItemsPolicy, RingPolicy
 from ...common.compat.transformers import cache_argument, type_of_layer
 from ...errors import InputError, UnsupportedModelError
-from ...parallel.split import whole_shape
+from ...parallel.ranks import whole_shape
 from ..loading.support import (
     BIASED_BY_SLOT,
     COMPRESSED_TYPES,
