@@ -16,8 +16,7 @@ from ..common.tensors import TensorSpec
 from ..errors import InputError
 from ..models.lora import ADAPTERS, WRITE_ADAPTER, LoraSlots, LoraTarget
 from ..models.positions import RopeRule
-from ..program.items import FixedInput, ItemFacts
-from ..program.methods import ROPE_LENGTHS, ProgramMethod
+from ..program.methods import ROPE_LENGTHS, FixedInput, ItemFacts, ProgramMethod
 from ..program.spec import Form, Logits
 
 #: A size or a number of bytes that fits into 64 bits.

@@ -49,9 +49,8 @@ from .inputs.front import passing_extra_features
 from .inputs.image_masks import image_masks
 from .inputs.modality import EmbedModule
 from .inputs.multimodal import multimodal_methods
-from .items import ITEM_STATES, ITEMS_SEEN
 from .last_token import choose_last_token_early
-from .methods import DRAFT, KV_SLOTS, ROPE_LENGTHS, SHIFT, ProgramMethod
+from .methods import DRAFT, ITEM_STATES, ITEMS_SEEN, KV_SLOTS, ROPE_LENGTHS, SHIFT, ProgramMethod
 from .shift import method_of, shift_module
 from .spec import Form, Logits, ProgramSpec
 

@@ -28,8 +28,7 @@ from ..generation.multi_step import check_steps_per_launch
 from ..generation.sampling import Sampler, Sampling
 from ..models.lora import ADAPTERS
 from ..models.tokenizers.text import TextTokenizer
-from ..program.items import ITEMS_SEEN
-from ..program.methods import ROPE_DELTAS, ROPE_LENGTHS, smallest_inputs
+from ..program.methods import ITEMS_SEEN, ROPE_DELTAS, ROPE_LENGTHS, smallest_inputs
 from . import persistence
 from .adapters import SessionAdapters, read_adapter
 from .checks import (

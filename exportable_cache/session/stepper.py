@@ -17,9 +17,10 @@ from ..cache.step import starting_at
 from ..errors import BundleError, InputError
 from ..models.lora import ADAPTED, ADAPTERS
 from ..models.positions import ANY
-from ..program.items import ITEM_STATES, ITEMS_SEEN
 from ..program.methods import (
     DRAFT,
+    ITEM_STATES,
+    ITEMS_SEEN,
     POSITIONS,
     ROPE_AFTER,
     ROPE_BEFORE,
@@ -30,8 +31,7 @@ from ..program.methods import (
     chunk_sizes,
     method_for,
 )
-from .checks import check_chunks, check_no_autocast, check_room, check_rows_may_differ
-from .guard import Generation, StepGuard
+from .checks import Generation, StepGuard, check_chunks, check_no_autocast, check_room, check_rows_may_differ
 from .images import shifted
 from .rows import Steps, TokenRows
 from .state import LoadedAdapter, RopeState, SequenceState

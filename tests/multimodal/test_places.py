@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from exportable_cache.errors import InputError
-from exportable_cache.session.images import Placed, PlacedImages, shifted
-from exportable_cache.session.inputs.image import (
+from exportable_cache.session.images import (
+    Placed,
+    PlacedImages,
     grid_pattern,
     image_ids,
     rope_positions,
     runs,
+    shifted,
     whole_chunks,
 )
 

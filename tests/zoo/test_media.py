@@ -14,7 +14,7 @@ from exportable_cache.errors import InputError
 from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.inputs.modality import joined_items
 from exportable_cache.program.inputs.probe import prompt_with
-from exportable_cache.program.items import FixedInput
+from exportable_cache.program.methods import FixedInput
 from exportable_cache.verification.references import logits_by_step
 
 from .build import tokens

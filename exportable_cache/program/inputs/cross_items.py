@@ -20,8 +20,7 @@ from ...common.tensors import TensorSpec, name_forward
 from ...errors import InputError, UnsupportedModelError
 from ...models.layers.specs import item_slots_of, tiles_of
 from ...models.patches.registry import patch_model
-from ..items import CROSS_MASK, ITEM_STATES, ITEMS_SEEN, ItemFacts
-from ..methods import ProgramMethod
+from ..methods import CROSS_MASK, ITEM_STATES, ITEMS_SEEN, ItemFacts, ProgramMethod
 from .examples import checked_example, placeholders_of
 from .front import handed_to_decoder
 from .kinds import IMAGE

@@ -13,7 +13,7 @@ from ...cache.attention.implementation import attention_of
 from ...common.tensors import TensorSpec
 from ...errors import InputError, UnsupportedModelError
 from ...models.layers.encoder import run_encoder
-from ..items import ItemFacts
+from ..methods import ItemFacts
 from .examples import checked_example, example_of, placeholders_of
 from .known_values import KnownValues
 from .modality import Modality, not_understood

@@ -20,7 +20,7 @@ from .examples import MAIN_INPUTS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..items import ExtraFeature
+    from ..methods import ExtraFeature
 
 
 #: Names of arguments with the pixels or samples of items.

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from ...cache.attention.implementation import attention_of
 from ...common.tensors import TensorSpec, name_forward
 from ...errors import InputError, UnsupportedModelError, first_line
-from ..items import ExtraFeature, FixedInput, ItemFacts
-from ..methods import ProgramMethod
+from ..methods import ExtraFeature, FixedInput, ItemFacts, ProgramMethod
 from .examples import PATCH_INDICES, VIDEO_GRID, checked_example, placeholders_of, shifted_indices
 from .front import count_tokens, handed_to_decoder
 from .known_values import KnownValues

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ...errors import UnsupportedModelError
-from ..items import ExtraFeature
+from ..methods import ExtraFeature
 from .front import decoder_of, handed_to_decoder, passing_extra_features
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from ...common.tensors import TensorSpec
 from ...errors import BundleError, InputError
 from ...program.inputs.examples import PATCH_INDICES, VIDEO_GRID, shifted_indices
-from ...program.items import CROSS_MASK, ITEM_STATES, ITEMS_SEEN
+from ...program.methods import CROSS_MASK, ITEM_STATES, ITEMS_SEEN
 from ..images import Placed, PlacedImages, seen_tiles
 from .encoder import check_tensors
 

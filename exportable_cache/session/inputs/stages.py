@@ -12,9 +12,9 @@ import torch
 from ...errors import InputError
 from ...program.inputs.multimodal import IMAGE_IDS
 from ...program.methods import POSITIONS
+from ..images import Pattern, grid_pattern, image_ids, placed_images, rope_positions, runs, whole_chunks
 from ..rows import Prompt, Steps, TokenRows
 from .encoder import EncoderStage
-from .image import Pattern, grid_pattern, image_ids, placed_images, rope_positions, runs, whole_chunks
 from .items import CrossItemStage, ItemStage
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 // Positions of a prompt's items, and the resulting inputs of its steps: positions of several axes, and items that stay whole.
 //
-// The rules are those of exportable_cache/session/inputs/image.py.
+// The rules are those of exportable_cache/session/images.py.
 #pragma once
 
 #include <cstdint>
