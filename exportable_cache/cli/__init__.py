@@ -17,7 +17,7 @@ def main() -> None:
 
     collect_seldom()
     from . import app as module
-    from .output.streams import output_checked
+    from .command import output_checked
 
     if sys.stderr is None:
         # Closed (`2>&-`): run without messages.

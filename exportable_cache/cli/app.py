@@ -24,9 +24,12 @@ _TASKS = {
     "Measure, and prepare devices": ("bench", "doctor", "native", "operators", "package"),
 }
 #: Commands, and the module of each.
-COMMANDS = {name: name for names in _TASKS.values() for name in names} | dict.fromkeys(
-    ("operators", "package", "upload"), "device"
-)
+COMMANDS = {name: name for names in _TASKS.values() for name in names} | {
+    **dict.fromkeys(("adapter", "operators", "package", "upload"), "device"),
+    "native": "doctor",
+    "perplexity": "verify",
+    "plan": "export",
+}
 #: Commands that run without arguments; others show their help then.
 _WITHOUT_ARGUMENTS = ("doctor",)
 _OVERVIEW = """\

@@ -10,9 +10,9 @@ import typer
 from ..common.progress import bytes_text
 from ..session.opening import Use
 from .options import BundleOrModelArgument, JsonOption, at_least
-from .output.tables import simple_table
-from .output.terminal import Terminal
 from .runtime import Opening, open_session, opens
+from .tables import simple_table
+from .terminal import Terminal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

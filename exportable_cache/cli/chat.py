@@ -22,6 +22,7 @@ from .options import (
     BundleOrModelArgument,
     DraftModelOption,
     DraftOption,
+    GivenSampling,
     GreedyOption,
     MinPOption,
     OnFullOption,
@@ -33,9 +34,8 @@ from .options import (
     TopPOption,
     at_least,
 )
-from .output.terminal import Terminal
 from .runtime import Opening, open_completer, opens
-from .sampling import GivenSampling
+from .terminal import Terminal
 
 if TYPE_CHECKING:
     from ..decoding.completion import AnyCompleter, CompletionOptions

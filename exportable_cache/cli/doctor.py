@@ -1,4 +1,4 @@
-"""`exportable-cache doctor`: the processor, GPU, libraries and kernels of this machine."""
+"""The commands for this machine: `doctor` shows its processor, GPU, libraries and kernels; `native` builds kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata, util
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +18,11 @@ from exportable_cache_runner.library import found_library
 
 from ..common.native.kernels import BUILD, TARGET_VARIABLE, VARIABLE, load_native_kernels
 from ..common.progress import bytes_text
+from ..errors import ExportableCacheError
+from .command import Command
 from .options import JsonOption
-from .output.tables import simple_table
-from .output.terminal import Terminal
+from .tables import simple_table
+from .terminal import Terminal
 
 
 def doctor(ctx: typer.Context, json: JsonOption = False) -> None:
@@ -253,3 +256,49 @@ def _release(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "of unknown release"
+
+
+native = typer.Typer(help="Build native kernels and the runner without torch.", no_args_is_help=True)
+
+
+@native.command(cls=Command)
+def build(
+    ctx: typer.Context,
+    sources: Annotated[
+        Path | None,
+        typer.Option("--sources", metavar="DIR", help="Clone of the repository.", show_default="this checkout"),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default="in this environment"),
+    ] = None,
+    optional: Annotated[
+        bool, typer.Option("--optional", help="Succeed with one line if it cannot be built here.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Compile native kernels and the runner without torch into this environment.
+
+    Nothing is compiled if sources and executorch are those of the last build.
+    """
+    from ..backends.executorch.native.build import build_native
+
+    terminal: Terminal = ctx.obj
+    try:
+        with terminal.progress("compiling the native package"):
+            package = build_native(sources, output)
+    except ExportableCacheError as error:
+        if not optional:
+            raise
+        # The remedy is the last line; the compiler's output is before it.
+        reason = str(error).splitlines()[-1]
+        if json:
+            terminal.json({"kernels": None, "runner": None, "is_new": False, "reason": reason})
+        else:
+            terminal.print(f"native package: not built: {reason}")
+        return
+    if json:
+        found = {"kernels": str(package.kernels), "runner": str(package.runner), "is_new": package.is_new}
+        terminal.json(found | {"reason": None})
+    else:
+        terminal.print(f"native package: {'built' if package.is_new else 'up to date'}: {package.kernels.parent}")

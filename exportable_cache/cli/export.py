@@ -1,4 +1,4 @@
-"""The command `exportable-cache export`."""
+"""The commands `exportable-cache export` and `exportable-cache plan`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from json import loads
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,16 +20,27 @@ from ..common.settings import keyword_of
 from ..errors import UnsupportedModelError, shown
 from ..models.quantization.spec import Quantization
 from ..pipeline.recipes import RECIPES, remark_of
-from ..pipeline.spec import ExportSpec
+from ..pipeline.spec import ExportSpec, Split
 from ..program.spec import ProgramSpec
-from .options import REQUIRED_OPTION, TARGET, Changes, JsonOption, ModelArgument, declared, options_of, takes
-from .output.tables import simple_table
-from .output.terminal import Terminal
+from .options import (
+    REQUIRED_OPTION,
+    TARGET,
+    Changes,
+    JsonOption,
+    ModelArgument,
+    PlanTargetOption,
+    declared,
+    options_of,
+    takes,
+)
+from .tables import LayerRow, layer_table, simple_table
+from .terminal import Terminal
 
 if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
+    from ..parallel.heads import RankPlan
     from ..pipeline.export import DryRun
-    from ..pipeline.plan import RecipeSize
+    from ..pipeline.plan import Plan, RecipeSize
 
 
 def _sides(text: str) -> tuple[int, ...]:
@@ -336,3 +347,79 @@ def print_quantization(terminal: Terminal, bundle: Bundle) -> None:
             f"correct of {quantized.questions} questions of the demo's task: {quantized.accuracy_before:.1%} before, "
             f"{quantized.accuracy_after:.1%} after"
         )
+
+
+_RECIPE: Any = Literal[tuple(RECIPES)]
+RecipeOption = Annotated[
+    _RECIPE | None,
+    typer.Option("--recipe", help="Plan for an ExecuTorch program with this recipe.", show_default=False),
+]
+
+
+@takes(
+    declared("model", ModelArgument),
+    *options_of([CacheSpec, Split]),
+    declared("target", PlanTargetOption, None),
+    declared("recipe", RecipeOption, None),
+    declared("json", JsonOption, False),
+)
+def plan(ctx: typer.Context, model: str, target: str | None, recipe: str | None, json: bool, **given: Any) -> None:
+    """Plan the cache of a model, without loading its weights."""
+    from ..errors import UnsupportedModelError
+
+    terminal: Terminal = ctx.obj
+    with terminal.progress(f"reading the config of {model}"):
+        from ..pipeline.plan import plan_cache
+
+        split = Split(**{one.name: given.pop(one.name) for one in fields(Split)})
+        made = plan_cache(model, CacheSpec(**given), target, split, recipe)
+    if json:
+        terminal.json(made.to_dict())
+    if made.refusal:
+        raise UnsupportedModelError(made.refusal)
+    if not json:
+        print_plan(terminal, made)
+
+
+def print_plan(terminal: Terminal, made: Plan) -> None:
+    """Print tables and totals."""
+    from ..pipeline.plan import MOST_TOKENS
+
+    name = made.architecture or made.model_type
+    terminal.print(
+        f"{shown(made.source)}: {shown(name)}, batch size {made.batch_size}, {made.dtype}, max_cache_len "
+        f"{made.max_cache_len}\n"
+    )
+    names = LayerRow.__dataclass_fields__
+    terminal.print(
+        layer_table(LayerRow(**{k: v for k, v in asdict(layer).items() if k in names}) for layer in made.layers)
+    )
+    holds = "any number of tokens" if made.max_length is None else f"up to {made.max_length} tokens"
+    terminal.print(f"\nstatic cache   {bytes_text(made.cache_bytes)} for {holds} per row")
+    terminal.print(f"DynamicCache   {bytes_text(made.dynamic_bytes)} at {made.max_cache_len} tokens")
+    terminal.print(f"weights        {bytes_text(made.weights_bytes)}")
+    remarks = [made.remark, made.positions]
+    if made.recipe is not None:
+        remarks.append(remark_of(made.recipe, made.target or "", {}, made.dtype))
+    for remark in remarks:
+        if remark:
+            terminal.print(shown(remark))
+    print_recipe_sizes(terminal, made.recipes)
+    if made.tensor_parallel is not None:
+        _print_rank(terminal, made.tensor_parallel)
+    if made.memory is not None:
+        more = " or more" if made.longest == MOST_TOKENS else ""
+        fits = f"max_cache_len {made.longest}{more} fits" if made.longest else "not even one token fits"
+        terminal.print(f"\nin {bytes_text(made.memory)} a process, for weights and cache, {fits}")
+
+
+def _print_rank(terminal: Terminal, rank: RankPlan) -> None:
+    count = len(rank.split_layers)
+    terminal.print(
+        f"\neach of {rank.ranks} ranks\n"
+        f"cache          {bytes_text(rank.cache_bytes)}: heads split in {count} layer{'' if count == 1 else 's'}, "
+        f"{bytes_text(rank.replicated_bytes)} replicated\n"
+        f"weights        {bytes_text(rank.weights_bytes)}\n"
+        f"a decode step  {rank.messages} messages of {bytes_text(rank.message_bytes)}, {rank.sums} of them sums; "
+        f"a rank sends at least {bytes_text(rank.sent_bytes)}"
+    )

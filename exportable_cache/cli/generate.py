@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..session.opening import NO_DRAFT, Use
+from .command import prompt_from_stdin
 from .options import (
     AdapterOption,
     BundleOrModelArgument,
     DraftModelOption,
     DraftOption,
+    GivenSampling,
     GreedyOption,
     JsonOption,
     JsonSchemaOption,
@@ -30,10 +32,8 @@ from .options import (
     TopPOption,
     at_least,
 )
-from .output.streams import prompt_from_stdin
-from .output.terminal import Terminal
 from .runtime import Opening, open_session, opens
-from .sampling import GivenSampling
+from .terminal import Terminal
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,11 +9,10 @@ import typer
 from ..backends.executorch.options import needs_native_kernels
 from ..common.progress import bytes_text
 from ..errors import shown
-from .export import print_files, print_verification
+from .export import print_files, print_plan, print_verification
 from .options import BundleOrDemoArgument, JsonOption, KeyOption, at_least
-from .output.tables import LayerRow, engine_table, engines, layer_table, simple_table
-from .output.terminal import Terminal
-from .plan import print_plan
+from .tables import LayerRow, engine_table, engines, layer_table, simple_table
+from .terminal import Terminal
 
 if TYPE_CHECKING:
     from ..bundle.bundle import Bundle

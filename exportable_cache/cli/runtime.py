@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..generation.speculative import Draft
     from ..session.native import NativeSession
     from ..session.session import Session
-    from .output.terminal import Terminal
+    from .terminal import Terminal
 
 #: Files of which a model's folder has one.
 _CONFIGS = ("config.json", "adapter_config.json")

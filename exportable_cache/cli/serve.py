@@ -16,6 +16,7 @@ from .options import (
     BundleOrModelArgument,
     DraftModelOption,
     DraftOption,
+    GivenSampling,
     GreedyOption,
     MinPOption,
     OnFullOption,
@@ -26,9 +27,8 @@ from .options import (
     TopPOption,
     at_least,
 )
-from .output.terminal import Terminal
 from .runtime import Batching, Opening, open_completer, opens
-from .sampling import GivenSampling
+from .terminal import Terminal
 
 #: Kinds of files that messages may have.
 _MESSAGE_KINDS = ("image", "audio")

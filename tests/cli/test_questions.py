@@ -26,7 +26,7 @@ import sys
 from contextlib import redirect_stdout
 from exportable_cache.cli.chat import _answer_all
 from exportable_cache.cli.chat import Questions
-from exportable_cache.cli.output.terminal import Terminal
+from exportable_cache.cli.terminal import Terminal
 
 class Talk:
     terminal = Terminal(sys.stdout)

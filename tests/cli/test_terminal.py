@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from exportable_cache.cli.output import terminal as module
-from exportable_cache.cli.output.streams import quiet_third_parties
-from exportable_cache.cli.output.tables import simple_table
-from exportable_cache.cli.output.terminal import Terminal
+from exportable_cache.cli import terminal as module
+from exportable_cache.cli.command import quiet_third_parties
+from exportable_cache.cli.tables import simple_table
+from exportable_cache.cli.terminal import Terminal
 from exportable_cache.common.progress import bytes_text
 from exportable_cache.errors import InputError, MissingDependencyError
 

@@ -16,7 +16,7 @@ from exportable_cache import load
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.bundle.signing import private_key, sign
-from exportable_cache.cli.output.streams import EXIT_INPUT
+from exportable_cache.cli.command import EXIT_INPUT
 
 from ..support.forked import COMMAND_LINE, run_python
 from ..support.models import tiny_model, tokens

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.cli.app import app
-from exportable_cache.cli.output.streams import prompt_from_stdin
+from exportable_cache.cli.command import prompt_from_stdin
 from exportable_cache.errors import BundleError, CacheFullError, InputError
 
 from ..support.forked import COMMAND_LINE, run_python

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from ...common.progress import bytes_text
-from ...errors import shown
+from ..common.progress import bytes_text
+from ..errors import shown
 
 if TYPE_CHECKING:
-    from ...bundle.entries import File
+    from ..bundle.entries import File
 
 
 @dataclass(frozen=True)

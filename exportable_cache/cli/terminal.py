@@ -1,4 +1,4 @@
-"""Output of a command: results on stdout, everything else on stderr."""
+"""Output of a command: results on stdout, everything else on stderr, with progress bars on a terminal."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 
-from ...common.process.quiet import forget
-from ...common.process.tuning import no_collections
-from ...errors import shown, shown_generated
+from ..common.process.quiet import forget, known_lines_hidden
+from ..common.process.tuning import no_collections
+from ..errors import shown, shown_generated
 
 # Wider than any table, so that rows are never cut; a narrower terminal wraps them.
 _WIDTH = 1000
@@ -117,10 +117,7 @@ class Terminal:
             A callback `(stage, done, total or None)`.
         """
         if self._err.is_terminal:
-            # Imported here, because most commands that a program runs have no terminal.
-            from .bars import bars
-
-            shows = bars(self._err)
+            shows = _bars(self._err)
         else:
             shows = _lines(self._err)
         with shows as draw:
@@ -185,3 +182,33 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[Callback]:
+    """Show a bar for the current stage, until the end of the block."""
+    # Imported here, because most commands that a program runs have no terminal.
+    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    class _Bar(BarColumn):
+        def render(self, task: Task) -> RenderableType:  # type: ignore[override]
+            return Text() if task.total is None else super().render(task)
+
+    class _Count(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}", style="dim")
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), _Bar(24), _Count(), TimeElapsedColumn())
+    # One bar for the current stage, removed at the end. Filter again, because rich replaces sys.stderr meanwhile.
+    with Progress(*columns, console=console, transient=True) as shown_bars, known_lines_hidden():
+        shown: dict[str, Any] = {}
+
+        def callback(stage: str, done: int, total: int | None) -> None:
+            if shown.get("stage") != stage:
+                if "task" in shown:
+                    shown_bars.remove_task(shown["task"])
+                shown.update(stage=stage, task=shown_bars.add_task(stage, total=total))
+            shown_bars.update(shown["task"], completed=done, total=total)
+
+        yield callback

@@ -1,1 +1,0 @@
-"""Output of commands: streams, tables, and the messages of other libraries."""
