@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from dataclasses import MISSING, FrozenInstanceError, fields, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +139,9 @@ def test_rows_that_a_target_does_not_take_are_refused(tmp_path: Path, monkeypatc
 # -- options of targets ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", ["pt2", "aoti", "executorch", "tensorrt"])
+@pytest.mark.parametrize("target", ["pt2", "aoti", "executorch", "tensorrt", "coreai"])
 def test_every_target_has_options_that_refuse_others_by_name(target: str) -> None:
-    module = import_module(f"exportable_cache.backends.{target}.options")
-    (options,) = [
-        one
-        for one in vars(module).values()
-        if isinstance(one, type) and issubclass(one, TargetOptions) and one.__module__ == module.__name__
-    ]
+    options = backend_for(target).options
     assert options.target == target and options.parse({}) == options() and options().to_dict() == {}
     known, whose = options.known({})
     with pytest.raises(InputError) as caught:

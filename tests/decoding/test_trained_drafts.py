@@ -541,7 +541,7 @@ def test_frequencies_of_a_head_stay_exact(tmp_path: Path) -> None:
     """They are wrong past a few hundred positions in 16 bits. A shift rotates the keys of the head, too."""
     model = sometimes_right_eagle(tmp_path)
     session = Session.from_model(model, max_cache_len=32, draft=str(tmp_path))
-    rotations, _ = find_rotations(model, session._cache)
+    rotations, _ = find_rotations(model, session.cache)
     assert rotations[-1] is not None and rotations[-1].tensor == "keys"
     assert [one and one.pairs for one in rotations] == [4] * 4
     model = sometimes_right_eagle(tmp_path, dtype=torch.bfloat16)

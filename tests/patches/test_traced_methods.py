@@ -154,8 +154,14 @@ def test_every_patch_is_shown() -> None:
     shown = {kind for kind, _ in SHOWN.values()} | by_name
     families = (masks, experts, git, mpt, position_tables, xmod)
     labels = {patch.label for family in families for patches in family.PATCHES.values() for patch in patches}
-    # Those that act over a cache are shown by test_static_caches.py.
-    over_a_cache = {"Gemma4UnifiedModel", "Kosmos2TextTransformer", "KyutaiSpeechToTextModel", "MoshiModel"}
+    # Those that act over a cache are shown by test_static_caches.py, BLIP by test_encoder_inputs.py.
+    over_a_cache = {
+        "BlipTextEmbeddings",
+        "Gemma4UnifiedModel",
+        "Kosmos2TextTransformer",
+        "KyutaiSpeechToTextModel",
+        "MoshiModel",
+    }
     # Those that act off the CPU are shown by tests/decoding/test_gpu_steps.py.
     on_a_gpu = {"Llama4TextExperts"}
     assert labels - shown - over_a_cache - on_a_gpu == {
