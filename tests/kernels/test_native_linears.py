@@ -9,6 +9,9 @@ from transformers import PreTrainedModel
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
+from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor import IntxUnpackedToInt8Tensor
+from torchao.utils import unwrap_tensor_subclass
+
 from exportable_cache.backends.executorch.native.linears import (
     BLOCK,
     GROUPED_FORMS,
@@ -260,6 +263,21 @@ def test_a_quantized_table_is_stored_once_with_its_head() -> None:
         read = [node for node in program.graph.find_nodes(op="placeholder") if node.users]
         assert [len(node.users) for node in read if node.meta["val"].dtype == torch.uint8] == [2] and len(read) == 2
         torch.testing.assert_close(program.module()(tokens), module(tokens), atol=1e-5, rtol=1e-6)
+
+
+def test_a_table_with_zero_points_needs_no_head() -> None:
+    """Look up rows in blocks in a method whose head is another one, such as that of an EAGLE-3 head."""
+    integers, scales, zeros = torch.randint(-8, 8, (40, 64)), torch.rand(40, 2) + 0.5, torch.randn(40, 2)
+    weight = IntxUnpackedToInt8Tensor(integers.to(torch.int8), scales, zeros, torch.int4, (1, 32), torch.float32, None)
+    table, tokens = nn.Embedding(40, 64), torch.tensor([[1, 4, 39]])
+    table.weight = nn.Parameter(weight, requires_grad=False)
+    module = unwrap_tensor_subclass(nn.Sequential(table))
+    with torch.no_grad():
+        program = torch.export.export(module, (tokens,))
+        program = fuse_quantized_embeddings(tied_tables_to_native(program))
+        (call,) = [node for node in program.graph.nodes if node.op == "call_function"]
+        assert str(call.target) == "exportable_cache.embedding_4bit_shifted.default"
+        torch.testing.assert_close(program.module()(tokens), module(tokens), atol=1e-5, rtol=0)
 
 
 def test_rounded_inputs_are_those_that_bfloat16_has() -> None:

@@ -28,7 +28,7 @@ from torch.fx import Node
 
 from ....common.tensors import exact_dtype
 from ..graph_edits import insert_call, packed_weight, replace_call
-from ..quantized import dequantized_lookups, fold_linears, integer_layer
+from ..quantized import IntegerLayer, dequantized_lookups, fold_linears, integer_layer
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -302,20 +302,31 @@ def _packed_integers(program: ExportedProgram, node: Node, scratch: Scratch | No
     layer = integer_layer(node)
     if layer is None or layer.group % (_ROUNDED_MULTIPLE if layer.rounds else _FLOAT_MULTIPLE):
         return None
-    zeros = None if layer.zero_point is None else get_param_tensor(program, layer.zero_point)
-    integers, scales = (get_param_tensor(program, part) for part in (layer.integers, layer.scale))
+    integers, scales, zeros = _values(program, layer)
     if layer.rounds:
         if layer.bits != 4 or (zeros is not None and bool(zeros.any())):
             return None
         call = torch.ops.exportable_cache.linear_4bit.default
         packed = packed_weight(program, layer.integers, lambda: pack(integers, scales), scratch)
     else:
-        name = grouped_form(layer.bits, scales, zeros)
+        name, packed = _packed_groups(program, layer, scratch)
         call = getattr(torch.ops.exportable_cache, f"linear_{name}").default
-        packed = packed_weight(
-            program, layer.integers, lambda: pack_groups(integers, scales, zeros, GROUPED_FORMS[name]), scratch
-        )
     return _Packed(call, layer.source, packed, layer.bias, integers.shape[0])
+
+
+def _values(program: ExportedProgram, layer: IntegerLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the integers, scales and zero points of a layer."""
+    integers, scales = (get_param_tensor(program, part) for part in (layer.integers, layer.scale))
+    zeros = None if layer.zero_point is None else get_param_tensor(program, layer.zero_point)
+    return integers, scales, zeros
+
+
+def _packed_groups(program: ExportedProgram, layer: IntegerLayer, scratch: Scratch | None) -> tuple[str, Node]:
+    """Return the form of a layer's weights for activations in float, and the weights in it."""
+    integers, scales, zeros = _values(program, layer)
+    name = grouped_form(layer.bits, scales, zeros)
+    form = GROUPED_FORMS[name]
+    return name, packed_weight(program, layer.integers, lambda: pack_groups(integers, scales, zeros, form), scratch)
 
 
 def is_native_linear(program: ExportedProgram, node: Node) -> bool:
@@ -501,8 +512,9 @@ def tables_to_native(program: ExportedProgram, scratch: Scratch | None = None) -
 def tied_tables_to_native(program: ExportedProgram, scratch: Scratch | None = None) -> ExportedProgram:
     """Rewrite each lookup in a quantized table that a native linear layer reads as well, in place.
 
-    The table is stored once, as the layer's operator reads it. Call this before `fuse_quantized_embeddings`, which
-    would store it in the order of rows.
+    The table is stored once, as the layer's operator reads it. A table with zero points is stored so in every method,
+    because operators over rows have none. Call this before `fuse_quantized_embeddings`, which would store tables in the
+    order of rows.
 
     Args:
         program: Program to rewrite.
@@ -516,13 +528,16 @@ def tied_tables_to_native(program: ExportedProgram, scratch: Scratch | None = No
         table, tokens = _arguments(node)
         if tokens.meta["val"].dtype != torch.int64 or node.meta["val"].dtype != torch.float32:
             continue
-        head = next((one for one in graph.nodes if _has_weights(program, one, table)), None)
-        layer = None if head is None else _packed_integers(program, head, scratch)
-        if layer is None or layer.operator not in _ROWS:
+        heads = (integer_layer(one) for one in graph.nodes)
+        layer = next((one for one in heads if one is not None and _has_weights(program, one, table)), None)
+        if layer is None:
+            layer = _table_with_zeros(program, table, tokens)
+        if layer is None or layer.rounds or layer.group % _FLOAT_MULTIPLE:
             continue
+        name, weight = _packed_groups(program, layer, scratch)
+        operator = getattr(torch.ops.exportable_cache, f"embedding_{name}").default
         with graph.inserting_before(node):
-            rows, dim = table.meta["val"].shape
-            result = insert_call(graph, _ROWS[layer.operator], layer.weight, tokens, rows, dim)
+            result = insert_call(graph, operator, weight, tokens, *table.meta["val"].shape)
         result.meta = {**node.meta, "val": result.meta["val"]}
         replace_call(node, result)
     graph.eliminate_dead_code()
@@ -530,11 +545,21 @@ def tied_tables_to_native(program: ExportedProgram, scratch: Scratch | None = No
     return program
 
 
-def _has_weights(program: ExportedProgram, node: Node, table: Node) -> bool:
-    """Return True if a linear layer reads the integers and the scales that a table is dequantized from."""
-    layer = integer_layer(node)
-    if layer is None:
-        return False
+def _table_with_zeros(program: ExportedProgram, table: Node, tokens: Node) -> IntegerLayer | None:
+    """Return a table with zero points as a layer over it, or None if it has none and can be stored by rows.
+
+    It is for methods without the head, such as that of an EAGLE-3 head, which has its own.
+    """
+    arguments: Any = table.args
+    integers, (_, group), scale, zero_point, _, *limits = arguments[:7]
+    if zero_point is None or not bool(get_param_tensor(program, zero_point).any()):
+        return None
+    bits = 4 if tuple(limits) == (-8, 7) else 8
+    return IntegerLayer(tokens, integers, scale, zero_point, None, group, False, bits)
+
+
+def _has_weights(program: ExportedProgram, layer: IntegerLayer, table: Node) -> bool:
+    """Return True if a layer reads the integers and the scales that a table is dequantized from."""
     arguments: Any = table.args
     parts = ((layer.integers, arguments[0]), (layer.scale, arguments[2]))
     # By address, because tied layers are traced with parameters of their own over the same memory.
@@ -600,10 +625,3 @@ for _name in ("embedding_bfloat16", "embedding_float16"):
     define_operator(_name, _EMBEDDING, embedding, _embedding_output)
 for _name, _form in GROUPED_FORMS.items():
     define_operator(f"embedding_{_name}", _EMBEDDING, _rows_of_groups(_form), _embedding_output)
-#: Lookups in tables by the operators of the linear layers that are tied to them.
-_ROWS: dict[OpOverload, OpOverload] = {
-    getattr(torch.ops.exportable_cache, f"linear_{name}").default: getattr(
-        torch.ops.exportable_cache, f"embedding_{name}"
-    ).default
-    for name in GROUPED_FORMS
-}
