@@ -15,7 +15,7 @@ from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models import quantized_rows
 from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.models.quantization.quantize import check_quantizable, is_tied, quantize
-from exportable_cache.models.quantization.sizes import coverage_of, quantized_bytes
+from exportable_cache.models.quantization.sizes import coverage_of, quantizable_linears, quantized_bytes
 from exportable_cache.models.quantization.spec import Quantization, quantization_of
 from exportable_cache.models.quantized_rows import QuantizedRows
 from exportable_cache.verification.verify import verify, verify_session
@@ -271,3 +271,19 @@ def test_coverage_leaves_out_what_was_not_asked_for() -> None:
     assert without_table.remark == "" and without_table.quantized_weights + without_table.other_weights == whole - table
     table_alone = coverage_of(model, Quantization(None, embeddings="8w"))
     assert table_alone.remark == "" and (table_alone.quantized_weights, table_alone.other_weights) == (table, 0)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "jamba"])
+@pytest.mark.parametrize("scheme", ["8da4w", "8w"])
+def test_layers_whose_weight_a_model_multiplies_itself_stay_in_float(model_type: str, scheme: str) -> None:
+    """Mamba multiplies by the weight of `dt_proj`. Its rows, of 48 weights in published models, need no groups."""
+    jamba = {"mamba_dt_rank": 24, "intermediate_size": 64, "attn_layer_period": 2, "attn_layer_offset": 1}
+    sizes = {"time_step_rank": 24} if model_type == "mamba" else jamba
+    model = tiny_model(model_type, hidden_size=64, **sizes)
+    quantization = Quantization(scheme)
+    made = quantize(model, quantization)
+    weights = {name: one for name, one in made.model.named_parameters() if "dt_proj" in name and "weight" in name}
+    assert weights and all(name.endswith("dt_proj.weight") and one.is_floating_point() for name, one in weights.items())
+    assert made.weights_bytes == quantized_bytes(model, quantization)
+    assert made.model(torch.arange(6)[None]).logits.isfinite().all()
+    assert "dt_proj" not in " ".join(quantizable_linears(model)) and "in_proj" in " ".join(quantizable_linears(model))

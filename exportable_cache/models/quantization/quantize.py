@@ -30,6 +30,7 @@ from ..patches.registry import prepare_model
 from ..quantized_rows import OrderedLinear, is_quantized
 from .calibration import products_of
 from .group_scales import RoundedGroups, round_groups, round_with_feedback
+from .sizes import quantizable_linears
 from .spec import (
     DEFAULT_GROUP_SIZE,
     EMBEDDING_SCHEMES,
@@ -69,9 +70,7 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
     """
     name = type(model).__name__
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    linears = {
-        path: module for path, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-    }
+    linears = {path: module for path, module in quantizable_linears(model).items() if module is not head}
     if quantization.linear is not None and not linears:
         raise UnsupportedModelError(
             f"{name} has no torch.nn.Linear except its head, so {quantization.linear} would quantise nothing; export "
@@ -175,7 +174,7 @@ def quantize(
     dtypes = {4: _INT4, 8: torch.int8}
     if quantization.linear == FLOAT8_SCHEME:
         # First, because inputs are measured before other weights are rounded.
-        linears = [one for one in model.modules() if isinstance(one, nn.Linear) and not (tied and one is head)]
+        linears = list(quantizable_linears(model).values())
         _use_float8(model, linears, dtype, calibration)
     if quantization.embeddings is not None:
         # Because encoder-decoders share one table between several modules.
@@ -207,9 +206,8 @@ def quantize(
         else:
             config = IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits])
         fitted = bits == 4 and quantization.scales != "absmax"
-        paths = [
-            path for path, one in model.named_modules() if isinstance(one, nn.Linear) and not (tied and one is head)
-        ]
+        # Of the original, because tables of the copy are quantized by now, and no longer tied.
+        paths = list(quantizable_linears(original))
         measured = (
             products_of(original, paths, calibration) if calibration and fitted else ((path, None) for path in paths)
         )

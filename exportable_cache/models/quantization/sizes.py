@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -38,10 +40,38 @@ class _Form(NamedTuple):
     group: int = 1
 
 
-def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype) -> dict[int, _Form]:
-    """Return the storage of each quantised weight, by the id of its parameter."""
+@functools.cache
+def _multiplied_directly(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names of submodules whose weight a class multiplies itself, in place of calling the layer."""
+    try:
+        return frozenset(re.findall(r"self\.(\w+)\.weight\s*@", inspect.getsource(kind)))
+    except (OSError, TypeError):
+        return frozenset()
+
+
+def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the linear layers that a scheme quantizes, by path; a tied head belongs to the embedding table.
+
+    Layers whose weight their module multiplies itself are left out, such as `dt_proj` of Mamba, because quantized
+    weights are only computed by their layers.
+    """
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
+    left = {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name in _multiplied_directly(type(module))
+    }
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and path not in left and not (tied and module is head)
+    }
+
+
+def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype) -> dict[int, _Form]:
+    """Return the storage of each quantised weight, by the id of its parameter."""
+    table = model.get_input_embeddings()
     forms = {}
     size = quantization.group_size or DEFAULT_GROUP_SIZE
     if quantization.linear not in (None, KEEP_SCHEME):
@@ -49,9 +79,8 @@ def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtyp
         # Because XNNPACK and native operators keep scales of groups in 16 bits, and others in the program's dtype.
         is_16_bits = quantization.linear == "8da4w" or quantization.scales == "signed_mse"
         scale = _BFLOAT16 if bits == 4 and is_16_bits else dtype.itemsize
-        for module in model.modules():
-            if isinstance(module, nn.Linear) and not (tied and module is head):
-                forms[id(module.weight)] = _Form(bits, scale, size if bits == 4 else module.weight.shape[1])
+        for module in quantizable_linears(model).values():
+            forms[id(module.weight)] = _Form(bits, scale, size if bits == 4 else module.weight.shape[1])
         if quantization.experts is not None:
             for module in (module for _, module in experts_of(model)):
                 for name in projections(module):
