@@ -1,7 +1,9 @@
 """Quantised weights: what is quantised, what stays tied, what is refused, and how a quantised program is judged."""
 
 import copy
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from exportable_cache.common.patch import ORIGINAL
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models import quantized_rows
 from exportable_cache.models.patches.registry import patch_model
+from exportable_cache.models.quantization import quantize as quantize_file
 from exportable_cache.models.quantization.quantize import check_quantizable, is_tied, quantize
 from exportable_cache.models.quantization.sizes import coverage_of, quantizable_linears, quantized_bytes
 from exportable_cache.models.quantization.spec import Quantization, quantization_of
@@ -287,3 +290,22 @@ def test_layers_whose_weight_a_model_multiplies_itself_stay_in_float(model_type:
     assert made.weights_bytes == quantized_bytes(model, quantization)
     assert made.model(torch.arange(6)[None]).logits.isfinite().all()
     assert "dt_proj" not in " ".join(quantizable_linears(model)) and "in_proj" in " ".join(quantizable_linears(model))
+
+
+def test_integers_of_rows_are_not_kept_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight is quantised a few rows at a time, and their integers are freed when they are copied."""
+    monkeypatch.setattr(quantize_file, "_ELEMENTS_AT_ONCE", 128)
+    original, arrays = quantize_file._quantized, []
+
+    def quantized(*args: Any) -> Any:
+        # The last rows are not yet replaced by these.
+        assert sum(one() is not None for one in arrays) <= 1
+        found = original(*args)
+        array = found.qdata.numpy().copy()
+        arrays.append(weakref.ref(array))
+        found.qdata = torch.from_numpy(array)
+        return found
+
+    monkeypatch.setattr(quantize_file, "_quantized", quantized)
+    quantize(tiny_model("llama"), Quantization("8da8w"))
+    assert len(arrays) > 50

@@ -404,18 +404,17 @@ def _quantized_rows(weight: torch.Tensor, config: Any, dtype: torch.dtype, out: 
     """
     rows = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
     integers = torch.empty(weight.shape, dtype=torch.int8) if out is None else out
-    parts = []
+    scales, zero_points = [], []
     with one_thread():
         for some, into in zip(weight.detach().split(rows), integers.split(rows), strict=True):
             part = _quantized(some.float(), config, dtype)
             into.copy_(part.qdata)
-            # Not kept until the end, because the heap would then keep a multiple of the integers' memory.
-            part.qdata = part.qdata[:0]
-            parts.append(part)
-    first = parts[0]
-    scales, zero_points = (torch.cat([getattr(part, name) for part in parts]) for name in ("scale", "zero_point"))
-    form = (first.target_dtype, first.block_size, dtype, first.activation_quantization)
-    return type(first)(integers, scales, zero_points, *form)
+            # Freed at once, because a view would keep the memory, and so would the tensor until cycles are collected.
+            part.qdata = part.qdata.new_empty(0)
+            scales.append(part.scale)
+            zero_points.append(part.zero_point)
+    form = (part.target_dtype, part.block_size, dtype, part.activation_quantization)
+    return type(part)(integers, torch.cat(scales), torch.cat(zero_points), *form)
 
 
 def _rounded(
