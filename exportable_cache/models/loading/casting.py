@@ -31,10 +31,13 @@ def keeps_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str],
 
 def _floats(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
     """Yield each tensor of floating-point numbers of a model, and the dtype that it gets."""
-    keeps = keeps_float32(model, dtype)
+    keeps, is_loaded = keeps_float32(model, dtype), model.dtype == dtype
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point():
-            stays = tensor.dtype == torch.float32 and keeps(name)
+            # A model that was loaded in the dtype has buffers in float32 where its class creates them so, such as the
+            # biases of LFM2-MoE's routers, which it does not name.
+            is_kept = is_loaded and not isinstance(tensor, torch.nn.Parameter)
+            stays = tensor.dtype == torch.float32 and (is_kept or keeps(name))
             yield tensor, torch.float32 if stays else dtype
 
 
