@@ -122,6 +122,8 @@ def test_a_verify_spec_is_checked_where_it_is_made(options: dict[str, Any], mess
         ({"dtype": "int8"}, "dtype must be .*got 'int8'"),
         ({"output_dir": None}, "output_dir must be given; name the folder to write"),
         ({"quantization": Quantization("8w")}, "quantize must be a scheme that target 'fake' has fast kernels for"),
+        ({"rope_length": 63}, "rope_length must be at least max_cache_len=64 and less than .*, got 63; pass 64"),
+        ({"rope_length": 2**63}, "rope_length must be at least .* and less than .*, got 9223372036854775808"),
         ({"options": Pt2Options()}, "options must be FakeOptions for target 'fake', got Pt2Options"),
     ],
 )

@@ -230,6 +230,7 @@ class ExportSpec:
                 "export for target 'pt2', 'tensorrt', or 'executorch' with delegate='xnnpack', or merge one adapter "
                 "(lora=, --lora)"
             )
+        _check_rope_length(self)
         if self.draft is not None:
             _check_draft(self)
         if self.draft_text is not None:
@@ -279,6 +280,16 @@ class ExportSpec:
             from ..models.vocabulary import read_vocabulary
 
             object.__setattr__(self, "vocabulary", read_vocabulary(self.vocabulary))
+
+
+def _check_rope_length(spec: ExportSpec) -> None:
+    """Check that no position of the cache is past the length whose factors RoPE has."""
+    least = spec.cache.max_cache_len
+    if spec.rope_length is not None and not least <= spec.rope_length < 2**63:
+        raise InputError(
+            f"rope_length must be at least max_cache_len={least} and less than 2**63, got {spec.rope_length}; pass "
+            f"{least} for the factors of a full cache"
+        )
 
 
 def _check_draft(spec: ExportSpec) -> None:
