@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DonutSwinConfig,
     GPT2Config,
+    PreTrainedConfig,
     PreTrainedModel,
     SpeechEncoderDecoderConfig,
     SpeechEncoderDecoderModel,
     TrOCRConfig,
     VisionEncoderDecoderConfig,
     VisionEncoderDecoderModel,
+    ViTConfig,
     Wav2Vec2Config,
 )
 
@@ -93,12 +96,15 @@ def glued_model() -> PreTrainedModel:
     return model
 
 
-def reading_model() -> PreTrainedModel:
-    """A `VisionEncoderDecoderModel` of Donut's Swin, whose images are higher than wide, and TrOCR, which is wider."""
+#: Encoder of Donut, whose images are higher than wide.
+SWIN = DonutSwinConfig(
+    image_size=[64, 32], embed_dim=16, depths=[1, 2], num_heads=[2, 2], window_size=4, drop_path_rate=0.0
+)
+
+
+def reading_model(encoder: PreTrainedConfig = SWIN) -> PreTrainedModel:
+    """A `VisionEncoderDecoderModel` of an encoder and TrOCR, which is wider."""
     torch.manual_seed(0)
-    encoder = DonutSwinConfig(
-        image_size=[64, 32], embed_dim=16, depths=[1, 2], num_heads=[2, 2], window_size=4, drop_path_rate=0.0
-    )
     decoder = TrOCRConfig(
         vocab_size=VOCAB,
         d_model=48,
@@ -250,6 +256,19 @@ def test_a_reading_model_is_loaded_from_its_folder(tmp_path: Path) -> None:
     loaded = load_model(tmp_path).model
     assert type(loaded) is VisionEncoderDecoderModel
     assert largest_difference(live(loaded, "image-encoder-decoder"), model, "image-encoder-decoder") <= TOLERANCE
+
+
+def test_a_checkpoint_of_trocr_lacks_the_pooler_of_its_encoder(tmp_path: Path) -> None:
+    sizes = {"image_size": 32, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = reading_model(ViTConfig(**sizes, intermediate_size=32))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    kept = {name: weight for name, weight in weights.items() if ".pooler." not in name}
+    assert len(kept) == len(weights) - 2
+    save_file(kept, path, {"format": "pt"})
+    ids, pixels = tokens()[:, :6], torch.randn(1, 3, 32, 32)
+    assert torch.equal(load_model(tmp_path).model(pixels, ids).logits, model(pixels, ids).logits)
 
 
 @torch.no_grad()

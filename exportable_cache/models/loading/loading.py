@@ -103,6 +103,9 @@ MOST_WIDENED_BYTES = 1 << 30
 _GGUF_NEEDS = ("gguf", "accelerate")
 # Because with tied embeddings such weights would load as a causal LM's.
 _OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
+#: Start of names of tensors that may be missing: the pooler of an encoder of images, which the decoder does not read.
+#: TrOCR's checkpoints lack it.
+_UNREAD = "encoder.pooler."
 
 
 @dataclass
@@ -255,7 +258,7 @@ def _from_checkpoint(
             ) from error
         if reading is not None and reading.problem is not None:
             raise reading.problem
-        missing = sorted(info["missing_keys"])
+        missing = sorted(one for one in info["missing_keys"] if not one.startswith(_UNREAD))
         if missing:
             raise UnsupportedModelError(
                 f"{location.source!r} has no weights for {len(missing)} tensors of {type(model).__name__}, "
