@@ -17,7 +17,7 @@ from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models.loading import integers, prequantized
 from exportable_cache.models.loading.integers import unpack
 from exportable_cache.models.loading.loading import load_model
-from exportable_cache.models.loading.location import Location
+from exportable_cache.models.loading.location import Location, shards
 
 from .support import checkpoints
 
@@ -268,7 +268,7 @@ def test_an_index_that_is_no_list_of_the_folder_is_refused(text: str, message: s
     """Check that an index neither exhausts the stack nor names files elsewhere."""
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(InputError, match=message):
-        integers._shards(Location(str(tmp_path), "tiny", True))
+        shards(Location(str(tmp_path), "tiny", True))
 
 
 @pytest.mark.parametrize("shape", [[2**63, 0], [0, 2**64 - 1]])

@@ -274,7 +274,10 @@ def test_weights_that_do_not_fit_after_conversion_are_refused_before_they_are_re
 ) -> None:
     """The system would end the process without a message. Weights in their stored dtype stay in the mapped file."""
     tiny_model("llama", torch.bfloat16).save_pretrained(tmp_path / "model")
-    size = (tmp_path / "model" / "model.safetensors").stat().st_size
+    weights = tmp_path / "model" / "model.safetensors"
+    size = weights.stat().st_size
+    # The layout of Mistral, next to that of transformers.
+    (tmp_path / "model" / "consolidated.safetensors").hardlink_to(weights)
     monkeypatch.setattr(loading, "host_memory", lambda: 2 * size)
     assert load_model(tmp_path / "model", torch.float32).model.dtype == torch.float32
     monkeypatch.setattr(loading, "host_memory", lambda: 2 * size - 1)

@@ -102,7 +102,7 @@ def free_and_total(device: torch.device) -> tuple[int, int] | None:
 
 
 def host_memory() -> int | None:
-    """Return the bytes that this process can still allocate, swap space included; None outside of Linux."""
+    """Return the free bytes of memory and swap space, without the limit of a container; None outside of Linux."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

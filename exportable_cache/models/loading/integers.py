@@ -16,11 +16,9 @@ dequantised. Formats:
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import PureWindowsPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,7 +28,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...errors import ExportableCacheError, InputError, first_line
-from .location import file_in
+from .location import shards
 from .prequantized import gptq_format, quantization_fields, schemes_of, stored_quantization
 
 if TYPE_CHECKING:
@@ -61,7 +59,6 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 #: Values of 4-bit floats (e2m1).
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _WORD = 32
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Prefix of the patterns of tensors of any layer.
 _ANY = r"\."
 _REMEDY = "config.json and the shards do not belong together, or one is damaged: download the checkpoint again"
@@ -526,40 +523,12 @@ def dequantised_by_us(config: PreTrainedConfig, location: Location, keep: bool =
     stored, fields = stored_quantization(config), quantization_fields(config)
     if stored is None or fields is None or stored.method not in NAMES:
         return None
-    check_shards(_shards(location), stored.method, fields)
+    check_shards(shards(location), stored.method, fields)
     reading = Reading()
     config.quantization_config = {
         "quant_method": METHOD, "method": stored.method, "fields": fields, "reading": reading, "keep": keep
     }  # fmt: skip
     return reading
-
-
-def _shards(location: Location) -> list[Path]:
-    """Return the safetensors files of a checkpoint, downloaded if they have to be; none if it has others."""
-    whole = file_in(location, _WEIGHTS)
-    if whole is not None:
-        return [whole]
-    index = file_in(location, _INDEX)
-    if index is None:
-        return []
-    try:
-        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise InputError(
-            f"cannot read {_INDEX} of {location.source!r}: {first_line(error)}; download it again"
-        ) from error
-    # By the rules of Windows, because they include the separators of other systems.
-    paths = ((name, PureWindowsPath(name)) for name in names)
-    outside = next((name for name, path in paths if path.anchor or ".." in path.parts), None)
-    if outside is not None:
-        raise InputError(
-            f"{_INDEX} of {location.source!r} must name files of the checkpoint, got {outside!r:.99}; download it again"
-        )
-    found = {name: file_in(location, name) for name in names}
-    missing = [name for name, path in found.items() if path is None]
-    if missing:
-        raise InputError(f"{location.source!r} has no file {missing[0]}, which {_INDEX} names; download it again")
-    return [path for path in found.values() if path is not None]
 
 
 @register_quantizer(METHOD)

@@ -44,7 +44,7 @@ from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_fo
 from .captioner import encoder_decoder_config, encoder_decoder_of
 from .casting import converted
 from .generation_configs import check_generation_config, eos_tokens_of
-from .location import Location, file_in, locate, quiet
+from .location import Location, file_in, locate, quiet, shards
 from .prequantized import (
     check_plain,
     check_readable,
@@ -302,12 +302,14 @@ def _from_checkpoint(
 def _check_memory(location: Location, stored: torch.dtype | None, wanted: torch.dtype) -> None:
     """Check that the memory has room for weights that are converted; others stay in their mapped files.
 
+    Weights on a hub that can be reached are not checked, because they would have to be downloaded first.
+
     Raises:
         DeviceMemoryError: If it does not, because the system would end the process without a message.
     """
     if stored is None or stored == wanted or not location.local or location.gguf is not None:
         return
-    read = sum(path.stat().st_size for path in Path(location.path).glob("*.safetensors"))
+    read = sum(path.stat().st_size for path in shards(location))
     needed, free = read * wanted.itemsize // stored.itemsize, host_memory()
     if free is not None and needed > free:
         raise DeviceMemoryError(

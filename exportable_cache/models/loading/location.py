@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -9,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from huggingface_hub import constants, try_to_load_from_cache
@@ -22,6 +23,7 @@ from ...errors import ExportableCacheError, InputError, first_line
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_TIMEOUT = 10.0
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,40 @@ def file_in(location: Location, name: str) -> Path | None:
     with hub_errors(location.source):
         found = file_or_none(location.path, name, local_files_only=location.local)
     return None if found is None else Path(found)
+
+
+def shards(location: Location) -> list[Path]:
+    """Return the safetensors files of a checkpoint, downloaded if they have to be; none if it has others.
+
+    Other files next to them do not count: Mistral's folders have the weights in a second layout, too.
+
+    Raises:
+        InputError: If the index is damaged, or names files that are missing or outside the checkpoint.
+    """
+    whole = file_in(location, _WEIGHTS)
+    if whole is not None:
+        return [whole]
+    index = file_in(location, _INDEX)
+    if index is None:
+        return []
+    try:
+        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise InputError(
+            f"cannot read {_INDEX} of {location.source!r}: {first_line(error)}; download it again"
+        ) from error
+    # By the rules of Windows, because they include the separators of other systems.
+    paths = ((name, PureWindowsPath(name)) for name in names)
+    outside = next((name for name, path in paths if path.anchor or ".." in path.parts), None)
+    if outside is not None:
+        raise InputError(
+            f"{_INDEX} of {location.source!r} must name files of the checkpoint, got {outside!r:.99}; download it again"
+        )
+    found = {name: file_in(location, name) for name in names}
+    missing = [name for name, path in found.items() if path is None]
+    if missing:
+        raise InputError(f"{location.source!r} has no file {missing[0]}, which {_INDEX} names; download it again")
+    return [path for path in found.values() if path is not None]
 
 
 @contextmanager
