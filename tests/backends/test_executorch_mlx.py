@@ -138,3 +138,10 @@ def test_a_method_in_pieces_is_not_verified() -> None:
     plan = SimpleNamespace(name="forward", delegates=[1, 2], chains=[SimpleNamespace(instructions=[1, 2, 3])])
     with pytest.raises(VerificationError, match="'forward' has 3 instructions and 2 calls.*--no-verify"):
         mlx_evaluator.only_call(plan)
+
+
+def test_the_reversal_after_a_choice_of_experts_is_computed() -> None:
+    """The delegate lowers `topk` to an ascending sort, and a slice from the last value down."""
+    mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
+    node = SimpleNamespace(x=mx.array([[1.0, 2.0, 3.0]]), axis=-1, start=2, stop=-4, step=-1)
+    assert mlx_evaluator.OPERATORS["Slice"](mx, node).tolist() == [[3.0, 2.0, 1.0]]

@@ -317,19 +317,18 @@ def _positive(node: Node, *names: str) -> None:
             raise ValueError(f"{name} must be at least 1, got {getattr(node, name)}")
 
 
-def _steps(node: Node) -> slice:
-    _positive(node, "step")
-    return slice(node.start, node.stop, node.step)
-
-
 def _slice_update(mx: Any, node: Node) -> Any:
     axis = node.axis % node.dst.ndim
-    return _written(mx, node.dst, axis, _steps(node), node.update)
+    _positive(node, "step")
+    return _written(mx, node.dst, axis, slice(node.start, node.stop, node.step), node.update)
 
 
 def _slice(mx: Any, node: Node) -> Any:
+    # The delegate's `topk`, which chooses experts, reverses its sorted values by a step of -1.
+    if node.step != -1:
+        _positive(node, "step")
     axis = node.axis % node.x.ndim
-    return node.x[tuple([slice(None)] * axis) + (_steps(node),)]
+    return node.x[tuple([slice(None)] * axis) + (slice(node.start, node.stop, node.step),)]
 
 
 def _scatter_add(mx: Any, node: Node) -> Any:
