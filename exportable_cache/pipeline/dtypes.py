@@ -76,7 +76,7 @@ def check_dtype(
         other = "quantize" if quantized else f"dtype={dtype_name(requested or torch.float32)!r}"
         raise InputError(
             f"compute must be 'float32' with {other}, got {dtype_name(rounded)!r}, because it is for weights that are "
-            f"kept in {dtype_name(rounded)}; leave one of them out"
+            f"kept in {dtype_name(rounded)}; leave one of them out (recipe 'half' sets compute)"
         )
     if requested is None:
         return

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...common.progress import bytes_text
 from ...errors import BundleError, DeviceMemoryError, UnsupportedModelError
@@ -152,6 +152,10 @@ def engine_io_of(program: Program, method: str, opt_length: int | None = None) -
 ENGINES = "engines"
 
 
+#: Name of a dtype that TensorRT and torch share, because runners look it up by its name.
+_Dtype = Annotated[str, Field(pattern=r"^(bool|int8|uint8|int32|int64|float16|bfloat16|float32)$")]
+
+
 class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -160,7 +164,7 @@ class Input(_Entry):
     """A network input with its optimization profile: the three shapes are equal if it is static."""
 
     name: str
-    dtype: str
+    dtype: _Dtype
     min_shape: list[int]
     opt_shape: list[int]
     max_shape: list[int]
@@ -173,7 +177,7 @@ class Output(_Entry):
     """
 
     name: str
-    dtype: str
+    dtype: _Dtype
     shape: list[int]
 
 

@@ -189,11 +189,16 @@ def test_inputs_that_are_not_tokens_need_torch(bundle: Bundle) -> None:
 
 def test_a_record_that_describes_no_engine_is_refused(bundle: Bundle) -> None:
     description = bundle.manifest.description()
-    broken = json.loads(json.dumps(description.details["engine.plan"]))
-    del broken["engines"][0]["aliases"]
-    description.details["engine.plan"] = broken
-    with pytest.raises(BundleError, match="entry of the engine in engine.plan is invalid: aliases"):
-        backend_for("tensorrt").open(bundle.path, description)
+    whole = description.details["engine.plan"]
+    for where, change in (
+        ("aliases", lambda engine: engine.pop("aliases")),
+        ("inputs.0.dtype", lambda engine: engine["inputs"][0].update(dtype="nn")),
+    ):
+        broken = json.loads(json.dumps(whole))
+        change(broken["engines"][0])
+        description.details["engine.plan"] = broken
+        with pytest.raises(BundleError, match=f"entry of the engine in engine.plan is invalid: {where};"):
+            backend_for("tensorrt").open(bundle.path, description)
 
 
 def test_records_of_earlier_bundles_are_read(bundle: Bundle) -> None:
