@@ -259,10 +259,8 @@ def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | Non
         BundleError, MissingDependencyError: See `load` and `open_model`.
     """
     use = use or Use()
-    if use.draft_model is not None and not names_model(use.draft_model):
-        raise InputError(
-            f"--draft-model must be a model, got the bundle {use.draft_model}; pass the model of its export"
-        )
+    if use.draft_model is not None:
+        _check_names_model(use.draft_model)
     if opening.is_model(name):
         opened = _open_live(terminal, name, opening.model, use, text)
         return opened._replace(draft=_draft_over(terminal, opened.session, name, opening.model, use))
@@ -302,6 +300,22 @@ def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | Non
     pays = measured is not None and measured.tokens >= PAYS * max(1, measured.steps)
     options = ModelOptions(device=str(session.device))
     return Opened(session, bundle.processor, draft=_draft_over(terminal, session, name, options, use, pays))
+
+
+def _check_names_model(name: str) -> None:
+    """Check the name of a draft model, before a larger model is read, which takes long.
+
+    Raises:
+        InputError: If there is no such model.
+    """
+    if names_model(name):
+        from ..models.loading.loading import load_config
+
+        load_config(name)
+    elif os.path.isdir(name):
+        raise InputError(f"--draft-model must be a model, got the bundle {name}; pass the model of its export")
+    else:
+        raise InputError(f"--draft-model must be a model, got {name!r}, which does not exist; check the path")
 
 
 def check_head(use: Use, recorded: object) -> None:

@@ -355,3 +355,11 @@ def test_a_draft_head_that_is_no_folder_is_refused_before_the_model_is_read(run:
     for command in ("generate", "chat", "serve"):
         done = run(*arguments_of(command, "demo"), "--draft", "nowhere", *SMALL)
         refused(done, "draft must be 'mtp' or the folder of an EAGLE-3 head", "'nowhere'", "check the folder")
+
+
+def test_a_draft_model_is_checked_before_the_model_is_read(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    for name, says in ((tmp_path, "config.json"), ("x/y/z", "got 'x/y/z', which does not exist; check")):
+        done = run("generate", "demo", "-p", PROMPT, "--draft-model", name, *SMALL)
+        refused(done, says)
+        assert "demo on cpu" not in done.stderr
