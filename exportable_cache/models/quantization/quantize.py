@@ -86,9 +86,9 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
             f"the head of {name} is tied to its embeddings, and their kernels pack 4 bits differently; use "
             "quantize_embeddings='8w'"
         )
-    size = quantization.group_size
+    size = quantization.group_size or DEFAULT_GROUP_SIZE
     grouped = quantization.linear is not None and LINEAR_SCHEMES[quantization.linear][0] == 4
-    rows = dict(linears) if grouped else {}
+    rows: dict[str, Any] = dict(linears) if grouped else {}
     if grouped and isinstance(head, nn.Linear) and not is_tied(model):
         rows["its head"] = head
     if quantization.embeddings == "4w":

@@ -6,9 +6,9 @@ import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -41,10 +41,10 @@ class _Form(NamedTuple):
 
 
 @functools.cache
-def _multiplied_directly(kind: type[nn.Module]) -> frozenset[str]:
+def _multiplied_directly(kind: Hashable) -> frozenset[str]:
     """Return the names of submodules whose weight a class multiplies itself, in place of calling the layer."""
     try:
-        return frozenset(re.findall(r"self\.(\w+)\.weight\s*@", inspect.getsource(kind)))
+        return frozenset(re.findall(r"self\.(\w+)\.weight\s*@", inspect.getsource(cast("type[nn.Module]", kind))))
     except (OSError, TypeError):
         return frozenset()
 
@@ -60,7 +60,7 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     left = {
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
-        for name in _multiplied_directly(type(module))
+        for name in _multiplied_directly(cast("Hashable", type(module)))
     }
     return {
         path: module
@@ -79,8 +79,8 @@ def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtyp
         # Because XNNPACK and native operators keep scales of groups in 16 bits, and others in the program's dtype.
         is_16_bits = quantization.linear == "8da4w" or quantization.scales == "signed_mse"
         scale = _BFLOAT16 if bits == 4 and is_16_bits else dtype.itemsize
-        for module in quantizable_linears(model).values():
-            forms[id(module.weight)] = _Form(bits, scale, size if bits == 4 else module.weight.shape[1])
+        for linear in quantizable_linears(model).values():
+            forms[id(linear.weight)] = _Form(bits, scale, size if bits == 4 else linear.weight.shape[1])
         if quantization.experts is not None:
             for module in (module for _, module in experts_of(model)):
                 for name in projections(module):
