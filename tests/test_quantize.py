@@ -17,8 +17,8 @@ from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models import quantized_rows
 from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.models.quantization import quantize as quantize_file
-from exportable_cache.models.quantization.quantize import check_quantizable, is_tied, quantize
-from exportable_cache.models.quantization.sizes import coverage_of, quantizable_linears, quantized_bytes
+from exportable_cache.models.quantization.quantize import check_quantizable, quantize
+from exportable_cache.models.quantization.sizes import coverage_of, is_tied, quantizable_linears, quantized_bytes
 from exportable_cache.models.quantization.spec import Quantization, quantization_of
 from exportable_cache.models.quantized_rows import QuantizedRows
 from exportable_cache.verification.verify import verify, verify_session

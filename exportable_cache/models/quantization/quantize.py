@@ -30,7 +30,7 @@ from ..patches.registry import prepare_model
 from ..quantized_rows import OrderedLinear, is_quantized
 from .calibration import products_of
 from .group_scales import RoundedGroups, round_groups, round_with_feedback
-from .sizes import quantizable_linears
+from .sizes import is_tied, quantizable_linears
 from .spec import (
     DEFAULT_GROUP_SIZE,
     EMBEDDING_SCHEMES,
@@ -108,12 +108,6 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
             raise InputError(
                 f"group_size must divide the rows of {path} of {name}, {length} weights long, got {size}; {remedy}"
             )
-
-
-def is_tied(model: PreTrainedModel) -> bool:
-    """Return True if the head is tied to the embedding table."""
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 @dataclass(frozen=True)

@@ -49,14 +49,19 @@ def _multiplied_directly(kind: Hashable) -> frozenset[str]:
         return frozenset()
 
 
+def is_tied(model: PreTrainedModel) -> bool:
+    """Return True if the head is tied to the embedding table."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
 def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the linear layers that a scheme quantizes, by path; a tied head belongs to the embedding table.
 
     Layers whose weight their module multiplies itself are left out, such as `dt_proj` of Mamba, because quantized
     weights are only computed by their layers.
     """
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and head.weight is table.weight
+    tied_head = model.get_output_embeddings() if is_tied(model) else None
     left = {
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
@@ -65,7 +70,7 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return {
         path: module
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and path not in left and not (tied and module is head)
+        if isinstance(module, nn.Linear) and path not in left and module is not tied_head
     }
 
 
