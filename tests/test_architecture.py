@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from fnmatch import fnmatch
+from os.path import dirname
 from pathlib import Path
 
 import pytest
@@ -37,3 +40,21 @@ def test_there_are_few_entries_at_the_top() -> None:
         path.name for path in PACKAGE.iterdir() if not path.name.startswith(("__pycache__", ".", "py.typed"))
     )
     assert len(entries) <= MOST_ENTRIES, entries
+
+
+def test_the_page_names_files_that_exist() -> None:
+    there = {path.relative_to(ROOT).as_posix() for room in (PACKAGE, ROOT / "tests") for path in room.rglob("*")}
+    missing = []
+    for line in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines():
+        room = re.match(r"\| `(\w+)` \|", line)
+        folder = f"{PACKAGE.name}/{room[1]}" if room else ""
+        for name in re.findall(r"`([\w*/]+(?:\.py|/))`", line):
+            found = sorted(path for path in there if fnmatch(f"/{path}", f"*/{name.rstrip('/')}"))
+            if line.startswith("|") and "/" not in name:
+                # A bare name follows a room or a path in the same row, and is in its folder or next to that.
+                found = [path for path in found if path in (f"{folder}/{name}", f"{dirname(folder)}/{name}")]
+            if not found:
+                missing.append(name)
+            elif "/" in name.rstrip("/"):
+                folder = found[0] if name.endswith("/") else dirname(found[0])
+    assert not missing

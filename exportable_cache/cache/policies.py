@@ -151,8 +151,21 @@ class FullPolicy(SlotPolicy, kind="full"):
         return length
 
 
+class UnchangedPolicy(SlotPolicy):
+    """Policy of a layer that the decoder's tokens do not change: their number has no limit, and all can be removed."""
+
+    @property
+    def max_length(self) -> None:
+        """See `SlotPolicy.max_length`."""
+        return None
+
+    def max_rollback(self, length: int, max_len_ever: int) -> int:
+        """See `SlotPolicy.max_rollback`."""
+        return length
+
+
 @dataclass(frozen=True)
-class NoPolicy(SlotPolicy, kind="none"):
+class NoPolicy(UnchangedPolicy, kind="none"):
     """Policy of a decoder layer without state, so that every decoder layer has its index in the cache.
 
     Gemma 3n and Gemma 4 pass the keys and values of an earlier layer on inside the step, so the layers that reuse them
@@ -163,15 +176,6 @@ class NoPolicy(SlotPolicy, kind="none"):
     keeps_keys = False
     length_name = None
     capacity = None
-
-    @property
-    def max_length(self) -> None:
-        """See `SlotPolicy.max_length`."""
-        return None
-
-    def max_rollback(self, length: int, max_len_ever: int) -> int:
-        """See `SlotPolicy.max_rollback`."""
-        return length
 
 
 @dataclass(frozen=True)
@@ -441,7 +445,7 @@ class PromptPolicy(SlotPolicy, kind="prompt"):
 
 
 @dataclass(frozen=True)
-class CrossPolicy(SlotPolicy, kind="cross"):
+class CrossPolicy(UnchangedPolicy, kind="cross"):
     """Policy that keeps up to `capacity` encoder positions per row, from slot 0 on, and counts them separately.
 
     Decoder tokens do not change it: a rollback of the decoder leaves it alone, and a new encoder output overwrites the
@@ -459,18 +463,9 @@ class CrossPolicy(SlotPolicy, kind="cross"):
     def __post_init__(self) -> None:
         check_count(self.capacity, "capacity of a cross policy", 1)
 
-    @property
-    def max_length(self) -> None:
-        """See `SlotPolicy.max_length`."""
-        return None
-
-    def max_rollback(self, length: int, max_len_ever: int) -> int:
-        """See `SlotPolicy.max_rollback`."""
-        return length
-
 
 @dataclass(frozen=True)
-class ItemsPolicy(SlotPolicy, kind="items"):
+class ItemsPolicy(UnchangedPolicy, kind="items"):
     """Policy that keeps `items` images of `item_slots` positions each, from slot 0 on, and a last slot that stays zero.
 
     A token that sees no image attends to the last slot only, whose value is zero: as if the layer were not there.
@@ -514,15 +509,6 @@ class ItemsPolicy(SlotPolicy, kind="items"):
         """See `SlotPolicy.capacity`."""
         return self.items * self.item_slots + 1
 
-    @property
-    def max_length(self) -> None:
-        """See `SlotPolicy.max_length`."""
-        return None
-
     def slots_read(self, kv_read_len: int | None) -> int:
         """See `SlotPolicy.slots_read`."""
         return self.capacity
-
-    def max_rollback(self, length: int, max_len_ever: int) -> int:
-        """See `SlotPolicy.max_rollback`."""
-        return length
