@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exportable_cache import export
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.bundle.entries import Calibrated, Quantized
-from exportable_cache.bundle.manifest import Manifest
+from exportable_cache.bundle.manifest import Calibrated, Manifest, Quantized
 from exportable_cache.cli.app import app
 from exportable_cache.demo import demo_path
 from exportable_cache.demo.task import make_question

@@ -91,7 +91,7 @@ def test_what_is_known_of_a_file_must_be_what_the_manifest_says(folder: Path) ->
     path = folder / "manifest.json"
     fields = json.loads(path.read_text())
     fields["files"]["config.json"]["sha256"] = "0" * 64
-    from exportable_cache.bundle.manifest_file import checksum_of
+    from exportable_cache.bundle.files import checksum_of
 
     path.write_text(json.dumps({**fields, "checksum": checksum_of(fields)}))
     with pytest.raises(BundleError, match="config.json is damaged: its sha256 is .*the manifest says 000000000000"):

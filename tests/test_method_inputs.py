@@ -3,7 +3,7 @@
 import torch
 
 from exportable_cache import ExportableCache
-from exportable_cache.bundle.entries import MethodEntry, MethodIO
+from exportable_cache.bundle.manifest import MethodEntry, MethodIO
 from exportable_cache.common.tensors import TensorSpec
 from exportable_cache.program.methods import ProgramMethod
 from exportable_cache.program.program import Program

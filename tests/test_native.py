@@ -134,7 +134,7 @@ def test_what_the_runner_refuses_is_left_to_torch(demo_bundle: Path, tmp_path: P
         "from exportable_cache.session.native import open_native, NotNative\n"
         f"folder = shutil.copytree({str(demo_bundle)!r}, {str(tmp_path / 'bundle')!r})\n"
         "import json\n"
-        "from exportable_cache.bundle.manifest_file import checksum_of\n"
+        "from exportable_cache.bundle.files import checksum_of\n"
         "path = pathlib.Path(folder, 'manifest.json')\n"
         "fields = json.loads(path.read_text())\n"
         "fields['layers'][0]['policy']['kind'] = 'new'\n"

@@ -32,22 +32,29 @@ from ..program.inputs.multimodal import kinds_taken
 from ..program.lengths import needs_equal_rows
 from ..program.spec import Form, Logits
 from .bundle import PROCESSOR, TOKENIZER_FOLDER, Bundle
-from .entries import (
+from .files import (
+    CHAT_TURNS,
+    MANIFEST_FILE,
+    READS_ALIKE,
+    SCHEMA_VERSION,
+    TOKENIZER_FILE,
+    digests_of,
+    installed_versions,
+)
+from .manifest import (
     LOGITS,
     STATE_PREFIX,
     File,
     ItemEntry,
     Layer,
     LoraEntry,
+    Manifest,
     MethodEntry,
     MethodIO,
     ProgramEntry,
     RopeEntry,
     Tensor,
 )
-from .files import CHAT_TURNS, READS_ALIKE, TOKENIZER_FILE, digests_of
-from .manifest import Manifest
-from .manifest_file import MANIFEST_FILE, SCHEMA_VERSION, installed_versions
 from .signing import SIGNATURE_FILE
 
 if TYPE_CHECKING:

@@ -16,11 +16,19 @@ from ..common.fs.files import atomic_path
 from ..common.progress import silent
 from ..errors import BundleError, InputError
 from . import signing
-from .files import READS_ALIKE, TOKENIZER_FILE, TOKENIZER_FOLDER, check_listed, untrusted
+from .files import (
+    MANIFEST_FILE,
+    READS_ALIKE,
+    SCHEMA_VERSION,
+    TOKENIZER_FILE,
+    TOKENIZER_FOLDER,
+    check_listed,
+    rank_folder,
+    untrusted,
+)
 from .files import check_files as check_digests
+from .files import check_versions as check_installed
 from .manifest import Manifest
-from .manifest_file import MANIFEST_FILE, SCHEMA_VERSION, rank_folder
-from .manifest_file import check_versions as check_installed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin

@@ -15,8 +15,17 @@ from ..backends.registry import TARGETS, check_target
 from ..common.progress import silent
 from ..errors import BundleError, InputError
 from . import signing
-from .files import READS_ALIKE, TOKENIZER_FILE, TOKENIZER_FOLDER, check_files, check_listed
-from .manifest_file import MANIFEST_FILE, check_file_name, check_versions, read_fields
+from .files import (
+    MANIFEST_FILE,
+    READS_ALIKE,
+    TOKENIZER_FILE,
+    TOKENIZER_FOLDER,
+    check_file_name,
+    check_files,
+    check_listed,
+    check_versions,
+    read_fields,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from ..common.fs.files import atomic_path, retired_folder
 from ..common.fs.user_files import home_folder
 from ..common.progress import silent
 from ..errors import BundleError, InputError, first_line
-from .manifest_file import MANIFEST_FILE
+from .files import MANIFEST_FILE
 from .signing import SIGNATURE_FILE
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
-from ..bundle.manifest_file import MANIFEST_FILE, other_export
+from ..bundle.files import MANIFEST_FILE, other_export
 from ..common.fs.files import retired_folder
 from ..common.process.tuning import no_collections
 from ..common.settings import setting, setting_of

@@ -13,7 +13,7 @@ from ..common.progress import bytes_text
 from ..errors import shown
 
 if TYPE_CHECKING:
-    from ..bundle.entries import File
+    from ..bundle.manifest import File
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..bundle.manifest_file import EXPORTERS_FORMAT as FORMAT
+from ..bundle.files import EXPORTERS_FORMAT as FORMAT
 from ..common.tensors import dtype_name
 from ..common.version import __version__
 from ..errors import BundleError, InputError, MissingDependencyError

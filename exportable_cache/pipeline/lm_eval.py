@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from ..bundle.files import MANIFEST_FILE
 from ..bundle.hub import HubChoice, bundle_of
-from ..bundle.manifest_file import MANIFEST_FILE
 from ..common.settings import check_count
 from ..errors import ExportableCacheError, InputError, MissingDependencyError
 from ..generation.templates import render_chat

@@ -21,8 +21,7 @@ from ..backends.executorch.pte.instructions import called_operators, method_name
 from ..backends.executorch.pte.kernels import WHOLE_LIBRARIES, KernelSignature, is_in_runtime, signatures_of
 from ..backends.executorch.target import FILE as PROGRAM_FILE
 from ..bundle.builder import cannot_write
-from ..bundle.files import TOKENIZER_FILE, TOKENIZER_FOLDER
-from ..bundle.manifest_file import MANIFEST_FILE
+from ..bundle.files import MANIFEST_FILE, TOKENIZER_FILE, TOKENIZER_FOLDER
 from ..bundle.signing import SIGNATURE_FILE
 from ..common.fs.files import atomic_folder, atomic_path
 from ..common.progress import Progress, silent

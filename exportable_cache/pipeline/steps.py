@@ -22,8 +22,8 @@ from ..backends import backend_for
 from ..backends.base import target_dtypes
 from ..bundle import signing
 from ..bundle.builder import Provenance, check_free, new_folder, parameter_bytes, write_bundle
-from ..bundle.entries import AppliedRecipe, Calibrated, Drafted, Quantized, RankedProgram, RoundedCache
-from ..bundle.manifest_file import rank_folder
+from ..bundle.files import rank_folder
+from ..bundle.manifest import AppliedRecipe, Calibrated, Drafted, Quantized, RankedProgram, RoundedCache
 from ..common.compat.torch_distributed import placeholder_group
 from ..common.fs.tensor_files import Scratch
 from ..common.process.tuning import few_collections

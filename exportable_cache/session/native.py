@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..backends.tensorrt.options import MACHINE_CODE
 from ..bundle.checked import CheckedBundle
-from ..bundle.files import untrusted
-from ..bundle.manifest_file import MANIFEST_FILE
+from ..bundle.files import MANIFEST_FILE, untrusted
 from ..cache.component import label_of
 from ..common.native.kernels import BUILD, TARGET_VARIABLE
 from ..common.native.kernels import VARIABLE as KERNELS_VARIABLE

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..bundle.entries import Acceptance
+from ..bundle.manifest import Acceptance
 from ..cache.layer_spec import DRAFTED
 from ..common.progress import silent
 from ..generation.sampling import Sampler, Sampling

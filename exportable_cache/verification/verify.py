@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..bundle.bundle import Bundle
-    from ..bundle.entries import Calibrated
+    from ..bundle.manifest import Calibrated
     from ..common.progress import Progress
     from ..models.loading.loading import LoadedModel
     from ..models.quantization.calibration import Calibration

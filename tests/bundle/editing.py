@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.bundle.manifest_file import checksum_of
+from exportable_cache.bundle.files import checksum_of
 from exportable_cache.errors import BundleError
 
 #: Tokens that the cache of the bundle under test keeps.

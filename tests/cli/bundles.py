@@ -2,7 +2,7 @@
 
 import json
 
-from exportable_cache.bundle.manifest_file import checksum_of
+from exportable_cache.bundle.files import checksum_of
 
 #: Of the bundle.
 MAX_CACHE_LEN = 48

@@ -12,7 +12,7 @@ import torch
 
 from exportable_cache import export
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.bundle.manifest_file import SCHEMA_VERSION
+from exportable_cache.bundle.files import SCHEMA_VERSION
 from exportable_cache.cli.inspect import _heads
 
 from ..support.fake_target import FILE

@@ -14,7 +14,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from exportable_cache import ExportableCache, Session, export, load
-from exportable_cache.bundle.entries import Acceptance
+from exportable_cache.bundle.manifest import Acceptance
 from exportable_cache.cli.runtime import check_head
 from exportable_cache.decoding import (
     Completer,

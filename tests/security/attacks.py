@@ -18,7 +18,7 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from exportable_cache import ExportableCache, Session, export, load
-from exportable_cache.bundle.manifest_file import MANIFEST_FILE, checksum_of
+from exportable_cache.bundle.files import MANIFEST_FILE, checksum_of
 from exportable_cache.cli.app import app
 from exportable_cache.common.fs import user_files
 from exportable_cache.common.fs.tensor_files import write_tensors

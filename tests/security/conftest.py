@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from exportable_cache import export
-from exportable_cache.bundle.manifest_file import MANIFEST_FILE, checksum_of
+from exportable_cache.bundle.files import MANIFEST_FILE, checksum_of
 
 from ..support.store import stored
 
