@@ -319,7 +319,7 @@ HWY_INLINE Rows<int8_t> rows_of_pairs(const Rows<Int4Pair>& rows, int64_t dim, f
 template <class T, class Work>
 HWY_INLINE void with_pairs(const Work& work) {
   if constexpr (kWhole<T>) {
-#ifdef EC_PAIRS
+#ifdef EC_WHOLE_IN_ONE
     if (WholePairsInOne::is_there()) return work(WholePairsInOne());
 #endif
     work(WholePairs());

@@ -19,6 +19,7 @@
 
 #include "hwy/highway.h"
 #include "piece.h"
+#include "processor.h"
 #include "rows-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -199,12 +200,21 @@ struct WholePairs {
   static HWY_INLINE V floats(VI32 sum) { return hn::ConvertTo(F(), sum); }
 };
 
+#undef EC_WHOLE_IN_ONE
 #undef EC_PAIRS
-#if (HWY_COMPILER_GCC || HWY_COMPILER_CLANG) && HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
-// Not all processors with AVX-512 have these instructions. Assembler, because intrinsics would need functions of another
-// target, into which the others cannot be inlined.
-#define EC_PAIRS
+#if (HWY_COMPILER_GCC || HWY_COMPILER_CLANG) && HWY_ARCH_X86 && \
+    (HWY_TARGET <= HWY_AVX3 || (HWY_TARGET == HWY_AVX2 && defined(EC_COMPILES_AVX_VNNI)))
+// Not all processors with AVX-512 or AVX2 have these instructions. Assembler, because intrinsics would need functions of another
+// target, into which the others cannot be inlined. The prefix selects the form without AVX-512.
+#define EC_WHOLE_IN_ONE
 struct WholePairsInOne : WholePairs {
+#if HWY_TARGET == HWY_AVX2
+  static bool is_there() { return has_avx_vnni(); }
+  static HWY_INLINE VI32 add(VI32 a, VI32 b, VI32 sum) {
+    __asm__("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum.raw) : "x"(a.raw), "x"(b.raw));
+    return sum;
+  }
+#else
   static bool is_there() {
     static const bool is = __builtin_cpu_supports("avx512vnni");
     return is;
@@ -213,8 +223,12 @@ struct WholePairsInOne : WholePairs {
     __asm__("vpdpwssd %2, %1, %0" : "+v"(sum.raw) : "v"(a.raw), "v"(b.raw));
     return sum;
   }
+#endif
 };
+#endif
 
+#if (HWY_COMPILER_GCC || HWY_COMPILER_CLANG) && HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+#define EC_PAIRS
 struct BFloat16Pairs {
   using D = F;
   static bool is_there() {
