@@ -24,7 +24,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 
 from exportable_cache.demo import demo_path
 from exportable_cache.demo.task import make_question
-from exportable_cache.models.quantization.group_scales import round_groups, round_with_feedback
+from exportable_cache.models.quantization.calibration import round_groups, round_with_feedback
 from exportable_cache.models.rounding import rounded_activations
 
 GROUP = 32

@@ -18,8 +18,13 @@ from exportable_cache.cli.app import app
 from exportable_cache.demo import demo_path
 from exportable_cache.demo.task import make_question
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.models.quantization.calibration import Calibration, products_of, read_calibration
-from exportable_cache.models.quantization.group_scales import round_groups, round_with_feedback
+from exportable_cache.models.quantization.calibration import (
+    Calibration,
+    products_of,
+    read_calibration,
+    round_groups,
+    round_with_feedback,
+)
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.models.quantized_rows import is_quantized

@@ -15,10 +15,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from exportable_cache import export, load
 from exportable_cache.errors import InputError, MissingDependencyError, UnsupportedModelError
 from exportable_cache.models.loading import prequantized
-from exportable_cache.models.loading.generation_configs import eos_tokens_of
 from exportable_cache.models.loading.loading import load_config, load_model
 from exportable_cache.models.loading.location import locate
-from exportable_cache.models.loading.tokenizer import load_tokenizer
+from exportable_cache.models.loading.tokenizer import eos_tokens_of, load_tokenizer
 from exportable_cache.pipeline.plan import plan
 
 from .support import checkpoints

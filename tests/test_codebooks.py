@@ -9,7 +9,7 @@ import torch
 
 from exportable_cache import ExportableCache, Session, export
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.models.layers.codebooks import Codebooks
+from exportable_cache.models.layers.specs import Codebooks
 
 from .zoo.architectures import architectures
 from .zoo.build import STEPS, cached_logits, encoder_inputs, tiny_model, tokens

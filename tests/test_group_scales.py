@@ -6,8 +6,8 @@ import torch
 from exportable_cache.backends.executorch.options import ExecutorchOptions
 from exportable_cache.cache.spec import CacheSpec
 from exportable_cache.common.fs.tensor_files import Scratch
-from exportable_cache.models.quantization import group_scales
-from exportable_cache.models.quantization.group_scales import round_groups
+from exportable_cache.models.quantization import calibration
+from exportable_cache.models.quantization.calibration import round_groups
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.pipeline.spec import ExportSpec
@@ -98,7 +98,7 @@ def test_weights_that_are_of_4_bits_already_keep_their_values(signed: bool) -> N
 def test_rows_and_threads_do_not_change_the_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     weight = weights().to(torch.bfloat16)
     whole = round_groups(weight, GROUP, torch.bfloat16)
-    monkeypatch.setattr(group_scales, "_ELEMENTS_AT_ONCE", 5 * weight.shape[1])
+    monkeypatch.setattr(calibration, "_ELEMENTS_AT_ONCE", 5 * weight.shape[1])
     parts = round_groups(weight, GROUP, torch.bfloat16, scratch=Scratch(tmp_path))
     assert torch.equal(parts.integers, whole.integers) and torch.equal(parts.scales, whole.scales)
 

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from exportable_cache.errors import InputError
 from exportable_cache.generation.text import encode_prompt, stream_text
 from exportable_cache.models.loading.tokenizer import load_tokenizer
-from exportable_cache.models.tokenizers import untrusted
-from exportable_cache.models.tokenizers.text import TextTokenizer, reads_alike, tokenizer_errors
+from exportable_cache.models.tokenizers.text import TextTokenizer, is_plain, reads_alike, tokenizer_errors
 
 from .decoding.byte_tokenizer import byte_tokenizer
 
@@ -91,7 +90,7 @@ def test_a_pattern_that_is_slow_at_every_character_is_ended(chat: bool, monkeypa
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
     tokenizer.chat_template = "{{ messages[0].content }}"
     assert encode_prompt(tokenizer, "aab").tolist() == [[0, 0, 1]]
-    monkeypatch.setattr(untrusted, "MOST_SECONDS", 0.3)
+    monkeypatch.setattr("exportable_cache.models.tokenizers.text.MOST_SECONDS", 0.3)
     text = "a" * 3000
     start = time.monotonic()
     with pytest.raises(InputError, match="the tokenizer cannot encode the prompt: it runs longer than 0.3 s; shorten"):
@@ -110,7 +109,7 @@ def test_a_pattern_that_is_slow_at_every_character_is_ended(chat: bool, monkeypa
     ],
 )  # fmt: skip
 def test_well_known_patterns_are_not_tried_first(pattern: str) -> None:
-    assert untrusted.is_plain(pattern)
+    assert is_plain(pattern)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,7 @@ def test_well_known_patterns_are_not_tried_first(pattern: str) -> None:
     [SLOW, "((a+)+)+b", "a|(a|aa)+b", "a?a?a?a?a?b", r"[a]*\[a*", "(a|b", "x{3}{3}", "(?:a?){22}"],
 )
 def test_others_are(pattern: str) -> None:
-    assert not untrusted.is_plain(pattern)
+    assert not is_plain(pattern)
 
 
 def test_tokens_that_cannot_be_decoded_are_one_sentence() -> None:

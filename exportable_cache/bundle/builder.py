@@ -20,13 +20,12 @@ from ..common.fs.files import LOCK_FILE, PARTIAL, atomic_folder, clear_leftovers
 from ..common.progress import Progress, silent
 from ..common.tensors import TensorSpec, dtype_name
 from ..errors import BundleError
-from ..generation.chat_turns import chat_turns
 from ..generation.checkpoint_settings import end_tokens
-from ..models.fixed_rope import rope_length_of
+from ..generation.templates import chat_turns
 from ..models.layers.specs import cached_layers, logits_size_of, vocab_size_of
 from ..models.positions import rope_rule
 from ..models.tokenizers.text import reads_alike
-from ..models.vocabulary import VOCABULARY_FILE, kept_tokens
+from ..models.variants import VOCABULARY_FILE, kept_tokens, rope_length_of
 from ..models.weights import fingerprint
 from ..program.inputs.multimodal import kinds_taken
 from ..program.lengths import needs_equal_rows

@@ -258,7 +258,7 @@ class Bundle:
     @cached_property
     def _tokenizer_folder(self) -> Path:
         """Folder of the tokenizer, after checking that its config names no file outside it."""
-        from ..models.tokenizers.untrusted import check_tokenizer_config
+        from ..models.tokenizers.text import check_tokenizer_config
 
         folder = self.path / TOKENIZER_FOLDER
         check_tokenizer_config(folder)

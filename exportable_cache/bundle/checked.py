@@ -131,8 +131,7 @@ class CheckedBundle:
             BundleError: If its config names a file outside the bundle.
             InputError: If it cannot be read.
         """
-        from ..models.tokenizers.text import TextTokenizer
-        from ..models.tokenizers.untrusted import check_tokenizer_config
+        from ..models.tokenizers.text import TextTokenizer, check_tokenizer_config
 
         folder = self.path / TOKENIZER_FOLDER
         check_tokenizer_config(folder)

@@ -1,4 +1,4 @@
-"""Subprocess of `response_template.py`: it parses responses with transformers and imports nothing of this package."""
+"""Subprocess of `templates.py` that parses responses with transformers; it imports nothing of this package."""
 
 from __future__ import annotations
 

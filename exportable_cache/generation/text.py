@@ -7,8 +7,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import InputError
-from ..models.tokenizers.text import tokenizer_errors
-from ..models.tokenizers.untrusted import check_cost
+from ..models.tokenizers.text import check_cost, tokenizer_errors
 from .control_tokens import ControlTokens, MarkedMessages
 from .templates import render_chat
 from .token_text import StopStrings, TextStream

@@ -16,8 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .experts import EXPERT_LINEAR, experts_output
-from .float8 import FLOAT8_ROUNDED, Float8Linear
-from .rounding import rounded_activations
+from .rounding import FLOAT8_ROUNDED, Float8Linear, rounded_activations
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -15,7 +15,7 @@ from ..common.compat.transformers import cache_argument
 from ..errors import UnsupportedModelError
 from .cache_factory import ExportableCache
 from .draft_heads import draft_head_of
-from .layers.codebooks import codebooks_of
+from .layers.specs import codebooks_of
 from .patches.mechanisms.rope import ChangingFrequencies, rope_by
 from .positions import DYNAMIC, changing, lengths_forgotten, rope_rule, takes_positions, text_model_of
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..cache.layers import CacheLayer
-    from .layers.codebooks import Codebooks
+    from .layers.specs import Codebooks
 
 #: Frequencies of a rotary embedding, float32 [pairs], or those that change with the length.
 Frequencies: TypeAlias = torch.Tensor | ChangingFrequencies

@@ -19,20 +19,18 @@ from ..common.progress import silent
 from ..common.tensors import dtype_name
 from ..errors import InputError, UnsupportedModelError
 from ..generation.checkpoint_settings import end_tokens
-from ..models.fixed_rope import REMARK, fix_rope
 from ..models.layers.specs import vocab_size_of
-from ..models.loading.generation_configs import stored_generation_config
 from ..models.loading.loading import live_model, load_config
 from ..models.loading.location import locate
 from ..models.loading.prequantized import stored_quantization
-from ..models.loading.tokenizer import has_tokenizer, tokenizer_of
+from ..models.loading.tokenizer import has_tokenizer, stored_generation_config, tokenizer_of
 from ..models.loading.without_weights import model_without_weights
 from ..models.lora import add_slots, remove_slots
 from ..models.positions import check_rope
 from ..models.quantization.quantize import NOTHING_TO_KEEP
 from ..models.quantization.sizes import coverage_of
 from ..models.quantization.spec import KEEP_SCHEME, quantization_of
-from ..models.vocabulary import keep_tokens
+from ..models.variants import REMARK, fix_rope, keep_tokens
 from ..program.spec import ProgramSpec
 from .dtypes import DtypeChoice
 from .plan import RecipeSize, plan_cache, sizes_of_recipes, weights_bytes

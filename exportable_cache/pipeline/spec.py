@@ -63,7 +63,7 @@ class ExportSpec:
         draft_text: File of a text on which the acceptance of the draft head is measured, or None.
         vocabulary: Token ids whose logits are computed, or a file of them, see `vocabulary.read_vocabulary`; None for
             all. Read when the spec is made, into a tuple.
-        rope_length: Sequence length whose RoPE factors are used at every position, see `fixed_rope`; None for those of
+        rope_length: Sequence length whose RoPE factors are used at every position, see `fix_rope`; None for those of
             each sequence.
         dry_run: Describe the export, and write nothing.
         recipe: Name of the recipe from which `export` filled in other options, for the manifest; None for none. See
@@ -277,7 +277,7 @@ class ExportSpec:
             object.__setattr__(self, "modalities", tuple(self.modalities))
         object.__setattr__(self, "lora", _checked_lora(self.lora))
         if self.vocabulary is not None:
-            from ..models.vocabulary import read_vocabulary
+            from ..models.variants import read_vocabulary
 
             object.__setattr__(self, "vocabulary", read_vocabulary(self.vocabulary))
 

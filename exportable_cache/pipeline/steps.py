@@ -33,9 +33,8 @@ from ..errors import BundleError, InputError, UnsupportedModelError, Verificatio
 from ..generation.checkpoint_settings import CheckpointSettings, end_tokens
 from ..models.cache_factory import ExportableCache
 from ..models.draft_heads import attach_head, draft_head_of
-from ..models.fixed_rope import fixed
-from ..models.layers.codebooks import codebooks_of
 from ..models.layers.specs import (
+    codebooks_of,
     layer_specs_from_config,
     layer_specs_from_model,
     layer_types_and_windows,
@@ -57,7 +56,7 @@ from ..models.quantization.calibration import Calibration, read_calibration, tok
 from ..models.quantization.quantize import NOTHING_TO_KEEP, quantize
 from ..models.quantization.sizes import Coverage, coverage_of, exact_bytes
 from ..models.quantization.spec import KEEP_SCHEME
-from ..models.vocabulary import reduced
+from ..models.variants import fixed, reduced
 from ..parallel.heads import check_tensor_parallel, parts_of_heads
 from ..parallel.rank_model import RankOf, part_of_model
 from ..program.inputs.modalities import modalities_of

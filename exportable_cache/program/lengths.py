@@ -12,7 +12,7 @@ from ..cache.attention import ATTENTION
 from ..cache.attention.implementation import attention_of
 from ..cache.layers import CacheLayer
 from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
-from ..models.layers.codebooks import codebooks_of
+from ..models.layers.specs import codebooks_of
 from .methods import KV_SLOTS, ProgramMethod
 from .program import ResidentModule
 

@@ -23,7 +23,7 @@ from ..errors import InputError, UnsupportedModelError, describe_trace_error
 from ..models.cache_factory import ExportableEncoderDecoderCache
 from ..models.draft_heads import collecting_hidden, draft_head_of
 from ..models.joined_linears import joined_products, separate_linears
-from ..models.layers.codebooks import codebooks_of
+from ..models.layers.specs import codebooks_of
 from ..models.lora import (
     ADAPTED,
     ADAPTERS,

@@ -1,11 +1,11 @@
-"""Generates the tokens and text of a session with the loops of `generation`, and checks the arguments."""
+"""Generation with a session: text, tokens and scores, over the part of it that these functions use."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -25,10 +25,89 @@ from .rows import Prompt, TokenRows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ..backends.base import Runner
+    from ..cache.layers import CacheLayer
     from ..generation.speculative import Draft
     from ..models.tokenizers.text import TextTokenizer
-    from .interface import AnySession
+    from .inputs.stages import InputStages
     from .stepper import ProgramStepper
+
+
+class AnySession(Protocol):
+    """The part of a `Session` that these functions use, see there."""
+
+    batch_size: int
+    vocab_size: int
+    device: torch.device
+    target: str
+    fingerprint: str | None
+    text_tokenizer: PreTrainedTokenizerBase | TextTokenizer | None
+    generation_config: GenerationConfig | None
+    stepper: ProgramStepper
+    stages: InputStages
+    parts_of_heads: tuple[int, ...]
+    encoded_ids: tuple[torch.Tensor, list[torch.Tensor]] | None
+
+    @property
+    def runner(self) -> Runner:
+        """Runner of the program."""
+        ...
+
+    @property
+    def layers(self) -> tuple[CacheLayer, ...]:
+        """Layers of the cache."""
+        ...
+
+    @property
+    def length(self) -> torch.Tensor:
+        """Number of tokens in each row, int64 [batch]."""
+        ...
+
+    @property
+    def unfed(self) -> tuple[int | None, ...]:
+        """See `Session.unfed`."""
+        ...
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens that a row can hold, or None."""
+        ...
+
+    @property
+    def score_length(self) -> int:
+        """Most tokens that `score` takes."""
+        ...
+
+    @property
+    def codebooks(self) -> int | None:
+        """Number of ids in each token, or None."""
+        ...
+
+    @property
+    def has_encoder(self) -> bool:
+        """True for an encoder-decoder."""
+        ...
+
+    @property
+    def generation_settings(self) -> CheckpointSettings:
+        """See `Session.generation_settings`."""
+        ...
+
+    def settings_of(self, config: GenerationConfig | None) -> CheckpointSettings:
+        """See `Session.settings_of`."""
+        ...
+
+    def agreed(self, sampling: Sampling) -> Sampling:
+        """See `Session.agreed`."""
+        ...
+
+    def reset(self) -> None:
+        """Return to position 0."""
+        ...
+
+    def encode(self, main_input: torch.Tensor | None = None, **inputs: torch.Tensor) -> torch.Tensor:
+        """See `Session.encode`."""
+        ...
 
 
 @dataclass(frozen=True)

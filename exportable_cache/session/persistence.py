@@ -18,7 +18,7 @@ from .state import UNKNOWN, RopeState, SequenceState
 
 if TYPE_CHECKING:
     from ..cache.layers import CacheLayer
-    from .interface import AnySession
+    from .generate import AnySession
 
 # File format version. v2 describes layers by their parts instead of a class, v3 adds a checksum.
 _FORMAT = "exportable_cache.session_state.v3"

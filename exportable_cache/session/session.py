@@ -24,7 +24,7 @@ from ..common.progress import silent
 from ..common.tensors import ordinary_tensors
 from ..errors import InputError
 from ..generation.checkpoint_settings import CheckpointSettings
-from ..generation.multi_step import check_steps_per_launch
+from ..generation.loop import check_steps_per_launch
 from ..generation.sampling import Sampler, Sampling
 from ..models.lora import ADAPTERS
 from ..models.tokenizers.text import TextTokenizer

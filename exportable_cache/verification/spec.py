@@ -60,7 +60,7 @@ class VerifySpec:
     exact_cache: bool = False
 
     def __post_init__(self) -> None:
-        from ..generation.sampling_options import check_seed
+        from ..generation.host_sampling import check_seed
 
         check_settings(self)
         check_seed(self.seed)

@@ -73,9 +73,8 @@ def verify(
         InputError: If the model cannot be loaded, has another type or vocabulary, or a value is out of range.
     """
     from ..bundle.bundle import Bundle
-    from ..models.fixed_rope import fixed
     from ..models.loading.loading import load_model, load_to_quantise
-    from ..models.vocabulary import VOCABULARY_FILE, read_vocabulary, reduced
+    from ..models.variants import VOCABULARY_FILE, fixed, read_vocabulary, reduced
     from ..session.native import NotNative, runtime_chosen
     from ..session.session import Session
     from .native_runner import NativeProcess

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from exportable_cache.demo import demo_path
-from exportable_cache.generation.chat_turns import ChatTurns, chat_turns
+from exportable_cache.generation.templates import ChatTurns, chat_turns
 
 
 def loop(system: str, user: str, assistant: str, generation: str, opening: str = "", trim: bool = False) -> str:

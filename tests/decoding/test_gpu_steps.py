@@ -139,7 +139,7 @@ def test_what_waits_is_found() -> None:
 @torch.no_grad()
 def chosen(greedy: bool, penalised: bool) -> tuple[list[int], list[str]]:
     """Shape of the tokens of two steps with the choice in them, as they are; and what is wrong with them traced."""
-    from exportable_cache.generation.multi_step import ChoosingSteps
+    from exportable_cache.generation.loop import ChoosingSteps
 
     from ..support.fake_gpu import DEVICE, FakeGpu, nodes_elsewhere, waiting_nodes
 

@@ -12,7 +12,7 @@ import torch
 
 from exportable_cache import load
 from exportable_cache.demo.task import make_questions
-from exportable_cache.generation.chat_turns import ChatTurns, chat_turns
+from exportable_cache.generation.templates import ChatTurns, chat_turns
 
 from .conftest import Probe, Program, hexed
 

@@ -9,8 +9,8 @@ import pytest
 
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import BundleError
-from exportable_cache.models.tokenizers import untrusted
-from exportable_cache.models.tokenizers.untrusted import check_tokenizer_config
+from exportable_cache.models.tokenizers import text
+from exportable_cache.models.tokenizers.text import check_tokenizer_config
 
 
 @pytest.mark.parametrize("place", ["tokenizer/more", "tokenizer/more.json", "notes"])
@@ -42,7 +42,7 @@ def test_names_of_other_files_are_refused(tmp_path: Path, fields: dict) -> None:
 def test_a_bundle_looks_at_the_config_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before whatever reads the folder first: the tokenizer of text, the whole one, the processor."""
     looked = []
-    monkeypatch.setattr(untrusted, "check_tokenizer_config", looked.append)
+    monkeypatch.setattr(text, "check_tokenizer_config", looked.append)
     opened = Bundle.open(bundle)
     opened.text_tokenizer()
     assert opened.tokenizer() is not None and looked == [bundle / "tokenizer"]

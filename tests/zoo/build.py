@@ -10,8 +10,8 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
 from exportable_cache.common.compat.transformers import cache_name
-from exportable_cache.models.layers.codebooks import codebooks_of
 from exportable_cache.models.layers.encoder import encoder_of
+from exportable_cache.models.layers.specs import codebooks_of
 from exportable_cache.models.loading.captioner import encoder_decoder_of
 from exportable_cache.models.loading.support import RIGHT_BY_TOKEN
 from exportable_cache.program.decoders import encode_method

@@ -12,7 +12,7 @@ from typing import IO, Any
 import torch
 
 from ...common.process.tuning import collect_seldom
-from ...generation.multi_step import Choice
+from ...generation.loop import Choice
 from .graphs import CHOICE, StepKey, choice_graph
 from .model_snapshot import from_snapshot
 from .ops import NATIVE_OPERATORS

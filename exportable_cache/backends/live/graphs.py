@@ -12,7 +12,7 @@ import torch
 
 from ...common.compat.torch import module_tensors
 from ...common.tensors import TensorSpec, kind_of_tensor
-from ...generation.multi_step import Choice, ChoosingSteps
+from ...generation.loop import Choice, ChoosingSteps
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,7 +18,7 @@ from ...common.compat import torch as private
 from ...common.devices import memory_errors, weights_bytes
 from ...common.process.tuning import torch_threads, warn_if_threads_spin
 from ...errors import InputError, UnsupportedModelError, describe_trace_error
-from ...generation.multi_step import Choice, of_step
+from ...generation.loop import Choice, of_step
 from ...models.cache_factory import ExportableEncoderDecoderCache
 from ...models.joined_linears import join_linears
 from ...models.lora import ADAPTED, LORA_TENSORS, WRITE_ADAPTER, lora_layers

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...common.compat.torch import RESHAPE_COPY
-from ...models import float8  # noqa: F401  registers the operators
+from ...models import rounding  # noqa: F401  registers the operators
 from ...models.experts import EXPERT_LINEAR
 from . import kv_cache  # noqa: F401  registers the operator
 from .kv_cache import scatter_update

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...decoding.completion import NO_TOKEN, Completion, Piece
-from ...generation.response_template import TemplateParser
+from ...generation.templates import TemplateParser
 from ...generation.token_text import TokenTexts
 from ...generation.tool_calls import Part, ResponseParser
 

@@ -43,7 +43,6 @@ from ...errors import (
 from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_folder, merged, merged_line
 from .captioner import encoder_decoder_config, encoder_decoder_of
 from .casting import converted
-from .generation_configs import check_generation_config, eos_tokens_of
 from .location import Location, file_in, locate, quiet, shards
 from .prequantized import (
     check_plain,
@@ -54,7 +53,7 @@ from .prequantized import (
     stored_quantization,
 )
 from .support import check_sizes
-from .tokenizer import tokenizer_of
+from .tokenizer import check_generation_config, eos_tokens_of, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

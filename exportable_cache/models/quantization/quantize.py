@@ -23,13 +23,12 @@ from ..experts import (
     set_quantized,
     use_expert_linears,
 )
-from ..float8 import Float8Linear
 from ..layers.specs import vocab_size_of
 from ..loading.casting import keeps_float32
 from ..patches.registry import prepare_model
 from ..quantized_rows import OrderedLinear, is_quantized
-from .calibration import products_of
-from .group_scales import RoundedGroups, round_groups, round_with_feedback
+from ..rounding import Float8Linear
+from .calibration import RoundedGroups, products_of, round_groups, round_with_feedback
 from .sizes import is_tied, quantizable_linears
 from .spec import (
     DEFAULT_GROUP_SIZE,

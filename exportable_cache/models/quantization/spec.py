@@ -39,7 +39,7 @@ EXPERT_SCHEMES = ("8da4w", "4w", "8w")
 #: The scheme of experts that native operators compute.
 NATIVE_EXPERTS = "8da4w"
 DEFAULT_GROUP_SIZE = 32
-#: How the scales of 4-bit groups are chosen: `mse` is the candidate of least squared error, see `group_scales`;
+#: How the scales of 4-bit groups are chosen: `mse` is the candidate of least squared error, see `RoundedGroups`;
 #: `signed_mse` also allows negative scales in linear layers, which this package's kernels support and XNNPACK's do not;
 #: `absmax` is the largest magnitude divided by 7.5, as in older bundles.
 SCALES = ("mse", "signed_mse", "absmax")

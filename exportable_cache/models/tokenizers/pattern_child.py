@@ -1,4 +1,4 @@
-"""Subprocess that splits a text with the patterns of a tokenizer, for `untrusted.py`. It imports only `tokenizers`."""
+"""Subprocess that splits a text with the patterns of a tokenizer, for `text.py`. It imports only `tokenizers`."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ import torch
 from exportable_cache import ExportableCache, Session, export
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models.experts import experts_of, set_quantized
-from exportable_cache.models.float8 import Float8Linear, float8_rounded
 from exportable_cache.models.loading.loading import load_to_quantise
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.sizes import coverage_of, quantized_bytes
 from exportable_cache.models.quantization.spec import Quantization
+from exportable_cache.models.rounding import Float8Linear, float8_rounded
 from exportable_cache.verification.verify import verify_session
 
 from ...support import checkpoints
