@@ -2,7 +2,7 @@
 
 The fast lane has every family in eager, and of the other targets the families that differ to them.
 
-Teacher-forced, float32: prompts shorter, equal and longer than the window of 8, each followed by 40 decode steps.
+Teacher-forced, float32: prompts shorter, equal and longer than the window of 8, each followed by 20 decode steps.
 """
 
 import pytest
@@ -18,7 +18,7 @@ from .support.sessions import live_session, lowered_session
 
 TOLERANCE = 1e-4
 PROMPTS = (3, 7, 8, 9, 40)
-STEPS = 40
+STEPS = 20
 
 
 def worst_difference(session, model) -> dict[int, float]:

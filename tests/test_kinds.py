@@ -23,7 +23,7 @@ from .support.sessions import live_session, lowered_session
 
 TOLERANCE = 1e-4
 PROMPTS = ((3,), (2, 1), (8,), (5, 4), (21,), (13, 8))
-STEPS = 30
+STEPS = 14
 
 # States beside full layers; a ring and a full layer: test_equality.py. With --full all, one with states under Inductor.
 COMPILED = ("lfm2",)

@@ -14,7 +14,7 @@ from exportable_cache.program.methods import ProgramMethod, chunk_sizes, method_
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
-from .support.models import tiny_model, tokens
+from .support.models import hybrid_model, tiny_model, tokens
 from .support.oracle import difference, reference_logits
 from .support.sessions import live_session, lowered_session
 
@@ -24,7 +24,7 @@ BUCKETS = (8, 16, 32)
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model("gemma3_text", sliding_window=16)
+    return hybrid_model(sliding_window=16)
 
 
 def test_buckets_get_methods_of_their_own(model: Any) -> None:
@@ -153,7 +153,7 @@ def test_eager_is_the_same_across_buckets(family: str) -> None:
 
 
 def test_rows_of_a_batch_share_the_bucket_of_the_longest() -> None:
-    model = tiny_model("gemma3_text", sliding_window=16)
+    model = hybrid_model(sliding_window=16)
     session = live_session(model, False, 64, batch_size=2, buckets=BUCKETS)
     ids = tokens(30, batch_size=2)
     reference = reference_logits(model, ids, 5)

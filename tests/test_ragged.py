@@ -386,6 +386,7 @@ def private_names(tree: ast.AST) -> set[str]:
 _SESSION = ("session",)
 
 
+@pytest.mark.project
 def test_nothing_outside_the_room_touches_a_private_attribute_of_a_session() -> None:
     package = Path(exportable_cache.__file__).parent
     tests = Path(__file__).parent

@@ -23,7 +23,7 @@ from .zoo.build import tiny_model as zoo_model
 
 TOLERANCE = 1e-4
 MAX_CACHE_LEN = 48
-STEPS = 40
+STEPS = 20
 #: Longest encoder input, and the lengths tried: tokens, or samples.
 ENCODER = {"moonshine": (8000, (3000, 8000)), "whisper": (24, (24,))}
 
@@ -40,7 +40,7 @@ def live(model: PreTrainedModel, family: str, batch_size: int = 1, **options: An
 def largest_difference(
     session: Session, model: PreTrainedModel, family: str, prompts: tuple[int, ...] = (1, 4)
 ) -> float:
-    """Over encoder inputs of several lengths, with a prompt of one of these lengths each, and 40 steps after it."""
+    """Over encoder inputs of several lengths, with a prompt of one of these lengths each, and 20 steps after it."""
     differences, lengths = [], sizes(family)[1]
     for index, length in enumerate(lengths):
         inputs = encoder_inputs(model, length, session.batch_size, seed=index)

@@ -11,7 +11,7 @@ import torch
 from exportable_cache import ExportableCache, Session
 from exportable_cache.errors import CacheFullError, InputError
 
-from .support.models import VOCAB, WINDOW, tiny_model, tokens
+from .support.models import VOCAB, WINDOW, hybrid_model, tiny_model, tokens
 from .support.oracle import reference_logits
 
 CAPACITY = 64
@@ -21,7 +21,7 @@ CHUNK = 13
 @pytest.fixture(scope="module")
 def model() -> Any:
     """Hybrid: one ring, one full layer."""
-    return tiny_model("gemma3_text")
+    return hybrid_model()
 
 
 @pytest.fixture(scope="module")

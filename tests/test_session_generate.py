@@ -13,7 +13,7 @@ from exportable_cache.decoding import TextStream
 from exportable_cache.errors import CacheFullError, InputError
 
 from .decoding.byte_tokenizer import END, SIZE, byte_tokenizer
-from .support.models import tiny_model, tokens
+from .support.models import hybrid_model, tiny_model, tokens
 from .support.oracle import reference_logits
 
 CAPACITY = 64
@@ -21,7 +21,7 @@ CAPACITY = 64
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model("gemma3_text")
+    return hybrid_model()
 
 
 def session_of(model: Any, batch_size: int = 1, **options: Any) -> Session:

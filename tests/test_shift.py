@@ -25,7 +25,7 @@ from exportable_cache.session.images import Placed, PlacedImages
 from exportable_cache.session.state import SequenceState
 
 from .support.kinds import kind_model
-from .support.models import WINDOW, among, tiny_model, tokens
+from .support.models import WINDOW, among, hybrid_model, tiny_model, tokens
 from .support.multimodal import FAMILIES, tiny_multimodal
 from .support.multimodal import prompt as multimodal_prompt
 from .support.shifted import ShiftOracle
@@ -209,11 +209,11 @@ def test_latents_move_in_the_layout_of_native_operators() -> None:
 
 def test_rows_move_together_and_compiled_steps_go_on() -> None:
     """Check two rows of a batch, a fork, and compiled steps after a shift."""
-    model = tiny_model("gemma3_text")
+    model = hybrid_model()
     ids = tokens(60, batch_size=2)
     oracles = [ShiftOracle(model) for _ in range(2)]
     cache = ExportableCache.from_model(model, SLOTS, batch_size=2)
-    with Session.from_model(model, cache, compile="wait", buckets=False) as session:
+    with Session.from_model(model, cache, compile="wait", prefill_chunk=1) as session:
         before = session.prefill(ids[:, :30])
         expected = torch.cat([one.feed(ids[row : row + 1, :30]) for row, one in enumerate(oracles)])
         torch.testing.assert_close(before, expected, atol=5e-5, rtol=0)

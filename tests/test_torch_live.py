@@ -29,6 +29,8 @@ def test_a_newer_torch_is_accepted(version: str) -> None:
     registry.check_torch(version)
 
 
+# In the fast lane, and in `make test-live`: test_session.py.
+@pytest.mark.full
 def test_a_compiled_session_is_the_model_past_its_window() -> None:
     model = tiny_model("gemma3_text")
     torch._dynamo.reset()

@@ -20,14 +20,14 @@ from exportable_cache.verification.report import VerifyReport
 from exportable_cache.verification.tolerance import default_tolerance
 from exportable_cache.verification.verify import verify, verify_session
 
-from .support.models import WINDOW, among, tiny_model, tokens
+from .support.models import WINDOW, among, hybrid_model, tiny_model, tokens
 
 CAPACITY = 64
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model("gemma3_text")
+    return hybrid_model()
 
 
 def session_of(model: Any, capacity: int = CAPACITY, batch_size: int = 1, **options: Any) -> Session:
@@ -134,7 +134,7 @@ def test_not_a_number_on_both_sides_fails() -> None:
 
 def test_wrong_window_fails(model: Any) -> None:
     """A ring that is one too small is right up to the window and wrong past it."""
-    cache = ExportableCache.from_model(tiny_model("gemma3_text", sliding_window=WINDOW - 1), CAPACITY)
+    cache = ExportableCache.from_model(hybrid_model(sliding_window=WINDOW - 1), CAPACITY)
     session = session_of(model)
     session.runner = ModuleRunner(model, cache)
     assert verify_session(session, model, prompts=[3], decode_steps=4).passed
@@ -167,7 +167,7 @@ def prefills_of(session: Session) -> list[tuple[int, int]]:
     return calls
 
 
-@pytest.mark.parametrize("capacity", [3, 4, 5, 8, 9, 64, 255, 256])
+@pytest.mark.parametrize("capacity", among([3, 4, 5, 8, 9, 64, 255, 256], fast=[3, 9, 256]))
 @pytest.mark.parametrize("prefill_chunk", [None, 2, 3])
 def test_prefill_runs_from_the_start_past_it_and_at_full_length(
     model: Any, capacity: int, prefill_chunk: int | None
@@ -291,7 +291,9 @@ def test_progress_counts_every_step(model: Any) -> None:
     assert {(stage, total) for stage, _, total in calls} == {("verifying", 12)}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3", "phi3", "olmo3"])
+@pytest.mark.parametrize(
+    "family", among(["llama", "gemma3_text", "qwen3", "phi3", "olmo3"], fast=["llama", "gemma3_text"])
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_tolerance_follows_the_dtype_and_the_size_of_the_logits(family: str, dtype: torch.dtype) -> None:
     model = tiny_model(family, dtype=dtype)
@@ -368,7 +370,7 @@ def test_seed_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
 
 def test_another_vocabulary_is_refused(model: Any) -> None:
     with pytest.raises(InputError, match="vocabulary of 128 tokens, the model of 200"):
-        verify_session(session_of(model), tiny_model("gemma3_text", vocab_size=200))
+        verify_session(session_of(model), hybrid_model(vocab_size=200))
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ CAPACITY = 96
 
 @pytest.fixture(scope="module")
 def lowered():
-    """The hybrid Gemma 2, lowered: a cache like its own, and what its file calls."""
+    """A hybrid, lowered: a cache like its own, and what its file calls."""
     model, folder = split_bundle()
     written = deserialize_pte_binary((folder / "program.pte").read_bytes())
     return ExportableCache.from_model(model, CAPACITY), SimpleNamespace(executorch_program=written.program)

@@ -84,7 +84,7 @@ WORK = {
 
 
 @pytest.mark.parametrize("patch", PATCHES[1 : -len(XNNPACK_PATCHES)], ids=lambda patch: patch.name.split(".")[0])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_pass_runs_where_it_has_work(patch, inside: bool) -> None:
     patch.apply()
     kind = getattr(import_module(patch.file), patch.name.split(".")[0])

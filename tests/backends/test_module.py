@@ -112,14 +112,14 @@ def test_a_choice_behind_the_step_is_the_one_inside(options: dict[str, float], s
     model, ids = tiny_model("llama", num_hidden_layers=1), tokens(5)
     sessions = [
         Session.from_model(model, ExportableCache.from_model(model, 64), compile=compiled, **more)
-        for compiled, more in ((False, {}), ("wait", {"prefill_chunk": 16, "steps_per_launch": steps}))
+        for compiled, more in ((False, {}), ("wait", {"prefill_chunk": 1, "steps_per_launch": steps}))
     ]
     runner = sessions[1].runner
     monkeypatch.setattr(runner.compiler, "chooses_separately", lambda penalised: True)
     found = [list(session.generate(ids, 9, seed=3, **options)) for session in sessions]
     assert found[0] == found[1]
     calls = set(runner._calls)
-    assert {key.step.method for key in calls} == ({"prefill", "decode", "choice"} if options else {"prefill", "decode"})
+    assert {key.step.method for key in calls} == ({"decode", "choice"} if options else {"decode"})
 
     def outdated(*_: torch.Tensor) -> None:
         raise OutdatedGraph

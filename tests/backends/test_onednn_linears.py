@@ -48,7 +48,10 @@ class Linears(nn.Module):
         return nn.functional.linear(self.low(x.bfloat16()).float(), self.wide[:, ::2])
 
 
-@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8)])
+# As they run, below: the other shapes.
+@pytest.mark.parametrize(
+    "shape", [pytest.param((8,), marks=pytest.mark.full), (3, 8), pytest.param((2, 3, 8), marks=pytest.mark.full)]
+)
 def test_layers_of_every_form(better, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     module, x = Linears().eval(), torch.randn(shape)

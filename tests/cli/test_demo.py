@@ -71,7 +71,9 @@ def test_a_full_cache_is_refused_before_anything_runs(run, demo_bundle):
     assert str(DEMO_MAX_CACHE_LEN) in result.stderr and "max_cache_len" in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--json"], pytest.param([], marks=pytest.mark.full)], ids=["json", "text"])
+# In the fast lane: test_quiet.py, which looks at the lines of the same command.
+@pytest.mark.full
+@pytest.mark.parametrize("arguments", [["--json"], []], ids=["json", "text"])
 def test_a_process_of_its_own_says_nothing_it_was_not_asked(shell, demo_bundle, arguments):
     done = shell("generate", demo_bundle, "-p", "the code of amber is 4821. amber?", *arguments)
     assert done.returncode == 0, done.stderr
@@ -80,6 +82,8 @@ def test_a_process_of_its_own_says_nothing_it_was_not_asked(shell, demo_bundle, 
     assert said == []
 
 
+# In the fast lane: a reader that is gone, in security/test_one_sentence.py.
+@pytest.mark.full
 def test_a_reader_that_stops_early_is_no_error(demo_bundle):
     command = [sys.executable, "-m", "exportable_cache", "inspect", demo_bundle, "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from exportable_cache.decoding import ContinuousBatch, Sampling
 from exportable_cache.errors import CacheFullError, InputError
 
-from ..support.models import tiny_model, tokens
+from ..support.models import hybrid_model, tiny_model, tokens
 from ..support.sessions import live_session
 
 TOLERANCE = 1e-4
@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model("gemma3_text")
+    return hybrid_model()
 
 
 def alone(model: Any, prompt: torch.Tensor, count: int | None, **options: Any) -> list[int]:

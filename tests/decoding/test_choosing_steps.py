@@ -12,7 +12,7 @@ from exportable_cache.decoding import Sampler, Sampling
 from exportable_cache.errors import InputError
 
 from ..support.compiling import compiling_with
-from ..support.models import tiny_model, tokens
+from ..support.models import hybrid_model, tiny_model, tokens
 
 SETTINGS = [
     {},
@@ -25,7 +25,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model("gemma3_text", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    return hybrid_model()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from exportable_cache.errors import CacheFullError, InputError
 
 from ..support.compiling import compiling_with
 from ..support.kinds import kind_model
-from ..support.models import tiny_model, tokens
+from ..support.models import hybrid_model, tiny_model, tokens
 from ..support.seq2seq import encoder_inputs, tiny_seq2seq
 
 STEPS = 4
@@ -31,7 +31,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    model = tiny_model("gemma3_text", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    model = hybrid_model()
     model.generation_config.eos_token_id = None
     return model
 
@@ -184,7 +184,7 @@ def one_at_a_time(model: Any, length: int, count: int) -> list[int]:
 
 def test_compiled_launches_recompile_nothing() -> None:
     # A ring alone, because its steps depend on the length; full layers in one graph: test_choosing_steps.py.
-    model = tiny_model("gemma3_text", num_hidden_layers=1, layer_types=["sliding_attention"])
+    model = hybrid_model(num_hidden_layers=1, layer_types=["sliding_attention"])
     model.generation_config.eos_token_id = None
     counters.clear()
     with compiling_with("eager"), torch._dynamo.config.patch(error_on_recompile=True):

@@ -137,14 +137,14 @@ def perturbed(me: Rank) -> Any:
 
 def perturbed_apart(me: Rank) -> list[int]:
     """The same where tokens are chosen behind the graph of a step, as they are behind machine code."""
-    model = me.model(FAMILY)
+    model = me.model("one_layer")
     noise = 0.5 * me.rank * torch.randn(model.config.vocab_size, generator=torch.Generator().manual_seed(1))
     handle = model.lm_head.register_forward_hook(lambda module, inputs, output: output + noise)
     before = torch.compiler.get_default_backend()
     torch.compiler.set_default_backend("eager")
     try:
         with mock.patch.object(StepCompiler, "chooses_separately", lambda self, penalised: True):
-            running = session(me, compile="wait", buckets=False, rollback_slots=2, steps_per_launch=3)
+            running = session(me, "one_layer", compile="wait", buckets=False, prefill_chunk=1)
             found = list(running.generate(REPEATED, max_new_tokens=NEW))
             running.close()
     finally:

@@ -16,6 +16,8 @@ from exportable_cache.models.scans import (
     unit_lower_inverse,
 )
 
+from ..support.models import among
+
 LENGTHS = (1, 2, 7, 8, 9, 33)
 TOLERANCE = 1e-5
 
@@ -145,7 +147,7 @@ def test_goes_on_from_where_it_stopped(name: str) -> None:
     assert (end - last).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("name", among(SCANS, fast=["state_space", "delta_per_channel"]))
 def test_one_graph_serves_every_length(name: str) -> None:
     scan, make, steps, axis = SCANS[name]
 

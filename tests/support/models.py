@@ -54,6 +54,11 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any
     return model.to(dtype).eval()
 
 
+def hybrid_model(**overrides: Any) -> PreTrainedModel:
+    """Return a model of a ring and a full layer with the fewest operators, for what is slow to trace or to lower."""
+    return tiny_model("qwen2", **{**_HYBRID, "use_sliding_window": True, **overrides})
+
+
 def among(names: Iterable[str], fast: Collection[str]) -> list[Any]:
     """Parameters of a product: those named are always run, the others with the full lane."""
     names = list(names)
