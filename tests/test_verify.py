@@ -237,6 +237,7 @@ def test_large_caches_are_not_filled(model: Any) -> None:
     wide = session_of(tiny_model("llama", max_position_embeddings=8192), 4097)
     report = verify_session(wide, tiny_model("llama", max_position_embeddings=8192), decode_steps=0)
     assert [prompt.length for prompt in report.prompts] == [3, 8, 40, 259]
+    assert report.unread == 4097 - 259 and "259 tokens, not the last 3838 slots, max" in str(report)
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,20 @@ from exportable_cache.backends.registry import TARGETS
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.models.quantized_rows import has_quantized_weights
 from exportable_cache.verification import compare as comparing
-from exportable_cache.verification import references
+from exportable_cache.verification import prompts, references
 from exportable_cache.verification.compare import compare, measure_distance
 from exportable_cache.verification.quantization_effect import short_prompts
-from exportable_cache.verification.references import logits_by_step, logits_of_beginnings
-from exportable_cache.verification.report import FedPrompt
+from exportable_cache.verification.references import (
+    RoundingCache,
+    logits_by_step,
+    logits_of_beginnings,
+    plain_cache,
+)
+from exportable_cache.verification.report import FedPrompt, VerifyReport
 from exportable_cache.verification.verify import verify, verify_session
 
 from .support import fake_target
+from .support.kinds import KINDS
 from .support.models import WINDOW, tiny_model, tokens
 
 CAPACITY = 64
@@ -44,14 +50,15 @@ def test_the_reference_comes_first_and_a_program_of_other_weights_fails(
 
     monkeypatch.setattr(references, "logits_of_beginnings", logits_of_beginnings)
     monkeypatch.setattr(Bundle, "open_runner", open_runner)
-    one_ring = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
-    model = tiny_model("gemma3_text", hidden_size=64, head_dim=16, **one_ring)
-    # Past the window of 8, and up to a full cache.
-    bundle = export(model, "executorch", 40, tmp_path / "out")
+    monkeypatch.setattr(prompts, "_MOST_PRODUCTS", 0)
+    model = tiny_model("llama", hidden_size=64, num_hidden_layers=1, max_position_embeddings=LONG)
+    bundle = export(model, "executorch", LONG, tmp_path / "out", prefill_chunk=16, kv_dtype="int8")
     recorded = bundle.manifest.verification
-    assert recorded["at_once"] and recorded["passed"] and recorded["windows"] == [8]
-    assert max(prompt["length"] for prompt in recorded["prompts"]) == 40
-    assert events == ["reference", "program"]
+    assert recorded["at_once"] and recorded["passed"] and recorded["unread"] == 0
+    # After the prompts that are read, also over keys and values that are placed in the program's memory.
+    assert [prompt["placed"] for prompt in recorded["prompts"]] == [0, 0, 0, LONG - 64 - 57]
+    assert "of 3, 8, 41 tokens, up to 160 over placed keys, max" in str(VerifyReport.recorded(recorded))
+    assert events == 2 * ["reference"] + ["program"] + 4 * ["reference"]
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight[0] += 0.1
     report = verify(bundle, model)
@@ -83,9 +90,9 @@ def test_each_model_runs_once_and_the_program_only_to_be_verified(
     passes, fed = [], []
     reference, run = comparing.logits_of_beginnings, fake_target.FakeRunner.run
 
-    def logits_of_beginnings(model, ids, plan, sinks=None, storage=None, cache=None):
-        passes.append((has_quantized_weights(model), ids.shape[1], storage is not None))
-        return reference(model, ids, plan, sinks, storage, cache)
+    def logits_of_beginnings(model, ids, plan, sinks=None, cache=None, start=0):
+        passes.append((has_quantized_weights(model), ids.shape[1] - start, isinstance(cache, RoundingCache)))
+        return reference(model, ids, plan, sinks, cache, start)
 
     def counted_run(runner, method, ids, *rest):
         fed.append(ids.shape[1])
@@ -106,9 +113,8 @@ def test_each_model_runs_once_and_the_program_only_to_be_verified(
     prompts = [3, 7, 8, 9, 40, 64]
     assert [prompt["length"] for prompt in manifest.verification["prompts"]] == prompts
     assert manifest.verification["at_once"]
-    # 64 tokens once with the program's rounding and once without; 40 tokens and 8 steps of the models that it is
-    # compared with.
-    others = [(False, 48, False), (True, 48, False)] if quantize else [(False, 48, False)]
+    # 64 tokens once with the program's rounding and once without; 40 tokens and 8 steps of the float model.
+    others = [(False, 48, False)] if quantize else []
     assert passes == [(quantize is not None, 64, True), (quantize is not None, 64, False), *others]
     steps = 5 * 24
     # Each prompt once, with stale tokens of another text before all except the longest, and nothing for the distances.
@@ -129,7 +135,7 @@ def test_one_pass_gives_what_single_steps_give(options: dict[str, Any], monkeypa
     session = session_of(model, **options)
     storage, sinks = comparing.rounding_storage(session.layers), comparing.kept_sinks(session)
     ids = tokens(30)
-    at_once = logits_of_beginnings(model, ids, [(3, 0), (9, 4), (20, 10)], sinks, storage)
+    at_once = logits_of_beginnings(model, ids, [(3, 0), (9, 4), (20, 10)], sinks, plain_cache(model, sinks, storage))
     assert sorted(at_once) == [2, *range(8, 13), *range(19, 30)]
     for length, steps in ((3, 0), (9, 4), (20, 10)):
         expected = logits_by_step(model, ids[:, : length + steps], length, sinks, None, storage)
@@ -154,6 +160,135 @@ def test_distances_are_those_that_single_steps_measure() -> None:
     assert at_once.max_difference > 1e-3
 
 
+def rotated_past(model: Any, border: int) -> Any:
+    """Return a copy of a model that rotates keys and queries past a border as at another position."""
+    changed = copy.deepcopy(model)
+    rotary = changed.model.rotary_emb.forward
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        return rotary(x, position_ids + (position_ids > border).long(), *rest, **more)
+
+    changed.model.rotary_emb.forward = forward
+    return changed
+
+
+LONG, LONG_WINDOW = 160, 40
+
+
+@pytest.fixture
+def costly(monkeypatch: pytest.MonkeyPatch, large: None) -> None:
+    """Every model is so large that only the shortest prompts are read."""
+    monkeypatch.setattr(prompts, "_MOST_PRODUCTS", 0)
+
+
+def long_session(model: Any, reference: Any = None, **options: Any) -> Session:
+    cache = ExportableCache.from_model(reference or model, LONG, **options)
+    return Session.from_model(model, cache, buckets=False, prefill_chunk=16)
+
+
+def hybrid(**options: Any) -> Any:
+    return tiny_model("gemma3_text", sliding_window=LONG_WINDOW, **options)
+
+
+@pytest.mark.usefixtures("costly")
+def test_few_tokens_are_read_and_every_border_and_the_last_slot_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, passes = hybrid(), []
+    reference = references.logits_of_beginnings
+
+    def logits_of_beginnings(*given):
+        passes.append(given[1].shape[1] - given[-1])
+        return reference(*given)
+
+    monkeypatch.setattr(references, "logits_of_beginnings", logits_of_beginnings)
+    session = long_session(model, kv_dtype="int8")
+    steps, run = [], session.runner.run
+    monkeypatch.setattr(session.runner, "run", lambda *given: steps.append(given[1].shape[1]) or run(*given))
+    report = verify_session(session, model)
+    assert report.passed, str(report)
+    # Each reference reads 3 tokens and 47 steps past the window, 8 more for the prompt of 41, and 64 before the end.
+    assert passes == [50, 50, 8, 8, 64, 64]
+    # So does the program. Over rings, it cannot take tokens back to read them again.
+    assert sum(steps) == 50 + 8 + 64
+    found = [(prompt.length, prompt.decode_steps, prompt.placed) for prompt in report.prompts]
+    assert found == [(3, 47, 0), (52, 6, 0), (LONG - 16, 16, LONG - 64 - 58)]
+    assert report.unread == 0 and report.windows == (LONG_WINDOW,)
+    assert "prompts of 3, 52 tokens, up to 160 over placed keys, past the window of 40, " in str(report)
+    # Of the tokens before an end, the first and the last prompt and the steps between.
+    assert report.steps == 48 + (2 + 3) + (2 + 8)
+    passes.clear()
+    whole = verify_session(session, model, full=True)
+    assert whole.passed and passes == [LONG, LONG]
+    assert not any(prompt.placed for prompt in whole.prompts) and max(one.length for one in whole.prompts) == LONG
+
+
+@pytest.mark.usefixtures("costly")
+@pytest.mark.parametrize(
+    ("kind", "options", "is_placed"),
+    [
+        ("llama", {}, True),
+        ("llama", {"kv_dtype": "int4"}, True),
+        # Rings of chunks, layers without keys, and states of fixed size, which stay as the tokens before left them.
+        ("llama4_text", {}, True),
+        ("gemma3n_text", {"kv_dtype": "int8"}, True),
+        ("lfm2", {}, True),
+        ("falcon_h1", {}, True),
+        # What indexers and sinks keep is read.
+        ("deepseek_v32", {}, False),
+        ("llama", {"attention_sinks": 2, "attention_window": 100}, False),
+    ],
+)
+def test_the_last_slots_are_reached_with_and_without_placed_keys(
+    kind: str, options: dict[str, Any], is_placed: bool
+) -> None:
+    fields, _ = KINDS.get(kind, ({}, []))
+    model = tiny_model(kind, **fields, max_position_embeddings=LONG)
+    report = verify_session(long_session(model, **options), model)
+    assert report.passed, str(report)
+    assert any(prompt.placed for prompt in report.prompts) is is_placed
+    assert report.unread == 0
+    if "attention_sinks" not in options:
+        assert max(prompt.length + prompt.decode_steps for prompt in report.prompts) == LONG
+
+
+def narrow_mask(model: Any, **options: Any) -> Session:
+    """Return a session whose queries see one key less past the window."""
+    changed = copy.deepcopy(model)
+    session = long_session(changed, **options)
+    changed.config.sliding_window -= 1
+    return session
+
+
+def lost_slot(model: Any, **options: Any) -> Session:
+    """Return a session that loses a key before the end."""
+    session = long_session(model, **options)
+    run = session.runner.run
+
+    def forgetting(*given: Any) -> Any:
+        for name, tensor in session.runner.state.items():
+            if name.endswith(("keys", "values")) and tensor.shape[2] == LONG:
+                tensor[:, :, LONG - 10] = 0
+        return run(*given)
+
+    session.runner.run = forgetting
+    return session
+
+
+def wrong_end(border: int):
+    """Return `wrong_rotary` for a long session."""
+    return lambda model, **options: long_session(rotated_past(model, border), model, **options)
+
+
+@pytest.mark.usefixtures("costly")
+@pytest.mark.parametrize("fault", [narrow_mask, lost_slot, wrong_end(LONG - 2), wrong_end(120)])
+def test_faults_of_slots_that_no_token_filled_are_found(fault: Any) -> None:
+    # Small windows are passed by steps, and larger ones over placed keys.
+    model = hybrid(max_position_embeddings=LONG)
+    report = verify_session(fault(model), model)
+    first, last = report.prompts[0], report.prompts[-1]
+    assert not report.passed and last.placed and last.max_difference > report.tolerance
+    assert (first.max_difference <= report.tolerance) is (fault is not narrow_mask)
+
+
 def one_slot_too_few(model: Any, **options: Any) -> Session:
     """Return a session whose mask is off by one past the window."""
     session = session_of(model, **options)
@@ -171,19 +306,8 @@ def wrong_scale(model: Any, **options: Any) -> Session:
 
 
 def wrong_rotary(border: int):
-    """Return a function to a session that rotates keys and queries past a border as at another position."""
-
-    def session(model: Any, **options: Any) -> Session:
-        changed = copy.deepcopy(model)
-        rotary = changed.model.rotary_emb.forward
-
-        def forward(x: torch.Tensor, position_ids: torch.Tensor, *rest: Any, **more: Any) -> Any:
-            return rotary(x, position_ids + (position_ids > border).long(), *rest, **more)
-
-        changed.model.rotary_emb.forward = forward
-        return session_of(changed, model, **options)
-
-    return session
+    """Return a function to a session over `rotated_past`."""
+    return lambda model, **options: session_of(rotated_past(model, border), model, **options)
 
 
 @pytest.mark.usefixtures("large")

@@ -110,8 +110,8 @@ class Quantized(Entry):
 class RoundedCache(Entry):
     """A cache that stores fewer bits than the model computes: its size without rounding, and the change of the logits.
 
-    The differences compare the program with the float model over an exact cache, so they include the effect of
-    quantized weights. They are None if nothing was compared.
+    The differences compare the program with the model that has the same weights, and rounds neither keys and values nor
+    activations. They are None if nothing was compared.
     """
 
     dtype: str

@@ -304,7 +304,7 @@ def print_kv_cache(terminal: Terminal, bundle: Bundle) -> None:
     )
     if kept.max_difference is not None:
         text += (
-            f"; against the float model over an exact cache, {kept.positions} positions of random tokens: max |logit "
+            f"; against the model without rounding, {kept.positions} positions of random tokens: max |logit "
             f"difference| {kept.max_difference:.1e}, same argmax {kept.argmax_agreement:.1%}"
         )
     terminal.print(text)

@@ -75,7 +75,7 @@ def verify(ctx: typer.Context, folder: str, model: str | None, json: bool, openi
         table = simple_table(*headers, right=headers)
         for prompt in report.prompts:
             table.add_row(
-                str(prompt.length),
+                f"{prompt.length} ({prompt.placed} placed)" if prompt.placed else str(prompt.length),
                 str(prompt.chunks),
                 str(prompt.decode_steps),
                 f"{prompt.max_difference:.1e}",

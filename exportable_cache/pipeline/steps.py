@@ -62,7 +62,7 @@ from ..parallel.rank_model import RankOf, part_of_model
 from ..program.inputs.modalities import modalities_of
 from ..program.program import Program
 from ..verification.acceptance import measure_acceptance
-from ..verification.compare import compare, measure_distance, measure_stored
+from ..verification.compare import compare, measure_stored, measure_without_rounding
 from ..verification.quantization_effect import measure_quantization, short_prompts
 from ..verification.references import session_to_verify
 from ..verification.report import VerifyReport
@@ -491,8 +491,8 @@ def _verified(
         assert manifest.quantization is not None
         recorded["quantization"] = manifest.quantization.model_copy(update=effect)
     if spec.cache.kv_dtype is not None:
-        # Against the model with the same weights; for quantized ones, the line above measures both effects together.
-        distance = measure_distance(model, short_prompts(fed), progress)
+        # From the model with the same weights; for quantized ones, the line above measures both effects together.
+        distance = measure_without_rounding(model, short_prompts(fed), progress)
         assert manifest.kv_cache is not None
         recorded["kv_cache"] = manifest.kv_cache.model_copy(update=asdict(distance))
     if source.draft_ids is not None:

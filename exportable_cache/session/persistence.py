@@ -455,23 +455,65 @@ def stored_rows(session: AnySession, index: int, positions: torch.Tensor) -> tup
         Keys [tokens, rows * heads, head_dim] and values [tokens, rows * heads, value_head_dim]; None if the runtime
         does not give them out, or the layer has them in another form.
     """
+    layer, parts = session.layers[index], _parts_by_slot(session, index)
+    slots = layer.policy.next_slot(positions)
+    if parts is None or any(part.shape[0] <= int(slots.max()) for part in parts):
+        return None
+    assert layer.storage is not None
+    rows = [part.index_select(0, slots.to(part.device)) for part in parts]
+    return layer.storage.decode([one.reshape(len(positions), -1, one.shape[-1]) for one in rows])
+
+
+def put_rows(
+    session: AnySession, index: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> bool:
+    """Write keys and values into the slots of a layer, the inverse of `stored_rows`; lengths stay.
+
+    Args:
+        session: The session.
+        index: Index of the layer.
+        positions: Positions of the tokens, int64 [tokens], each in another slot.
+        keys: [tokens, rows * heads, head_dim].
+        values: [tokens, rows * heads, value_head_dim].
+
+    Returns:
+        False, and nothing is written, if the runtime does not give out its memory, or the layer has keys and values in
+        another form.
+    """
+    layer, parts = session.layers[index], _parts_by_slot(session, index)
+    # Copies of a cache in another process have the filled slots only.
+    if parts is None or any(part.shape[0] < layer.policy.slot_count for part in parts):
+        return False
+    assert layer.storage is not None
+    slots, stored = layer.policy.next_slot(positions), layer.storage.encode(keys, values)
+    pairs = list(zip(parts, stored, strict=True))
+    if any((part[0].numel(), part.shape[-1]) != (rows.shape[1:].numel(), rows.shape[-1]) for part, rows in pairs):
+        return False
+    for part, rows in pairs:
+        part[slots.to(part.device)] = rows.to(part.device).reshape(len(positions), *part.shape[1:])
+    return True
+
+
+def _parts_by_slot(session: AnySession, index: int) -> list[torch.Tensor] | None:
+    """Return views of the stored keys and values of a layer in the order of `Storage.parts`, with slots first.
+
+    None if the runtime does not give them out, or the layer has them in another form.
+    """
     layer, runner = session.layers[index], session.runner
     if layer.storage is None or not set(layer.storage.parts) <= set(layer.state):
         return None
-    state, slots = state_of(runner), layer.policy.next_slot(positions)
-    found = []
+    state, found = state_of(runner), []
     for name in layer.storage.parts:
         tensor, dim = None, slots_dim(layer, name)
         if state is not None:
             tensor = state.get(f"layers.{index}.{name}")
         elif isinstance(runner, GivesTensors):
             tensor = runner.state_tensor(f"layers.{index}.{name}")
-        if tensor is None or dim is None or tensor.shape[dim] <= int(slots.max()):
+        if tensor is None or dim is None:
             return None
         # In every layout, the other dimensions are rows before heads, or one of them is 1.
-        rows = tensor.detach().index_select(dim, slots.to(tensor.device)).movedim(dim, 0)
-        found.append(rows.reshape(len(positions), -1, rows.shape[-1]))
-    return layer.storage.decode(found)
+        found.append(tensor.detach().movedim(dim, 0))
+    return found
 
 
 def layer_of(layers: Sequence[CacheLayer], name: str) -> CacheLayer:

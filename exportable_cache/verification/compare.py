@@ -19,13 +19,25 @@ from ..models.quantized_rows import rounds_inputs
 from ..program.inputs.kinds import KINDS
 from ..program.inputs.modalities import modalities_of
 from ..program.inputs.modality import features_of
-from .prompts import kept_sinks, longest_chunk, most_tokens, planned, prompt_feeds, random_text
+from .prompts import (
+    END_STEPS,
+    END_TOKENS,
+    kept_sinks,
+    longest_chunk,
+    most_tokens,
+    planned,
+    prompt_feeds,
+    random_text,
+    read_and_placed,
+)
 from .references import (
     Reference,
     encoder_lengths,
     is_large,
     logits_by_step,
     logits_of_beginnings,
+    parameters_of,
+    place,
     random_inputs,
     takes_no_cache,
 )
@@ -155,15 +167,20 @@ def compare(
     seen_windows = {window for _, window in layer_types_and_windows(model.config) if window is not None}
     windows = sorted(seen_windows if sinks is None else {*seen_windows, sinks.tokens + sinks.window})
     changes = () if session.stepper.rope is None else session.stepper.rope.borders
-    plan = planned(session, spec, most_tokens(session, model), sorted({*windows, *changes}))
+    limit = most_tokens(session, model)
+    plan = planned(session, spec, limit, sorted({*windows, *changes}))
     storage = None if spec.exact_cache else rounding_storage(session.layers)
     generator = torch.Generator().manual_seed(spec.seed)
     encode = session.runner.methods.get("encode")
-    seen = _Seen(progress, 2 * sum(1 + steps for _, steps in plan))
     # Logits of the others depend on more than the tokens before them: the prompt's length, or the encoder's input.
     of_prompt = any(layer.policy.keeps_prompt for layer in session.layers) or bool(changes) or encode is not None
     at_once = is_large(model) and not of_prompt and not takes_no_cache(model)
     rounds_layers = rounds_inputs(model)
+    longest, ends = max(length + steps for length, steps in plan), list[int]()
+    if at_once and not (spec.full or spec.prompts):
+        parameters = session.batch_size * parameters_of(model)
+        plan, ends = read_and_placed(plan, longest_chunk(session), parameters, limit, session.max_length)
+    seen = _Seen(progress, 2 * sum(1 + steps for _, steps in plan) + len(ends) * (1 + 2 * END_STEPS))
     references = [Reference(model, sinks, storage)]
     # If a tolerance is given, it is the only limit.
     if spec.tolerance is None and (storage is not None or rounds_layers):
@@ -171,9 +188,9 @@ def compare(
     rounded = spec.rounded or products_of(session.runner)
     seen.roundings = Roundings(rounded or model.dtype) if len(references) > 1 else None
     # The prompt that fills a long cache would take most of the time.
-    shorter = [prompt for prompt in plan if prompt[0] <= _MOST_WITHOUT_ROUNDING] or plan[:1]
+    shorter = plan if ends else [prompt for prompt in plan if prompt[0] <= _MOST_WITHOUT_ROUNDING] or plan[:1]
     if at_once:
-        sequence = random_text(session, max(length + steps for length, steps in plan), generator)
+        sequence = random_text(session, max([longest, *ends]), generator)
         progress("running the model", 0, None)
         for reference, beginnings in zip(references, (plan, shorter), strict=False):
             reference.run(sequence, beginnings)
@@ -200,15 +217,20 @@ def compare(
             session.prefill(random_text(session, length + steps, generator).to(session.device))
         kept = seen.compare(session, ids.to(session.device), length, expected, exact)
         if seen.roundings is not None and (length, steps) == shorter[-1]:
-            seen.roundings.add_layers(session, *references)
+            seen.roundings.add_layers(session, references[0], references[1])
+        # After the longest prompt that is read.
+        for end in ends if index == 0 else ():
+            seen.compare_end(session, references, sequence, end, longest, generator)
         if fed is not None:
             tokens = ids[:, : length + len(kept) - 1]
-            fed.append(FedPrompt(length, tokens, sinks, encoder_inputs, torch.stack(kept), at_once))
+            without = torch.stack(exact[: len(kept)]) if exact else None
+            fed.append(FedPrompt(length, tokens, sinks, encoder_inputs, torch.stack(kept), at_once, without))
     session.reset()
     usual = default_tolerance(rounded or model.dtype, seen.largest_logit, seen.spread)
     limits = (usual if spec.tolerance is None else spec.tolerance, None, None)
     tolerance, rms_tolerance, rounding = limits if seen.roundings is None else seen.roundings.limits(usual, seen.spread)
-    prompts = tuple(reversed(seen.prompts))
+    prompts = tuple(sorted(seen.prompts, key=lambda prompt: prompt.length))
+    reached = max(prompt.length + prompt.decode_steps for prompt in prompts)
     encoders = verify_encoders(session, model, generator, tolerance if rounds_layers else spec.tolerance, rounded)
     max_difference = largest([prompt.max_difference for prompt in prompts])
     rms_difference = largest([prompt.rms_difference for prompt in prompts if prompt.rms_difference is not None])
@@ -220,15 +242,59 @@ def compare(
         max_difference=max_difference,
         tolerance=tolerance,
         prompts=prompts,
-        steps=session.batch_size * sum(1 + steps for _, steps in plan),
-        windows=tuple(window for window in windows if any(length + steps > window for length, steps in plan)),
+        steps=session.batch_size * seen.positions,
+        windows=tuple(window for window in windows if reached > window),
         target=session.target,
         encoders=encoders,
         at_once=at_once,
         rms_tolerance=rms_tolerance,
         spread=seen.spread,
         rounding=rounding,
+        unread=0 if spec.prompts or limit is None or session.max_length is None else limit - reached,
     )
+
+
+class _Differences:
+    """Differences of the logits after a prompt, and after each of its steps.
+
+    Args:
+        expected: Logits [batch, vocab] of the reference, one per step.
+        exact: Logits [batch, vocab] of the model without rounding, one per step; empty if not measured.
+        roundings: Gets the logits if they are measured.
+    """
+
+    def __init__(
+        self, expected: Sequence[torch.Tensor], exact: Sequence[torch.Tensor], roundings: Roundings | None
+    ) -> None:
+        self._expected, self._exact, self._roundings = expected, exact, roundings
+        self.steps = len(expected) - 1
+        #: Steps that were compared.
+        self.seen: set[int] = set()
+        self._largest: list[torch.Tensor] = []
+        self._squares: list[torch.Tensor] = []
+        self._agreements: list[torch.Tensor] = []
+
+    def add(self, step: int, output: torch.Tensor) -> torch.Tensor:
+        """Add logits [batch, vocab] of the session, and return them."""
+        reference = self._expected[step]
+        logits = output.to(reference.device)
+        # torch's maximum propagates NaN, Python's does not.
+        difference = logit_differences(logits, reference)
+        self._largest.append(difference.abs().max())
+        self._squares.append(difference.square().mean(-1).max())
+        self._agreements.append((logits.argmax(-1) == reference.argmax(-1)).float().mean())
+        if self._exact and self._roundings is not None:
+            self._roundings.add(logits, reference, self._exact[step])
+        self.seen.add(step)
+        return output
+
+    def figures(self) -> tuple[float, float, float]:
+        """Return `max_difference`, `argmax_agreement` and `rms_difference` of a `VerifiedPrompt`."""
+        return (
+            torch.stack(self._largest).max().item(),
+            torch.stack(self._agreements).mean().item(),
+            torch.stack(self._squares).max().sqrt().item(),
+        )
 
 
 class _Seen:
@@ -246,6 +312,8 @@ class _Seen:
         self.spread = 0.0
         #: Effect of rounding; None if no activations, keys or values are rounded.
         self.roundings: Roundings | None = None
+        #: Number of positions that were compared.
+        self.positions = 0
         self._progress, self._done, self._total = progress, 0, total
 
     def expect(self, reference: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -281,35 +349,77 @@ class _Seen:
         """
         # If RoPE factors change with the length, several calls differ from one, which uses those of the full prompt.
         feeds = prompt_feeds(length, longest_chunk(session)) if session.stepper.rope is None else [[length]]
-        differences, squares, agreements, kept = [], [], [], []
-        for step, reference in enumerate(expected):
+        differences, kept = _Differences(expected, exact, self.roundings), []
+        for step in range(len(expected)):
             if step == 0:
-                outputs = [_feed(session, ids[:, :length], parts) for parts in feeds]
+                for parts in feeds:
+                    output = differences.add(0, _feed(session, ids[:, :length], parts))
             else:
-                outputs = [session.decode(ids[:, length + step - 1])]
-            for output in outputs:
-                logits = output.to(reference.device)
-                # torch's maximum propagates NaN, Python's does not.
-                difference = logit_differences(logits, reference)
-                differences.append(difference.abs().max())
-                squares.append(difference.square().mean(-1).max())
-                agreements.append((logits.argmax(-1) == reference.argmax(-1)).float().mean())
-                if exact and self.roundings is not None:
-                    self.roundings.add(logits, reference, exact[step])
+                output = differences.add(step, session.decode(ids[:, length + step - 1]))
             if step <= KEPT_STEPS:
-                kept.append(outputs[-1].detach().clone())
+                kept.append(output.detach().clone())
             self._step()
-        self.prompts.append(
-            VerifiedPrompt(
-                length,
-                sum(len(session.stepper.chunk_sizes(part)) for part in feeds[-1]),
-                len(expected) - 1,
-                torch.stack(differences).max().item(),
-                torch.stack(agreements).mean().item(),
-                torch.stack(squares).max().sqrt().item(),
-            )
-        )
+        self._add(length, differences, sum(len(session.stepper.chunk_sizes(part)) for part in feeds[-1]))
         return kept
+
+    def compare_end(
+        self,
+        session: Session,
+        references: Sequence[Reference],
+        sequence: torch.Tensor,
+        end: int,
+        longest: int,
+        generator: torch.Generator,
+    ) -> None:
+        """Feed a session the tokens before `end` after those that it holds, and compare the logits.
+
+        Keys and values are placed in the slots between. If the session cannot take them, the tokens between are read,
+        by the first reference alone, up to `longest`; a later end is left out.
+
+        A prompt comes first, then steps, then a prompt that ends at the last token. If the session can take tokens
+        back, the last ones are fed as steps, too.
+
+        Args:
+            session: The session to verify.
+            references: The references.
+            sequence: Tokens int64 [batch, length]. The session and the references hold the first of them.
+            end: Number of tokens that the session holds afterwards.
+            longest: Largest end up to which tokens may be read.
+            generator: Chooses the keys and values.
+        """
+        held, start = int(session.length[0]), max(int(session.length[0]), end - END_TOKENS)
+        # One that did not read the tokens between is left out from then on.
+        references = [reference for reference in references if reference.tokens == held]
+        if start > held and not place(session, references, start, generator):
+            if end > longest:
+                return
+            references, start = references[:1], held
+        steps = min(END_STEPS, max(0, end - start - 2) // 2)
+        first = end - 2 * steps
+        for reference in references:
+            reference.run(sequence[:, :end], [(first, 2 * steps)])
+        expected, *others = (reference.logits(sequence[:, :end], first, None) for reference in references)
+        self.expect(expected)
+        ids = sequence.to(session.device)
+        differences = _Differences(expected, others[0] if others else [], self.roundings)
+        differences.add(0, session.prefill(ids[:, start:first]))
+        for step in range(1, steps + 1):
+            differences.add(step, session.decode(ids[:, first + step - 1]))
+        if steps:
+            differences.add(2 * steps, session.prefill(ids[:, end - steps : end]))
+        if steps and all(layer.max_rollback(end, end) >= steps for layer in session.layers):
+            session.rewind(steps)
+            for step in range(steps + 1, 2 * steps + 1):
+                differences.add(step, session.decode(ids[:, first + step - 1]))
+        if self.roundings is not None and others:
+            self.roundings.add_layers(session, references[0], references[1], start)
+        chunks = sum(len(session.stepper.chunk_sizes(part)) for part in (first - start, steps) if part)
+        self._add(first, differences, chunks, max(0, start - held))
+
+    def _add(self, length: int, differences: _Differences, chunks: int, placed: int = 0) -> None:
+        """Add a prompt of `length` tokens and its steps."""
+        self.positions += len(differences.seen)
+        self.prompts.append(VerifiedPrompt(length, chunks, differences.steps, *differences.figures(), placed))
 
     def _step(self) -> None:
         self._done += 1
@@ -365,6 +475,20 @@ def measure_distance(model: PreTrainedModel, fed: Sequence[FedPrompt], progress:
             differences.append(logit_differences(logits, expected).abs().max())
             agreements.append(logits.argmax(-1) == expected.argmax(-1))
     agreed = torch.cat(agreements)
+    return Distance(len(agreed), torch.stack(differences).max().item(), agreed.float().mean().item())
+
+
+def measure_without_rounding(model: PreTrainedModel, fed: Sequence[FedPrompt], progress: Progress = silent) -> Distance:
+    """Measure the distance of a program from its own model without rounding, see `measure_distance`.
+
+    The model does not run if `compare` has run it without rounding.
+    """
+    known = [(prompt.logits, prompt.without) for prompt in fed if prompt.without is not None]
+    if len(known) < len(fed):
+        return measure_distance(model, fed, progress)
+    pairs = [(found.to(expected.device), expected) for found, expected in known]
+    differences = [logit_differences(found, expected).abs().max() for found, expected in pairs]
+    agreed = torch.cat([(found.argmax(-1) == expected.argmax(-1)).flatten() for found, expected in pairs])
     return Distance(len(agreed), torch.stack(differences).max().item(), agreed.float().mean().item())
 
 

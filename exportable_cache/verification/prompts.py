@@ -81,6 +81,43 @@ def default_decode_steps(prompt: int, windows: Sequence[int], max_length: int | 
 _MOST_TO_FILL = 4096
 
 
+# Largest number of parameters times tokens of a prompt that a large model reads to its end. Such a pass takes as long
+# as the rest of an export, whose time grows with the parameters, too.
+_MOST_PRODUCTS = 10**12
+#: Tokens before an end that are read after placed keys, and steps of one token among them.
+END_TOKENS, END_STEPS = 64, 8
+
+
+def read_and_placed(
+    plan: Sequence[tuple[int, int]], chunk: int, parameters: int, limit: int | None, capacity: int | None
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """Divide the prompts of a large model into those that are read, and ends that are reached over placed keys.
+
+    Prompts up to a chunk and a part of the next are read, and longer ones if that takes few products. After the others,
+    what a token sees depends on its position and on the keys in the slots, not on how they got there.
+
+    Args:
+        plan: Lengths of the prompts, ascending, each with its number of steps.
+        chunk: Longest chunk.
+        parameters: Number of parameters, times rows.
+        limit: Number of tokens that both sides can hold; None if it is unlimited.
+        capacity: Number of tokens that the session can hold; None if no layer limits it, so that there is no last slot.
+
+    Returns:
+        The plan of the prompts that are read, and the ends, ascending. Each window, each number of slots that a method
+        reads, and the last slot is inside one of both.
+    """
+    most = _MOST_PRODUCTS // max(parameters, 1)
+    read = [one for one in plan if one[0] <= chunk + 3 or sum(one) <= most] or [*plan[:1]]
+    reached = sum(read[-1])
+    # The first part ends with the prompt and one token, so that the steps get past the border.
+    ends = {length + 1 + 2 * END_STEPS for length, _ in plan if (length, _) not in read}
+    ends = {end for end in ends if not any(0 < other - end < END_STEPS for other in ends)}
+    if limit is not None:
+        ends = {min(end, limit) for end in (*ends, *([] if capacity is None else [limit]))}
+    return read, sorted(end for end in ends if end > reached)
+
+
 def random_text(session: Session, length: int, generator: torch.Generator) -> torch.Tensor:
     """Return random tokens int64 [batch, length] without placeholders, which would need images or audio."""
     ids = torch.randint(session.vocab_size, (session.batch_size, length), generator=generator)

@@ -18,6 +18,8 @@ from ..backends import backend_for
 from ..backends.base import GivesTensors, RunsElsewhere, empty_layers, products_of
 from ..backends.tensorrt.options import TF32_REMARK
 from ..cache.attention.implementation import attention_of
+from ..cache.layers import CacheLayer, LinearLayer
+from ..cache.policies import FullPolicy, NoPolicy, RecurrentPolicy, RingPolicy
 from ..common.compat.transformers import cache_argument
 from ..common.progress import silent
 from ..errors import UnsupportedModelError
@@ -28,6 +30,7 @@ from ..models.positions import lengths_forgotten, rope_rule, takes_positions, te
 from ..models.quantized_rows import ExactActivations, QuantizedRows
 from ..program.program import Program
 from ..program.spec import ProgramSpec
+from ..session.persistence import put_rows
 from ..session.session import Session
 from .rank_runner import RankProcesses
 
@@ -54,7 +57,12 @@ _CHUNK = 512
 
 def is_large(model: PreTrainedModel) -> bool:
     """Return True if a reference in single steps would take minutes."""
-    return sum(parameter.numel() for parameter in model.parameters()) > MOST_PARAMETERS
+    return parameters_of(model) > MOST_PARAMETERS
+
+
+def parameters_of(model: PreTrainedModel) -> int:
+    """Return the number of parameters, also of quantised weights."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @torch.no_grad()
@@ -63,8 +71,8 @@ def logits_of_beginnings(
     ids: torch.Tensor,
     plan: Sequence[tuple[int, int]],
     sinks: Sinks | None = None,
-    storage: Storage | None = None,
     cache: DynamicCache | None = None,
+    start: int = 0,
 ) -> dict[int, torch.Tensor]:
     """Compute logits [batch, vocab] by position in one pass over the tokens, with eager attention.
 
@@ -73,25 +81,25 @@ def logits_of_beginnings(
         ids: int64 [batch, length].
         plan: Length and number of steps of each prompt, all prefixes of `ids`; logits of these positions are kept.
         sinks: Attention sinks of the full-attention layers; None if they keep every token.
-        storage: Storage that keys and values are rounded like; None for an exact cache.
-        cache: Empty cache by `plain_cache` to fill; a new one by default.
+        cache: Cache by `plain_cache` to fill; an empty one that rounds nothing by default.
+        start: Number of tokens that the cache holds.
     """
     kept = sorted({position for length, steps in plan for position in range(length - 1, length + steps)})
-    cache = plain_cache(model, sinks, storage) if cache is None else cache
+    cache = plain_cache(model, sinks) if cache is None else cache
     found: dict[int, torch.Tensor] = {}
     ids = ids.to(model.device)
     with attention_of(model, "eager"), lengths_forgotten(model):
-        for start, end in _calls(model, ids.shape[1], sinks):
-            positions = [position for position in kept if start <= position < end]
-            indices = torch.tensor([one - start for one in positions], dtype=torch.int64, device=ids.device)
-            logits = _logits(model, cache, ids, start, end, indices if positions else None)
+        for first, end in _calls(model, ids.shape[1], sinks, start):
+            positions = [position for position in kept if first <= position < end]
+            indices = torch.tensor([one - first for one in positions], dtype=torch.int64, device=ids.device)
+            logits = _logits(model, cache, ids, first, end, indices if positions else None)
             found |= dict(zip(positions, logits.unbind(1)))
     return found
 
 
-def _calls(model: PreTrainedModel, length: int, sinks: Sinks | None) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last position, exclusive, of each call of a reference over `length` tokens."""
-    start, chunk = 0, 1 if model.config.model_type in RIGHT_BY_TOKEN else _CHUNK
+def _calls(model: PreTrainedModel, length: int, sinks: Sinks | None, start: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last position, exclusive, of each call of a reference from `start` to `length` tokens."""
+    chunk = 1 if model.config.model_type in RIGHT_BY_TOKEN else _CHUNK
     # Layers that evict tokens take one token per call once they hold all they keep.
     full = length if sinks is None else min(length, sinks.tokens + sinks.window)
     while start < length:
@@ -385,6 +393,9 @@ class Reference:
         sinks: Attention sinks of the full-attention layers; None if they keep every token.
         storage: Storage that keys and values are rounded like; None for an exact cache.
         exact: True if quantised layers do not round their inputs.
+
+    Attributes:
+        tokens: Number of tokens that its cache holds.
     """
 
     def __init__(
@@ -393,15 +404,19 @@ class Reference:
         self._model, self._sinks, self._storage, self._exact = model, sinks, storage, exact
         self._known: dict[int, torch.Tensor] | None = None
         self._cache: DynamicCache | None = None
-        self._tokens = 0
+        self.tokens = 0
 
     def run(self, sequence: torch.Tensor, plan: Sequence[tuple[int, int]]) -> None:
-        """Compute the logits of all prompts, which are prefixes of `sequence` [batch, length], in one pass."""
-        self._tokens = max(length + steps for length, steps in plan)
-        self._cache = plain_cache(self._model, self._sinks, self._storage)
-        ids, how = sequence[:, : self._tokens], (self._sinks, self._storage, self._cache)
+        """Compute the logits of prompts, which are prefixes of `sequence` [batch, length], in one pass.
+
+        The pass continues after the tokens that the reference holds from earlier calls.
+        """
+        start, self.tokens = self.tokens, max(length + steps for length, steps in plan)
+        if self._cache is None:
+            self._cache = plain_cache(self._model, self._sinks, self._storage)
+        ids, how = sequence[:, : self.tokens], (self._sinks, self._cache, start)
         with _exactly(self._exact):
-            self._known = logits_of_beginnings(self._model, ids, plan, *how)
+            self._known = {**(self._known or {}), **logits_of_beginnings(self._model, ids, plan, *how)}
 
     def logits(
         self, ids: torch.Tensor, length: int, encoder_inputs: dict[str, torch.Tensor] | None
@@ -410,7 +425,7 @@ class Reference:
         if self._known is not None:
             return [self._known[position] for position in range(length - 1, ids.shape[1])]
         if encoder_inputs is None and not takes_no_cache(self._model):
-            self._tokens, self._cache = ids.shape[1], plain_cache(self._model, self._sinks, self._storage)
+            self.tokens, self._cache = ids.shape[1], plain_cache(self._model, self._sinks, self._storage)
             steps = logits_over(self._model, ids, length, self._cache, self._sinks)
         else:
             steps = logits_by_step(self._model, ids, length, self._sinks, encoder_inputs, self._storage)
@@ -419,25 +434,105 @@ class Reference:
 
     def first_position(self, index: int) -> int | None:
         """Return the first position that a layer of the cache holds; None if it has no such layer."""
-        layers = [] if self._cache is None else self._cache.layers
-        keys = getattr(layers[index], "keys", None) if index < len(layers) else None
+        layer = self.layer(index)
+        keys = getattr(layer, "keys", None)
         if not isinstance(keys, torch.Tensor) or keys.dim() != 4:
             return None
         held = keys.shape[2]
         # Layers with sinks hold other tokens.
-        return self._tokens - held if held == self._tokens or getattr(layers[index], "is_sliding", False) else None
+        return self.tokens - held if held == self.tokens or getattr(layer, "is_sliding", False) else None
+
+    def layer(self, index: int) -> Any:
+        """Return a layer of the cache; None if there is none with this index."""
+        layers = [] if self._cache is None else self._cache.layers
+        return layers[index] if index < len(layers) else None
+
+    def tensors(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of a layer, [batch, heads, tokens, dim]."""
+        layer = self.layer(index)
+        return layer.keys, layer.values
+
+    def append(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append keys and values [batch, heads, tokens, dim] to a layer without rounding, and do not count them."""
+        assert self._cache is not None
+        # Not the method of `RoundingCache`, because they are rounded.
+        DynamicCache.update(self._cache, keys, values, index)
 
     def rows(self, index: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of a layer at positions int64 [tokens], each [tokens, batch * heads, dim]."""
-        assert self._cache is not None
-        layer: Any = self._cache.layers[index]
-        first = self.first_position(index)
+        layer, first = self.layer(index), self.first_position(index)
         assert first is not None
         found = []
         for tensor in (layer.keys, layer.values):
             rows = tensor.index_select(2, (positions - first).to(tensor.device)).movedim(2, 0)
             found.append(rows.reshape(len(positions), -1, rows.shape[-1]))
         return found[0], found[1]
+
+
+# Largest size of the keys and values that are placed in a reference, because it has room for a small cache only.
+_MOST_PLACED_BYTES = 1 << 30
+
+
+def place(session: Session, references: Sequence[Reference], end: int, generator: torch.Generator) -> bool:
+    """Fill the caches of a session and of its references up to position `end`, with the same keys and values in all.
+
+    Those of each position are a random earlier token's, so that they are of the size that the model computes. A step
+    after them sees every slot, and costs no pass over the tokens between.
+
+    Args:
+        session: The session. It holds the same tokens as the references.
+        references: The references. The keys and values come from the first.
+        end: Number of tokens that they hold afterwards.
+        generator: Chooses the tokens.
+
+    Returns:
+        False, and nothing changes, if the runtime does not give out its memory, a layer keeps anything else of each
+        token than the keys and values of the reference, or these would take more than `_MOST_PLACED_BYTES`.
+    """
+    start = int(session.length[0])
+    # Layers of a draft head come after the model's, and the reference has none.
+    found = [(index, layer) for index, layer in enumerate(session.layers) if references[0].layer(index) is not None]
+    holding = [(index, layer) for index, layer in found if layer.storage is not None]
+    if not holding or not all(_may_be_placed(session, index, references) for index, _ in found):
+        return False
+    tokens = sum(one.nbytes / one.shape[2] for index, _ in holding for one in references[0].tensors(index))
+    if tokens * (end - start) > _MOST_PLACED_BYTES:
+        return False
+    for index, layer in holding:
+        keys, values = references[0].tensors(index)
+        sources = (torch.rand(end - start, generator=generator) * keys.shape[2]).long().to(keys.device)
+        rows = [tensor.index_select(2, sources) for tensor in (keys, values)]
+        assert layer.storage is not None
+        # Rounded here, because each side would round them in its own way.
+        wide = [one.to(layer.storage.rows_dtype) for one in rows]
+        placed = [one.to(keys.dtype) for one in layer.storage.decode(layer.storage.encode(*wide))]
+        held = layer.policy.positions(torch.tensor([[end]]))[0]
+        positions = held[(held >= start) & (held < end)]
+        of_session = [one[:, :, positions - start].movedim(2, 0).flatten(1, 2) for one in placed]
+        put_rows(session, index, positions, *(one.to(layer.storage.rows_dtype) for one in of_session))
+        for reference in references:
+            reference.append(index, *placed)
+    for reference in references:
+        reference.tokens = end
+    for row in range(session.batch_size):
+        session.stepper.set_length(row, end)
+    return True
+
+
+def _may_be_placed(session: Session, index: int, references: Sequence[Reference]) -> bool:
+    """Return True if a layer keeps the keys and values that its references keep, or a state without positions."""
+    layer = session.layers[index]
+    if type(layer) not in (CacheLayer, LinearLayer):
+        return False
+    if layer.storage is None:
+        return isinstance(layer.policy, (NoPolicy, RecurrentPolicy))
+    if not isinstance(layer.policy, (FullPolicy, RingPolicy)):
+        return False
+    if any(reference.first_position(index) is None for reference in references):
+        return False
+    none = torch.zeros(0, dtype=torch.int64)
+    rows = (one[:, :, :0].movedim(2, 0).flatten(1, 2) for one in references[0].tensors(index))
+    return put_rows(session, index, none, *(one.to(layer.storage.rows_dtype) for one in rows))
 
 
 def session_to_verify(

@@ -29,6 +29,7 @@ class VerifiedPrompt:
         argmax_agreement: Share of positions with the same most probable token. Not part of the verdict, because ties
             flip.
         rms_difference: Largest root mean square of a position's logit differences; None in older reports.
+        placed: Number of tokens that were not read: keys and values of others were placed in their slots.
     """
 
     length: int
@@ -37,6 +38,7 @@ class VerifiedPrompt:
     max_difference: float
     argmax_agreement: float
     rms_difference: float | None = None
+    placed: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ class VerifyReport:
         runtime: What ran the program: "native" for the native runner, "torch" for a session; "" if not recorded.
         rounding: Distance from the model without rounding, if the program rounds activations, or keys and values, and
             no tolerance was given; None in older reports.
+        unread: Number of last slots that no prompt reached, if the prompts were chosen by `VerifySpec`.
     """
 
     passed: bool
@@ -148,6 +151,7 @@ class VerifyReport:
     spread: float | None = None
     runtime: str = ""
     rounding: RoundingDistance | None = None
+    unread: int = 0
 
     @classmethod
     def recorded(cls, fields: Mapping[str, Any]) -> VerifyReport:
@@ -208,13 +212,16 @@ class VerifyReport:
         return text
 
     def __str__(self) -> str:
-        lengths = ", ".join(str(prompt.length) for prompt in self.prompts)
+        lengths = ", ".join(str(prompt.length) for prompt in self.prompts if not prompt.placed)
+        ends = " and ".join(str(prompt.length + prompt.decode_steps) for prompt in self.prompts if prompt.placed)
+        reached = f", up to {ends} over placed keys" if ends else ""
+        reached += f", not the last {self.unread} slots" if self.unread else ""
         windows = f", past the window of {' and '.join(map(str, self.windows))}" if self.windows else ""
         limit = self.tolerance
         sign = "" if limit is None else f" {'<=' if self.max_difference <= limit else 'exceeds'} {limit:.0e}"
         return (
             f"{'verified' if self.passed else 'NOT verified'}: {self.steps} positions, prompts of {lengths} "
-            f"tokens{windows}, max |logit difference| {self.max_difference:.1e}{sign}"
+            f"tokens{reached}{windows}, max |logit difference| {self.max_difference:.1e}{sign}"
             + self._root_mean_square()
             + self._without_rounding()
             + "".join(f", {encoder}" for encoder in self.encoders)
@@ -263,6 +270,7 @@ class FedPrompt:
         sinks: Attention sinks of the full-attention layers; None if they kept every token.
         encoder_inputs: Inputs of the encoder by name, for an encoder-decoder.
         logits: Logits of the program, [steps + 1, batch, vocab].
+        without: The same of the model without rounding; None if it was not run.
         at_once: True if all prompts are prefixes of one sequence, so that one pass of a model computes their logits.
     """
 
@@ -272,6 +280,7 @@ class FedPrompt:
     encoder_inputs: dict[str, torch.Tensor] | None
     logits: torch.Tensor
     at_once: bool = False
+    without: torch.Tensor | None = None
 
     @property
     def steps(self) -> int:

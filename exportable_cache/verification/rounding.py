@@ -91,8 +91,8 @@ class Roundings:
         self._largest = max(self._largest, effect.abs().max().item())
         self._rms = max(self._rms, effect.square().mean(-1).max().sqrt().item())
 
-    def add_layers(self, session: Session, rounds: Reference, exact: Reference) -> None:
-        """Compare keys and values of each layer, after the program was fed the tokens of `exact`.
+    def add_layers(self, session: Session, rounds: Reference, exact: Reference, start: int = 0) -> None:
+        """Compare keys and values of each layer from position `start`, after the program was fed the tokens of `exact`.
 
         Layers that the runtime does not give out, or keeps in another form than the model, are left out.
         """
@@ -102,7 +102,7 @@ class Roundings:
             if first is None or without is None or layer.storage is None:
                 continue
             held = layer.policy.positions(torch.tensor([[tokens]]))[0]
-            positions = held[(held >= max(first, without)) & (held < tokens)].sort().values
+            positions = held[(held >= max(first, without, start)) & (held < tokens)].sort().values
             found = stored_rows(session, index, positions)
             if found is None:
                 continue
