@@ -18,6 +18,7 @@ from exportable_cache.backends.coreai import convert as convert_file
 from exportable_cache.backends.coreai import probe
 from exportable_cache.backends.coreai.layers import GatheredLayout, gathered_layers
 from exportable_cache.backends.coreai.runner import CoreAIRunner
+from exportable_cache.backends.decompositions import scatter_by_comparisons
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.cache.layers import CacheLayer, RowSizes
 from exportable_cache.cache.policies import FullPolicy, NoPolicy
@@ -225,8 +226,8 @@ def test_layers_without_keys_stay_as_they_are() -> None:
 def test_scatter_by_comparisons(source: Any) -> None:
     """It equals torch's along the last dimension, and leaves other forms alone."""
     target, index = torch.randn(2, 3, 5), torch.tensor([[[0, 4], [2, 1], [3, 0]]]).expand(2, 3, 2)
-    assert torch.equal(convert_file._scatter(target, -1, index, source), target.scatter(2, index, source))
-    assert convert_file._scatter(target, 1, index, source) is NotImplemented
+    assert torch.equal(scatter_by_comparisons(target, -1, index, source), target.scatter(2, index, source))
+    assert scatter_by_comparisons(target, 1, index, source) is NotImplemented
 
 
 @pytest.mark.parametrize("divisor", [5, -5, torch.tensor([3, 7])])
@@ -336,6 +337,37 @@ def test_attention_with_small_values_is_spelled_out(mask: torch.dtype | None) ->
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=hidden, scale=0.3)
     torch.testing.assert_close(convert_file._attention(query, key, value, hidden, scale=0.3), expected)
     assert convert_file._attention(query, key, key) is NotImplemented
+
+
+def test_what_no_operator_reads_is_left_out() -> None:
+    """Complex numbers end the converter's process: those of a tower are left out, others are refused."""
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("rotations", torch.ones(2, dtype=torch.complex64))
+            self.register_buffer("state", torch.zeros(2))
+            self.unused, self.scale = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            self.state.copy_(given)
+            return given * self.scale
+
+    class Rotating(Module):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return (given * self.rotations).real
+
+    program = torch.export.export(Module(), (torch.ones(2),)).run_decompositions({})
+    with pytest.raises(UnsupportedModelError, match="b_rotations in method 'decode' is complex"):
+        convert_file.check_complex(program, "decode")
+    convert_file.drop_unused(program)
+    convert_file.check_complex(program, "decode")
+    assert [spec.target for spec in program.graph_signature.input_specs] == ["scale", "state", None]
+    assert torch.equal(program.module()(torch.full((2,), 3.0)), torch.full((2,), 3.0))
+    program = torch.export.export(Rotating(), (torch.ones(2),)).run_decompositions({})
+    convert_file.drop_unused(program)
+    with pytest.raises(UnsupportedModelError, match="numbers must be real for target coreai"):
+        convert_file.check_complex(program, "decode")
 
 
 def test_numbers_are_folded() -> None:

@@ -26,8 +26,19 @@ from executorch.exir._serialize._program import deserialize_pte_binary
 
 from exportable_cache.backends.executorch.delegates import openvino
 from exportable_cache.backends.executorch.delegates.checks import check_cache
-from exportable_cache.backends.executorch.delegates.openvino import keep_state_outside
-from exportable_cache.backends.executorch.delegates.passes import numbers_to_tensors, remainders_to_divisions
+from exportable_cache.backends.executorch.delegates.passes import (
+    choices_to_comparisons,
+    empties_to_zeros,
+    floor_divisions_to_floors,
+    infinite_bounds_to_none,
+    keep_state_outside,
+    maxima_to_parts,
+    numbers_to_tensors,
+    remainders_to_divisions,
+    slices_to_bounds,
+    sums_to_dtypes,
+    tables_to_selections,
+)
 from exportable_cache.backends.executorch.pte.instructions import called_delegates
 from exportable_cache.common.compat.executorch import operator_of
 
@@ -196,6 +207,104 @@ def test_numbers_of_where_are_tensors() -> None:
     assert [one.tolist() for one in graph_module(x)] == [[1.0, 2.0], [1.0, 2.0]]
 
 
+def test_choices_of_experts_without_gathers() -> None:
+    """A router's gathers and scatters are comparisons for any number of tokens; those along tokens are left."""
+
+    class Module(torch.nn.Module):
+        def forward(self, scores: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            chosen = scores.topk(2, dim=-1).indices
+            weights = scores.gather(1, chosen)
+            groups = torch.zeros_like(scores).scatter(1, chosen[:, :1], 1.0)
+            written = torch.zeros_like(scores)
+            written.scatter_(-1, chosen, weights)
+            types = torch.arange(6)[None].expand(scores.shape[0], 6).gather(1, chosen)
+            return weights, groups, written, types, scores.gather(0, chosen.new_zeros(1, 6))
+
+    tokens = torch.export.Dim("tokens", min=2, max=16)
+    scores = torch.randn(5, 6).masked_fill(torch.arange(6) == 3, float("-inf"))
+    program = torch.export.export(Module(), (scores,), dynamic_shapes=({0: tokens},))
+    rewritten = choices_to_comparisons(program)
+    calls = [str(node.target) for node in rewritten.graph.nodes if node.op == "call_function"]
+    assert calls.count("aten.gather.default") == 1 and not any("scatter" in call for call in calls)
+    for given in (scores, scores[:3]):
+        for found, expected in zip(rewritten.module()(given), Module()(given), strict=True):
+            assert torch.equal(found, expected)
+    assert choices_to_comparisons(rewritten).graph.find_nodes(op="call_function", target=torch.ops.aten.topk.default)
+
+
+def test_forms_that_mlx_takes() -> None:
+    """Slices state their ends, tables are indexed by vectors, integers divided by numbers, for any number of tokens."""
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(9, 4))
+
+        def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            joined = torch.cat([ids, ids], dim=1)
+            divided = torch.div(ids - 4, 3, rounding_mode="floor")
+            summed = ids.sum(-1, dtype=torch.float32)
+            return (
+                joined[:, -ids.shape[1] :],
+                joined[:, 1:],
+                self.table[ids],
+                (ids - 4) // 2,
+                divided,
+                summed,
+                *joined.max(-1),
+            )
+
+    tokens = torch.export.Dim("tokens", min=2, max=16)
+    ids = torch.arange(5)[None]
+    program = torch.export.export(Module(), (ids,), dynamic_shapes=({1: tokens},))
+    rewrites = slices_to_bounds, tables_to_selections, floor_divisions_to_floors, sums_to_dtypes, maxima_to_parts
+    for rewrite in rewrites:
+        program = rewrite(program)
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    assert all(len(node.args) >= 4 for node in calls if node.target is torch.ops.aten.slice.Tensor)
+    assert not any("dtype" in node.kwargs for node in calls if node.target is torch.ops.aten.sum.dim_IntList)
+    left = {str(node.target) for node in calls}
+    assert not left & {
+        "<built-in function neg>",
+        "aten.index.Tensor",
+        "aten.floor_divide.default",
+        "aten.div.Tensor_mode",
+        "aten.max.dim",
+    }
+    for given in (ids, ids[:, :3]):
+        for found, expected in zip(program.module()(given), Module.forward(program.module(), given), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_uninitialized_tensors_are_zeros() -> None:
+    """A compiler without `empty` takes them whole."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.empty(2, 3, dtype=torch.int64) * 0 + x
+
+    program = torch.export.export(Module(), (torch.ones(3),)).run_decompositions({})
+    graph_module = empties_to_zeros(program.graph_module).graph_module
+    calls = [str(operator_of(node.target)) for node in graph_module.graph.nodes if node.op == "call_function"]
+    assert "aten.full.default" in calls and not any("empty" in call for call in calls)
+    assert graph_module(torch.ones(3))[0].dtype == torch.float32
+
+
+def test_openvino_gets_no_infinite_bounds() -> None:
+    """It writes them to a file, and reads 0 from there, so that every value would be 0."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return x.clamp(0.0, float("inf")), x.clamp(float("-inf"), 1.0), x.clamp(-float("inf"), float("inf")) * 2
+
+    x = torch.tensor([-2.0, 0.5, 3.0])
+    graph_module = infinite_bounds_to_none(torch.export.export(Module(), (x,)).graph_module).graph_module
+    clamps = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.clamp.default)
+    assert [node.args[1:] for node in clamps] == [(0.0, None), (None, 1.0)]
+    for found, expected in zip(graph_module(x), Module()(x), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("divisor", [1, 3, 16, 1000, 4096])
 def test_remainders_without_the_operator(divisor: int) -> None:
     """Integers of both signs give what `torch.remainder` gives, up to a million."""
@@ -226,10 +335,17 @@ def test_state_is_no_constant_of_a_partition() -> None:
 
     program = torch.export.export(Module(), (torch.ones(1, 2),)).run_decompositions({})
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    for node in placeholders.values():
-        node.meta["delegation_tag"] = "tag0"
-    keep_state_outside(program)
-    assert [name for name, node in placeholders.items() if "delegation_tag" not in node.meta] == ["b_state"]
+
+    def left_outside(only_split: bool, last: str) -> list[str]:
+        for node in program.graph.nodes:
+            node.meta["delegation_tag"] = "tag0"
+        next(iter(program.graph.output_node().all_input_nodes)).meta["delegation_tag"] = last
+        keep_state_outside(program, only_split)
+        return [name for name, node in placeholders.items() if "delegation_tag" not in node.meta]
+
+    assert left_outside(only_split=False, last="tag0") == ["b_state"]
+    assert left_outside(only_split=True, last="tag0") == []
+    assert left_outside(only_split=True, last="tag1") == ["b_state"]
 
 
 @pytest.mark.skipif("sys.platform == 'win32'", reason="processes end by signals on POSIX only")

@@ -32,6 +32,8 @@ from exportable_cache.backends.executorch.static.runner import StaticRunner, mas
 from exportable_cache.backends.registry import backend_for
 
 CAPACITY, CHUNK = 32, 5
+ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+ENCODER |= {"is_decoder": True, "max_position_embeddings": 64}
 
 
 def program_of(model: PreTrainedModel, **cache: Any) -> Program:
@@ -67,12 +69,18 @@ def test_steps_equal_the_model_past_its_window(family: str, transposed: bool) ->
         ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
         # It counts from the length of its cache.
         ("bart", {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}),
+        # It counts from its padding index.
+        ("roberta", ENCODER),
+        # It gathers kinds of tokens by position.
+        ("bert", ENCODER),
     ],
 )
 def test_learned_positions_are_an_input(family: str, sizes: dict[str, Any]) -> None:
     model = tiny_model(family, **sizes)
-    session, plan, _ = session_of(model)
+    session, plan, graphs = session_of(model)
     assert plan.inputs[:3] == ["input_ids", "positions", "full_attention"] and not plan.tables
+    gathers = graphs["decode"].graph.find_nodes(op="call_function", target=torch.ops.aten.gather.default)
+    assert all(node.args[2].meta["val"].dtype == torch.int64 for node in gathers) and (gathers or family != "bert")
     assert verify_session(session, model, prompts=[3, 2 * CHUNK], decode_steps=8).passed
 
 

@@ -13,6 +13,7 @@ from ...common.compat.coreai import dequantized_weight
 from ...common.tensors import wide_buffer
 from ...errors import UnsupportedModelError, describe_trace_error
 from ...models.quantized_rows import is_quantized
+from ..decompositions import scatter_by_comparisons
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -51,6 +52,8 @@ def convert(exported: Mapping[str, ExportedProgram], methods: Mapping[str, Progr
     try:
         for name, program in exported.items():
             program = program.run_decompositions(_decompositions())
+            drop_unused(program)
+            check_complex(program, name)
             _fold_numbers(program)
             _align_ranks(program.graph_module)
             _state_sizes(program)
@@ -69,6 +72,36 @@ def convert(exported: Mapping[str, ExportedProgram], methods: Mapping[str, Progr
         raise UnsupportedModelError(
             f"Core AI's converter refuses method {name!r}: {describe_trace_error(error)}; export for another target"
         ) from error
+
+
+def drop_unused(program: ExportedProgram) -> None:
+    """Remove weights and buffers that no operator reads, in place, such as those of a tower for images."""
+    signature, graph = program.graph_signature, program.graph
+    written = set(signature.buffers_to_mutate.values())
+    kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+    kept = {spec.arg.name for spec in signature.input_specs if spec.kind not in kinds or spec.target in written}
+    for node in graph.find_nodes(op="placeholder"):
+        if node.users or node.name in kept:
+            kept.add(node.name)
+        else:
+            graph.erase_node(node)
+    signature.input_specs = [spec for spec in signature.input_specs if spec.arg.name in kept]
+    program.graph_module.recompile()
+
+
+def check_complex(program: ExportedProgram, method: str) -> None:
+    """Refuse complex numbers, because the converter ends the process at them (coreai-torch 0.4.3).
+
+    Raises:
+        UnsupportedModelError: If a value is complex.
+    """
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.is_complex():
+            raise UnsupportedModelError(
+                f"numbers must be real for target coreai, and {node.name} in method {method!r} is complex; export for "
+                "another target"
+            )
 
 
 def check_symmetric(model: torch.nn.Module) -> None:
@@ -125,7 +158,8 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     table = get_decomp_table()
     for overload in ("Scalar", "Tensor"):
         table[getattr(aten.remainder, overload)] = _remainder
-    table[aten.scatter.value] = table[aten.scatter.src] = _scatter
+    # The runtime crashes at a scatter if a size is dynamic.
+    table[aten.scatter.value] = table[aten.scatter.src] = scatter_by_comparisons
     table[aten.index_put.default] = _index_put
     table[aten.var.correction] = _variance
     table[aten.scaled_dot_product_attention.default] = _attention
@@ -154,20 +188,6 @@ def _dequantize(
 def _remainder(value: torch.Tensor, divisor: Any) -> torch.Tensor:
     """Compute `torch.remainder`, which the converter lacks."""
     return value - divisor * torch.div(value, divisor, rounding_mode="floor")
-
-
-def _scatter(target: torch.Tensor, dim: int, index: torch.Tensor, source: Any) -> Any:
-    """Compute `torch.scatter` along the last dimension by comparisons.
-
-    The runtime crashes if a size is dynamic. Routers scatter along the experts, whose number is fixed.
-    """
-    rank, last = target.dim(), target.dim() - 1
-    if dim % max(rank, 1) != last or index.dim() != rank or index.shape[:-1] != target.shape[:-1]:
-        return NotImplemented
-    hits = index.unsqueeze(-1) == torch.arange(target.shape[-1], device=target.device)
-    if isinstance(source, torch.Tensor):
-        source = torch.where(hits, source.unsqueeze(-1), torch.zeros_like(source[..., :1, None])).sum(-2)
-    return torch.where(hits.any(-2), source, target)
 
 
 def _index_put(

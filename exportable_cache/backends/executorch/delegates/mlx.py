@@ -6,10 +6,24 @@ The compiler is in every wheel of ExecuTorch. Each method has its own state in t
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ....common.compat.executorch import prepare_mlx_schema
-from .passes import numbers_to_tensors
+from .passes import (
+    choices_to_comparisons,
+    empties_to_zeros,
+    floor_divisions_to_floors,
+    keep_state_outside,
+    maxima_to_parts,
+    numbers_to_tensors,
+    slices_to_bounds,
+    sums_to_dtypes,
+    tables_to_selections,
+)
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 
 def partitioner() -> Any:
@@ -19,7 +33,28 @@ def partitioner() -> Any:
 
     # It reports each partition at level INFO, through a handler of its own.
     logging.getLogger("executorch.backends.mlx").setLevel(logging.WARNING)
-    return MLXPartitioner()
+
+    class Partitioner(MLXPartitioner):  # type: ignore[misc]
+        """A partitioner that leaves state outside if several partitions use it."""
+
+        def partition(self, edge_program: ExportedProgram) -> Any:
+            result = super().partition(edge_program)
+            keep_state_outside(edge_program, only_split=True)
+            return result
+
+    return Partitioner()
+
+
+def rewrites() -> tuple[Callable[[ExportedProgram], ExportedProgram], ...]:
+    """Return passes over exported programs."""
+    return (
+        choices_to_comparisons,
+        slices_to_bounds,
+        sums_to_dtypes,
+        maxima_to_parts,
+        tables_to_selections,
+        floor_divisions_to_floors,
+    )
 
 
 def passes() -> list[Any]:
@@ -27,4 +62,4 @@ def passes() -> list[Any]:
     prepare_mlx_schema()
     from executorch.backends.mlx.passes import get_default_passes
 
-    return [numbers_to_tensors, *get_default_passes()]
+    return [numbers_to_tensors, empties_to_zeros, *get_default_passes()]

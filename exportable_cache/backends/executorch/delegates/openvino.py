@@ -19,10 +19,9 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ....common.compat.executorch import exact_openvino, openvino_partitioner
 from ....errors import UnsupportedModelError
-from .passes import numbers_to_tensors, remainders_to_divisions
+from .passes import infinite_bounds_to_none, keep_state_outside, numbers_to_tensors, remainders_to_divisions
 
 if TYPE_CHECKING:
-    from torch.export import ExportedProgram
     from transformers import PreTrainedModel
 
     from ....program.program import Program
@@ -63,22 +62,9 @@ def partitioner() -> Any:
     return Partitioner([CompileSpec("device", b"CPU")])
 
 
-def keep_state_outside(program: ExportedProgram) -> None:
-    """Remove the buffers that a program writes from the constants of its partitions, in place.
-
-    ExecuTorch (1.4.1, `tag_constant_data`) takes a buffer for written only if the new value is computed from it by a
-    single operator. A ring's is a selection from old and new tokens, so the old ones would be zeros in each call.
-    """
-    signature = program.graph_signature
-    written = set(signature.buffers_to_mutate.values())
-    for node in program.graph.find_nodes(op="placeholder"):
-        if signature.inputs_to_buffers.get(node.name) in written:
-            node.meta.pop("delegation_tag", None)
-
-
 def passes() -> list[Callable[[GraphModule], PassResult]]:
     """Return passes over edge programs, before they are partitioned."""
-    return [numbers_to_tensors, remainders_to_divisions]
+    return [infinite_bounds_to_none, numbers_to_tensors, remainders_to_divisions]
 
 
 #: Shape, value of every element, and name of the dtype of an input.

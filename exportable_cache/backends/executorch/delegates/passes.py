@@ -1,17 +1,176 @@
-"""Passes over edge programs that replace operators which several delegates do not take."""
+"""Passes over exported and edge programs that replace operators which delegates do not take, or compute wrongly."""
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from math import isinf
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
 from ....common.compat.executorch import cast_operator, edge_operator, operator_of
+from ...decompositions import gather_by_comparisons, scatter_by_comparisons
 from ..graph_edits import insert_call, replace_call
 
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
 aten = torch.ops.aten
+
+#: End of an open slice.
+_END = 2**63 - 1
+_FLOOR_DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
+
+
+def choices_to_comparisons(program: ExportedProgram) -> ExportedProgram:
+    """Compute gathers and scatters along the last dimension by comparisons, as a compiler without either needs it."""
+    table = {
+        aten.gather.default: gather_by_comparisons,
+        aten.scatter.value: scatter_by_comparisons,
+        aten.scatter.src: scatter_by_comparisons,
+    }
+    # Decompositions come after writes in place are replaced.
+    called = {*table, aten.scatter_.value, aten.scatter_.src}
+    is_needed = any(node.target in called for node in program.graph.nodes)
+    return program.run_decompositions(table) if is_needed else program
+
+
+def slices_to_bounds(program: ExportedProgram) -> ExportedProgram:
+    """State both ends of each slice, in place: `x[-length:]` of a length that changes begins at `size - length`."""
+    graph = program.graph
+    for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
+        source, dim, start, end, *_ = (*node.args, *(0, None, None)[len(node.args) - 1 :])
+        if isinstance(start, Node) and start.target is operator.neg:
+            with graph.inserting_before(node):
+                size = insert_call(graph, aten.sym_size.int, source, dim)
+                start = insert_call(graph, operator.sub, size, start.args[0])
+        node.args = (source, dim, start, _END if end is None else end, *node.args[4:])
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+    return program
+
+
+def sums_to_dtypes(program: ExportedProgram) -> ExportedProgram:
+    """Convert what is summed in another dtype before the sum, in place."""
+    graph = program.graph
+    for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+        dtype = node.kwargs.get("dtype")
+        if dtype is not None:
+            with graph.inserting_before(node):
+                node.update_arg(0, insert_call(graph, aten.to.dtype, node.args[0], dtype))
+            node.kwargs = {}
+    program.graph_module.recompile()
+    return program
+
+
+def maxima_to_parts(program: ExportedProgram) -> ExportedProgram:
+    """Compute a maximum and its index by an operator each, in place."""
+    graph = program.graph
+    for node in graph.find_nodes(op="call_function", target=aten.max.dim):
+        with graph.inserting_before(node):
+            for part in list(node.users):
+                source, dim, *keepdim = node.args
+                arguments = ([dim], *keepdim) if part.args[1] == 0 else (dim, *keepdim)
+                of_part = aten.amax.default if part.args[1] == 0 else aten.argmax.default
+                replace_call(part, insert_call(graph, of_part, source, *arguments))
+        graph.erase_node(node)
+    program.graph_module.recompile()
+    return program
+
+
+def tables_to_selections(program: ExportedProgram) -> ExportedProgram:
+    """Index along one dimension by a vector, in place, where the indices have as many dimensions as the tensor.
+
+    MLX's compiler (ExecuTorch 1.4.1) takes those for indices of `take_along_axis`, which gives other elements.
+    """
+    graph = program.graph
+    for node in list(graph.find_nodes(op="call_function", target=aten.index.Tensor)):
+        source, indices = node.args
+        given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+        if len(given) != 1 or given[0][1].meta["val"].dim() != source.meta["val"].dim():
+            continue
+        dim, index = given[0]
+        sizes = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
+        if sizes.count(-1) > 1:
+            continue
+        with graph.inserting_before(node):
+            vector = insert_call(graph, aten.reshape.default, index, [-1])
+            chosen = insert_call(graph, aten.index_select.default, source, dim, vector)
+            replace_call(node, insert_call(graph, aten.reshape.default, chosen, sizes))
+    program.graph_module.recompile()
+    return program
+
+
+def floor_divisions_to_floors(program: ExportedProgram) -> ExportedProgram:
+    """Compute integers divided by a number, and rounded down, by a product, see `remainders_to_divisions`."""
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.target not in _FLOOR_DIVISIONS or node.meta["val"].is_floating_point():
+            continue
+        value, divisor = node.args
+        if node.kwargs.get("rounding_mode", "floor") != "floor" or not isinstance(divisor, int):
+            continue
+        with graph.inserting_before(node):
+            quotient = insert_call(graph, aten.to.dtype, value, torch.float32)
+            quotient = insert_call(graph, aten.mul.Scalar, quotient, 1.0 / divisor)
+            quotient = insert_call(graph, aten.add.Scalar, quotient, 0.5 / divisor)
+            whole = insert_call(graph, aten.floor.default, quotient)
+            replace_call(node, insert_call(graph, aten.to.dtype, whole, node.meta["val"].dtype))
+    program.graph_module.recompile()
+    return program
+
+
+def infinite_bounds_to_none(graph_module: GraphModule) -> PassResult:
+    """Remove infinite bounds of `clamp`, in place, because OpenVINO (2025.4.1) reads them back from a file as 0."""
+    for node in list(graph_module.graph.nodes):
+        if operator_of(node.target) is aten.clamp.default:
+            value, *bounds = node.args
+            kept = [None if isinstance(one, float) and isinf(one) else one for one in bounds]
+            node.args = (value, *kept)
+            if all(one is None for one in kept):
+                replace_call(node, value)
+    graph_module.recompile()
+    return PassResult(graph_module, True)
+
+
+def empties_to_zeros(graph_module: GraphModule) -> PassResult:
+    """Replace uninitialized tensors, which some compilers do not take, by zeros, in place."""
+    graph = graph_module.graph
+    for node in list(graph.nodes):
+        if operator_of(node.target) is aten.empty.memory_format:
+            with graph.inserting_before(node):
+                zeros = graph.call_function(
+                    edge_operator(aten.full.default), (node.args[0], 0), {"dtype": node.meta["val"].dtype}
+                )
+            zeros.meta["val"] = node.meta["val"]
+            replace_call(node, zeros)
+    graph_module.recompile()
+    return PassResult(graph_module, True)
+
+
+def keep_state_outside(program: ExportedProgram, only_split: bool = False) -> None:
+    """Remove the buffers that a program writes from the constants of its partitions, in place.
+
+    ExecuTorch (1.4.1, `tag_constant_data`) takes a buffer for written only if the new value is computed from it by a
+    single operator. A ring's is a selection from old and new tokens, so the old ones would be zeros in each call.
+
+    Args:
+        program: A tagged edge program.
+        only_split: True to leave buffers that one partition alone reads and writes, which then are its state. Otherwise
+            ExecuTorch would give a buffer to the partition that reads it, and fail at the one that writes it.
+    """
+    signature = program.graph_signature
+    written = {name: value for value, name in signature.buffers_to_mutate.items()}
+    nodes = {node.name: node for node in program.graph.nodes}
+    for node in program.graph.find_nodes(op="placeholder"):
+        value = written.get(signature.inputs_to_buffers.get(node.name))
+        if value is None:
+            continue
+        parts = {one.meta.get("delegation_tag") for one in (*node.users, nodes[value])}
+        if not only_split or len(parts) > 1:
+            node.meta.pop("delegation_tag", None)
 
 
 def numbers_to_tensors(graph_module: GraphModule) -> PassResult:

@@ -46,7 +46,8 @@ class Delegate:
     def module(self) -> ModuleType:
         """Return the delegate's module, after a check that its compiler is installed.
 
-        Its `partitioner()` returns the partitioner, and `passes()`, if there is one, passes over edge programs.
+        Its `partitioner()` returns the partitioner. If there are any, `rewrites()` returns passes over exported
+        programs, and `passes()` those over edge programs.
 
         Raises:
             MissingDependencyError: If a package is missing, or of another release.

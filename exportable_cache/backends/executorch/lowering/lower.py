@@ -106,6 +106,7 @@ def to_edge(
     rewrites = (*rewrites, *(to_native if native else ()))
     replace_segments: Rewrite = partial(segments.replace, state=state)
     rewrites = (*rewrites, *((replace_segments, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
+    rewrites = (*rewrites, *getattr(DELEGATES[delegate].module(), "rewrites", tuple)())
     rewritten = {name: _rewritten(program, rewrites) for name, program in programs.items()}
     edge = replace_placeholders(_partitioned(rewritten, delegate, constant_methods), segments)
     for name in programs:

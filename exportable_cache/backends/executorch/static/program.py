@@ -24,6 +24,7 @@ from ....cache.policies import FullPolicy, RingPolicy
 from ....common.tensors import name_forward
 from ....errors import UnsupportedModelError, describe_trace_error
 from ....models.patches.registry import patch_model
+from ....models.positions import takes_positions
 from ....models.quantized_rows import is_quantized
 from .plan import MASKS, StaticLayer, StaticPlan
 
@@ -89,6 +90,8 @@ class _GivenRotary(nn.Module):
     def __init__(self, original: nn.Module, given: dict[Any, Any], name: str) -> None:
         super().__init__()
         self._parts = (original, given, name)
+        # Granite with windows chooses the embedding of a layer by it.
+        self.config = getattr(original, "config", None)
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor | None = None, *rest: Any, **named: Any) -> Any:
         original, given, name = self._parts
@@ -156,10 +159,12 @@ def _run(
         positions = torch.arange(input_ids.shape[1], dtype=torch.int32)[None]
     # Models without kinds of layers take one mask.
     mask = next(iter(masks.values())) if len(masks) == 1 else dict(masks)
+    # Others count from `_GivenLayer.get_seq_length`, as the RoBERTa family does from its padding index.
+    further = {"position_ids": positions} if takes_positions(model) else {}
     output = model(
         input_ids=input_ids,
         attention_mask=mask,
-        position_ids=positions,
+        **further,
         past_key_values=Cache(layers=list(layers)),
         use_cache=True,
         logits_to_keep=1,
@@ -295,7 +300,23 @@ def _traced(
             torch.zeros(1, layer.heads, layer.slots, layer.value_size, dtype=dtype),
         ]
     # Distinct tensors, because the tracer takes equal ones for one input.
-    return torch.export.export(StaticModule(model, plan, keys), tuple(one.clone() for one in inputs))
+    return _with_wide_gathers(
+        torch.export.export(StaticModule(model, plan, keys), tuple(one.clone() for one in inputs))
+    )
+
+
+def _with_wide_gathers(program: ExportedProgram) -> ExportedProgram:
+    """Gather by int64, in place, because ExecuTorch's operator refuses the int32 that positions have."""
+    graph = program.graph
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.gather.default):
+        index = node.args[2]
+        if index.meta["val"].dtype == torch.int32:
+            with graph.inserting_before(node):
+                wide = graph.call_function(torch.ops.aten.to.dtype, (index, torch.int64))
+            wide.meta["val"] = index.meta["val"].to(torch.int64)
+            node.update_arg(2, wide)
+    program.graph_module.recompile()
+    return program
 
 
 def _uses_positions(graph: ExportedProgram) -> bool:
