@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from exportable_cache import load
-from exportable_cache.bundle.checked import CheckedBundle
+from exportable_cache.bundle.files import CheckedBundle
 from exportable_cache.errors import InputError
 from exportable_cache.session import native
 from exportable_cache.session.native import NotNative, open_native

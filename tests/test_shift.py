@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from exportable_cache import ExportableCache, Session, export, load
-from exportable_cache.backends.executorch.attention.fused_layouts import NativeLatentLayout
+from exportable_cache.backends.executorch.attention.layouts import NativeLatentLayout
 from exportable_cache.cache.layers import CacheLayer, RowSizes
 from exportable_cache.cache.policies import FullPolicy
 from exportable_cache.cache.shift import Rotation

@@ -277,7 +277,7 @@ def _whole(home: Path, folder: str, repository: str, sizes: Mapping[str, int | N
     Raises:
         BundleError: If the hub has no such file, or one of another size.
     """
-    from .checked import CheckedBundle
+    from .files import CheckedBundle
 
     files = CheckedBundle.read(home / folder).files
     for name, file in files.items():

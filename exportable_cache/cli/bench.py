@@ -11,8 +11,7 @@ from ..common.progress import bytes_text
 from ..session.opening import Use
 from .options import BundleOrModelArgument, JsonOption, at_least
 from .runtime import Opening, open_session, opens
-from .tables import simple_table
-from .terminal import Terminal
+from .terminal import Terminal, simple_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,8 +12,7 @@ from ..common.progress import bytes_text
 from ..errors import InputError
 from .command import EXIT_MISMATCH
 from .options import BundleArgument, JsonOption, KeyOption
-from .tables import simple_table
-from .terminal import Terminal
+from .terminal import Terminal, simple_table
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -21,8 +21,7 @@ from ..common.progress import bytes_text
 from ..errors import ExportableCacheError
 from .command import Command
 from .options import JsonOption
-from .tables import simple_table
-from .terminal import Terminal
+from .terminal import Terminal, simple_table
 
 
 def doctor(ctx: typer.Context, json: JsonOption = False) -> None:

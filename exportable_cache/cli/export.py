@@ -33,8 +33,7 @@ from .options import (
     options_of,
     takes,
 )
-from .tables import LayerRow, layer_table, simple_table
-from .terminal import Terminal
+from .terminal import LayerRow, Terminal, layer_table, simple_table
 
 if TYPE_CHECKING:
     from ..bundle.bundle import Bundle

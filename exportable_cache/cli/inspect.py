@@ -11,8 +11,7 @@ from ..common.progress import bytes_text
 from ..errors import shown
 from .export import print_files, print_plan, print_verification
 from .options import BundleOrDemoArgument, JsonOption, KeyOption, at_least
-from .tables import LayerRow, engine_table, engines, layer_table, simple_table
-from .terminal import Terminal
+from .terminal import LayerRow, Terminal, engine_table, engines, layer_table, simple_table
 
 if TYPE_CHECKING:
     from ..bundle.bundle import Bundle

@@ -211,7 +211,7 @@ def leave_to_torch(terminal: Terminal, folder: str, reason: str) -> None:
         BundleError: If the folder is not a bundle.
         InputError: If the user chose the native runner.
     """
-    from ..bundle.checked import CheckedBundle
+    from ..bundle.files import CheckedBundle
     from ..session.native import NATIVE_TARGETS, NotNative, runtime_chosen
 
     try:

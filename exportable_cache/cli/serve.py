@@ -194,7 +194,7 @@ def _adapters(given: list[str]) -> dict[str, Path]:
 
 def _kinds(given: list[str], name: str, is_model: bool, rows: int) -> list[str]:
     """Return the kinds of files in messages: those of `--modalities` for a model, else those of the bundle."""
-    from ..bundle.checked import CheckedBundle
+    from ..bundle.files import CheckedBundle
     from ..session.native import RUNTIME_VARIABLE
 
     flag = "'--modalities'"

@@ -23,8 +23,7 @@ from .options import (
     takes,
 )
 from .runtime import BundleChecks, Opening, open_session, opens
-from .tables import simple_table
-from .terminal import Terminal
+from .terminal import Terminal, simple_table
 
 if TYPE_CHECKING:
     from ..verification.report import VerifyReport

@@ -12,7 +12,7 @@ from torch import nn
 from ..common.tensors import TensorSpec, name_forward
 from ..errors import InputError, UnsupportedModelError
 from ..models.layers.encoder import ENCODER_LENGTH, EncoderStates, run_encoder
-from .inputs.encoder_items import EncoderModality
+from .inputs.modalities import EncoderModality
 from .methods import ProgramMethod
 from .spec import ProgramSpec
 

@@ -43,10 +43,9 @@ from ..models.patches.registry import patch_model
 from ..models.positions import check_rope, rope_rule, takes_positions, text_model_of
 from ..models.scans import longest_step
 from .decoders import EncodeModule, checked_prefill_chunk, decoder_arguments, methods_for, seq2seq_methods
-from .inputs.cross_items import CrossModality, cross_methods, without_items
-from .inputs.encoder_items import EncoderModality
 from .inputs.front import passing_extra_features
 from .inputs.image_masks import image_masks
+from .inputs.modalities import CrossModality, EncoderModality, cross_methods, without_items
 from .inputs.modality import EmbedModule
 from .inputs.multimodal import multimodal_methods
 from .last_token import choose_last_token_early

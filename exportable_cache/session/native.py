@@ -18,8 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..backends.tensorrt.options import MACHINE_CODE
-from ..bundle.checked import CheckedBundle
-from ..bundle.files import MANIFEST_FILE, untrusted
+from ..bundle.files import MANIFEST_FILE, CheckedBundle, untrusted
 from ..cache.component import label_of
 from ..common.native.kernels import BUILD, TARGET_VARIABLE
 from ..common.native.kernels import VARIABLE as KERNELS_VARIABLE

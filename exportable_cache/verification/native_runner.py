@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file
 
-from ..bundle.checked import CheckedBundle
+from ..bundle.files import CheckedBundle
 from ..common.process.limited_child import ERROR, receive, send
 from ..errors import BundleError
 from ..models.lora import WRITE_ADAPTER

@@ -20,8 +20,7 @@ from torch._inductor import config as inductor
 from exportable_cache.backends.live import background as background_worker
 from exportable_cache.backends.live.background_process import _runner
 from exportable_cache.backends.live.compile import CompileOptions, check_background
-from exportable_cache.backends.live.graph_cache import GRAPH
-from exportable_cache.backends.live.graphs import OutdatedGraph
+from exportable_cache.backends.live.graph_cache import GRAPH, OutdatedGraph
 from exportable_cache.backends.live.model_snapshot import _Reader, from_snapshot, snapshot
 from exportable_cache.common.compat.torch import allow_cuda_graphs, inductor_config
 from exportable_cache.common.process.tuning import torch_threads

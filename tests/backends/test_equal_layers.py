@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live.clone_layers import CloneError, EqualLayers, MarkedLayers, take_marks
-from exportable_cache.backends.live.graphs import BoundTensors, OutdatedGraph, binding_tensors
+from exportable_cache.backends.live.graph_cache import BoundTensors, OutdatedGraph, binding_tensors
 from exportable_cache.backends.live.regions import Region, regions_of
 from exportable_cache.backends.live.runner import ModuleRunner
 from exportable_cache.common.compat.transformers import cache_name

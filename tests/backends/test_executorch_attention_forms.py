@@ -7,7 +7,7 @@ from torch.nn import functional as F
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
 from exportable_cache.backends.executorch.attention.forms import forms_of, least_single
-from exportable_cache.backends.executorch.attention.fused_layouts import fold_of
+from exportable_cache.backends.executorch.attention.layouts import fold_of
 from exportable_cache.common.compat.executorch import register_fused_operators
 
 SLOTS, DIM, SCALING = 12, 8, 0.3

@@ -27,8 +27,8 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir.backend.utils import get_delegates
 
-from exportable_cache.backends.executorch.dedup import cloned_delegates, segment_calls
-from exportable_cache.backends.executorch.dedup.segment_calls import ClonedSegments
+from exportable_cache.backends.executorch.dedup import delegates
+from exportable_cache.backends.executorch.dedup.delegates import ClonedSegments
 from exportable_cache.backends.executorch.dedup.segments import traced_order
 from exportable_cache.backends.executorch.graph_edits import drop_provenance
 from exportable_cache.backends.executorch.lowering import lower
@@ -178,7 +178,7 @@ def test_what_cannot_be_explained_is_lowered_in_its_place(
 ) -> None:
     """Without knowing how weights are packed nothing is cloned, nothing is wrong, and the log says why."""
     caplog.set_level(logging.INFO, "exportable_cache")
-    monkeypatch.setattr(cloned_delegates, "_PACKINGS", {})
+    monkeypatch.setattr(delegates, "_PACKINGS", {})
     sizes = counted(monkeypatch)
     segments = []
     original = ClonedSegments.replace
@@ -191,7 +191,7 @@ def test_what_cannot_be_explained_is_lowered_in_its_place(
     lower.to_edge(programs_of(model_of(4, quantized=False)))
     assert sizes[-1] > sizes[0]
     assert len(segments[0].left) == 1 and "match no tensor of the segment" in segments[0].left[0]
-    (message,) = [record.getMessage() for record in caplog.records if record.name == segment_calls.__name__]
+    (message,) = [record.getMessage() for record in caplog.records if record.name == delegates.__name__]
     assert message.startswith("equal layers are lowered separately") and segments[0].left[0] in message
 
 

@@ -25,7 +25,7 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 from executorch.exir._serialize._program import deserialize_pte_binary
 
 from exportable_cache.backends.executorch.attention.fused import fusable_layers, native_layouts
-from exportable_cache.backends.executorch.attention.fused_layouts import (
+from exportable_cache.backends.executorch.attention.layouts import (
     FusedFullLayout,
     FusedRingLayout,
     NativeLayout,

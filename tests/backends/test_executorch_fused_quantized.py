@@ -22,7 +22,7 @@ from executorch.exir._serialize._program import deserialize_pte_binary
 
 from exportable_cache.backends.executorch.attention.forms import dequantize_slots
 from exportable_cache.backends.executorch.attention.fused import fuse_layers
-from exportable_cache.backends.executorch.attention.fused_layouts import FusedFullLayout, FusedRingLayout, fold_of
+from exportable_cache.backends.executorch.attention.layouts import FusedFullLayout, FusedRingLayout, fold_of
 
 from .test_executorch import instructions
 

@@ -16,7 +16,7 @@ from exportable_cache.errors import UnsupportedModelError
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
 from exportable_cache.backends.executorch.attention.fused import fuse_layers
-from exportable_cache.backends.executorch.attention.rows_layout import RowsLayout, takes_rows
+from exportable_cache.backends.executorch.attention.layouts import RowsLayout, takes_rows
 
 from ..support.kinds import kind_model
 from ..support.models import WINDOW, tiny_model

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends.live.graphs import OutdatedGraph
+from exportable_cache.backends.live.graph_cache import OutdatedGraph
 from exportable_cache.errors import UnsupportedModelError
 
 from ..support.models import among, tiny_model, tokens

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.bundle.checked import CheckedBundle
+from exportable_cache.bundle.files import CheckedBundle
 from exportable_cache.errors import BundleError
 
 from .editing import edit
@@ -76,7 +76,7 @@ def test_an_entry_that_lists_no_file_is_refused(folder: Path, entry: object) -> 
 def test_it_imports_nothing_heavy(folder: Path) -> None:
     code = (
         "import sys\n"
-        "from exportable_cache.bundle.checked import CheckedBundle\n"
+        "from exportable_cache.bundle.files import CheckedBundle\n"
         f"CheckedBundle.read({str(folder)!r}).check(versions=False)\n"
         "print(*[name for name in ('torch', 'transformers', 'numpy', 'pydantic') if name in sys.modules])\n"
     )

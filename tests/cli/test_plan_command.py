@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from exportable_cache.cli import main
-from exportable_cache.cli.tables import LayerRow, layer_table
+from exportable_cache.cli.terminal import LayerRow, layer_table
 from exportable_cache.pipeline.plan import plan
 
 from ..support.models import WINDOW

@@ -11,8 +11,7 @@ from rich.table import Table
 
 from exportable_cache.cli import terminal as module
 from exportable_cache.cli.command import quiet_third_parties
-from exportable_cache.cli.tables import simple_table
-from exportable_cache.cli.terminal import Terminal
+from exportable_cache.cli.terminal import Terminal, simple_table
 from exportable_cache.common.progress import bytes_text
 from exportable_cache.errors import InputError, MissingDependencyError
 

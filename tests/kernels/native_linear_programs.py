@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from exportable_cache import export, load
-from exportable_cache.backends.executorch.dedup.segment_calls import ClonedSegments
+from exportable_cache.backends.executorch.dedup.delegates import ClonedSegments
 from exportable_cache.backends.executorch.lowering.lower import lower_programs
 from exportable_cache.backends.executorch.native.linears import (
     GROUPED_FORMS,

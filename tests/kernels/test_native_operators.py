@@ -18,8 +18,7 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from exportable_cache import ExportableCache
 from exportable_cache.backends.executorch.attention.fused import fusable_layers, fuse_layers, native_layouts
-from exportable_cache.backends.executorch.attention.fused_layouts import NativeLatentLayout, NativeLayout
-from exportable_cache.backends.executorch.attention.rows_layout import RowsLayout
+from exportable_cache.backends.executorch.attention.layouts import NativeLatentLayout, NativeLayout, RowsLayout
 from exportable_cache.backends.executorch.lowering.steps import steps_to_native
 from exportable_cache.backends.executorch.native.operators import check_native_kernels
 from exportable_cache.bundle.bundle import Bundle

@@ -34,8 +34,7 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
 from exportable_cache.models.layers.specs import vocab_size_of
 from exportable_cache.models.positions import text_model_of
-from exportable_cache.program.inputs.encoder_items import EncoderModality
-from exportable_cache.program.inputs.modalities import modalities_of
+from exportable_cache.program.inputs.modalities import EncoderModality, modalities_of
 from exportable_cache.program.inputs.modality import Modality, joined_items
 from exportable_cache.program.inputs.probe import prompt_with
 from exportable_cache.program.program import Program

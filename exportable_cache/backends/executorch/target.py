@@ -13,7 +13,7 @@ from ...errors import BundleError
 from ...program.spec import Form
 from ..base import LoweredFile, StandIn
 from ..registry import backend_for
-from .attention import fused_layouts, rows_layout  # noqa: F401  layouts of layers, by which bundles describe them
+from .attention import layouts  # noqa: F401  layouts of layers, by which bundles describe them
 from .options import ExecutorchOptions
 from .runner import ExecutorchRunner
 from .static.runner import PLAN, TABLES, open_static

@@ -28,8 +28,7 @@ from ...common.process.tuning import ProcessSetting, few_collections, postpone_f
 from ...common.progress import bytes_text
 from ...errors import InputError
 from .compile import CompileOptions, StepCompiler, check_background
-from .graph_cache import GRAPH, import_loader
-from .graphs import Graph, GraphKey
+from .graph_cache import GRAPH, Graph, GraphKey, import_loader
 from .model_snapshot import snapshot
 from .ops import NATIVE_OPERATORS, eager_operators
 from .ops.linear import onednn_is_better

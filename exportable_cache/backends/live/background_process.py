@@ -13,7 +13,7 @@ import torch
 
 from ...common.process.tuning import collect_seldom
 from ...generation.loop import Choice
-from .graphs import CHOICE, StepKey, choice_graph
+from .graph_cache import CHOICE, StepKey, choice_graph
 from .model_snapshot import from_snapshot
 from .ops import NATIVE_OPERATORS
 

@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from transformers import Cache
 
 from ...common.tensors import kind_of_tensor
-from .graphs import BoundTensor
+from .graph_cache import BoundTensor
 from .regions import Region, described, value_of
 
 if TYPE_CHECKING:

@@ -18,13 +18,12 @@ from ...common.settings import check_settings, setting
 from ...errors import InputError
 from ...program.methods import KV_SLOTS, ProgramMethod
 from ..base import GRAPH_CACHE_MB
-from .graph_cache import GraphCache
-from .graphs import OutdatedGraph
+from .graph_cache import GraphCache, OutdatedGraph
 from .ops import NATIVE_OPERATORS
 
 if TYPE_CHECKING:
     from ...models.cache_factory import ExportableCache
-    from .graphs import ChoiceMethod
+    from .graph_cache import ChoiceMethod
     from .layered import LayeredBackend
 
 Step = Callable[..., Any]

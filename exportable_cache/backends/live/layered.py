@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from ...common.compat import torch_compile as private
 from .clone_layers import take_marks
-from .graphs import BoundTensor, BoundTensors
+from .graph_cache import BoundTensor, BoundTensors
 from .ops.attention import attention_of_few_queries
 from .ops.linear import linears_by_onednn, linears_of_few_rows
 from .regions import regions_of

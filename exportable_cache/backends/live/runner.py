@@ -31,7 +31,7 @@ from ..probe_attention import reads_filled_everywhere, without_narrow_decodes
 from .background import background_compiler
 from .compile import CompileOptions, Step, StepCompiler, generates_cuda, marked
 from .cuda_graphs import CudaGraphs
-from .graphs import Graph, GraphKey, OutdatedGraph, StepKey, choice_graph, choosing
+from .graph_cache import Graph, GraphKey, OutdatedGraph, StepKey, choice_graph, choosing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,7 +14,7 @@ from exportable_cache.backends import backend_for
 from exportable_cache.backends.tensorrt.engine_io import records_of
 from exportable_cache.backends.tensorrt.options import CAPABILITIES, TF32_REMARK, parse_capabilities
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.bundle.checked import CheckedBundle
+from exportable_cache.bundle.files import CheckedBundle
 from exportable_cache.cli.app import app
 from exportable_cache.errors import BundleError, InputError, VerificationError
 from exportable_cache.session.native import NotNative, check_native, open_engines, open_native

@@ -25,16 +25,17 @@ from ....models.layers.specs import cached_layers
 from ....models.quantized_rows import has_quantized_weights
 from ...probe_attention import is_causal, probe_attention
 from ..native import operators  # noqa: F401  registers torch.ops.exportable_cache.attention and write
-from .fused_layouts import (
+from .layouts import (
     FusedFullLayout,
     FusedLayout,
     FusedRingLayout,
     NativeLatentLayout,
     NativeLayout,
+    RowsLayout,
     step_of_keys,
     takes_latents,
+    takes_rows,
 )
-from .rows_layout import RowsLayout, takes_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

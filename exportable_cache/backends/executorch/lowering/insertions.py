@@ -17,8 +17,7 @@ from torch.fx.node import map_arg
 from ....common.compat.executorch import call_delegate_operator, edge_config, operator_of
 from ....common.compat.torch import OpOverload, without_modes
 from ..attention.forms import Form, forms_of, least_single
-from ..dedup.cloned_delegates import with_known_shapes
-from ..dedup.segment_calls import is_segment
+from ..dedup.delegates import is_segment, with_known_shapes
 from ..graph_edits import drop_provenance
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from executorch.exir.pass_base import ProxyValue
     from torch.fx import GraphModule, Node
 
-    from ..dedup.segment_calls import ClonedSegments
+    from ..dedup.delegates import ClonedSegments
 
 
 _OPERATOR = torch.ops.exportable_cache.fused_attention.default

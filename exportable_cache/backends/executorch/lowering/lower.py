@@ -20,7 +20,7 @@ from ....common.compat.executorch import edge_config, release_program
 from ....common.fs.tensor_files import Scratch
 from ....common.process.tuning import give_back_heap
 from ....errors import ExportableCacheError, InputError, UnsupportedModelError, describe_trace_error
-from ..dedup.segment_calls import ClonedSegments
+from ..dedup.delegates import ClonedSegments
 from ..delegates.checks import check_cache, check_methods, delegated_calls
 from ..delegates.table import DELEGATES
 from ..graph_edits import drop_provenance

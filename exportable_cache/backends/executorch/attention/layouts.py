@@ -1,5 +1,6 @@
-"""Layouts over ExecuTorch's and native fused operators, whose cost follows the filled length, not the capacity.
+"""Layouts over ExecuTorch's and native fused operators, and of several rows over plain operators.
 
+The cost of the fused operators follows the filled length, not the capacity.
 `llama::update_cache`, `llama::update_cache_with_indices` and `llama::custom_sdpa` (extension/llm/custom_ops of
 ExecuTorch 1.4) take a cache as [batch, slots, heads, dim]. A program of one row passes its heads as the batch,
 [num_heads, slots, 1, dim], so that the data of a head is contiguous. One program serves steps of one token and of
@@ -8,6 +9,11 @@ several; the form of attention is chosen at run time, per layer (`attention.form
 An 8-bit cache is written by the same operators. `llama::custom_quantized_sdpa` also quantizes the queries, and is 2.5
 times slower than the float32 operator on a full cache. So one kernel dequantizes the filled slots into memory that all
 layers share, and the float32 operator attends to them.
+
+Runtimes without native kernels run several rows over plain operators. ExecuTorch 1.4.1 writes in place at a 1-D index
+that is the same for all rows, but each row is at its own position. So the slots of all rows and heads are one
+dimension, in which every new token has its own index, and attention reads a view. The buffer must not be the view,
+because one method would then not see what another wrote.
 """
 
 from __future__ import annotations
@@ -22,16 +28,14 @@ import torch
 
 from ....cache.attention.latents import expanded_output, latent_queries
 from ....cache.layers import CacheLayer, RowSizes
-from ....cache.layout import Layout, StateTensor
+from ....cache.layout import Layout, PortableLayout, StateTensor
 from ....cache.policies import FullPolicy, RingPolicy, SinkPolicy
-from ....cache.storage import RoundedStorage
+from ....cache.storage import FloatStorage, RoundedStorage
 from .forms import fused_attention
 
 if TYPE_CHECKING:
-    from ....cache.layers import CacheLayer
     from ....cache.layout import WrittenLayer
     from ....cache.policies import SlotPolicy
-
 
 #: The operator runs heads in parallel, so folding leaves at least this many, or all.
 LEAST_PARALLEL_HEADS = 4
@@ -447,3 +451,93 @@ def _sinks(extras: dict[str, Any]) -> torch.Tensor | None:
     if extras.get("s_aux") is not None:
         sinks = extras["s_aux"].reshape(1, -1, 1, 1)
     return None if sinks is None else sinks.float()
+
+
+#: Keys and values.
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RowsLayout(PortableLayout, kind="executorch_rows"):
+    """Portable layout over keys and values [batch_size * num_heads * capacity, dim], stored unchanged.
+
+    Attributes:
+        heads: Number of key and value heads.
+    """
+
+    heads: int
+
+    row_dims = ("rows_heads_and_slots",)
+
+    @classmethod
+    def over(cls, layer: CacheLayer) -> CacheLayer:
+        """Return an empty layer of the same policy, storage and sizes in this layout.
+
+        A layer without keys is returned unchanged.
+
+        Args:
+            layer: A layer for which `takes_rows` is True.
+        """
+        if layer.storage is None:
+            return layer
+        tensors = dict(layer.named_state())
+        heads = tensors["keys"].shape[1]
+        for name in ("keys", "values"):
+            tensors[name] = tensors[name].new_zeros(tensors[name].shape[:3].numel(), tensors[name].shape[3])
+        return layer.with_layout(cls(heads), tensors)
+
+    def _write(
+        self, layer: WrittenLayer, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> list[torch.Tensor]:
+        index = self._numbers(slots, _capacity(layer))
+        for held, rows in zip(_held(layer), (key_states, value_states), strict=True):
+            held.index_copy_(0, index, rows.reshape(-1, rows.shape[3]))
+        return self._by_row(layer)
+
+    def _gather(self, layer: WrittenLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> _Pair:
+        capacity, query_length = _capacity(layer), key_states.shape[2]
+        length = layer.cumulative_length[:, None]
+        positions = layer.policy.positions(length + query_length)
+        slot = torch.arange(capacity, device=layer.device)
+        index = self._numbers(
+            torch.where(positions >= length, capacity + positions - length, slot), capacity + query_length
+        )
+        keys, values = (
+            torch.cat([held, rows], dim=2)
+            for held, rows in zip(self._by_row(layer), (key_states, value_states), strict=True)
+        )
+        for held, joined in zip(_held(layer), (keys, values), strict=True):
+            held.copy_(joined.reshape(-1, joined.shape[3]).index_select(0, index))
+        layer.advance(query_length)
+        return keys, values
+
+    def _numbers(self, slots: torch.Tensor, capacity: int) -> torch.Tensor:
+        """Return indices int64 [batch_size * heads * n] of slots [batch_size, n] among those of all rows and heads."""
+        first = torch.arange(slots.shape[0] * self.heads, device=slots.device) * capacity
+        return (first.view(slots.shape[0], self.heads, 1) + slots[:, None]).reshape(-1)
+
+    def _by_row(self, layer: WrittenLayer) -> list[torch.Tensor]:
+        """Return keys and values, each [batch_size, num_heads, capacity, dim]."""
+        return [held.view(-1, self.heads, _capacity(layer), held.shape[1]) for held in _held(layer)]
+
+
+def _capacity(layer: WrittenLayer) -> int:
+    capacity = layer.policy.capacity
+    assert capacity is not None
+    return capacity
+
+
+def _held(layer: WrittenLayer) -> _Pair:
+    keys, values = (tensor for name, tensor in layer.named_state() if name in ("keys", "values"))
+    return keys, values
+
+
+def takes_rows(layer: CacheLayer) -> bool:
+    """Return True if `RowsLayout` supports the layer.
+
+    Such a layer keeps unquantized keys and values of all tokens or of a ring, or a state of fixed size instead.
+    """
+    if layer.storage is None:
+        return True
+    is_known = isinstance(layer.policy, (FullPolicy, RingPolicy)) and isinstance(layer.storage, FloatStorage)
+    return type(layer) is CacheLayer and is_known
