@@ -365,7 +365,7 @@ def test_no_session_uses_a_slot_of_another_adapter(folders: dict[str, Path]) -> 
     """Other sessions and forks continue without an adapter after it was unloaded and its slot was used again."""
     from types import SimpleNamespace
 
-    from exportable_cache.decoding.completion import Completer
+    from exportable_cache.decoding import Completer
 
     model, ids = tiny_model("llama"), tokens(LENGTH)
     one, two = (Session.from_model(model, max_cache_len=CAPACITY, lora_slots=2, lora_rank=4) for _ in range(2))

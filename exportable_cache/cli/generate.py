@@ -358,7 +358,7 @@ def _constrained_text(
     options: CompletionOptions,
 ) -> Iterator[str]:
     """Yield text that follows a constraint."""
-    from ..decoding.completion import Completer
+    from ..decoding.session_completion import Completer
     from ..errors import InputError
 
     completer = Completer(session)

@@ -460,7 +460,7 @@ def open_completer(
 
         completer = NativeCompleter(session, split_special_tokens, opened.draft_tokens)
     elif rows == 1 and session.batch_size == 1:
-        from ..decoding.completion import Completer
+        from ..decoding.session_completion import Completer
 
         completer = Completer(session, split_special_tokens, opened.draft)
     else:

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from .batching import Request as Request
     from .beam import Hypothesis as Hypothesis
     from .beam import beam_search as beam_search
-    from .completion import Completer as Completer
     from .completion import Completion as Completion
     from .completion import CompletionOptions as CompletionOptions
     from .completion import Piece as Piece
     from .native_completion import NativeCompleter as NativeCompleter
+    from .session_completion import Completer as Completer
 
 _MODULES = {
     "generation.constraint": ("Constraint",),
@@ -57,8 +57,9 @@ _MODULES = {
     "generation.token_text": ("StopStrings", "TextStream"),
     "decoding.batching": ("BatchCompleter", "ContinuousBatch", "Request"),
     "decoding.beam": ("Hypothesis", "beam_search"),
-    "decoding.completion": ("Completer", "Completion", "CompletionOptions", "Piece"),
+    "decoding.completion": ("Completion", "CompletionOptions", "Piece"),
     "decoding.native_completion": ("NativeCompleter",),
+    "decoding.session_completion": ("Completer",),
 }
 _EXPORTS = {name: f"exportable_cache.{module}" for module, names in _MODULES.items() for name in names}
 

@@ -12,9 +12,10 @@ import torch
 
 from ..errors import InputError, UnsupportedModelError
 from ..generation.sampling import Sampling
-from .completion import AnyCompleter, Completion, FinishReason, Piece, check_completes, chosen_piece, layers_of
+from .completion import AnyCompleter, Completion, FinishReason, Piece
 from .pacing import GAP_SECONDS, LONGEST_CHUNK, Pacing
 from .prefix_tree import PrefixTree, common_length
+from .session_completion import check_completes, chosen_piece, layers_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,7 +17,7 @@ import pytest
 
 from exportable_cache import export, load
 from exportable_cache.cli.chat import _editor
-from exportable_cache.decoding.completion import Completer, Completion
+from exportable_cache.decoding import Completer, Completion
 
 from ..conftest import DEMO_MAX_CACHE_LEN
 from ..support.letters import letter_tokenizer

@@ -83,7 +83,7 @@ def test_an_answer_that_is_given_up_and_a_step_that_fails_leave_no_trace(monkeyp
 def test_a_prompt_is_given_up_between_chunks_and_the_next_is_answered_as_by_a_fresh_session(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("exportable_cache.decoding.completion.MOST_A_CHUNK", 8)
+    monkeypatch.setattr("exportable_cache.decoding.session_completion.MOST_A_CHUNK", 8)
     model = kind_model(family) if family == "mamba2" else tiny_model(family)
     model.generation_config.eos_token_id = None
     completer, ids = completer_of(model), tokens(36)[0].tolist()
