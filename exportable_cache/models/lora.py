@@ -19,7 +19,7 @@ from torch import nn
 
 from ..common.tensors import TensorSpec, dtype_name, name_forward, ordinary_tensors
 from ..errors import InputError, first_line
-from .lora_checks import check_pair
+from .lora_arrays import check_pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

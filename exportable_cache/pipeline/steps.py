@@ -40,7 +40,6 @@ from ..models.layers.specs import (
     layer_types_and_windows,
     vocab_size_of,
 )
-from ..models.loading.casting import convert
 from ..models.loading.loading import (
     check_checkpoint,
     live_model,
@@ -57,6 +56,7 @@ from ..models.quantization.quantize import NOTHING_TO_KEEP, quantize
 from ..models.quantization.sizes import Coverage, coverage_of, exact_bytes
 from ..models.quantization.spec import KEEP_SCHEME
 from ..models.variants import fixed, reduced
+from ..models.weights import convert
 from ..parallel.heads import check_tensor_parallel, parts_of_heads
 from ..parallel.rank_model import RankOf, part_of_model
 from ..program.inputs.modalities import modalities_of

@@ -28,7 +28,7 @@ from .checks import check_room
 
 if TYPE_CHECKING:
     from ..generation.checkpoint_settings import CheckpointSettings
-    from .adapter_arrays import AdapterSlots
+    from ..models.lora_arrays import AdapterSlots
 
 
 #: A length that no session reaches, for the limits that hold everywhere.

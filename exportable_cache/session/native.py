@@ -161,7 +161,7 @@ def open_engines(bundle: CheckedBundle) -> EngineSession:
     """
     from ..backends.tensorrt.cuda_engines import open_cuda_engines
     from ..backends.tensorrt.engine_io import LOGITS
-    from .adapter_arrays import AdapterSlots
+    from ..models.lora_arrays import AdapterSlots
     from .engine_session import CacheLimits, EngineSession, Step
 
     fields = bundle.fields

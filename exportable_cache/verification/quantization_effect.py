@@ -13,9 +13,9 @@ from ..common.progress import silent
 from ..common.tensors import dtype_name
 from ..demo.task import accuracy, make_questions
 from ..models.cache_factory import ExportableCache
-from ..models.loading.casting import converted
 from ..models.loading.loading import MOST_WIDENED_BYTES
 from ..models.positions import position_limit
+from ..models.weights import converted
 from ..session.session import Session
 from .compare import measure_distance
 

@@ -40,9 +40,9 @@ from ...errors import (
     UnsupportedModelError,
     first_line,
 )
+from ..weights import converted
 from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_folder, merged, merged_line
 from .captioner import encoder_decoder_config, encoder_decoder_of
-from .casting import converted
 from .location import Location, file_in, locate, quiet, shards
 from .prequantized import (
     check_plain,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import MissingDependencyError, UnsupportedModelError
-from .casting import convert
+from ..weights import convert
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -24,10 +24,10 @@ from ..experts import (
     use_expert_linears,
 )
 from ..layers.specs import vocab_size_of
-from ..loading.casting import keeps_float32
 from ..patches.registry import prepare_model
 from ..quantized_rows import OrderedLinear, is_quantized
 from ..rounding import Float8Linear
+from ..weights import keeps_float32
 from .calibration import RoundedGroups, products_of, round_groups, round_with_feedback
 from .sizes import is_tied, quantizable_linears
 from .spec import (

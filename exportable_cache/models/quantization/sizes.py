@@ -15,7 +15,7 @@ from torch import nn
 
 from ...common.tensors import dtype_name, exact_dtype
 from ..experts import experts_of, projections, rows_of_weight
-from ..loading.casting import keeps_float32
+from ..weights import keeps_float32
 from .spec import DEFAULT_GROUP_SIZE, EMBEDDING_SCHEMES, KEEP_SCHEME, LINEAR_SCHEMES
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from exportable_cache.backends.tensorrt.target import backend, engine_networks
 from exportable_cache.errors import BundleError, InputError
 from exportable_cache.generation.checkpoint_settings import CheckpointSettings
 from exportable_cache.models.lora import LoraSlots
+from exportable_cache.models.lora_arrays import AdapterSlots
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
-from exportable_cache.session.adapter_arrays import AdapterSlots
 from exportable_cache.session.adapters import write_adapter_file
 from exportable_cache.session.engine_session import CacheLimits, EngineSession, Step
 from exportable_cache.verification.verify import _with_products
