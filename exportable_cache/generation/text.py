@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from ..models.tokenizers.text import TextTokenizer
 
+#: Levels of nested lists and mappings in messages and tools.
+_MOST_LEVELS = 100
 _ENCODE = "the tokenizer cannot encode the prompt"
 
 
@@ -105,18 +107,18 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(one)
 
 
-def check_depth(name: str, value: Any, most: int = 100) -> None:
+def check_depth(name: str, value: Any) -> None:
     """Check that lists and mappings are not deeply nested, because a chat template may be a recursive program.
 
     Raises:
         InputError: If they are.
     """
     within = [value]
-    for _ in range(most):
+    for _ in range(_MOST_LEVELS):
         nested = (one.values() if isinstance(one, Mapping) else one for one in within)
         within = [part for one in nested for part in one if isinstance(part, (Mapping, list, tuple))]
     if within:
-        raise InputError(f"{name} must have at most {most} levels, got more; flatten them")
+        raise InputError(f"{name} must have at most {_MOST_LEVELS} levels, got more; flatten them")
 
 
 def check_text(text: str) -> None:

@@ -97,10 +97,10 @@ def checked_prefill_chunk(cache: ExportableCache, prefill_chunk: int | None) -> 
     return prefill_chunk
 
 
-def length_buckets(cache: ExportableCache, smallest: int = SMALLEST_BUCKET) -> list[int]:
-    """Return the powers of two from `smallest` to below the largest capacity of a layer of `cache`."""
+def length_buckets(cache: ExportableCache) -> list[int]:
+    """Return the powers of two from `SMALLEST_BUCKET` to below the largest capacity of a layer of `cache`."""
     most = max(layer.capacity or 0 for layer in cache.layers if layer.follows_decoder)
-    return [2**power for power in range(math.ceil(math.log2(smallest)), 63) if 2**power < most]
+    return [2**power for power in range(math.ceil(math.log2(SMALLEST_BUCKET)), 63) if 2**power < most]
 
 
 def encode_method(encoder: Encoder, items: EncoderModality | None = None) -> ProgramMethod:

@@ -33,12 +33,13 @@ def broadcast_in_graph(tensor: torch.Tensor, first: int, group: ProcessGroup) ->
     return functional.broadcast(tensor, first, group)
 
 
-def sum_in_graph(tensor: torch.Tensor, group: str = GROUP) -> torch.Tensor:
-    """Return the sum of a tensor over a group's processes, by operators that can be captured in a program.
+def sum_in_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor over the ranks' processes, by operators that can be captured in a program.
+
+    The group `GROUP` need not exist while a program is traced.
 
     Args:
         tensor: Tensor of the same shape and dtype in each process.
-        group: Name of the group, which need not exist while a program is traced.
     """
     # The import registers the operators for fake tensors.
     from torch.distributed import _functional_collectives  # noqa: F401
@@ -46,7 +47,7 @@ def sum_in_graph(tensor: torch.Tensor, group: str = GROUP) -> torch.Tensor:
     functional = torch.ops._c10d_functional
     # Viewed as another shape, because Python must not hold the tensor that the sum writes. Gloo's thread would need the
     # interpreter to release it, while machine code holds the interpreter and waits for that thread.
-    return functional.wait_tensor(functional.all_reduce(tensor.flatten(), "sum", group)).view(tensor.shape)
+    return functional.wait_tensor(functional.all_reduce(tensor.flatten(), "sum", GROUP)).view(tensor.shape)
 
 
 def is_sum(operator: object) -> bool:
@@ -54,12 +55,12 @@ def is_sum(operator: object) -> bool:
     return str(operator) == "_c10d_functional.all_reduce.default"
 
 
-def name_group(group: ProcessGroup, name: str = GROUP) -> None:
-    """Give a group the name that programs use; a previous group of that name loses it."""
+def name_group(group: ProcessGroup) -> None:
+    """Give a group the name `GROUP`, which programs use; a previous group of that name loses it."""
     from torch.distributed import distributed_c10d as private
 
-    _forget_name(name)
-    private._register_process_group(name, group)  # type: ignore[arg-type]
+    _forget_name()
+    private._register_process_group(GROUP, group)  # type: ignore[arg-type]
 
 
 def separate_group(group: ProcessGroup) -> ProcessGroup:
@@ -77,21 +78,21 @@ def separate_group(group: ProcessGroup) -> ProcessGroup:
 
 
 @contextmanager
-def placeholder_group(rank: int, size: int, name: str = GROUP) -> Iterator[None]:
+def placeholder_group(rank: int, size: int) -> Iterator[None]:
     """Register a placeholder group within a block, because the compiler needs the number of processes."""
     from torch import distributed
 
     group = distributed.ProcessGroup(distributed.HashStore(), rank, size)
-    name_group(group, name)
+    name_group(group)
     try:
         yield
     finally:
-        _forget_name(name)
+        _forget_name()
 
 
-def _forget_name(name: str) -> None:
+def _forget_name() -> None:
     from torch.distributed import distributed_c10d as private
 
     # torch cannot tell whether the name is registered.
     with suppress(RuntimeError):
-        private._unregister_process_group(name)  # type: ignore[arg-type]
+        private._unregister_process_group(GROUP)  # type: ignore[arg-type]
