@@ -118,7 +118,7 @@ struct StaticPlan {
   int64_t tables_bytes = 0;         // size of rope.safetensors
 };
 
-/// The chat template as the text around messages, see exportable_cache/generation/chat_turns.py.
+/// The chat template as the text around messages, see exportable_cache/generation/templates.py.
 struct ChatTurns {
   std::string opening;        // before the first question, without a system message
   bool takes_system = false;
