@@ -17,7 +17,7 @@ from ..common.settings import REQUIRED, Setting, keyword_of, setting_of
 
 if TYPE_CHECKING:
     from ..generation.checkpoint_settings import CheckpointSettings
-    from ..generation.host_sampling import SamplingOptions
+    from ..generation.sampling_options import SamplingOptions
 
 
 def at_least(least: int) -> Callable[[Any], Any]:
@@ -351,7 +351,7 @@ class GivenSampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        from ..generation.host_sampling import SamplingOptions
+        from ..generation.sampling_options import SamplingOptions
 
         if self.greedy and self.temperature:
             raise typer.BadParameter("cannot be combined with --temperature; pass one of them", param_hint="'--greedy'")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..generation.constraint import Constraint as Constraint
-    from ..generation.host_sampling import check_seed as check_seed
     from ..generation.loop import check_steps_per_launch as check_steps_per_launch
     from ..generation.loop import generate_tokens as generate_tokens
     from ..generation.sampling import Sampler as Sampler
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from ..generation.sampling import penalise as penalise
     from ..generation.sampling import sample as sample
     from ..generation.sampling import sorted_distribution as sorted_distribution
+    from ..generation.sampling_options import check_seed as check_seed
     from ..generation.speculative import Draft as Draft
     from ..generation.speculative import DraftModel as DraftModel
     from ..generation.speculative import PromptLookup as PromptLookup
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "generation.constraint": ("Constraint",),
-    "generation.host_sampling": ("check_seed",),
     "generation.loop": ("check_steps_per_launch", "generate_tokens"),
     "generation.sampling": (
         *("Sampler", "Sampling", "SamplingSettings"),
         *("draw", "penalise", "sample", "sorted_distribution"),
     ),
+    "generation.sampling_options": ("check_seed",),
     "generation.speculative": (
         *("Draft", "DraftModel", "PromptLookup", "Proposal", "SpeculationStatistics", "TrainedDraft"),
         *("check_can_rewind", "generate_speculative"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..errors import CacheFullError, InputError
 from ..generation.constraint import Constraint, ConstraintCompiler, Follower
-from ..generation.host_sampling import SamplingOptions
+from ..generation.sampling_options import SamplingOptions
 from ..generation.text import TextPieces, encode_ids
 from ..generation.token_text import TokenTexts
 from ..models.tokenizers.text import most_characters

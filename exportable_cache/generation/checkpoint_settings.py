@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, first_line
-from .host_sampling import SamplingOptions
+from .sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
     import torch

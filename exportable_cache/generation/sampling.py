@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import InputError, NonFiniteLogitsError
-from .host_sampling import SamplingOptions
+from .sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
     from .checkpoint_settings import RowRules

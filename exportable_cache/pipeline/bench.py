@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..common.progress import silent
 from ..errors import InputError
-from ..generation.host_sampling import check_seed
+from ..generation.sampling_options import check_seed
 from ..session.native import NativeSession
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from ..common.process.quiet import native_lines_hidden
 from ..common.progress import silent
 from ..errors import BundleError, CacheFullError, ExportableCacheError, InputError
 from ..generation.checkpoint_settings import CheckpointSettings
-from ..generation.host_sampling import SamplingOptions
+from ..generation.sampling_options import SamplingOptions
 from ..generation.text import TextPieces
 from .checks import check_max_new_tokens, check_stops
 

@@ -64,7 +64,7 @@ class VerifySpec:
     )
 
     def __post_init__(self) -> None:
-        from ..generation.host_sampling import check_seed
+        from ..generation.sampling_options import check_seed
 
         check_settings(self)
         check_seed(self.seed)

@@ -11,7 +11,7 @@ import pytest
 
 from exportable_cache import export, load
 from exportable_cache.errors import InputError
-from exportable_cache.generation.host_sampling import SamplingOptions
+from exportable_cache.generation.sampling_options import SamplingOptions
 
 from .bundles import edit_manifest
 

@@ -12,7 +12,7 @@ from typing import Any
 from exportable_cache.decoding.completion import AnyCompleter, CompletionOptions
 from exportable_cache.errors import ExportableCacheError
 from exportable_cache.generation.constraint import Constraint
-from exportable_cache.generation.host_sampling import SamplingOptions
+from exportable_cache.generation.sampling_options import SamplingOptions
 
 QUESTION = "the code of amber is 4821. amber?"
 

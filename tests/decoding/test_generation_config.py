@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from exportable_cache import Session
 from exportable_cache.errors import InputError
 from exportable_cache.generation.checkpoint_settings import _KNOWN, CheckpointSettings
-from exportable_cache.generation.host_sampling import SamplingOptions
+from exportable_cache.generation.sampling_options import SamplingOptions
 from exportable_cache.session.inputs.encoder import start_tokens
 
 from ..support.distributions import SETTINGS, check_draws, expected_probabilities

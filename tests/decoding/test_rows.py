@@ -15,7 +15,7 @@ from exportable_cache.decoding import BatchCompleter, CompletionOptions, Continu
 from exportable_cache.decoding.pacing import Pacing
 from exportable_cache.decoding.prefix_tree import PrefixTree, common_length
 from exportable_cache.errors import CacheFullError, InputError, NonFiniteLogitsError
-from exportable_cache.generation.host_sampling import SamplingOptions
+from exportable_cache.generation.sampling_options import SamplingOptions
 from exportable_cache.session.persistence import put_row, row_of
 
 from ..support.kinds import kind_model

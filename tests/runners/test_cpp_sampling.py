@@ -7,7 +7,7 @@ import torch
 
 from exportable_cache import load
 from exportable_cache.decoding import Completer, CompletionOptions, Sampling, sorted_distribution
-from exportable_cache.generation.host_sampling import SamplingOptions
+from exportable_cache.generation.sampling_options import SamplingOptions
 
 from .conftest import Probe, ids
 

@@ -26,7 +26,7 @@ from ...decoding.completion import AnyCompleter, Completion, CompletionOptions, 
 from ...decoding.context import PROTECTED, fitting_turns, protected_tokens
 from ...errors import CacheFullError, DeviceMemoryError, ExportableCacheError, InputError
 from ...generation.constraint import Constraint, Follower
-from ...generation.host_sampling import SamplingOptions
+from ...generation.sampling_options import SamplingOptions
 from ...generation.templates import TemplateParser, characters_of
 from ...generation.text import check_depth
 from ...generation.token_text import TokenTexts

@@ -22,7 +22,7 @@ from ...decoding.completion import CompletionOptions
 from ...errors import InputError
 from ...generation.checkpoint_settings import CheckpointSettings
 from ...generation.constraint import Constraint
-from ...generation.host_sampling import SamplingOptions
+from ...generation.sampling_options import SamplingOptions
 
 _REFUSED = "refused"
 _BODY = "the body"
