@@ -1,4 +1,4 @@
-"""How a model takes images, video and audio: detection, and the two kinds that are not among a decoder's text.
+"""Detection of how a model takes images, video and audio, and the two kinds that are not among a decoder's text.
 
 In Llama 3.2 Vision, cross-attention layers inside the decoder attend to images. An encoder turns an image into states,
 and these layers cache keys and values of them. The first step of a prompt with images takes the states of all cached
