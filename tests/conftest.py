@@ -72,8 +72,23 @@ _LONG_FIRST = (
     "test_package test_executorch_llm_runner test_multimodal test_cache_export"
 ).split()
 
-#: Networks that several files ask for are made once for a process.
-_ON_ONE_WORKER = ("tests/backends/tensorrt/",)
+#: Beginnings of paths -> group of files that one worker runs: networks that several of them ask for are made once for a
+#: process, and a process has its own server of forks (`support/forked.py`), which imports torch.
+_ON_ONE_WORKER = {
+    "tests/backends/tensorrt/": "networks",
+    **dict.fromkeys(
+        (
+            "tests/parallel/",
+            *(f"tests/cli/test_{name}.py" for name in ("elsewhere", "verify_and_bench")),
+            *(f"tests/security/test_{name}.py" for name in ("one_sentence", "opened_by_others")),
+            "tests/backends/test_pt2.py",
+            "tests/bundle/test_recorded.py",
+            "tests/decoding/test_trained_drafts.py",
+            "tests/patches/test_registry.py",
+        ),
+        "forks",
+    ),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -96,6 +111,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Until everything is imported there is nothing to be collected.
     gc.disable()
+    if not config.getoption("--full"):
+        # No test takes the power away, and each file of a bundle would wait for the disk.
+        os.fsync = lambda handle: None
     if not config.getoption("numprocesses", None):
         _set_up_torch(config)
     if _names_paths(config):
@@ -204,7 +222,7 @@ def demo_bundle() -> Path:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """With `--dist loadfile`, files of a folder that shares what is slow to make go to one worker, too."""
+    """With `--dist loadfile`, files that share what is slow to make go to one worker, too."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -212,6 +230,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     class ByFileOrFolder(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return next((folder for folder in _ON_ONE_WORKER if file.startswith(folder)), file)
+            return next((group for path, group in _ON_ONE_WORKER.items() if file.startswith(path)), file)
 
     return ByFileOrFolder(config, log)

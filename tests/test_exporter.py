@@ -23,7 +23,7 @@ from exportable_cache.verification.report import VerifyReport
 from exportable_cache.verification.verify import verify
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
-from .support.models import VOCAB, tiny_model, tokens
+from .support.models import VOCAB, hybrid_model, tiny_model, tokens
 from .support.oracle import difference, reference_logits
 from .support.sessions import CAPACITY as BUNDLE_CAPACITY
 from .support.sessions import exported_bundle, folded_bundle
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("fake_backend")
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model("gemma3_text", **HEADS)
+    return hybrid_model(**HEADS)
 
 
 # -- the real targets --------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_loaded_program_agrees_with_the_model(session: Session, model: Any) -> N
 
 def test_verify_finds_other_weights(bundle: Bundle, model: Any) -> None:
     assert verify(bundle.path, model, prompts=[9], decode_steps=3).passed
-    other = tiny_model("gemma3_text", **HEADS)
+    other = hybrid_model(**HEADS)
     with torch.no_grad():
         # One column: the norm after attention would undo a common factor.
         other.model.layers[1].self_attn.v_proj.weight[:, 0] *= 1.5
@@ -99,10 +99,10 @@ def test_verify_finds_other_weights(bundle: Bundle, model: Any) -> None:
 
 
 def test_verify_refuses_another_type_or_vocabulary(bundle: Bundle) -> None:
-    with pytest.raises(InputError, match="must be of type 'gemma3_text', from which .* got 'llama'"):
+    with pytest.raises(InputError, match="must be of type 'qwen2', from which .* got 'llama'"):
         verify(bundle, tiny_model("llama"))
     with pytest.raises(InputError, match="vocabulary of 128 tokens, the model of 200"):
-        verify(bundle, tiny_model("gemma3_text", vocab_size=200))
+        verify(bundle, hybrid_model(vocab_size=200))
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,10 @@ def test_damaged_program_is_refused(bundle: Bundle, tmp_path: Path) -> None:
     assert load(bundle.path).target == bundle.manifest.target
 
 
-def test_explicit_form_is_recorded_and_agrees(model: Any, tmp_path: Path) -> None:
-    bundle = export(model, "pt2", CAPACITY, tmp_path / "explicit", prefill_chunk=CHUNK, form="explicit")
+def test_explicit_form_is_recorded_and_agrees() -> None:
+    # As in cli/test_elsewhere.py.
+    model = tiny_model("llama", hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    bundle = Bundle.open(exported_bundle(model, "pt2", prefill_chunk=4, verify=False, form="explicit"))
     assert bundle.manifest.program.form == "explicit"
     assert bundle.manifest.options == {"form": "explicit"}
     names = [signature.name for signature in bundle.manifest.program.methods["decode"].inputs]
@@ -168,7 +170,7 @@ def test_explicit_form_is_recorded_and_agrees(model: Any, tmp_path: Path) -> Non
 
 
 def test_rows(tmp_path: Path) -> None:
-    model = tiny_model("gemma3_text")
+    model = hybrid_model()
     bundle = export(model, "pt2", CAPACITY, tmp_path / "rows", batch_size=2, prefill_chunk=1)
     ids = tokens(20, batch_size=2)
     session = load(bundle.path)
@@ -194,7 +196,7 @@ def test_folder_with_tokenizer(tmp_path: Path) -> None:
 
 
 def test_model_is_left_as_it_was(tmp_path: Path) -> None:
-    model = tiny_model("gemma3_text")
+    model = hybrid_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     export(model, "fake", CAPACITY, tmp_path / "out")
     assert model.config._attn_implementation == "eager"
@@ -220,12 +222,12 @@ def test_unverified_export_says_so(model: Any, tmp_path: Path) -> None:
 
 
 def test_overwrite_replaces_a_bundle(model: Any, tmp_path: Path) -> None:
-    export(model, "fake", CAPACITY, tmp_path / "out")
+    export(model, "fake", CAPACITY, tmp_path / "out", verify=False)
     (tmp_path / "out" / "extra").write_text("1")
     with pytest.raises(BundleError, match="it holds extra, which no export wrote, so it is not overwritten"):
         export(model, "fake", CAPACITY // 2, tmp_path / "out", overwrite=True)
     (tmp_path / "out" / "extra").unlink()
-    bundle = export(model, "fake", CAPACITY // 2, tmp_path / "out", overwrite=True)
+    bundle = export(model, "fake", CAPACITY // 2, tmp_path / "out", overwrite=True, verify=False)
     assert Bundle.open(bundle.path).manifest.program.max_cache_len == CAPACITY // 2
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -282,7 +284,7 @@ def test_unwritable_folder_is_refused_before_the_model_is_looked_at(tmp_path: Pa
 
 
 def test_existing_folder_is_refused_and_kept(model: Any, tmp_path: Path) -> None:
-    first = export(model, "fake", CAPACITY, tmp_path / "out")
+    first = export(model, "fake", CAPACITY, tmp_path / "out", verify=False)
     with pytest.raises(BundleError, match="out exists; choose another folder, or overwrite it"):
         export(str(tmp_path / "no-such-model"), "fake", CAPACITY, tmp_path / "out")
     assert Bundle.open(tmp_path / "out").manifest == first.manifest
@@ -324,7 +326,7 @@ def test_more_tokens_than_positions_are_refused(tmp_path: Path) -> None:
 # In the fast lane: over live sessions, in decoding/test_speculative.py.
 @pytest.mark.full
 def test_rollback_slots_let_a_bundle_of_rings_take_back_and_speculate(tmp_path: Path) -> None:
-    model = tiny_model("gemma3_text")
+    model = hybrid_model()
     session = load(
         export(model, "pt2", 64, tmp_path / "bundle", prefill_chunk=16, rollback_slots=4, score_length=6).path
     )

@@ -274,11 +274,11 @@ def traced(family: str, kv_dtype: str | None = None, queries: int = 1) -> list[t
     ("family", "kv_dtype", "queries"),
     [
         ("llama", None, 1),
-        ("llama", "int8", 1),
-        ("llama", None, 4),
-        ("gemma3_text", None, 1),
+        pytest.param("llama", "int8", 1, marks=pytest.mark.full),
+        pytest.param("llama", None, 4, marks=pytest.mark.full),
+        pytest.param("gemma3_text", None, 1, marks=pytest.mark.full),
         ("gpt_oss", None, 1),
-        ("deepseek_v3", None, 1),
+        pytest.param("deepseek_v3", None, 1, marks=pytest.mark.full),
         ("deepseek_v3", "int8", 4),
     ],
 )

@@ -71,7 +71,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a bundle with slots for adapters. Read it only."""
     path = tmp_path_factory.mktemp("bundle") / "out"
     model = tiny_model("llama")
-    made = export(model, "pt2", CAPACITY, path, lora_slots=3, lora_rank=4, prefill_chunk=8)
+    made = export(model, "pt2", CAPACITY, path, lora_slots=3, lora_rank=4, prefill_chunk=1)
     assert slots_of(model) is None
     return made.path
 

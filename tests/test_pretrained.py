@@ -61,7 +61,7 @@ def live() -> Any:
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("exported") / "demo"
     return ExportableModelForCausalLM.from_pretrained(
-        "demo", target="pt2", max_cache_len=LENGTH, batch_size=2, score_length=5, output_dir=folder, verify=False
+        "demo", target="pt2", max_cache_len=LENGTH, batch_size=2, output_dir=folder, verify=False
     )
 
 

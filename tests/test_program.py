@@ -14,7 +14,7 @@ from exportable_cache.program.methods import ProgramMethod
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
-from .support.models import tiny_model, tokens
+from .support.models import hybrid_model, tiny_model, tokens
 from .support.oracle import difference, reference_logits
 
 TOLERANCE = 1e-4
@@ -22,7 +22,7 @@ PREFILL = 16
 
 
 def program_of(family: str, max_cache_len: int = 64, batch_size: int = 1, **options) -> Program:
-    model = tiny_model(family)
+    model = hybrid_model() if family == "hybrid" else tiny_model(family)
     return Program(model, ExportableCache.from_model(model, max_cache_len, batch_size), ProgramSpec(PREFILL, **options))
 
 
@@ -99,7 +99,7 @@ def test_every_prompt_length_in_the_range_is_one_graph() -> None:
 
 
 def test_explicit_form_names_its_state_and_mutates_nothing() -> None:
-    program, methods = exported("gemma3_text", "explicit")
+    program, methods = exported("hybrid", "explicit")
     decode = methods["decode"].run_decompositions({})
     assert not decode.graph_signature.buffers_to_mutate and not decode.graph_signature.user_inputs_to_mutate
     inputs = decode.graph_signature.user_inputs
@@ -112,7 +112,7 @@ def test_explicit_form_names_its_state_and_mutates_nothing() -> None:
 
 
 def test_explicit_cache_leaves_the_program_as_a_cache_that_goes_on_in_eager() -> None:
-    program, methods = exported("gemma3_text", "explicit")
+    program, methods = exported("hybrid", "explicit")
     model, ids = program.model, tokens(24)
     reference = reference_logits(model, ids, 12)
     _, cache = methods["prefill"].module()(ids[:, :12], torch.tensor([0]), program.cache)
@@ -123,7 +123,7 @@ def test_explicit_cache_leaves_the_program_as_a_cache_that_goes_on_in_eager() ->
 
 
 def test_resident_form_writes_in_place_and_holds_no_length() -> None:
-    exported = program_of("gemma3_text").export("decode")
+    exported = program_of("hybrid").export("decode")
     written = [node for node in exported.graph.nodes if node.target is torch.ops.aten.index_copy_.default]
     assert len(written) == 4
     buffers = exported.graph_signature.inputs_to_buffers.values()
@@ -145,7 +145,7 @@ def test_positions_restart_and_rewind() -> None:
 
 
 def test_rows_have_positions_of_their_own() -> None:
-    program = program_of("gemma3_text", batch_size=2)
+    program = program_of("hybrid", batch_size=2)
     decode = program.export("decode").module()
     lengths, rows = [20, 11], [tokens(20, seed=1), tokens(11, seed=2)]
     for step in range(20):
@@ -220,7 +220,7 @@ def test_a_model_that_cannot_be_traced_is_refused_by_a_sentence(monkeypatch: pyt
         program.export("decode")
 
 
-@pytest.mark.parametrize("length", [2, 3])
+@pytest.mark.parametrize("length", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_short_dynamic_methods(length: int) -> None:
     model = tiny_model("mistral")
     program = Program(model, ExportableCache.from_model(model, 32), ProgramSpec(length, forward=True))

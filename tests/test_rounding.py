@@ -13,7 +13,7 @@ from exportable_cache.verification.verify import verify_session
 
 from .support.compiling import compiling_with
 from .support.kinds import KINDS, kind_model
-from .support.models import WINDOW, among, tiny_model, tokens
+from .support.models import WINDOW, among, hybrid_model, tiny_model, tokens
 from .support.sessions import lowered_session, rounded_aoti_bundle
 
 CAPACITY = 64
@@ -196,9 +196,9 @@ def test_saved_and_loaded(kv_dtype: str, tmp_path) -> None:
 
 
 def test_a_bundle_records_bytes_and_error(tmp_path) -> None:
-    bundle = export(tiny_model("gemma3_text"), "pt2", CAPACITY, tmp_path / "x", prefill_chunk=16, kv_dtype="int8")
+    bundle = export(hybrid_model(), "pt2", CAPACITY, tmp_path / "x", prefill_chunk=1, kv_dtype="int8")
     manifest, kept = bundle.manifest, bundle.manifest.kv_cache
-    exact = ExportableCache.from_model(tiny_model("gemma3_text"), CAPACITY)
+    exact = ExportableCache.from_model(hybrid_model(), CAPACITY)
     assert kept.dtype == "int8" and kept.float_bytes == exact.nbytes > manifest.cache_bytes == sum(
         layer.bytes for layer in manifest.layers
     )

@@ -13,7 +13,7 @@ from exportable_cache.cache.storage import Int8Storage
 from exportable_cache.verification.references import RoundingCache
 from exportable_cache.verification.verify import verify_session
 
-from ..support.models import WINDOW, tiny_model, tokens
+from ..support.models import WINDOW, hybrid_model, tiny_model, tokens
 from ..support.sessions import folded_bundle, lowered_session, traced_session
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
@@ -42,7 +42,7 @@ def hybrid(request: pytest.FixtureRequest):
     if request.param == "lowered":
         model, folder = folded_bundle(kv_dtype="int8", verify=False)
         return model, load(folder)
-    model = tiny_model("gemma3_text", num_attention_heads=16)
+    model = hybrid_model(num_attention_heads=16)
     return model, traced_session(model, "executorch", {"kv_dtype": "int8"}, kernels="executorch")
 
 

@@ -15,7 +15,7 @@ from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
 from ..support.forked import run_python
-from ..support.models import tiny_model, tokens
+from ..support.models import hybrid_model, tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 from ..support.sessions import lowered_session
 
@@ -96,7 +96,7 @@ def test_torch_opens_it_without_this_package(archive) -> None:
 
 
 def test_torch_opens_one_whose_cache_is_an_input_without_this_package(tmp_path) -> None:
-    model, ids = tiny_model("gemma3_text"), tokens(9)
+    model, ids = hybrid_model(), tokens(9)
     bundle = export(model, "pt2", 32, tmp_path / "x", form="explicit", prefill_chunk=8, verify=False)
     with zipfile.ZipFile(bundle.path / "program.pt2") as entries:
         said = entries.read("program/extra/README.txt").decode()

@@ -36,6 +36,12 @@ def runtime(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+#: What is done before a runtime is asked: a process of the native one, for each test, with --full.
+SESSION_IN_THE_FAST_LANE = pytest.mark.parametrize(
+    "runtime", ["session", pytest.param("native", marks=pytest.mark.full)], indirect=True
+)
+
+
 @pytest.fixture(scope="module")
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, runtime: str) -> Path:
     if runtime == "native":
@@ -142,6 +148,7 @@ def test_conversations_are_forked_and_switched(chat, bundle: Path, tmp_path: Pat
         assert said in result.stderr, result.stderr
 
 
+@SESSION_IN_THE_FAST_LANE
 def test_a_loaded_system_prompt_is_that_of_one_conversation_only(chat, bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps({"system": "the code of paper is 7.", "messages": []}))
     lines = ["/fork side", f"/load {tmp_path}/other.json", "/switch main", f"/save {tmp_path}/main.json"]
@@ -152,6 +159,7 @@ def test_a_loaded_system_prompt_is_that_of_one_conversation_only(chat, bundle: P
     assert saved == ["the code of amber is 7.", "the code of paper is 7."]
 
 
+@SESSION_IN_THE_FAST_LANE
 def test_a_message_of_several_lines_is_quoted(chat, bundle: Path) -> None:
     """The first line would otherwise be a command, and an end of the input ends the message."""
     given = f'"""/help\n{QUESTION}"""\n"""/one line"""\n/context\n"""paper?\n\n'
@@ -179,6 +187,7 @@ def test_an_editor_keeps_a_history_of_messages_of_several_lines(
     assert (tmp_path / "home" / "chat_history").stat().st_mode & 0o777 == 0o600
 
 
+@SESSION_IN_THE_FAST_LANE
 def test_what_cannot_be_done_is_said_and_the_conversation_goes_on(chat, bundle: Path, tmp_path: Path) -> None:
     for name, text in (("no.json", "{"), ("other.json", '{"messages": [{"role": "user", "content": "x"}]}')):
         (tmp_path / name).write_text(text)
@@ -199,6 +208,7 @@ def test_what_cannot_be_done_is_said_and_the_conversation_goes_on(chat, bundle: 
     assert result.stdout.splitlines()[-1:] == answers(bundle, QUESTION)
 
 
+@SESSION_IN_THE_FAST_LANE
 def test_bytes_that_are_no_text_cost_one_question(chat, bundle: Path) -> None:
     lines = [b"a\xff\xfeb", QUESTION.encode(), b"/save a\0b", b"/load a\0b", b"amber?"]
     result = chat(bundle, *SHORT, input=b"\n".join(lines))
@@ -233,6 +243,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
     assert result.stdout.split("\n")[-2] == answers(bundle, QUESTION)[0]
 
 
+@SESSION_IN_THE_FAST_LANE
 def test_a_conversation_that_is_no_text_is_not_loaded(chat, bundle: Path, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "x"}]
     (tmp_path / "conversation.json").write_text(json.dumps({"messages": turns}))
@@ -250,6 +261,7 @@ def test_a_model_without_a_template_is_refused(run, tmp_path: Path) -> None:
     assert result.exit_code == 2 and "chat needs a tokenizer with a chat template" in result.stderr
 
 
+@SESSION_IN_THE_FAST_LANE
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
@@ -269,6 +281,7 @@ def test_a_full_cache_ends_no_conversation(chat, bundle: Path, policy: str, said
     assert f" of {DEMO_MAX_CACHE_LEN} tokens" in result.stderr.splitlines()[-1], result.stderr
 
 
+@SESSION_IN_THE_FAST_LANE
 def test_a_long_system_prompt_is_kept(chat, bundle: Path) -> None:
     """Check that turns are dropped where the system prompt leaves too little room to shift."""
     lines = ["the " * 60] * 4

@@ -25,6 +25,8 @@ from exportable_cache.common.compat import torch as compat
 from exportable_cache.common.compat import torch_aoti, torch_compile, torch_loading
 from exportable_cache.common.patch import Patch
 
+from ..support.compiling import require_compiler
+
 PATCHES = (
     *compat.PATCHES,
     *torch_aoti.PATCHES,
@@ -206,6 +208,7 @@ def test_guards_on_methods_without_a_name_cannot_be_written() -> None:
 
 
 def test_each_kernel_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_compiler()
     started = []
     load = codecache.CppPythonBindingsCodeCache.load_pybinding_async
     monkeypatch.setattr(

@@ -109,7 +109,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("part", ["experts", "attention", "grouped attention"])
+@pytest.mark.parametrize("part", ["experts", pytest.param("attention", marks=pytest.mark.full), "grouped attention"])
 def test_a_part_is_traced_for_every_length(part: str) -> None:
     """Check the experts of Llama 4 and the attention of encoders, whose graphs had guards on the length."""
     assert in_a_fork(traced, part) == []

@@ -12,7 +12,7 @@ from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
 from ..support.kinds import kind_model
-from ..support.models import among, tiny_model, tokens
+from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 from ..support.sessions import lowered_session
 from ..zoo.architectures import architectures
@@ -31,8 +31,7 @@ def complex_values(program: ExportedProgram) -> list[str]:
     return [name for name, value in values if isinstance(value, torch.Tensor) and value.is_complex()]
 
 
-# Both in the table of architectures; with both patches canaries.
-@pytest.mark.parametrize("name", among(MODELS, fast=["Llama4TextRotaryEmbedding"]))
+@pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_the_traced_program_has_no_complex_numbers_and_the_models_logits(
     name: str,

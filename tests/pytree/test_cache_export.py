@@ -51,7 +51,7 @@ def assert_caches_equal(left, right):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.full)], ids=["non-strict", "strict"])
 @pytest.mark.parametrize("name", ONE_PROGRAM)
 def test_one_program_serves_every_step_past_the_window(name, strict, tmp_path):
     seen = WINDOW + 3

@@ -25,7 +25,7 @@ from exportable_cache.common.fs.tensor_files import write_tensors
 from exportable_cache.common.fs.user_files import user_key
 from exportable_cache.errors import InputError
 
-from ..support.models import tiny_model, tokens
+from ..support.models import hybrid_model, tiny_model, tokens
 from .mutations import MUTATIONS, mutate, mutate_archive, strange
 from .operators import PROGRAM, Pool, random_program, run_program, write_pool
 
@@ -189,7 +189,7 @@ def attacks(work: Path, targets: list[str], bundles: Path | None = None) -> list
             export("demo", target, 96, source, prefill_chunk=16, verify=False)
         # Of one layer: most of what a mutation costs is reading the rest.
         if not small.exists():
-            model = tiny_model("gemma2", num_hidden_layers=1, layer_types=["sliding_attention"])
+            model = hybrid_model(num_hidden_layers=1, layer_types=["sliding_attention"])
             export(model, target, 32, small, prefill_chunk=8, verify=False)
         found += [
             Attack(f"{target}, any file, unsealed", source, _opened, _any_file),
@@ -197,7 +197,7 @@ def attacks(work: Path, targets: list[str], bundles: Path | None = None) -> list
             Attack(f"{target}, program, sealed", small, _opened, _program, reseal),
             Attack(f"{target}, manifest, sealed", small, _opened_and_inspected, _manifest, reseal),
         ]
-    model = tiny_model("gemma2")
+    model = hybrid_model()
     session = Session.from_model(model, ExportableCache.from_model(model, 48))
     session.prefill(tokens(20))
     (work / "state").mkdir()

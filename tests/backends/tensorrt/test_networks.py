@@ -87,7 +87,7 @@ def test_states_of_fixed_size(family: str, dtype: torch.dtype) -> None:
     model = kind_model(family).to(dtype)
     program = program_of(model)
     networks = engine_networks(program, TensorRTOptions())
-    report = verify_session(network_session(model, program, networks), model, prompts=[5, 20])
+    report = verify_session(network_session(model, program, networks), model, prompts=[5, 20], decode_steps=8)
     assert report.passed, str(report)
     # Each state goes in and comes out; only keys and values of plain layers are written in place.
     states = [name for name, _ in program.cache.named_state() if not name.endswith("cumulative_length")]
@@ -100,7 +100,9 @@ def test_states_of_fixed_size(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", among(["gemma3_text", "mistral"], fast=[]))
 def test_rows_of_a_batch(family: str) -> None:
     model, program, networks = engine_program(family, batch_size=2)
-    report = verify_session(network_session(model, program, networks), model, tolerance=1e-4, prompts=[3, 20])
+    report = verify_session(
+        network_session(model, program, networks), model, tolerance=1e-4, prompts=[3, 20], decode_steps=8
+    )
     assert report.passed, str(report)
 
 
@@ -124,7 +126,9 @@ def test_a_tied_table_is_one_constant() -> None:
         assert sum(torch.equal(one, table) for one in network.constants.values()) == 1
 
 
-@pytest.mark.parametrize("score_length", [0, pytest.param(3, marks=pytest.mark.full)])
+# In the fast lane: the constants of a network, above.
+@pytest.mark.full
+@pytest.mark.parametrize("score_length", [0, 3])
 def test_a_plan_has_a_tied_table_once(score_length: int) -> None:
     """Build a plan most of whose weights are a tied table, and compare its size with theirs."""
     sizes = {"vocab_size": 32768, "hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -150,7 +154,9 @@ def test_scatters_instead_of_updates_in_place() -> None:
     for network in networks.values():
         assert network.aliases == {}
         assert network.layer_counts["SCATTER"] == 2 * LAYERS and "KV_CACHE_UPDATE" not in network.layer_counts
-    assert verify_session(network_session(model, program, networks), model, tolerance=1e-4, prompts=[3, 20]).passed
+    assert verify_session(
+        network_session(model, program, networks), model, tolerance=1e-4, prompts=[3, 20], decode_steps=8
+    ).passed
 
 
 def test_norms_rotations_and_softmax_of_16_bits_are_float32() -> None:

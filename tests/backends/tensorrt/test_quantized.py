@@ -50,7 +50,7 @@ def test_networks_equal_the_quantised_model(scheme: str, dtype: torch.dtype) -> 
     quantised = quantize(model, SCHEMES[scheme], dtype=dtype).model
     program = program_of(quantised)
     networks = engine_networks(program, TensorRTOptions())
-    report = verify_session(network_session(quantised, program, networks), quantised, prompts=[3, 20])
+    report = verify_session(network_session(quantised, program, networks), quantised, prompts=[3, 20], decode_steps=8)
     assert report.passed, str(report)
     for network in networks.values():
         # Four projections of attention, three of the MLP, the table and the head.
@@ -58,7 +58,7 @@ def test_networks_equal_the_quantised_model(scheme: str, dtype: torch.dtype) -> 
         integers = [one for one in network.constants.values() if one.dtype in (torch.int8, torch.uint8)]
         assert sum(one.dtype == torch.uint8 for one in integers) == (8 if scheme == "4w" else 0)
     # And not the model before quantisation, whose logits are farther away.
-    other = verify_session(network_session(quantised, program, networks), model, prompts=[3])
+    other = verify_session(network_session(quantised, program, networks), model, prompts=[3], decode_steps=8)
     assert other.max_difference > 10 * report.max_difference
 
 
@@ -69,7 +69,9 @@ def test_networks_keep_the_integers_of_a_checkpoint(tmp_path: Path) -> None:
     kept = quantize(loaded.model, Quantization("keep", kept="symmetric"), stored=loaded.integers).model
     program = program_of(kept)
     networks = engine_networks(program, TensorRTOptions())
-    report = verify_session(network_session(kept, program, networks), plain, prompts=[3, 20], tolerance=1e-5)
+    report = verify_session(
+        network_session(kept, program, networks), plain, prompts=[3, 20], decode_steps=8, tolerance=1e-5
+    )
     assert report.passed, str(report)
     for network in networks.values():
         found = {one.numpy().tobytes() for one in network.constants.values() if one.dtype == torch.uint8}
@@ -98,14 +100,18 @@ def test_networks_equal_the_model_in_float8() -> None:
     quantised = quantize(model, SCHEMES["fp8"]).model
     program = program_of(quantised)
     networks = engine_networks(program, TensorRTOptions())
-    report = verify_session(network_session(quantised, program, networks), quantised, tolerance=1e-4, prompts=[3, 20])
+    report = verify_session(
+        network_session(quantised, program, networks), quantised, tolerance=1e-4, prompts=[3, 20], decode_steps=8
+    )
     assert report.passed, str(report)
     # Projections of queries, keys and values read one tensor, and so do two of the MLP; the head is the fifth.
     assert networks["decode"].layer_counts["QUANTIZE"] == 5
     projection = quantised.model.layers[0].mlp.down_proj
     assert isinstance(projection, Float8Linear) and projection.weight.dtype == torch.uint8
     projection.input_scale *= 2**8
-    other = verify_session(network_session(quantised, program, networks), quantised, tolerance=1e-4, prompts=[3])
+    other = verify_session(
+        network_session(quantised, program, networks), quantised, tolerance=1e-4, prompts=[3], decode_steps=8
+    )
     assert not other.passed
 
 
@@ -207,11 +213,11 @@ def test_networks_have_the_integers_of_experts(family: str, scheme: str, dtype: 
     found = [one.numpy().tobytes() for one in networks["decode"].constants.values() if one.dtype == stored.dtype]
     assert found.count(stored.numpy().tobytes()) == 1 and len(integers) == 4
     session = network_session(quantised, program, networks)
-    report = verify_session(session, quantised, prompts=[3, 20])
+    report = verify_session(session, quantised, prompts=[3, 20], decode_steps=8)
     assert report.passed, str(report)
     # A new tensor, because the network has the address of the other.
     set_quantized(experts, "down_proj", integers, 1.5 * experts.down_proj_scale.detach(), rounds=False)
-    assert not verify_session(session, quantised, prompts=[20]).passed
+    assert not verify_session(session, quantised, prompts=[20], decode_steps=8).passed
 
 
 def test_experts_that_stay_in_float_are_refused_by_name() -> None:

@@ -21,6 +21,7 @@ from exportable_cache.session.native import NotNative, check_native, open_engine
 from exportable_cache.verification.report import VerifyReport
 from exportable_cache.verification.verify import verify
 
+from ...support.models import hybrid_model
 from .models import engine_model
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
@@ -37,9 +38,9 @@ REMARK = f"built for SM 80, 89; network verified on CPU; not executed; {TF32_REM
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A tiny Gemma 3, one ring and one full layer, as a bundle; made on a machine without a GPU unless there is one."""
-    folder = tmp_path_factory.mktemp("bundles") / "gemma3"
-    model = engine_model("gemma3_text")
+    """A tiny hybrid, one ring and one full layer, as a bundle; made on a machine without a GPU unless there is one."""
+    folder = tmp_path_factory.mktemp("bundles") / "hybrid"
+    model = hybrid_model()
     return export(model, "tensorrt", 64, folder, prefill_chunk=16, sm="80,89", opt_length=8)
 
 
@@ -100,7 +101,7 @@ def test_inspect_shows_the_engines(bundle: Bundle) -> None:
 @no_gpu
 @pytest.mark.full
 def test_verify_rebuilds_the_network_from_the_model(bundle: Bundle) -> None:
-    report = verify(bundle, engine_model("gemma3_text"), prompts=[3, 20])
+    report = verify(bundle, hybrid_model(), prompts=[3, 20])
     assert report.passed and report.remark == REMARK
 
 
@@ -108,7 +109,7 @@ def test_verify_rebuilds_the_network_from_the_model(bundle: Bundle) -> None:
 # That other weights have another digest, test_networks.py finds out.
 @pytest.mark.full
 def test_verify_refuses_another_model_of_the_same_shape(bundle: Bundle) -> None:
-    other = engine_model("gemma3_text")
+    other = hybrid_model()
     with torch.no_grad():
         other.model.norm.weight.mul_(1.01)
     with pytest.raises(VerificationError, match="made from this model differs from the plan's"):
