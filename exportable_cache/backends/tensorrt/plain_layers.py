@@ -228,6 +228,19 @@ def _swapped_halves(
 
 
 @dynamo_tensorrt_converter(
+    torch.ops.exportable_cache.rotated.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
+)
+def _rotated(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert to a ROTARY_EMBEDDING layer of halves, over all of the last dimension."""
+    source, cos, sin = args
+    layer = ctx.net.add_rotary_embedding(source, cos, sin, False, 0)
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+@dynamo_tensorrt_converter(
     torch.ops.exportable_cache.negated_first_half.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
 )
 def _negated_first_half(

@@ -5,6 +5,7 @@ The numbers are those of the replaced operators: signs and halves are moved, and
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ import torch
 from torch.fx import Node
 
 from ...common.compat.torch import RESHAPE_COPY, OpOverload, writes_in_place
+from ...models import float8  # noqa: F401  registers the operators
+from . import quantized  # noqa: F401  registers the operators
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +23,15 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _RESHAPES = (RESHAPE_COPY, _aten.view.default, _aten.reshape.default)
+#: Operators of one tensor that keep what two halves of its last dimension have in common.
+_OF_EACH_VALUE = (_aten.cos.default, _aten.sin.default, _aten._to_copy.default, _aten.clone.default)
+#: Operators of quantized weights, whose arguments have a row for each row of the weight, or are numbers.
+_QUANTIZED = (
+    torch.ops.exportable_cache.dequantized_weight.default,
+    torch.ops.exportable_cache.float8_weight.default,
+)
+#: Order of dimensions from [batch, length, heads, dim] to [batch, heads, length, dim] and back.
+_HEADS_FIRST = [0, 2, 1, 3]
 
 
 @torch.library.custom_op("exportable_cache::swapped_halves", mutates_args=())
@@ -51,13 +63,45 @@ def _(x: torch.Tensor, before: list[int], sizes: list[int], after: list[int]) ->
     return x.permute(before).reshape(sizes).permute(after)
 
 
+@torch.library.custom_op("exportable_cache::rotated", mutates_args=())
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of values that are half of the last dimension apart.
+
+    Args:
+        x: [batch, heads, length, dim].
+        cos: [batch, length, dim / 2], of the dtype of `x`.
+        sin: Likewise.
+    """
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+@rotated.register_fake
+def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+ROTATED = torch.ops.exportable_cache.rotated.default
+
+
 def simplify(module: GraphModule) -> None:
-    """Replace rotations, reciprocal roots, and reshapes next to transpositions; remove repeated operators; in place."""
+    """Replace operators by fewer ones, and remove repeated ones, in place.
+
+    Replaced are products of one tensor with several weights, rotations, reciprocal roots, and reshapes next to
+    transpositions.
+    """
     graph = module.graph
-    for node in list(graph.nodes):
-        for replace in (_rotation, _division, _shuffle):
-            if replace(graph, node):
-                break
+    _remove_repeated(graph)
+    _merge_products(module)
+    # Rotations first, because other replacements change the operators they consist of.
+    for replacements in ((_rotary,), (_rotation, _division, _shuffle)):
+        for node in list(graph.nodes):
+            for replace in replacements:
+                if replace(graph, node):
+                    break
+    _remove_repeated(graph)
+    _scale_tables(graph)
     _remove_repeated(graph)
     graph.eliminate_dead_code()
     module.recompile()
@@ -87,25 +131,198 @@ def _value(node: Any) -> Any:
 
 
 def _rotation(graph: Graph, node: Any) -> bool:
-    """Replace `x * cos + cat(-x2, x1) * sin` by `x * cos + swapped(x) * (sin with its first half negated)`.
+    """Replace `cat(-x2, x1) * sin` by `swapped(x) * (sin with its first half negated)`.
 
     The second sine is the same for all layers, and negation is exact.
     """
-    if not (_is(node, _aten.mul.Tensor) and any(_is(one, _aten.cat.default) for one in node.args)):
+    found = _turned(node)
+    if found is None:
         return False
+    source, sine = found
+    signed = _call(graph, _after(sine, node), _value(sine), NEGATED_FIRST_HALF, sine)
+    swapped = _call(graph, node, _value(source), torch.ops.exportable_cache.swapped_halves.default, source)
+    return _replace(node, _call(graph, node, _value(node), _aten.mul.Tensor, swapped, signed))
+
+
+def _turned(node: Any) -> tuple[Any, Any] | None:
+    """Return the nodes of `x` and `sin` if a node is `cat(-x2, x1) * sin`."""
+    if not (_is(node, _aten.mul.Tensor) and any(_is(one, _aten.cat.default) for one in node.args)):
+        return None
     turned, sine = node.args if _is(node.args[0], _aten.cat.default) else reversed(node.args)
     parts, dim = turned.args[0], turned.args[1] if len(turned.args) > 1 else 0
     made, of_sine = _value(turned), _value(sine)
     if made is None or of_sine is None or len(parts) != 2 or dim not in (-1, made.dim() - 1):
-        return False
+        return None
     if made.dtype != of_sine.dtype or made.shape[-1] != of_sine.shape[-1] or not _is(parts[0], _aten.neg.default):
-        return False
+        return None
     source, half = _half(parts[0].args[0], 1), made.shape[-1] // 2
     if source is None or source is not _half(parts[1], 0) or _value(source).shape[-1] != 2 * half:
+        return None
+    return source, sine
+
+
+def _rotary(graph: Graph, node: Any) -> bool:
+    """Replace `x * cos + cat(-x2, x1) * sin` of heads by one operator with half of each table, which all layers share.
+
+    The halves of both tables must be equal, as those of angles `cat(freqs, freqs)` are.
+    """
+    if not _is(node, _aten.add.Tensor) or node.kwargs:
         return False
-    signed = _call(graph, _after(sine, node), of_sine, NEGATED_FIRST_HALF, sine)
-    swapped = _call(graph, node, made, torch.ops.exportable_cache.swapped_halves.default, source)
-    return _replace(node, _call(graph, node, _value(node), _aten.mul.Tensor, swapped, signed))
+    for product, turned in (node.args[:2], node.args[1::-1]):
+        found = _turned(turned)
+        if found is None or not _is(product, _aten.mul.Tensor):
+            continue
+        source, sine = found
+        others = [one for one in product.args if one is not source]
+        if len(others) != 1:
+            continue
+        tables = [_half_table(graph, one, source) for one in (others[0], sine)]
+        if None not in tables:
+            return _replace(node, _call(graph, node, _value(node), ROTATED, source, *tables))
+    return False
+
+
+def _half_table(graph: Graph, table: Any, source: Node) -> Node | None:
+    """Return the first half [batch, length, dim / 2] of a table [batch, 1, length, dim]; None if it is another one."""
+    before = table.args[0] if _is(table, _aten.unsqueeze.default) and table.args[1] in (1, -3) else None
+    value, of_source = _value(before), _value(source)
+    if value is None or of_source.dim() != 4 or value.dim() != 3 or value.dtype != of_source.dtype:
+        return None
+    batch, _, length, dim = of_source.shape
+    alike = [str(size) for size in value.shape] == [str(size) for size in (batch, length, dim)]
+    if not alike or not _has_equal_halves(before):
+        return None
+    half = value[..., : dim // 2]
+    return _call(graph, table, half, _aten.slice.Tensor, before, 2, 0, dim // 2)
+
+
+def _has_equal_halves(node: Any) -> bool:
+    """Return True if a node's last dimension joins one tensor with itself, and each value was changed alike."""
+    while isinstance(node, Node):
+        if node.target in _OF_EACH_VALUE or (_is(node, _aten.mul.Tensor) and isinstance(node.args[1], (int, float))):
+            node = node.args[0]
+            continue
+        if not _is(node, _aten.cat.default) or len(node.args) < 2 or len(node.args[0]) != 2:
+            return False
+        return node.args[0][0] is node.args[0][1] and node.args[1] in (-1, _value(node).dim() - 1)
+    return False
+
+
+def _scale_tables(graph: Graph) -> None:
+    """Multiply the tables of rotated queries by attention's scale, once for all layers, in place of each query.
+
+    In 16 bits, only a power of two is moved, because another factor would round the tables again.
+    """
+    for node in list(graph.nodes):
+        scale = node.kwargs.get("scale") if _is(node, _aten.scaled_dot_product_attention.default) else None
+        query = node.args[0] if scale else None
+        if scale is None or scale == 1 or not _is(query, ROTATED) or len(query.users) != 1:
+            continue
+        if _value(query).dtype != torch.float32 and math.frexp(scale)[0] != 0.5:
+            continue
+        source, *tables = query.args
+        scaled = [_call(graph, _after(one, query), _value(one), _aten.mul.Tensor, one, scale) for one in tables]
+        query.args = (source, *scaled)
+        node.kwargs = {**node.kwargs, "scale": 1.0}
+
+
+def _merge_products(module: GraphModule) -> None:
+    """Compute linear layers that read one tensor, and whose results are split into heads of one size, as one product.
+
+    Heads are taken from its result by slices, which move no value by themselves.
+    """
+    groups: dict[Any, list[tuple[Node, Node]]] = {}
+    for node in module.graph.nodes:
+        if _is(node, _aten.linear.default):
+            heads = _split_into_heads(node)
+            if heads is not None:
+                key = (node.args[0], _value(heads).shape[3], _bias(node) is None)
+                groups.setdefault(key, []).append((node, heads))
+    for group in groups.values():
+        if len(group) > 1:
+            _merge(module, group)
+
+
+def _split_into_heads(linear: Node) -> Node | None:
+    """Return the only reader of a product if it reshapes it to [batch, length, heads, dim]."""
+    reader = next(iter(linear.users)) if len(linear.users) == 1 else None
+    if reader is None or reader.target not in _RESHAPES or _sizes(reader) is None:
+        return None
+    made, given = _value(reader), _value(linear)
+    fits = given.dim() == 3 and made.dim() == 4 and all(isinstance(size, int) for size in made.shape[2:])
+    return reader if fits and str(made.shape[1]) == str(given.shape[1]) else None
+
+
+def _bias(linear: Node) -> Any:
+    return linear.args[2] if len(linear.args) > 2 else linear.kwargs.get("bias")
+
+
+def _merge(module: GraphModule, group: list[tuple[Node, Node]]) -> None:
+    graph, (first, heads) = module.graph, group[0]
+    weight = _joined(module, first, [linear.args[1] for linear, _ in group])
+    biases = [_bias(linear) for linear, _ in group]
+    bias = None if biases[0] is None else _joined(module, first, biases)
+    if weight is None or (bias is None and biases[0] is not None):
+        return
+    counts = [_value(split).shape[2] for _, split in group]
+    batch, length, _, dim = _sizes(heads)
+    made, split = _value(first), _value(heads)
+    whole = made.new_empty(*made.shape[:2], sum(counts) * dim)
+    product = _call(
+        graph, first, whole, _aten.linear.default, *[first.args[0], weight, bias][: 2 if bias is None else 3]
+    )
+    readers = [next(iter(one.users)) for _, one in group if len(one.users) == 1]
+    transposed = len(readers) == len(group) and all(
+        _is(one, _aten.permute.default) and list(one.args[1]) == _HEADS_FIRST for one in readers
+    )
+    joined = split.new_empty(*split.shape[:2], sum(counts), dim)
+    sizes = [batch, length, sum(counts), dim]
+    if transposed:
+        args = (product, [0, 1, 2], sizes, _HEADS_FIRST)
+        whole_heads = _call(graph, first, joined.transpose(1, 2), torch.ops.exportable_cache.shuffled.default, *args)
+    else:
+        whole_heads = _call(graph, first, joined, _aten.view.default, product, sizes)
+    start = 0
+    for index, count in enumerate(counts):
+        of_head = readers[index] if transposed else group[index][1]
+        args = (whole_heads, 1 if transposed else 2, start, start + count)
+        _replace(of_head, _call(graph, of_head, _value(of_head), _aten.slice.Tensor, *args))
+        start += count
+    for linear, split in group:
+        # Not left to dead code elimination, because operators of quantized weights are tagged as random.
+        for node in (*split.users, split, linear, linear.args[1]):
+            if not node.users:
+                graph.erase_node(node)
+
+
+def _joined(module: GraphModule, before: Node, nodes: Sequence[Any]) -> Node | None:
+    """Return a node with the rows of weights after each other, quantized ones too; None if their kinds differ."""
+    if all(isinstance(node, Node) and node.op == "get_attr" for node in nodes):
+        tensors = [operator.attrgetter(node.target)(module) for node in nodes]
+        if len({(one.dtype, one.shape[1:]) for one in tensors}) != 1:
+            return None
+        name = f"{before.name}_{len(list(module.buffers(recurse=False)))}_joined"
+        module.register_buffer(name, torch.cat([one.detach() for one in tensors]), persistent=False)
+        with module.graph.inserting_before(before):
+            made = module.graph.get_attr(name)
+        made.meta = {"val": nodes[0].meta["val"].new_empty(getattr(module, name).shape)}
+        return made
+    of_calls = all(isinstance(node, Node) and node.op == "call_function" for node in nodes)
+    if not of_calls or len({(node.target, len(node.args)) for node in nodes}) != 1 or any(one.kwargs for one in nodes):
+        return None
+    if nodes[0].target not in _QUANTIZED:
+        return None
+    arguments = []
+    for given in zip(*(node.args for node in nodes), strict=True):
+        one = (
+            _joined(module, before, given) if isinstance(given[0], Node) else given[0] if len(set(given)) == 1 else None
+        )
+        if one is None:
+            return None
+        arguments.append(one)
+    rows = sum(_value(node).shape[0] for node in nodes)
+    value = _value(nodes[0])
+    return _call(module.graph, before, value.new_empty(rows, *value.shape[1:]), nodes[0].target, *arguments)
 
 
 def _after(sine: Any, node: Any) -> Any:

@@ -1,7 +1,7 @@
 """Evaluate layers that sum over dimensions, among them attention, and KV_CACHE_UPDATE.
 
-They are MATRIX_MULTIPLY, EINSUM, REDUCE, TOPK, SOFTMAX, CUMULATIVE, NORMALIZATION, CONVOLUTION, ATTENTION_INPUT and
-ATTENTION_OUTPUT.
+They are MATRIX_MULTIPLY, EINSUM, REDUCE, TOPK, SOFTMAX, CUMULATIVE, NORMALIZATION, CONVOLUTION, ROTARY_EMBEDDING,
+ATTENTION_INPUT and ATTENTION_OUTPUT.
 """
 
 from __future__ import annotations
@@ -209,6 +209,38 @@ def _weights(layer: NetworkLayer, which: str) -> torch.Tensor:
     if tensor.numel() and tensor.dtype != dtype:
         raise layer.wrong(f"has a {which} of {tensor.dtype} for an input of {dtype}")
     return tensor
+
+
+@layer_kind(
+    "ROTARY_EMBEDDING",
+    "IRotaryEmbeddingLayer",
+    honours=("interleaved", "rotary_embedding_dim"),
+    inputs=(3, 4),
+    same_dtype=(0, 1, 2),
+)
+def rotary_embedding(layer: NetworkLayer) -> Compute:
+    """Evaluate ROTARY_EMBEDDING: rotate pairs of the first `rotary_embedding_dim` values of each head, 0 for all.
+
+    Shapes are x [batch, heads, length, dim], and cosines and sines [batch, length, rotated / 2]. The values of a pair
+    are half of the rotated ones apart, or neighbours if interleaved. Each product and sum is rounded, as in the kernels
+    that TensorRT-RTX 1.5 writes for the layer.
+    """
+    interleaved, given = layer["interleaved"], layer["rotary_embedding_dim"]
+    if layer.has_input(3):
+        raise layer.unsupported("has indices of positions")
+
+    def compute(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        size = given or x.shape[-1]
+        if cos.shape != sin.shape or cos.shape != (x.shape[0], x.shape[2], size // 2):
+            raise layer.wrong(f"has tables of {list(cos.shape)} and {list(sin.shape)} for values of {list(x.shape)}")
+        part, rest = x[..., :size], x[..., size:]
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        first, second = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        joined = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+        return torch.cat([joined, rest], dim=-1)
+
+    return compute
 
 
 # `decomposable` decides which kernels run, not what they compute.

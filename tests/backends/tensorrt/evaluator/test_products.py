@@ -41,3 +41,26 @@ def test_einsum(dtype):
     expected = torch.einsum("bij,bkj->bik", a.float(), b.float()).to(dtype)
     assert_same(evaluate(lambda net, a, b: net.add_einsum([a, b], "bij,bkj->bik"), a, b), expected)
     assert_caught(evaluate(lambda net, a, b: net.add_einsum([a, b], "bij,bjk->bik"), a, b), expected)
+
+
+def _rotate(interleaved: bool, dim: int):
+    return lambda net, x, cos, sin: net.add_rotary_embedding(x, cos, sin, interleaved, dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotated", [4, 8])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding(interleaved, rotated, dtype):
+    x, angles = random(2, 3, 5, 8, dtype=dtype), random(2, 5, rotated // 2, seed=1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    spread = (lambda table: table.repeat_interleave(2, -1)) if interleaved else (lambda table: table.repeat(1, 1, 2))
+    part = x[..., :rotated].float()
+    first, second = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+    turned = torch.stack([-second, first], -1).flatten(-2) if interleaved else torch.cat([-second, first], -1)
+    result = part * spread(cos.float())[:, None] + turned * spread(sin.float())[:, None]
+    expected = torch.cat([result.to(dtype), x[..., rotated:]], -1)
+    assert_same(
+        evaluate(_rotate(interleaved, rotated % 8), x, cos, sin), expected, 1e-6 if dtype == torch.float32 else 1e-2
+    )
+    assert_caught(evaluate(_rotate(not interleaved, rotated % 8), x, cos, sin), expected)
+    assert_caught(evaluate(_rotate(interleaved, rotated % 8), x, sin, cos), expected)
