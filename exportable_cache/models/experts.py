@@ -6,8 +6,7 @@ the two layers, and the model's own code for the gate between them. A target wit
 (`backends/executorch/native/experts.py`).
 
 Quantised experts are integers [experts, outputs, inputs], and scales [experts, outputs, groups] in a parameter whose
-name adds `_scale`. Only `NAME` and `BATCHED` compute them. If activations are not rounded to 8 bits, targets without a
-kernel compute them too, with weights that are converted before the product.
+name adds `_scale`. `NAME` computes them, and a target's function may, such as `backends/tensorrt/experts.py`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 #: Name in transformers' `ExpertsInterface`.
 NAME = "exportable_cache"
-#: Name of the same for quantised experts, and of batched products for others.
-BATCHED = "exportable_cache_batched"
 _SCALE = "_scale"
 _BIAS = "_bias"
 #: Attribute of a module of quantised experts: True if the operator rounds activations to 8 bits.
@@ -137,14 +134,6 @@ def register_experts() -> str:
     return NAME
 
 
-def register_batched_experts() -> str:
-    """Register `BATCHED` with transformers, and return it."""
-    from ..common.compat.transformers import register_experts_implementation
-
-    register_experts_implementation(BATCHED, _forward_batched)
-    return BATCHED
-
-
 def _forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -165,25 +154,18 @@ def _forward(
     return (results * factors[..., None]).sum(dim=1).to(hidden_states.dtype)
 
 
-def _forward_batched(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """Compute quantised experts like `_forward`, and others by batched products."""
-    from ..common.compat.transformers import batched_experts
-
-    is_quantized = hasattr(self, projections(self)[0] + _SCALE)
-    compute = _forward if is_quantized else batched_experts()
-    return compute(self, hidden_states, top_k_index, top_k_weights)
-
-
 def _project(
     module: Any, name: str, source: torch.Tensor, indices: torch.Tensor, factors: torch.Tensor | None
 ) -> torch.Tensor:
+    weight, scale, bias, transposed = parts_of(module, name)
+    return EXPERT_LINEAR(source, weight, scale, bias, indices, factors, transposed, rounds_inputs(module))
+
+
+def parts_of(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, bool]:
+    """Return a weight of experts with its scales and biases, and True if it is [experts, inputs, outputs]."""
     scale = getattr(module, name + _SCALE, None)
     bias = getattr(module, name + _BIAS) if module.has_bias else None
-    transposed = module.is_transposed and scale is None
-    weight, rounds = getattr(module, name), rounds_inputs(module)
-    return EXPERT_LINEAR(source, weight, scale, bias, indices, factors, transposed, rounds)
+    return getattr(module, name), scale, bias, module.is_transposed and scale is None
 
 
 def projections(module: Any) -> tuple[str, str]:

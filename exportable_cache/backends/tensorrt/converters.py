@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...common.compat.torch import RESHAPE_COPY
 from ...models import rounding  # noqa: F401  registers the operators
-from ...models.experts import EXPERT_LINEAR
+from . import experts as _experts  # noqa: F401  registers the operators
 from . import kv_cache  # noqa: F401  registers the operator
 from .kv_cache import scatter_update
 from .plain_layers import TORCH_DTYPES, TRT_DTYPES, add_constant, has_constant, shared_cast
-from .quantized import dequantize_affine, expert_linear, kept_scale, packed
+from .quantized import dequantize_affine, kept_scale, packed
 from .upstream import (
     ConverterPriority,
     cast_trt_tensor,
@@ -128,21 +129,152 @@ def _dequantized_weight(
 def _chosen_weights(
     ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> trt.ITensor:
-    """Convert to a DEQUANTIZE layer of all experts and a gather, of which one kernel converts the chosen ones alone.
+    """Convert to a gather, of all experts' weights that a DEQUANTIZE layer converts if they are integers.
 
-    The builder refuses a gather of integers.
+    One kernel converts the chosen ones alone; the builder refuses a gather of integers.
     """
-    integers, scale, indices = args
-    shape = list(integers.shape)
-    if -8 <= int(integers.min()) and int(integers.max()) <= 7:
-        pairs = torch.stack([packed(one) for one in integers])
-        weights = add_constant(ctx, pairs, f"{name}_integers", shape, trt.DataType.INT4)
+    weight, scale, indices = args
+    shape = list(weight.shape)
+    if scale is None:
+        floats = add_constant(ctx, weight, f"{name}_weight")
     else:
-        weights = add_constant(ctx, integers, f"{name}_integers")
-    scales = add_constant(ctx, scale, f"{name}_scale")
-    floats = ctx.net.add_dequantize(weights, scales, TRT_DTYPES[scale.dtype])
-    floats.name = f"{name}_floats"
-    layer = ctx.net.add_gather(floats.get_output(0), get_trt_tensor(ctx, indices, f"{name}_indices"), axis=0)
+        if -8 <= int(weight.min()) and int(weight.max()) <= 7:
+            pairs = torch.stack([packed(one) for one in weight])
+            weights = add_constant(ctx, pairs, f"{name}_integers", shape, trt.DataType.INT4)
+        else:
+            weights = add_constant(ctx, weight, f"{name}_integers")
+        converted = ctx.net.add_dequantize(weights, add_constant(ctx, scale, f"{name}_scale"), TRT_DTYPES[scale.dtype])
+        converted.name = f"{name}_floats"
+        floats = converted.get_output(0)
+    layer = ctx.net.add_gather(floats, get_trt_tensor(ctx, indices, f"{name}_indices"), axis=0)
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+@dynamo_tensorrt_converter(
+    torch.ops.exportable_cache.slot_product.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
+)
+def _slot_product(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert to one product, in which a source of one slot is broadcast."""
+    source, weight, transposed = args
+    operation = trt.MatrixOperation.NONE if transposed else trt.MatrixOperation.TRANSPOSE
+    layer = ctx.net.add_matrix_multiply(source, trt.MatrixOperation.NONE, weight, operation)
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+@dataclass(frozen=True)
+class _SlotShapes:
+    """Tensors of a network that depend on the number of tokens, choices and experts alone.
+
+    Attributes:
+        pairs: Number of choices of all tokens, int64 [1].
+        slots: Number of slots, int64 [1].
+        is_whole: 1 if the slots are all experts, else 0, int64 [1].
+        experts: All experts, int64 [experts].
+    """
+
+    pairs: trt.ITensor
+    slots: trt.ITensor
+    is_whole: trt.ITensor
+    experts: trt.ITensor
+
+
+def _slot_shapes(ctx: ConversionContext, indices: trt.ITensor, experts: int, name: str) -> _SlotShapes:
+    """Return what the layers of a mixture share."""
+    tokens, choices = ctx.current_node.args[0].meta["val"].shape
+    shared = vars(ctx).setdefault("shared_slots", {})
+    key = (str(tokens), choices, experts)
+    if key not in shared:
+        net, operation = ctx.net, trt.ElementWiseOperation
+
+        def number(value: int) -> trt.ITensor:
+            return add_constant(ctx, torch.tensor([value]), f"{name}_{value}")
+
+        def combined(left: trt.ITensor, right: trt.ITensor, how: trt.ElementWiseOperation, of: str) -> trt.ITensor:
+            layer = net.add_elementwise(left, right, how)
+            layer.name = f"{name}_{of}"
+            return layer.get_output(0)
+
+        length = net.add_slice(net.add_shape(indices).get_output(0), (0,), (1,), (1,))
+        length.name = f"{name}_tokens"
+        pairs = combined(length.get_output(0), number(choices), operation.PROD, "pairs")
+        slots = combined(pairs, number(experts), operation.MIN, "slots")
+        more = combined(pairs, slots, operation.SUB, "more")
+        is_whole = combined(more, number(1), operation.MIN, "is_whole")
+        shared[key] = _SlotShapes(pairs, slots, is_whole, add_constant(ctx, torch.arange(experts), f"{name}_experts"))
+    return shared[key]
+
+
+def _part(
+    ctx: ConversionContext, tensor: trt.ITensor, start: trt.ITensor | None, size: trt.ITensor, name: str
+) -> trt.ITensor:
+    """Return `size` elements of a vector from `start` or 0 on; the last one is repeated past the end."""
+    layer = ctx.net.add_slice(tensor, (0,), (0,), (1,))
+    if start is not None:
+        layer.set_input(1, start)
+    layer.set_input(2, size)
+    layer.mode = trt.SampleMode.CLAMP
+    layer.name = name
+    return layer.get_output(0)
+
+
+@dynamo_tensorrt_converter(
+    torch.ops.exportable_cache.expert_slots.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
+)
+def _expert_slots(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert to a slice of the choices followed by all experts; the number of tokens gives its start and size."""
+    indices, experts = args
+    shapes = _slot_shapes(ctx, indices, experts, name)
+    flat = _reshaped(ctx, indices, (-1,), f"{name}_choices")
+    joined = ctx.net.add_concatenation([flat, shapes.experts])
+    joined.name = f"{name}_joined"
+    start = ctx.net.add_elementwise(shapes.is_whole, shapes.pairs, trt.ElementWiseOperation.PROD)
+    start.name = f"{name}_start"
+    return _part(ctx, joined.get_output(0), start.get_output(0), shapes.slots, name)
+
+
+@dynamo_tensorrt_converter(
+    torch.ops.exportable_cache.slot_factors.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
+)
+def _slot_factors(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert to a comparison of each choice's slot with all slots, and a sum over choices.
+
+    The slot of a choice is its own index if there are few choices, else its expert.
+    """
+    indices, factors, experts = args
+    net, operation = ctx.net, trt.ElementWiseOperation
+    shapes = _slot_shapes(ctx, indices, experts, name)
+    choices = indices.shape[1]
+    # indices * is_whole + own * (1 - is_whole) = own + (indices - own) * is_whole
+    own = _reshaped(
+        ctx, _part(ctx, shapes.experts, None, shapes.pairs, f"{name}_own"), (-1, choices), f"{name}_of_token"
+    )
+    flag = _reshaped(ctx, shapes.is_whole, (1, 1), f"{name}_flag")
+    moved = net.add_elementwise(indices, own, operation.SUB)
+    moved.name = f"{name}_from_own"
+    kept = net.add_elementwise(moved.get_output(0), flag, operation.PROD)
+    kept.name = f"{name}_if_whole"
+    slots = net.add_elementwise(own, kept.get_output(0), operation.SUM)
+    slots.name = f"{name}_slots"
+    every = _reshaped(
+        ctx, _part(ctx, shapes.experts, None, shapes.slots, f"{name}_every"), (-1, 1, 1), f"{name}_column"
+    )
+    of_token = _reshaped(ctx, slots.get_output(0), (1, -1, choices), f"{name}_row")
+    is_chosen = net.add_elementwise(every, of_token, operation.EQUAL)
+    is_chosen.name = f"{name}_is_chosen"
+    dtype = TORCH_DTYPES[factors.dtype]
+    zero = add_constant(ctx, torch.zeros(1, dtype=dtype), f"{name}_zero", (1, 1, 1))
+    of_choice = _reshaped(ctx, factors, (1, -1, choices), f"{name}_factors")
+    selected = net.add_select(is_chosen.get_output(0), of_choice, zero)
+    selected.name = f"{name}_selected"
+    layer = net.add_reduce(selected.get_output(0), trt.ReduceOperation.SUM, 1 << 2, True)
     set_layer_name(layer, target, name)
     return layer.get_output(0)
 
@@ -405,7 +537,6 @@ def decompositions(in_place: bool) -> dict[OperatorBase, Callable]:
         torch.ops.aten.empty.memory_format: empty,
         torch.ops.aten.baddbmm.default: baddbmm,
         torch.ops.prims.broadcast_in_dim.default: broadcast_in_dim,
-        EXPERT_LINEAR: expert_linear,
     }
     if hasattr(torch.ops.torchao, "dequantize_affine"):
         table[torch.ops.torchao.dequantize_affine.default] = dequantize_affine

@@ -65,52 +65,6 @@ def dequantize_affine(
     return dequantized_weight(integers, scale.reshape(rows, -1), zero_point.reshape(rows, -1), _BITS[int(most)])
 
 
-@torch.library.custom_op("exportable_cache::chosen_weights", mutates_args=())
-def chosen_weights(integers: torch.Tensor, scale: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return the weights of some experts from their integers.
-
-    Args:
-        integers: int8 [experts, outputs, inputs].
-        scale: Scales [experts, outputs, groups], of the result's dtype.
-        indices: int64 [choices].
-    """
-    chosen = integers[indices].unflatten(2, (scale.shape[2], -1))
-    return (chosen * scale[indices].float()[..., None]).flatten(2).to(scale.dtype)
-
-
-@chosen_weights.register_fake
-def _(integers: torch.Tensor, scale: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    return scale.new_empty(indices.shape[0], *integers.shape[1:])
-
-
-def expert_linear(
-    source: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    indices: torch.Tensor,
-    factors: torch.Tensor | None,
-    transposed: bool,
-    rounds: bool = True,
-) -> torch.Tensor:
-    """Decompose a layer of quantised experts into a batched product with the weights of the chosen ones.
-
-    See `models.experts.expert_linear`. Experts whose activations are rounded have no layers in TensorRT.
-    """
-    if scale is None or rounds:
-        return NotImplemented
-    tokens, choices = indices.shape
-    if source.dim() == 2:
-        source = source.unsqueeze(1).expand(tokens, choices, source.shape[1])
-    chosen = indices.reshape(-1)
-    rows = source.reshape(tokens * choices, source.shape[2], 1)
-    results = torch.bmm(chosen_weights(weight, scale, chosen), rows).squeeze(2)
-    if bias is not None:
-        results = results + bias[chosen]
-    results = results.reshape(tokens, choices, weight.shape[1])
-    return results if factors is None else (results * factors.unsqueeze(2)).sum(dim=1).to(source.dtype)
-
-
 def packed(integers: torch.Tensor) -> torch.Tensor:
     """Return 4-bit integers as bytes of two: the first in the lower bits, as TensorRT reads them.
 

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from ...common.compat.torch import RESHAPE_COPY, OpOverload, writes_in_place
-from ...models import float8  # noqa: F401  registers the operators
+from ...models import rounding  # noqa: F401  registers the operators
 from . import quantized  # noqa: F401  registers the operators
 
 if TYPE_CHECKING:

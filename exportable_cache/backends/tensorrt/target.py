@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...errors import InputError, UnsupportedModelError, VerificationError
-from ...models.experts import register_batched_experts
 from ...models.lora import WRITE_ADAPTER
 from ...program.spec import Form
 from ..base import LoweredFile, StandIn
 from .attention import TENSORRT_ATTENTION
 from .engine_io import EngineRecord, Input, Output, details_of, records_of
+from .experts import register_slot_experts
 from .kv_cache import engine_layers, keeps_tokens_alone
 from .options import LEAST_BFLOAT16, MACHINE_CODE, TF32_REMARK, TensorRTOptions
 
@@ -115,8 +115,8 @@ def engine_program_spec(asked: ProgramSpec) -> ProgramSpec:
         asked,
         attention=TENSORRT_ATTENTION,
         form=Form.EXPLICIT,
-        # Batched products, because TensorRT has no grouped expert kernels; integers of experts are gathered for them.
-        experts=register_batched_experts(),
+        # Batched products, because TensorRT has no grouped expert kernels.
+        experts=register_slot_experts(),
         adapt=engine_layers,
         # A plan's weights are constant, so adapters come in at an address.
         lora_inputs=bool(asked.lora_slots),
