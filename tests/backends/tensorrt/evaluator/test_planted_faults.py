@@ -130,8 +130,8 @@ ALWAYS = (
 )
 
 # The score of a group of two experts is the sum of its best two: which come first, or their maximum, picks the same
-# group.
-ALIKE = {("deepseek_v3", "REDUCE"), ("deepseek_v3", "TOPK")}
+# group. One choice of a token has the slot of its expert: the sum of factors over choices is their maximum.
+ALIKE = {("deepseek_v3", "REDUCE"), ("deepseek_v3", "TOPK"), ("mixtral", "REDUCE")}
 
 
 def decode_inputs(evaluator: NetworkEvaluator) -> dict[str, torch.Tensor]:
