@@ -51,7 +51,6 @@ DICTATED = {
     "backends/tensorrt/quantized.py:dequantize_affine": "the schema of torchao's operator",
     "models/quantized_rows.py:QuantizedWeight.__new__": "the constructor of torchao's IntxUnpackedToInt8Tensor",
     "models/experts.py:expert_linear": "the operator's schema, which graphs name",
-    "backends/tensorrt/quantized.py:expert_linear": "the same operator's, which it decomposes",
     "models/experts.py:experts_output": "the operator's schema, which graphs name",
     "models/patches/mechanisms/fused_attention.py:_falcon_attention": "the forward of transformers' FalconAttention",
     "models/patches/families/deepseek_v4.py:_model": "the forward of transformers' DeepseekV4Model, and the original",
