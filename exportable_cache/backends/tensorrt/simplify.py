@@ -229,7 +229,7 @@ def _scale_tables(graph: Graph) -> None:
 def _merge_products(module: GraphModule) -> None:
     """Compute linear layers that read one tensor, and whose results are split into heads of one size, as one product.
 
-    Heads are taken from its result by slices, which move no value by themselves.
+    Slices of its result are the heads.
     """
     groups: dict[Any, list[tuple[Node, Node]]] = {}
     for node in module.graph.nodes:
