@@ -123,6 +123,8 @@ def read_fields(folder: Path, check: Callable[[bytes], None] | None = None) -> d
                 f"there is no folder {folder}, but an export that was killed while replacing it left the previous "
                 f"bundle; rename {retired} to {folder.name}, or export the model again"
             )
+        if os.path.isfile(folder):
+            raise BundleError(f"a bundle must be a folder, got the file {folder}; pass the folder that export wrote")
         raise BundleError(f"there is no folder {folder}; export a model to it first")
     if not path.is_file():
         other = other_export(folder)

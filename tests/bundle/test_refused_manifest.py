@@ -18,6 +18,8 @@ from .editing import CAPACITY, edit, refused
 
 def test_no_folder(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "there is no folder", "export a model")
+    (tmp_path / "engine.plan").write_bytes(b"a plan")
+    refused(tmp_path / "engine.plan", "must be a folder, got the file", "pass the folder that export wrote")
 
 
 def test_no_manifest(folder: Path) -> None:
