@@ -15,7 +15,7 @@ from exportable_cache.models.quantized_rows import has_quantized_weights
 from exportable_cache.verification import compare as comparing
 from exportable_cache.verification import prompts, references
 from exportable_cache.verification.compare import compare, measure_distance
-from exportable_cache.verification.quantization_effect import short_prompts
+from exportable_cache.verification.measures import short_prompts
 from exportable_cache.verification.references import (
     RoundingCache,
     logits_by_step,

@@ -61,9 +61,8 @@ from ..parallel.heads import check_tensor_parallel, parts_of_heads
 from ..parallel.rank_model import RankOf, part_of_model
 from ..program.inputs.modalities import modalities_of
 from ..program.program import Program
-from ..verification.acceptance import measure_acceptance
 from ..verification.compare import compare, measure_stored, measure_without_rounding
-from ..verification.quantization_effect import measure_quantization, short_prompts
+from ..verification.measures import measure_acceptance, measure_quantization, short_prompts
 from ..verification.references import session_to_verify
 from ..verification.report import VerifyReport
 from ..verification.spec import VerifySpec

@@ -51,9 +51,8 @@ from .report import (
     VerifyReport,
     largest,
 )
-from .rounding import Roundings
 from .spec import VerifySpec
-from .tolerance import check_finite, default_tolerance
+from .tolerance import Roundings, check_finite, default_tolerance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

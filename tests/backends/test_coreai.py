@@ -16,7 +16,7 @@ import torch
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.backends.coreai import convert as convert_file
 from exportable_cache.backends.coreai import probe
-from exportable_cache.backends.coreai.layers import GatheredLayout, gathered_layers
+from exportable_cache.backends.coreai.convert import GatheredLayout, gathered_layers
 from exportable_cache.backends.coreai.runner import CoreAIRunner
 from exportable_cache.backends.decompositions import scatter_by_comparisons
 from exportable_cache.bundle.manifest import Manifest
@@ -420,7 +420,7 @@ def test_a_cache_tensor_that_is_only_read_is_refused() -> None:
 
 def test_options_are_checked() -> None:
     """A bad value is refused when the options are made."""
-    from exportable_cache.backends.coreai.options import CoreAIOptions
+    from exportable_cache.backends.coreai.target import CoreAIOptions
 
     with pytest.raises(InputError, match="score_length must be"):
         CoreAIOptions(score_length=1)

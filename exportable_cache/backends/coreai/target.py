@@ -1,16 +1,15 @@
-"""The `coreai` target: programs of Apple's Core AI, `.aimodel`."""
+"""The `coreai` target: its options; programs of Apple's Core AI, `.aimodel`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ...cache.attention import ATTENTION
 from ..base import LoweredFile
-from .convert import check_integers, check_symmetric, convert
-from .layers import gathered_layers
-from .options import CoreAIOptions
+from ..options import ResidentOptions
+from .convert import check_integers, check_symmetric, convert, gathered_layers
 from .probe import check_calls
 from .runner import CoreAIRunner
 
@@ -18,6 +17,14 @@ if TYPE_CHECKING:
     from ...program.program import Program
     from ...program.spec import ProgramSpec
     from ..base import ProgramDescription, Runner
+
+
+@dataclass(frozen=True)
+class CoreAIOptions(ResidentOptions):
+    """Options of target `coreai`: those of every resident program."""
+
+    target: ClassVar[str] = "coreai"
+
 
 FOLDER = "program.aimodel"
 

@@ -1,7 +1,8 @@
-"""Measurement of the effect of quantisation on logits, and on the accuracy of the demo model."""
+"""Measurements that an export records: the effect of quantisation on logits and accuracy, and accepted draft tokens."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -9,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..bundle.manifest import Acceptance
+from ..cache.layer_spec import DRAFTED
 from ..common.progress import silent
 from ..common.tensors import dtype_name
 from ..demo.task import accuracy, make_questions
+from ..generation.sampling import Sampler, Sampling
+from ..generation.speculative import SpeculationStatistics, TrainedDraft, generate_speculative
 from ..models.cache_factory import ExportableCache
 from ..models.loading.loading import MOST_WIDENED_BYTES
 from ..models.positions import position_limit
@@ -91,3 +96,43 @@ def _demo_accuracy(session: Session, float_model: LoadedModel, longest: float, p
     before.close()
     session.reset()
     return {"questions": len(questions), **shares}
+
+
+#: Most generations, and most tokens of the prompt and of the generation of each.
+_PIECES, _PROMPT, _GENERATED = 8, 64, 64
+
+
+def measure_acceptance(session: Session, ids: list[int], progress: Progress = silent) -> Acceptance:
+    """Generate greedily after pieces of a text with the draft head, and return the shares of accepted proposals.
+
+    Args:
+        session: A session with a draft head and a method that scores proposals; it is reset.
+        ids: Tokens of the text.
+        progress: Called with each piece.
+
+    Raises:
+        InputError: If the session has no draft head, or cannot take proposals back.
+    """
+    room = session.max_length or 2 * (_PROMPT + _GENERATED)
+    length = min(_PROMPT, room // 2, len(ids))
+    count = min(_GENERATED, room - length)
+    pieces = min(_PIECES, len(ids) // length)
+    draft = TrainedDraft(session, min(DRAFTED, session.score_length - 1))
+    statistics, tokens = SpeculationStatistics(), 0
+    for index in range(pieces):
+        progress("measuring the acceptance of the draft head", index, pieces)
+        start = index * (len(ids) // pieces)
+        prompt = torch.tensor([ids[start : start + length]], device=session.device)
+        session.reset()
+        sampler = Sampler(Sampling(), prompt, session.vocab_size)
+        tokens += sum(1 for _ in generate_speculative(session, prompt, count, sampler, (), draft, statistics))
+    session.reset()
+    return Acceptance(
+        text_tokens=len(ids),
+        sha256=hashlib.sha256(torch.tensor(ids).numpy().tobytes()).hexdigest(),
+        # The first token of each generation comes from the prompt.
+        tokens=tokens - pieces,
+        steps=statistics.steps,
+        proposed=statistics.proposed_at,
+        accepted=statistics.accepted_at,
+    )
