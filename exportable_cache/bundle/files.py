@@ -460,7 +460,7 @@ def check_listed(folder: Path, manifest: Listing) -> None:
 
 @dataclass(frozen=True)
 class _File:
-    """See `entries.File`."""
+    """See `manifest.File`."""
 
     sha256: str
     bytes: int
