@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from exportable_cache import export, load
 from exportable_cache.errors import InputError
 from exportable_cache.models.loading.gguf_blocks import TYPES
+from exportable_cache.models.loading.integers import kept_tensors
 from exportable_cache.models.loading.loading import load_model, load_to_quantise
-from exportable_cache.models.loading.torchao_weights import kept_tensors
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization, quantization_of
 from exportable_cache.verification.verify import verify

@@ -271,7 +271,7 @@ def _from_checkpoint(
             )
         integers: Mapping[str, IntegerWeight] = {} if reading is None else reading.weights
         if stored is not None and stored.method == "torchao" and keep:
-            from .torchao_weights import kept_tensors
+            from .integers import kept_tensors
 
             integers = kept_tensors(model)
         if stored is not None:
