@@ -32,6 +32,7 @@ from exportable_cache.backends.executorch.delegates.passes import (
     floor_divisions_to_floors,
     infinite_bounds_to_none,
     keep_state_outside,
+    logic_to_bits,
     maxima_to_parts,
     numbers_to_tensors,
     remainders_to_divisions,
@@ -288,6 +289,21 @@ def test_uninitialized_tensors_are_zeros() -> None:
     calls = [str(operator_of(node.target)) for node in graph_module.graph.nodes if node.op == "call_function"]
     assert "aten.full.default" in calls and not any("empty" in call for call in calls)
     assert graph_module(torch.ones(3))[0].dtype == torch.float32
+
+
+def test_logic_is_of_bits() -> None:
+    """OpenVINO's partitioner takes no logical operators of tensors, and no `expm1`."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.logical_and(x > 0, x < 2), torch.logical_or(x > 2, x < 0), torch.expm1(x)
+
+    x = torch.tensor([-2.0, 0.5, 3.0])
+    program = logic_to_bits(torch.export.export(Module(), (x,)))
+    calls = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert not calls & {"aten.logical_and.default", "aten.logical_or.default", "aten.expm1.default"}
+    for found, expected in zip(program.module()(x), Module()(x), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_openvino_gets_no_infinite_bounds() -> None:

@@ -19,9 +19,16 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ....common.compat.executorch import exact_openvino, openvino_partitioner
 from ....errors import UnsupportedModelError
-from .passes import infinite_bounds_to_none, keep_state_outside, numbers_to_tensors, remainders_to_divisions
+from .passes import (
+    infinite_bounds_to_none,
+    keep_state_outside,
+    logic_to_bits,
+    numbers_to_tensors,
+    remainders_to_divisions,
+)
 
 if TYPE_CHECKING:
+    from torch.export import ExportedProgram
     from transformers import PreTrainedModel
 
     from ....program.program import Program
@@ -60,6 +67,11 @@ def partitioner() -> Any:
             return result
 
     return Partitioner([CompileSpec("device", b"CPU")])
+
+
+def rewrites() -> tuple[Callable[[ExportedProgram], ExportedProgram], ...]:
+    """Return passes over exported programs."""
+    return (logic_to_bits,)
 
 
 def passes() -> list[Callable[[GraphModule], PassResult]]:

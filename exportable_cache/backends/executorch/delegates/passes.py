@@ -21,6 +21,7 @@ aten = torch.ops.aten
 
 #: End of an open slice.
 _END = 2**63 - 1
+_OF_BITS = {aten.logical_and.default: aten.bitwise_and.Tensor, aten.logical_or.default: aten.bitwise_or.Tensor}
 _FLOOR_DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
 
 
@@ -48,6 +49,22 @@ def slices_to_bounds(program: ExportedProgram) -> ExportedProgram:
                 start = insert_call(graph, operator.sub, size, start.args[0])
         node.args = (source, dim, start, _END if end is None else end, *node.args[4:])
     graph.eliminate_dead_code()
+    program.graph_module.recompile()
+    return program
+
+
+def logic_to_bits(program: ExportedProgram) -> ExportedProgram:
+    """Compute logical operators of truth values by those of bits, and `expm1(x)` as `exp(x) - 1`, in place."""
+    graph = program.graph
+    for node in list(graph.nodes):
+        arguments = node.args
+        with graph.inserting_before(node):
+            if node.target is aten.expm1.default:
+                replace_call(
+                    node, insert_call(graph, aten.sub.Scalar, insert_call(graph, aten.exp.default, *arguments), 1)
+                )
+            elif node.target in _OF_BITS and all(one.meta["val"].dtype == torch.bool for one in arguments):
+                replace_call(node, insert_call(graph, _OF_BITS[node.target], *arguments))
     program.graph_module.recompile()
     return program
 
