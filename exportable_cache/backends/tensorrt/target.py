@@ -15,10 +15,9 @@ from ...errors import InputError, UnsupportedModelError, VerificationError
 from ...models.lora import WRITE_ADAPTER
 from ...program.spec import Form
 from ..base import LoweredFile, StandIn
-from .attention import TENSORRT_ATTENTION
 from .engine_io import EngineRecord, Input, Output, details_of, records_of
 from .experts import register_slot_experts
-from .kv_cache import engine_layers, keeps_tokens_alone
+from .kv_cache import TENSORRT_ATTENTION, engine_layers, keeps_tokens_alone
 from .options import LEAST_BFLOAT16, MACHINE_CODE, TF32_REMARK, TensorRTOptions
 
 if TYPE_CHECKING:

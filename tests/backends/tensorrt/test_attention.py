@@ -8,8 +8,8 @@ from torch import nn
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.backends.tensorrt import attention
-from exportable_cache.backends.tensorrt.attention import tensorrt_attention
+from exportable_cache.backends.tensorrt import kv_cache
+from exportable_cache.backends.tensorrt.kv_cache import tensorrt_attention
 from exportable_cache.cache.attention.functions import matmul_attention
 
 from .toys import evaluate, toy_network
@@ -87,7 +87,7 @@ def test_what_values_lack_makes_no_infinite_mask(monkeypatch: pytest.MonkeyPatch
     seen = []
     plain = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
-        attention.F,
+        kv_cache.F,
         "scaled_dot_product_attention",
         lambda *args, **kwargs: (seen.append(kwargs["attn_mask"]), plain(*args, **kwargs))[1],
     )
