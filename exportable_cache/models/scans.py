@@ -148,7 +148,8 @@ def state_space_scan(
         D: [heads].
         dt_bias: Added to dt, [heads].
         dt_softplus: True to apply softplus to dt then.
-        dt_limit: Range that dt is clamped to.
+        dt_limit: Range that dt of several tokens is clamped to. A single token's is not, as in the step of one token
+            upstream, because one method may compute both.
 
     Returns:
         y [batch, length, heads, head_dim] in float32, and h after the last token.
@@ -157,14 +158,16 @@ def state_space_scan(
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
         dt = F.softplus(dt)
-    dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1]).float()
+    at = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+    if not dt_softplus or tuple(dt_limit) != (0.0, float("inf")):
+        dt = torch.where(at[-1:] > 0, torch.clamp(dt, min=dt_limit[0], max=dt_limit[1]), dt)
+    dt = dt.float()
     groups = hidden_states.shape[2] // B.shape[2]
     # [batch, heads, length, ...]
     x, B, C = [tensor.transpose(1, 2).float() for tensor in (hidden_states, B, C)]
     B, C = B.repeat_interleave(groups, dim=1), C.repeat_interleave(groups, dim=1)
     state, step = initial_state.float(), dt.transpose(1, 2)
     total = (A.float()[None, :, None] * step).cumsum(-1)[..., None]
-    at = torch.arange(x.shape[2], device=x.device)
     later = at[:, None] < at[None, :]
     between = (total - total.transpose(-1, -2)).masked_fill(later, float("-inf")).exp()
     added = x * step[..., None]

@@ -69,7 +69,9 @@ def state_space_inputs(length: int) -> tuple[dict, torch.Tensor]:
 def state_space_steps(inputs: dict, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x, A, B, C, D = (inputs[name].double() for name in ("hidden_states", "A", "B", "C", "D"))
     B, C = B.repeat_interleave(2, dim=2), C.repeat_interleave(2, dim=2)
-    dt = torch.nn.functional.softplus(inputs["dt"].double() + inputs["dt_bias"].double()).clamp(*inputs["dt_limit"])
+    dt = torch.nn.functional.softplus(inputs["dt"].double() + inputs["dt_bias"].double())
+    # The step of one token upstream does not clamp it.
+    dt = dt.clamp(*inputs["dt_limit"]) if dt.shape[1] > 1 else dt
     state, rows = state.double(), []
     for t in range(x.shape[1]):
         state = (
