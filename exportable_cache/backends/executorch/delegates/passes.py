@@ -61,7 +61,7 @@ def logic_to_bits(program: ExportedProgram) -> ExportedProgram:
         with graph.inserting_before(node):
             if node.target is aten.expm1.default:
                 replace_call(
-                    node, insert_call(graph, aten.sub.Scalar, insert_call(graph, aten.exp.default, *arguments), 1)
+                    node, insert_call(graph, aten.add.Scalar, insert_call(graph, aten.exp.default, *arguments), -1)
                 )
             elif node.target in _OF_BITS and all(one.meta["val"].dtype == torch.bool for one in arguments):
                 replace_call(node, insert_call(graph, _OF_BITS[node.target], *arguments))
