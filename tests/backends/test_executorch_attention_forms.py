@@ -40,7 +40,7 @@ def expected(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen
 def test_several_tokens_over_a_full_layer(heads: int, num_heads: int, query_length: int, length: int) -> None:
     keys, values = keys_and_values(num_heads)
     query = torch.randn(1, heads, query_length, DIM)
-    _, several = forms_of("full", fold_of(heads, num_heads), SLOTS, SCALING)
+    _, several = forms_of("full", fold_of(heads, num_heads, SLOTS), SLOTS, SCALING)
     (output,) = several(query, torch.tensor([length]), keys, values)
     seen = torch.arange(SLOTS) <= length + torch.arange(query_length)[:, None]
     torch.testing.assert_close(output, expected(query, keys, values, seen))
@@ -51,7 +51,7 @@ def test_several_tokens_over_a_full_layer(heads: int, num_heads: int, query_leng
 def test_one_token_over_a_full_layer(heads: int, num_heads: int, further: int) -> None:
     keys, values = keys_and_values(num_heads)
     query = torch.randn(1, heads, 1, DIM)
-    fold = fold_of(heads, num_heads)
+    fold = fold_of(heads, num_heads, SLOTS)
     length = least_single(fold) + further
     one, _ = forms_of("full", fold, SLOTS, SCALING)
     (output,) = one(query, torch.tensor([length]), keys, values)
@@ -68,7 +68,7 @@ def test_one_token_over_a_ring(heads: int, num_heads: int, length: int) -> None:
         torch.zeros(1, SLOTS + 1),
         torch.zeros(num_heads, 1, dtype=torch.int64),
     )
-    one, _ = forms_of("ring", fold_of(heads, num_heads), SLOTS, SCALING)
+    one, _ = forms_of("ring", fold_of(heads, num_heads, SLOTS), SLOTS, SCALING)
     output, handed_through = one(query, mask, slots, torch.tensor([length]), keys, values, *new)
     seen = torch.arange(SLOTS + 1)[None] <= min(length, SLOTS - 1)
     torch.testing.assert_close(output, expected(query, keys, values, seen))
@@ -82,7 +82,7 @@ def test_several_tokens_over_a_ring(heads: int, num_heads: int) -> None:
     query, seen = torch.randn(1, heads, 5, DIM), torch.rand(5, SLOTS + 5) < 0.5
     seen[:, -1] = True
     mask, slots = torch.where(seen, 0.0, torch.finfo(torch.float32).min), torch.zeros(num_heads, 5, dtype=torch.int64)
-    _, several = forms_of("ring", fold_of(heads, num_heads), SLOTS, SCALING)
+    _, several = forms_of("ring", fold_of(heads, num_heads, SLOTS), SLOTS, SCALING)
     output, handed_through = several(query, mask, slots, torch.tensor([30]), keys, values, *new)
     joined = (torch.cat([old[:, :SLOTS], added], dim=1) for old, added in zip((keys, values), new, strict=True))
     torch.testing.assert_close(output, expected(query, *joined, seen))

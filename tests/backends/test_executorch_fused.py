@@ -18,7 +18,7 @@ from exportable_cache.program.spec import ProgramSpec
 from ..support.kinds import KINDS, kind_model
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import difference, reference_logits
-from ..support.sessions import folded_bundle
+from ..support.sessions import exported_bundle, folded_bundle
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
@@ -106,8 +106,24 @@ def test_a_ring_that_keeps_more_than_its_window_is_not_fused() -> None:
     [(12, 4, 3), (32, 8, 4), (24, 2, 6), (8, 2, 2), (16, 2, 4), (8, 8, 1), (4, 1, 1), (2, 1, 1), (20, 4, 5), (6, 2, 1)],
 )
 def test_folding_leaves_heads_to_run_in_parallel(heads: int, kv_heads: int, fold: int) -> None:
-    assert fold_of(heads, kv_heads) == fold
+    assert fold_of(heads, kv_heads, CAPACITY) == fold
     assert heads // kv_heads % fold == 0 and heads // fold >= min(4, heads)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "capacity", "fold"), [(64, 2, 8, 4), (48, 2, 12, 8), (16, 1, 3, 2), (16, 1, 1, 1)]
+)
+def test_a_short_ring_folds_fewer_heads_than_it_has_slots(heads: int, kv_heads: int, capacity: int, fold: int) -> None:
+    assert fold_of(heads, kv_heads, capacity) == fold
+
+
+def test_a_ring_with_fewer_slots_than_heads_that_share_a_key_is_lowered() -> None:
+    """A fold of 8 needs 8 slots, and no form of attention can be traced that reads more slots than there are."""
+    model = tiny_model("mistral", num_attention_heads=32, num_hidden_layers=1, sliding_window=7)
+    session = load(exported_bundle(model, "executorch", prefill_chunk=5, verify=False))
+    ids = tokens(16)
+    reference = reference_logits(model, ids, 7)
+    assert difference(lambda piece: session.prefill(piece), reference, ids, 7) <= 1e-4
 
 
 def program_of(family: str, num_attention_heads: int = 4, **options) -> Program:
@@ -160,7 +176,7 @@ def hybrid():
     calls.
     """
     model, folder = folded_bundle(llm_runner=True)
-    assert fold_of(16, 2) == 4
+    assert fold_of(16, 2, WINDOW) == 4
     session = load(folder)
     written = deserialize_pte_binary((folder / "program.pte").read_bytes())
     return model, session, SimpleNamespace(executorch_program=written.program)

@@ -38,7 +38,7 @@ def hybrid(request: pytest.FixtureRequest):
 
     ExecuTorch's kernels are torch operators, too: the graph shows what the layers compute before it is lowered.
     """
-    assert fold_of(16, 2) == 4
+    assert fold_of(16, 2, WINDOW) == 4
     if request.param == "lowered":
         model, folder = folded_bundle(kv_dtype="int8", verify=False)
         return model, load(folder)

@@ -176,9 +176,11 @@ def _attend_folded(
     keys, values = _readable(stored)
     _, heads, query_length, head_dim = query.shape
     num_heads = keys.shape[0]
-    folded = query.reshape(num_heads, fold * query_length, heads // num_heads // fold, head_dim)
+    # Flat in between, because a view compares sizes from left to right, and a length that is equal to a number of heads
+    # would become static.
+    folded = query.reshape(-1).view(num_heads, fold * query_length, heads // num_heads // fold, head_dim)
     output = torch.ops.llama.custom_sdpa(folded, keys, values, newest - (fold - 1), None, 0.0, False, scaling)
-    return output.view(1, query_length, heads, head_dim)
+    return output.view(-1).view(1, query_length, heads, head_dim)
 
 
 def _by_key_head(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

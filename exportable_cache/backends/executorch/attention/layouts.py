@@ -187,7 +187,7 @@ class FusedFullLayout(FusedLayout, kind="executorch_full"):
         """See `FusedLayout.attend`."""
         layer, (heads, query_length) = step.layer, query.shape[1:3]
         assert layer.keys is not None
-        fold = fold_of(heads, layer.keys.shape[0])
+        fold = fold_of(heads, layer.keys.shape[0], layer.policy.slot_count)
         operands = [query, layer.cumulative_length, *self.stored(layer)]
         single = _newest_if_single(_start(layer, query_length), query_length)
         return fused_attention(operands, single, "full", fold, layer.capacity, scaling)[0]
@@ -230,7 +230,7 @@ class FusedRingLayout(FusedLayout, kind="executorch_ring"):
         slot, reach, slots = _ring_slots(layer, query_length)
         for buffer, rows in zip(stored, step.new, strict=True):
             torch.ops.llama.update_cache(rows[:, :1], buffer, slot)
-        fold = fold_of(heads, layer.keys.shape[0])
+        fold = fold_of(heads, layer.keys.shape[0], layer.policy.slot_count)
         operands = [query, attention_mask[0, 0], slots, layer.cumulative_length, *stored, *step.new]
         single = _newest_if_single(reach, query_length)
         # The slots are passed through, because only this dependency keeps the writes below after the reads above.
@@ -280,14 +280,16 @@ def heads_as_batch(states: torch.Tensor) -> torch.Tensor:
     return states.reshape(states.shape[0] * states.shape[1], states.shape[2], 1, states.shape[3])
 
 
-def fold_of(heads: int, kv_heads: int) -> int:
+def fold_of(heads: int, kv_heads: int, capacity: int) -> int:
     """Return how many query heads that share a key head become rows of one product.
 
-    It is the largest number that leaves enough heads to run in parallel.
+    It is the largest number that leaves enough heads to run in parallel and is less than the capacity. The product has
+    to read a slot per row, so a larger number would never be used, and its form could not be traced.
     """
     groups = heads // kv_heads
     enough = min(LEAST_PARALLEL_HEADS, heads)
-    return max(fold for fold in range(1, groups + 1) if groups % fold == 0 and heads // fold >= enough)
+    folds = range(2, min(groups + 1, capacity))
+    return max((fold for fold in folds if groups % fold == 0 and heads // fold >= enough), default=1)
 
 
 def _newest_if_single(newest: int, query_length: int) -> int:

@@ -61,14 +61,23 @@ def is_choice(target: Any) -> bool:
 #: Description of a tensor for a trace: dtype, sizes, and indices of dynamic dimensions.
 _Example = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 
+# A prime number, because torch.export makes a dynamic size static where its example equals a number of heads.
+_EXAMPLE_LENGTH = 997
+
 
 def _example_of(tensor: torch.Tensor) -> _Example:
-    sizes = tuple(size.node.hint if isinstance(size, torch.SymInt) else size for size in tensor.shape)
     return (
         tensor.dtype,
-        sizes,
+        tuple(map(_example_size, tensor.shape)),
         tuple(index for index, size in enumerate(tensor.shape) if isinstance(size, torch.SymInt)),
     )
+
+
+def _example_size(size: int | torch.SymInt) -> int:
+    if not isinstance(size, torch.SymInt):
+        return size
+    expression = size.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, _EXAMPLE_LENGTH)))
 
 
 # Cached, because a process that exports many small models would spend a quarter of its time here.
