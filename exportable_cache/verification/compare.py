@@ -313,6 +313,7 @@ class _Seen:
         self.roundings: Roundings | None = None
         #: Number of positions that were compared.
         self.positions = 0
+        self._placed = 0
         self._progress, self._done, self._total = progress, 0, total
 
     def expect(self, reference: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -413,7 +414,8 @@ class _Seen:
         if self.roundings is not None and others:
             self.roundings.add_layers(session, references[0], references[1], start)
         chunks = sum(len(session.stepper.chunk_sizes(part)) for part in (first - start, steps) if part)
-        self._add(first, differences, chunks, max(0, start - held))
+        self._placed += start - held
+        self._add(first, differences, chunks, self._placed)
 
     def _add(self, length: int, differences: _Differences, chunks: int, placed: int = 0) -> None:
         """Add a prompt of `length` tokens and its steps."""

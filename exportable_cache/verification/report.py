@@ -29,7 +29,7 @@ class VerifiedPrompt:
         argmax_agreement: Share of positions with the same most probable token. Not part of the verdict, because ties
             flip.
         rms_difference: Largest root mean square of a position's logit differences; None in older reports.
-        placed: Number of tokens that were not read: keys and values of others were placed in their slots.
+        placed: Number of its tokens that were not read: keys and values of others were placed in their slots.
     """
 
     length: int
