@@ -182,7 +182,7 @@ def _rotary(graph: Graph, node: Any) -> bool:
     return False
 
 
-def _half_table(graph: Graph, table: Any, source: Node) -> Node | None:
+def _half_table(graph: Graph, table: Any, source: Any) -> Any:
     """Return the first half [batch, length, dim / 2] of a table [batch, 1, length, dim]; None if it is another one."""
     before = table.args[0] if _is(table, _aten.unsqueeze.default) and table.args[1] in (1, -3) else None
     value, of_source = _value(before), _value(source)
@@ -202,9 +202,10 @@ def _has_equal_halves(node: Any) -> bool:
         if node.target in _OF_EACH_VALUE or (_is(node, _aten.mul.Tensor) and isinstance(node.args[1], (int, float))):
             node = node.args[0]
             continue
-        if not _is(node, _aten.cat.default) or len(node.args) < 2 or len(node.args[0]) != 2:
+        joined: Any = node.args
+        if not _is(node, _aten.cat.default) or len(joined) < 2 or len(joined[0]) != 2:
             return False
-        return node.args[0][0] is node.args[0][1] and node.args[1] in (-1, _value(node).dim() - 1)
+        return joined[0][0] is joined[0][1] and joined[1] in (-1, _value(node).dim() - 1)
     return False
 
 
@@ -213,9 +214,10 @@ def _scale_tables(graph: Graph) -> None:
 
     In 16 bits, only a power of two is moved, because another factor would round the tables again.
     """
+    node: Any
     for node in list(graph.nodes):
         scale = node.kwargs.get("scale") if _is(node, _aten.scaled_dot_product_attention.default) else None
-        query = node.args[0] if scale else None
+        query: Any = node.args[0] if scale else None
         if scale is None or scale == 1 or not _is(query, ROTATED) or len(query.users) != 1:
             continue
         if _value(query).dtype != torch.float32 and math.frexp(scale)[0] != 0.5:
@@ -231,7 +233,7 @@ def _merge_products(module: GraphModule) -> None:
 
     Slices of its result are the heads.
     """
-    groups: dict[Any, list[tuple[Node, Node]]] = {}
+    groups: dict[Any, list[tuple[Any, Any]]] = {}
     for node in module.graph.nodes:
         if _is(node, _aten.linear.default):
             heads = _split_into_heads(node)
@@ -243,7 +245,7 @@ def _merge_products(module: GraphModule) -> None:
             _merge(module, group)
 
 
-def _split_into_heads(linear: Node) -> Node | None:
+def _split_into_heads(linear: Any) -> Any:
     """Return the only reader of a product if it reshapes it to [batch, length, heads, dim]."""
     reader = next(iter(linear.users)) if len(linear.users) == 1 else None
     if reader is None or reader.target not in _RESHAPES or _sizes(reader) is None:
@@ -253,11 +255,11 @@ def _split_into_heads(linear: Node) -> Node | None:
     return reader if fits and str(made.shape[1]) == str(given.shape[1]) else None
 
 
-def _bias(linear: Node) -> Any:
+def _bias(linear: Any) -> Any:
     return linear.args[2] if len(linear.args) > 2 else linear.kwargs.get("bias")
 
 
-def _merge(module: GraphModule, group: list[tuple[Node, Node]]) -> None:
+def _merge(module: GraphModule, group: list[tuple[Any, Any]]) -> None:
     graph, (first, heads) = module.graph, group[0]
     weight = _joined(module, first, [linear.args[1] for linear, _ in group])
     biases = [_bias(linear) for linear, _ in group]
@@ -265,7 +267,7 @@ def _merge(module: GraphModule, group: list[tuple[Node, Node]]) -> None:
     if weight is None or (bias is None and biases[0] is not None):
         return
     counts = [_value(split).shape[2] for _, split in group]
-    batch, length, _, dim = _sizes(heads)
+    batch, length, _, dim = _sizes(heads) or [-1] * 4  # stated, as `_split_into_heads` found
     made, split = _value(first), _value(heads)
     whole = made.new_empty(*made.shape[:2], sum(counts) * dim)
     product = _call(
@@ -278,8 +280,8 @@ def _merge(module: GraphModule, group: list[tuple[Node, Node]]) -> None:
     joined = split.new_empty(*split.shape[:2], sum(counts), dim)
     sizes = [batch, length, sum(counts), dim]
     if transposed:
-        args = (product, [0, 1, 2], sizes, _HEADS_FIRST)
-        whole_heads = _call(graph, first, joined.transpose(1, 2), torch.ops.exportable_cache.shuffled.default, *args)
+        shuffle = (torch.ops.exportable_cache.shuffled.default, product, [0, 1, 2], sizes, _HEADS_FIRST)
+        whole_heads = _call(graph, first, joined.transpose(1, 2), *shuffle)
     else:
         whole_heads = _call(graph, first, joined, _aten.view.default, product, sizes)
     start = 0
@@ -295,7 +297,7 @@ def _merge(module: GraphModule, group: list[tuple[Node, Node]]) -> None:
                 graph.erase_node(node)
 
 
-def _joined(module: GraphModule, before: Node, nodes: Sequence[Any]) -> Node | None:
+def _joined(module: GraphModule, before: Any, nodes: Sequence[Any]) -> Any:
     """Return a node with the rows of weights after each other, quantized ones too; None if their kinds differ."""
     if all(isinstance(node, Node) and node.op == "get_attr" for node in nodes):
         tensors = [operator.attrgetter(node.target)(module) for node in nodes]
