@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setitem(TARGETS, "fake", fake_target.ENTRY)
     monkeypatch.setenv("EXPORTABLE_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(files, "SETTLED", -60)
-    return export(tiny_model("llama"), "fake", 32, tmp_path / "bundle").path
+    return export(tiny_model("llama"), "fake", 32, tmp_path / "bundle", verify=False).path
 
 
 @pytest.fixture

@@ -210,7 +210,7 @@ def test_sampled_tokens_follow_the_distribution_of_the_model(kind: str) -> None:
     draft = (
         PromptLookup(3) if kind == "lookup" else DraftModel(session_of(tiny_model("qwen3", vocab_size=8), 0, 0, 16), 3)
     )
-    count, counted = 400, Counter()
+    count, counted = 600, Counter()
     torch.manual_seed(0)
     for index in range(count):
         session.reset()
