@@ -386,6 +386,15 @@ def test_a_program_that_crashes_openvino_is_refused(monkeypatch: pytest.MonkeyPa
         openvino.check_calls(Path("program.pte"), program.model, openvino.trial_of(program))
 
 
+def test_a_trial_has_an_id_for_each_codebook() -> None:
+    """OpenVINO refuses ids without that dimension, and MusicGen would be refused with them."""
+    methods = {"decode": ProgramMethod("decode", 1, 1).of_codebooks(4)}
+    program = SimpleNamespace(cache=SimpleNamespace(max_length=2), methods=methods)
+    assert openvino.trial_of(program) == [
+        ("decode", [([1, 1, 4], 0, "int64"), ([1], position, "int64")]) for position in range(2)
+    ]
+
+
 def methods_by_name(*names: str) -> dict[str, ProgramMethod]:
     """Return methods of one token, and of 8."""
     lengths = {"decode": 1, "prefill": 8}

@@ -90,7 +90,17 @@ def trial_of(program: Program) -> list[tuple[str, list[Filled]]]:
     for name in ("prefill", "prefill", *["decode"] * _STEPS):
         method = program.methods.get(name)
         if method is not None and position + method.max_length <= most:
-            calls.append((name, [([1, method.max_length], 0, "int64"), ([1], position, "int64")]))
+            longest = {size: most for size, (_, most) in method.ranges.items()}
+            sizes = {"batch": 1, "length": method.max_length, **longest}
+            calls.append(
+                (
+                    name,
+                    [
+                        (list(spec.sizes(sizes)), position if spec.name == "input_pos" else 0, spec.dtype)
+                        for spec in method.inputs
+                    ],
+                )
+            )
             position += method.max_length
     return calls
 
