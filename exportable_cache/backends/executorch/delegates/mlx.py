@@ -34,7 +34,7 @@ def partitioner() -> Any:
     # It reports each partition at level INFO, through a handler of its own.
     logging.getLogger("executorch.backends.mlx").setLevel(logging.WARNING)
 
-    class Partitioner(MLXPartitioner):  # type: ignore[misc]
+    class Partitioner(MLXPartitioner):
         """A partitioner that leaves state outside if several partitions use it."""
 
         def partition(self, edge_program: ExportedProgram) -> Any:

@@ -42,12 +42,13 @@ def slices_to_bounds(program: ExportedProgram) -> ExportedProgram:
     """State both ends of each slice, in place: `x[-length:]` of a length that changes begins at `size - length`."""
     graph = program.graph
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
-        source, dim, start, end, *_ = (*node.args, *(0, None, None)[len(node.args) - 1 :])
+        arguments: tuple[Any, ...] = node.args
+        source, dim, start, end = (*arguments, *(0, None, None)[len(arguments) - 1 :])[:4]
         if isinstance(start, Node) and start.target is operator.neg:
             with graph.inserting_before(node):
                 size = insert_call(graph, aten.sym_size.int, source, dim)
                 start = insert_call(graph, operator.sub, size, start.args[0])
-        node.args = (source, dim, start, _END if end is None else end, *node.args[4:])
+        node.args = (source, dim, start, _END if end is None else end, *arguments[4:])
     graph.eliminate_dead_code()
     program.graph_module.recompile()
     return program
