@@ -229,7 +229,12 @@ def check_python(code: str) -> None:
         if isinstance(node, ast.ImportFrom):
             if importlib.util.find_spec(node.module.split(".")[0]) is None:
                 continue  # a package of an extra
-            module = importlib.import_module(node.module)
+            try:
+                module = importlib.import_module(node.module)
+            except ModuleNotFoundError as error:
+                if error.name is None or error.name.split(".")[0] == node.module.split(".")[0]:
+                    raise
+                continue  # it needs a package of an extra itself
             for alias in node.names:
                 assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
                 names[alias.asname or alias.name] = getattr(module, alias.name)
