@@ -15,8 +15,15 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.live.runner import ModuleRunner
 from exportable_cache.errors import InputError
 from exportable_cache.verification.compare import spread_of
-from exportable_cache.verification.prompts import default_decode_steps, default_prompts, prompt_feeds
+from exportable_cache.verification.prompts import (
+    default_decode_steps,
+    default_prompts,
+    most_tokens,
+    planned,
+    prompt_feeds,
+)
 from exportable_cache.verification.report import VerifyReport
+from exportable_cache.verification.spec import VerifySpec
 from exportable_cache.verification.tolerance import default_tolerance
 from exportable_cache.verification.verify import verify, verify_session
 
@@ -235,9 +242,12 @@ def test_the_edges_of_length_buckets_are_crossed() -> None:
 
 def test_large_caches_are_not_filled(model: Any) -> None:
     wide = session_of(tiny_model("llama", max_position_embeddings=8192), 4097)
-    report = verify_session(wide, tiny_model("llama", max_position_embeddings=8192), decode_steps=0)
+    reference = tiny_model("llama", max_position_embeddings=8192)
+    report = verify_session(wide, reference, decode_steps=0)
     assert [prompt.length for prompt in report.prompts] == [3, 8, 40, 259]
     assert report.unread == 4097 - 259 and "259 tokens, not the last 3838 slots, max" in str(report)
+    limit = most_tokens(wide, reference)
+    assert planned(wide, VerifySpec(decode_steps=0, full=True), limit, [])[-2:] == [(259, 0), (4097, 0)]
 
 
 @pytest.mark.parametrize(

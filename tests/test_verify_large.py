@@ -16,6 +16,7 @@ from exportable_cache.verification import compare as comparing
 from exportable_cache.verification import prompts, references
 from exportable_cache.verification.compare import compare, measure_distance
 from exportable_cache.verification.measures import short_prompts
+from exportable_cache.verification.prompts import END_STEPS, read_and_placed
 from exportable_cache.verification.references import (
     RoundingCache,
     logits_by_step,
@@ -56,8 +57,8 @@ def test_the_reference_comes_first_and_a_program_of_other_weights_fails(
     recorded = bundle.manifest.verification
     assert recorded["at_once"] and recorded["passed"] and recorded["unread"] == 0
     # After the prompts that are read, also over keys and values that are placed in the program's memory.
-    assert [prompt["placed"] for prompt in recorded["prompts"]] == [0, 0, 0, LONG - 64 - 57]
-    assert "of 3, 8, 41 tokens, up to 160 over placed keys, max" in str(VerifyReport.recorded(recorded))
+    assert [prompt["placed"] for prompt in recorded["prompts"]] == [0, 0, 0, LONG - 64 - 52]
+    assert "of 3, 8, 36 tokens, up to 160 over placed keys, max" in str(VerifyReport.recorded(recorded))
     assert events == 2 * ["reference"] + ["program"] + 4 * ["reference"]
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight[0] += 0.1
@@ -205,16 +206,16 @@ def test_few_tokens_are_read_and_every_border_and_the_last_slot_are_reached(monk
     monkeypatch.setattr(session.runner, "run", lambda *given: steps.append(given[1].shape[1]) or run(*given))
     report = verify_session(session, model)
     assert report.passed, str(report)
-    # Each reference reads 3 tokens and 47 steps past the window, 8 more for the prompt of 41, and 64 before the end.
-    assert passes == [50, 50, 8, 8, 64, 64]
+    # Each reference reads 3 tokens and 47 steps past the window, 3 more for the prompt of 41, and 64 before the end.
+    assert passes == [50, 50, 3, 3, 64, 64]
     # So does the program. Over rings, it cannot take tokens back to read them again.
-    assert sum(steps) == 50 + 8 + 64
+    assert sum(steps) == 50 + 3 + 64
     found = [(prompt.length, prompt.decode_steps, prompt.placed) for prompt in report.prompts]
-    assert found == [(3, 47, 0), (52, 6, 0), (LONG - 16, 16, LONG - 64 - 58)]
+    assert found == [(3, 47, 0), (53, 0, 0), (LONG - 16, 16, LONG - 64 - 53)]
     assert report.unread == 0 and report.windows == (LONG_WINDOW,)
-    assert "prompts of 3, 52 tokens, up to 160 over placed keys, past the window of 40, " in str(report)
+    assert "prompts of 3, 53 tokens, up to 160 over placed keys, past the window of 40, " in str(report)
     # Of the tokens before an end, the first and the last prompt and the steps between.
-    assert report.steps == 48 + (2 + 3) + (2 + 8)
+    assert report.steps == 48 + 1 + (2 + 8)
     passes.clear()
     whole = verify_session(session, model, full=True)
     assert whole.passed and passes == [LONG, LONG]
@@ -248,6 +249,16 @@ def test_the_last_slots_are_reached_with_and_without_placed_keys(
     assert report.unread == 0
     if "attention_sinks" not in options:
         assert max(prompt.length + prompt.decode_steps for prompt in report.prompts) == LONG
+
+
+def test_single_steps_lead_past_each_border() -> None:
+    """The method that reads 512 slots takes the step that reads the last of them."""
+    plan = [(3, 24), (259, 24), (511, 24), (1023, 24), (2048, 0)]
+    read, ends = read_and_placed(plan, 256, 10**10, 2048, 2048)
+    assert read == plan[:2] and ends[-1] == 2048
+    for end, border in zip(ends, (512, 1024), strict=False):
+        first = end - 2 * END_STEPS
+        assert first < border < first + END_STEPS - 1
 
 
 def narrow_mask(model: Any, **options: Any) -> Session:

@@ -77,7 +77,8 @@ def default_decode_steps(prompt: int, windows: Sequence[int], max_length: int | 
     return steps if max_length is None else max(0, min(steps, max_length - prompt))
 
 
-# Largest number of tokens over all rows for which a prompt that fills the cache is tried, because it takes time.
+# Largest number of tokens over all rows for which a prompt that fills the cache is tried unless asked for, because it
+# takes time.
 _MOST_TO_FILL = 4096
 
 
@@ -105,13 +106,13 @@ def read_and_placed(
 
     Returns:
         The plan of the prompts that are read, and the ends, ascending. Each window, each number of slots that a method
-        reads, and the last slot is inside one of both.
+        reads, and the last slot is inside one of both, and single steps lead past the first two.
     """
     most = _MOST_PRODUCTS // max(parameters, 1)
     read = [one for one in plan if one[0] <= chunk + 3 or sum(one) <= most] or [*plan[:1]]
     reached = sum(read[-1])
-    # The first part ends with the prompt and one token, so that the steps get past the border.
-    ends = {length + 1 + 2 * END_STEPS for length, _ in plan if (length, _) not in read}
+    # The first steps lead over the border, because the method that reads up to it is another than the one after it.
+    ends = {length + END_STEPS + END_STEPS // 2 for length, _ in plan if (length, _) not in read}
     ends = {end for end in ends if not any(0 < other - end < END_STEPS for other in ends)}
     if limit is not None:
         ends = {min(end, limit) for end in (*ends, *([] if capacity is None else [limit]))}
@@ -148,7 +149,8 @@ def planned(session: Session, spec: VerifySpec, limit: int | None, windows: Sequ
             method.kv_read_len - 1 for method in methods if method.kv_read_len is not None and method.kv_read_len > 1
         )
         # Ring buffers alone have no limit.
-        if limit is not None and session.max_length is not None and session.batch_size * limit <= _MOST_TO_FILL:
+        few = limit is not None and session.batch_size * limit <= _MOST_TO_FILL
+        if limit is not None and session.max_length is not None and (few or spec.full):
             filling = limit
             lengths.add(filling)
     plan = []

@@ -33,7 +33,8 @@ class VerifySpec:
         seed: Seed of the random tokens.
         rounded: Dtype that linear layers round their inputs to, for the default tolerance; None for the model's dtype.
         exact_cache: If True, the model's cache is exact even if the session's is quantised.
-        full: If True, large models read every token, too; see `prompts.read_and_placed`.
+        full: If True, a prompt of any length fills the cache, and large models read every token of it; see
+            `prompts.read_and_placed`.
 
     Raises:
         InputError: If a tolerance is not above 0, or the seed has more than 64 bits. `compare` checks if prompts fit.
@@ -60,7 +61,7 @@ class VerifySpec:
     rounded: torch.dtype | None = None
     exact_cache: bool = False
     full: bool = setting(
-        False, "Read every token up to the last slot, also of large models.", flags=("--full",), kind=bool
+        False, "Read every token up to the last slot, also of large models and caches.", flags=("--full",), kind=bool
     )
 
     def __post_init__(self) -> None:

@@ -66,7 +66,7 @@ def verify(
         record: If True, write the report into the bundle's manifest, replacing the one recorded before.
         sign: File of the private key to sign the new manifest with, if the bundle is signed.
         progress: Called for each stage.
-        **asked: Fields of `VerifySpec`: tolerance, prompts, decode_steps, seed.
+        **asked: Fields of `VerifySpec`: tolerance, prompts, decode_steps, seed, full.
 
     Raises:
         BundleError: If the bundle cannot be opened, or `record` cannot write to it.
