@@ -26,7 +26,8 @@ def scatter_by_comparisons(target: torch.Tensor, dim: int, index: torch.Tensor, 
     hits = index.unsqueeze(-1) == torch.arange(target.shape[-1], device=target.device)
     if isinstance(source, torch.Tensor):
         source = torch.where(hits, source.unsqueeze(-1), torch.zeros_like(source[..., :1, None])).sum(-2)
-    return torch.where(hits.any(-2), source, target)
+    # Sums of integers have 64 bits, and numbers may be of another kind than the tensor.
+    return torch.where(hits.any(-2), source, target).to(target.dtype)
 
 
 def gather_by_comparisons(source: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> Any:

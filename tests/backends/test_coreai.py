@@ -227,6 +227,8 @@ def test_scatter_by_comparisons(source: Any) -> None:
     """It equals torch's along the last dimension, and leaves other forms alone."""
     target, index = torch.randn(2, 3, 5), torch.tensor([[[0, 4], [2, 1], [3, 0]]]).expand(2, 3, 2)
     assert torch.equal(scatter_by_comparisons(target, -1, index, source), target.scatter(2, index, source))
+    whole, number = target.int(), source.int() if isinstance(source, torch.Tensor) else source
+    assert torch.equal(scatter_by_comparisons(whole, -1, index, number), whole.scatter(2, index, number))
     assert scatter_by_comparisons(target, 1, index, source) is NotImplemented
 
 

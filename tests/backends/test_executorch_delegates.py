@@ -251,6 +251,7 @@ def test_forms_that_mlx_takes() -> None:
                 self.table[ids],
                 (ids - 4) // 2,
                 divided,
+                (ids - 4) // -3,
                 summed,
                 *joined.max(-1),
             )
@@ -296,7 +297,8 @@ def test_logic_is_of_bits() -> None:
 
     class Module(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return torch.logical_and(x > 0, x < 2), torch.logical_or(x > 2, x < 0), torch.expm1(x)
+            small = torch.expm1(x.bfloat16() / 256)
+            return torch.logical_and(x > 0, x < 2), torch.logical_or(x > 2, x < 0), torch.expm1(x), small
 
     x = torch.tensor([-2.0, 0.5, 3.0])
     program = logic_to_bits(torch.export.export(Module(), (x,)))
@@ -311,17 +313,18 @@ def test_openvino_gets_no_infinite_bounds() -> None:
 
     class Module(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return x.clamp(0.0, float("inf")), x.clamp(float("-inf"), 1.0), x.clamp(-float("inf"), float("inf")) * 2
+            inf = float("inf")
+            return x.clamp(0.0, inf), x.clamp(-inf, 1.0), x.clamp(inf, None), x.clamp(-inf, inf) * 2
 
     x = torch.tensor([-2.0, 0.5, 3.0])
     graph_module = infinite_bounds_to_none(torch.export.export(Module(), (x,)).graph_module).graph_module
     clamps = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.clamp.default)
-    assert [node.args[1:] for node in clamps] == [(0.0, None), (None, 1.0)]
+    assert [node.args[1:] for node in clamps] == [(0.0, None), (None, 1.0), (float("inf"),)]
     for found, expected in zip(graph_module(x), Module()(x), strict=True):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("divisor", [1, 3, 16, 1000, 4096])
+@pytest.mark.parametrize("divisor", [1, 3, -3, 16, 1000, 4096])
 def test_remainders_without_the_operator(divisor: int) -> None:
     """Integers of both signs give what `torch.remainder` gives, up to a million."""
 

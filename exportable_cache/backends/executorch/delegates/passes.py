@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from math import isinf
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,15 +55,20 @@ def slices_to_bounds(program: ExportedProgram) -> ExportedProgram:
 
 
 def logic_to_bits(program: ExportedProgram) -> ExportedProgram:
-    """Compute logical operators of truth values by those of bits, and `expm1(x)` as `exp(x) - 1`, in place."""
+    """Compute logical operators of truth values by those of bits, and `expm1(x)` as `exp(x) - 1`, in place.
+
+    The difference is computed in float32, because 16 bits would leave little of it at small numbers.
+    """
     graph = program.graph
     for node in list(graph.nodes):
         arguments = node.args
         with graph.inserting_before(node):
             if node.target is aten.expm1.default:
-                replace_call(
-                    node, insert_call(graph, aten.add.Scalar, insert_call(graph, aten.exp.default, *arguments), -1)
-                )
+                dtype = node.meta["val"].dtype
+                is_half = dtype in (torch.float16, torch.bfloat16)
+                x = insert_call(graph, aten.to.dtype, arguments[0], torch.float32) if is_half else arguments[0]
+                found = insert_call(graph, aten.add.Scalar, insert_call(graph, aten.exp.default, x), -1)
+                replace_call(node, insert_call(graph, aten.to.dtype, found, dtype) if is_half else found)
             elif node.target in _OF_BITS and all(one.meta["val"].dtype == torch.bool for one in arguments):
                 replace_call(node, insert_call(graph, _OF_BITS[node.target], *arguments))
     program.graph_module.recompile()
@@ -133,7 +138,7 @@ def floor_divisions_to_floors(program: ExportedProgram) -> ExportedProgram:
         with graph.inserting_before(node):
             quotient = insert_call(graph, aten.to.dtype, value, torch.float32)
             quotient = insert_call(graph, aten.mul.Scalar, quotient, 1.0 / divisor)
-            quotient = insert_call(graph, aten.add.Scalar, quotient, 0.5 / divisor)
+            quotient = insert_call(graph, aten.add.Scalar, quotient, 0.5 / abs(divisor))
             whole = insert_call(graph, aten.floor.default, quotient)
             replace_call(node, insert_call(graph, aten.to.dtype, whole, node.meta["val"].dtype))
     program.graph_module.recompile()
@@ -141,11 +146,11 @@ def floor_divisions_to_floors(program: ExportedProgram) -> ExportedProgram:
 
 
 def infinite_bounds_to_none(graph_module: GraphModule) -> PassResult:
-    """Remove infinite bounds of `clamp`, in place, because OpenVINO (2025.4.1) reads them back from a file as 0."""
+    """Remove open bounds of `clamp`, in place, because OpenVINO (2025.4.1) reads infinity back from a file as 0."""
     for node in list(graph_module.graph.nodes):
         if operator_of(node.target) is aten.clamp.default:
             value, *bounds = node.args
-            kept = [None if isinstance(one, float) and isinf(one) else one for one in bounds]
+            kept = [None if one == nothing else one for one, nothing in zip(bounds, (-inf, inf), strict=False)]
             node.args = (value, *kept)
             if all(one is None for one in kept):
                 replace_call(node, value)
@@ -217,7 +222,7 @@ def remainders_to_divisions(graph_module: GraphModule) -> PassResult:
         value, divisor = node.args
         with graph.inserting_before(node):
             quotient = _cast(graph, value, torch.float32)
-            for operator, argument in ((aten.mul.Tensor, 1.0 / divisor), (aten.add.Tensor, 0.5 / divisor)):
+            for operator, argument in ((aten.mul.Tensor, 1.0 / divisor), (aten.add.Tensor, 0.5 / abs(divisor))):
                 quotient = insert_call(graph, edge_operator(operator), quotient, _number(graph, argument, quotient))
             whole = _cast(graph, insert_call(graph, edge_operator(aten.floor.default), quotient), torch.int64)
             product = insert_call(graph, edge_operator(aten.mul.Tensor), whole, _number(graph, divisor, whole))
