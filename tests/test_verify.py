@@ -250,6 +250,14 @@ def test_large_caches_are_not_filled(model: Any) -> None:
     assert planned(wide, VerifySpec(decode_steps=0, full=True), limit, [])[-2:] == [(259, 0), (4097, 0)]
 
 
+def test_prompts_end_with_the_model_s_positions() -> None:
+    """Methods that read more slots serve no step of it."""
+    model = tiny_model("llama", max_position_embeddings=300)
+    session = session_of(model, 1100, buckets=True)
+    assert any((method.kv_read_len or 0) > 301 for method in session.runner.methods.values())
+    assert planned(session, VerifySpec(), most_tokens(session, model), [])[-1] == (300, 0)
+
+
 @pytest.mark.parametrize(
     ("length", "prefill_chunk", "expected"),
     [

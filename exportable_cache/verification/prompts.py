@@ -145,9 +145,10 @@ def planned(session: Session, spec: VerifySpec, limit: int | None, windows: Sequ
     filling = None
     if not spec.prompts:
         # One token less than each bucket, so that the steps that follow use the next one.
-        lengths.update(
-            method.kv_read_len - 1 for method in methods if method.kv_read_len is not None and method.kv_read_len > 1
-        )
+        ends = {method.kv_read_len for method in methods if method.kv_read_len is not None and method.kv_read_len > 1}
+        # A cache may have more slots than the model has positions.
+        most = math.inf if limit is None else limit - (spec.decode_steps or 0)
+        lengths.update(end - 1 for end in ends if end <= most)
         # Ring buffers alone have no limit.
         few = limit is not None and session.batch_size * limit <= _MOST_TO_FILL
         if limit is not None and session.max_length is not None and (few or spec.full):
