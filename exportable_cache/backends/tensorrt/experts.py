@@ -30,7 +30,8 @@ def expert_slots(indices: torch.Tensor, experts: int) -> torch.Tensor:
     Returns:
         int64 [slots].
     """
-    return indices.flatten().clone() if indices.numel() <= experts else torch.arange(experts)
+    every = torch.arange(experts, device=indices.device)
+    return indices.flatten().clone() if indices.numel() <= experts else every
 
 
 @expert_slots.register_fake
@@ -51,8 +52,9 @@ def slot_factors(indices: torch.Tensor, factors: torch.Tensor, experts: int) -> 
         [slots, tokens, 1], of the dtype of `factors`.
     """
     is_few = indices.numel() <= experts
-    slots = torch.arange(indices.numel()).view_as(indices) if is_few else indices
-    is_chosen = slots == torch.arange(_slots(indices, experts))[:, None, None]
+    own = torch.arange(indices.numel(), device=indices.device).view_as(indices)
+    every = torch.arange(_slots(indices, experts), device=indices.device)
+    is_chosen = (own if is_few else indices) == every[:, None, None]
     return torch.where(is_chosen, factors, torch.zeros_like(factors)).sum(-1, keepdim=True)
 
 

@@ -252,7 +252,8 @@ def _split_into_heads(linear: Any) -> Any:
         return None
     made, given = _value(reader), _value(linear)
     fits = given.dim() == 3 and made.dim() == 4 and all(isinstance(size, int) for size in made.shape[2:])
-    return reader if fits and str(made.shape[1]) == str(given.shape[1]) else None
+    same = fits and [str(size) for size in made.shape[:2]] == [str(size) for size in given.shape[:2]]
+    return reader if same else None
 
 
 def _bias(linear: Any) -> Any:

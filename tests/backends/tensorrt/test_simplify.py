@@ -110,6 +110,17 @@ def test_products_of_one_tensor_are_one_product(dims, bias: bool, products: int,
     torch.testing.assert_close(graph(x), model(x))
 
 
+def test_products_that_are_split_across_rows_are_kept() -> None:
+    model, x = Projections((8, 8, 8)).linears, torch.randn(1, 3, 6)
+
+    def split(x: torch.Tensor) -> list[torch.Tensor]:
+        return [layer(x).view(2, 3, 1, 4) + 1 for layer in model]
+
+    graph, names = simplified(split, x)
+    assert names.count("linear") == 3
+    torch.testing.assert_close(graph(x), split(x))
+
+
 @pytest.mark.parametrize(
     "function",
     [
