@@ -29,7 +29,7 @@ STEPS = 14
 COMPILED = ("lfm2",)
 INDUCTOR = ("mamba2",)
 # A scan. With --full the other one, with attention in one layer, latent attention and chosen slots, and the cache as
-# an argument, which is in the fast lane of test_pt2.py; chunks: patches/test_transformers_rotary.py.
+# an argument, which is in the fast lane of test_pt2.py; chunks: patches/test_rotary.py.
 EXPORTED = ("mamba",)
 
 

@@ -64,6 +64,32 @@ def test_a_prompt_and_a_step_stay_on_the_gpu(group: str, model_type: str) -> Non
 
 
 @torch.no_grad()
+def scanned() -> list[str]:
+    """Run every scan over a prompt and a token on the GPU that computes nothing; return results that are elsewhere."""
+    from ..scans.test_scans import SCANS
+    from ..support.fake_gpu import DEVICE, FakeGpu
+
+    gpu, found = FakeGpu(), []
+    for name, (scan, make, _, _) in SCANS.items():
+        for length in (9, 1):
+            inputs, state = make(length)
+            given = {key: gpu.moved(one) if isinstance(one, torch.Tensor) else one for key, one in inputs.items()}
+            try:
+                with gpu:
+                    results = scan(**given, initial_state=gpu.moved(state))
+            except Exception as error:  # not all of torch's can be sent from a fork
+                found.append(f"{name} of {length}: {error}")
+                continue
+            found += [f"{name} of {length} is on {one.device}" for one in results if one.device != DEVICE]
+    return found
+
+
+def test_scans_stay_on_the_gpu() -> None:
+    """Check what recurrent layers share, because only --full runs a model with them, above."""
+    assert in_a_fork(scanned) == []
+
+
+@torch.no_grad()
 def traced(part: str) -> list[str]:
     """Export a part of a model for every length on the GPU that computes nothing, and return the findings."""
     from ..support.fake_gpu import FakeGpu, unaligned_masks
