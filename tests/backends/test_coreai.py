@@ -27,7 +27,7 @@ from exportable_cache.errors import BundleError, InputError, MissingDependencyEr
 from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.program.program import Program
 
-from ..support.models import tiny_model, tokens
+from ..support.models import hybrid_model, tiny_model, tokens
 from ..support.seq2seq import tiny_seq2seq
 from ..support.sessions import quantized_model
 
@@ -38,15 +38,15 @@ LENGTH, WINDOW = 64, 16
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a bundle of a tiny Gemma 3 with rings of 16 slots, verified in the runtime."""
-    folder = tmp_path_factory.mktemp("coreai") / "gemma"
-    export(tiny_model("gemma3_text"), target="coreai", max_cache_len=LENGTH, prefill_chunk=16, output_dir=folder)
+    """Return a bundle of a ring and a full layer, verified in the runtime; its tokens depend on the cache."""
+    folder = tmp_path_factory.mktemp("coreai") / "hybrid"
+    export(hybrid_model(), target="coreai", max_cache_len=LENGTH, prefill_chunk=16, output_dir=folder)
     return folder
 
 
 def live() -> Session:
     """Return a session over the model of `bundle`."""
-    model = tiny_model("gemma3_text")
+    model = hybrid_model()
     return Session.from_model(model, ExportableCache.from_model(model, LENGTH))
 
 
@@ -65,7 +65,7 @@ def test_a_hybrid_generates_past_its_window(bundle: Path) -> None:
 @needs_coreai
 def test_weights_are_stored_once_for_all_methods(bundle: Path) -> None:
     """Both functions have one copy of the weights, and their code."""
-    weights = sum(parameter.nbytes for parameter in tiny_model("gemma3_text").parameters())
+    weights = sum(parameter.nbytes for parameter in hybrid_model().parameters())
     size = (bundle / "program.aimodel" / "main.mlirb").stat().st_size
     assert size < 3 * weights
 
@@ -82,14 +82,16 @@ def test_quantized_weights_keep_their_bits(tmp_path: Path) -> None:
 
 @needs_coreai
 def test_states_are_saved_forked_and_taken_back(bundle: Path, tmp_path: Path) -> None:
-    """The cache tensors share memory with the runtime's states."""
+    """The runtime steps on with the cache tensors that a session has read or written."""
     prompt, expected = tokens(20), list(live().generate(tokens(20), 12))
     with load(bundle, trust=True) as session, load(bundle, trust=True) as other:
         session.prefill(prompt)
         session.save_state(tmp_path / "state")
         other.load_state(tmp_path / "state")
         first = torch.tensor([[expected[0]]])
+        forked = other.fork()
         assert list(other.generate(first, 11)) == expected[1:]
+        assert list(forked.generate(first, 11)) == expected[1:]
         session.decode(torch.tensor([5]))
         session.rewind(1)
         assert list(session.generate(first, 11)) == expected[1:]

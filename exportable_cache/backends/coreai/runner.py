@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,26 +54,35 @@ class CoreAIRunner:
             raise BundleError(
                 f"Core AI's runtime cannot load {path}: {first_line(error)}; export the model again"
             ) from error
-        #: Name of a state -> its array, which steps write in place.
+        #: Name of a cache tensor -> its array, which steps write in place.
         self._states: dict[str, Any] = {}
-        #: Cache tensors by name, which share memory with the states.
-        self.state: dict[str, torch.Tensor] = {}
+        #: Copies of the states that were given out since the last step. The next step begins with their contents.
+        self._given: dict[str, torch.Tensor] | None = None
         for index, layer in enumerate(description.layers):
             for name, tensor in layer["tensors"].items():
                 if name == "cumulative_length":
                     continue
                 zeros = torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
-                array = NDArray(_numpy(zeros))
-                self._states[f"layers_{index}_{name}"] = array
-                self.state[f"layers.{index}.{name}"] = _tensor(array)
+                self._states[f"layers.{index}.{name}"] = NDArray(_numpy(zeros))
+
+    @property
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """See `HasState.state`. The tensors are copies, because the runtime moves its arrays and shares no memory."""
+        if self._given is None:
+            self._given = {name: _tensor(array).clone() for name, array in self._states.items()}
+        return self._given
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run a method, see `Runner.run`."""
         specs = self.methods[method].inputs
         arrays = {spec.name: self._array(_numpy(tensor)) for spec, tensor in zip(specs, inputs, strict=True)}
+        if self._given is not None:
+            self._states = {name: self._array(_numpy(tensor)) for name, tensor in self._given.items()}
+            self._given = None
+        states = {name.replace(".", "_"): array for name, array in self._states.items()}
         try:
-            results = self._wait(self._functions[method](arrays, self._states))
+            results = self._wait(self._functions[method](arrays, states))
         except RuntimeError as error:
             raise BundleError(
                 f"Core AI's runtime cannot run {method!r}: {first_line(error)}; export for another target"
@@ -116,7 +125,7 @@ def _numpy(tensor: torch.Tensor) -> Any:
 
 
 def _tensor(array: Any) -> torch.Tensor:
-    """Return a tensor over the memory of a `coreai.runtime.NDArray`."""
+    """Return a tensor with the contents of a `coreai.runtime.NDArray`; off Macs it has memory of its own."""
     if array.dtype == "bfloat16":
         return torch.from_numpy(array.numpy().view("int16")).view(torch.bfloat16)
     return torch.from_numpy(array.numpy())
