@@ -77,10 +77,12 @@ def part_of_model(model: PreTrainedModel, one: RankOf) -> PreTrainedModel:
     plan, cut = dict(model.tp_plan), _Cutter(one)
     for name, module in part.named_modules():
         style = plan.get(_wild(name))
+        # Counted before the weight is cut, because the bias is cut after it, into the same heads.
+        whole_heads = _heads(part, name)
         for field, parameter in list(module.named_parameters(recurse=False)):
             of_parameter = plan.get(_wild(f"{name}.{field}"), style)
             if of_parameter in _CUTS:
-                heads = _heads(part, name) if of_parameter == "colwise" else None
+                heads = whole_heads if of_parameter == "colwise" else None
                 own = cut.parameter(parameter, of_parameter, field == "bias", heads)
                 setattr(module, field, own)
                 if heads is not None and heads < one.size and field == "weight" and name.endswith("k_proj"):
@@ -96,16 +98,13 @@ def _wild(name: str) -> str:
 
 
 def _heads(model: nn.Module, name: str) -> int | None:
-    """Key and value heads of a projection of keys or values; None of others."""
+    """Return the number of heads of a whole projection of keys or values; None of other modules."""
     parent, _, last = name.rpartition(".")
+    if last not in ("k_proj", "v_proj"):
+        return None
     head_dim = getattr(model.get_submodule(parent), "head_dim", None)
     weight = getattr(model.get_submodule(name), "weight", None)
-    if (
-        last not in ("k_proj", "v_proj")
-        or not isinstance(head_dim, int)
-        or weight is None
-        or weight.shape[0] % head_dim
-    ):
+    if not isinstance(head_dim, int) or weight is None or weight.shape[0] % head_dim:
         return None
     return weight.shape[0] // head_dim
 

@@ -25,7 +25,8 @@ _LATENT = {
 #: Config fields by model type. Four key and value heads, so that four ranks have one each.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    # Of four ranks each two keep the same head.
+    # Of four ranks each two keep the same head; the first has biases.
+    "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2},
     "gemma3_text": {},
     "deepseek_v2": _LATENT,

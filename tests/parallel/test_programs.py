@@ -25,11 +25,12 @@ from exportable_cache.cli.app import app
 from exportable_cache.decoding import Completer
 from exportable_cache.errors import BundleError, InputError, RankLostError, UnsupportedModelError
 from exportable_cache.models.weights import fingerprint
+from exportable_cache.parallel.rank_model import RankOf, part_of_model
 from exportable_cache.parallel.ranks import Ranks
 from exportable_cache.verification.verify import verify
 
 from ..decoding.byte_tokenizer import SIZE, byte_tokenizer
-from ..support.models import tiny_model, tokens
+from ..support.models import hybrid_model, tiny_model, tokens
 from ..support.oracle import reference_logits
 from . import split_checks
 from .checks import CAPACITY, FAMILY, LENGTH, NEW, PROMPT, REPEATED
@@ -201,6 +202,19 @@ def test_files_of_a_rank_are_checked(folder: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_split_is_refused(options: Any, error: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=said):
         export(model(), max_cache_len=32, output_dir=tmp_path / "x", **{"tensor_parallel": 2, **options})
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_biases_are_cut_like_their_weights(ranks: int) -> None:
+    """Of four ranks, each two keep the same of the two key and value heads."""
+    whole = hybrid_model()
+    attention, size = whole.model.layers[0].self_attn, whole.config.head_dim
+    for rank in range(ranks):
+        part = part_of_model(whole, RankOf(rank, ranks)).model.layers[0].self_attn
+        head = slice(rank * 2 // ranks * size, (rank * 2 // ranks + 1) * size)
+        for own, of_all in ((part.k_proj, attention.k_proj), (part.v_proj, attention.v_proj)):
+            assert torch.equal(own.weight, of_all.weight[head])
+            assert torch.equal(own.bias, of_all.bias[head])
 
 
 def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:
