@@ -61,7 +61,10 @@ class VerifySpec:
     rounded: torch.dtype | None = None
     exact_cache: bool = False
     full: bool = setting(
-        False, "Read every token up to the last slot, also of large models and caches.", flags=("--full",), kind=bool
+        False,
+        "Read every token up to the last slot, also of models and caches that are large.",
+        flags=("--full",),
+        kind=bool,
     )
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ For tests of what is around it.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,8 +71,10 @@ class FakeBackend:
         return replace(asked, attention=ATTENTION)
 
     def lower(self, program: Program, folder: Path, options: FakeOptions) -> list[LoweredFile]:
-        # With the capacity, because tests export one model with several.
-        name = f"{type(program.model).__name__} {program.batch_size} {program.cache.max_length} {options.spoil}"
+        # Tests export models of one class with several configs, and one model with several capacities.
+        config = hashlib.sha256(program.model.config.to_json_string().encode()).hexdigest()[:12]
+        kind = type(program.model).__name__
+        name = f"{kind} {config} {program.batch_size} {program.cache.max_length} {options.spoil}"
         _PROGRAMS[name] = program
         (folder / FILE).write_text(name[:3])
         if options.fail:
