@@ -133,6 +133,8 @@ PUBLISHED_SIZES: dict[str, Any] = {
     # Heads of Mamba 2 share states by group, so there are two groups.
     **dict.fromkeys("mamba_n_groups n_groups mamba_ngroups".split(), 2),
     "moe_latent_size": 32,
+    # Iterations that a program unrolls in every layer: more of them are more of the same, and minutes of lowering.
+    "hc_sinkhorn_iters": 3,
     # Positions from which queries are scaled by the logarithm of the position.
     **dict.fromkeys("floor_scale log_scaling_n_floor".split(), BORDER),
     # Limits of activations, scores and logits, which those of a tiny model would not reach.

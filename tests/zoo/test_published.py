@@ -68,6 +68,7 @@ def test_a_shrunk_checkpoint_has_every_kind_of_layer(row: Checkpoint) -> None:
 #: the mechanism off.
 FELT = (
     ("deepseek-ai/DeepSeek-V3", "topk_group", 4),
+    ("deepseek-ai/DeepSeek-V4-Flash", "hc_sinkhorn_iters", 1),
     ("google/gemma-2-2b", "attn_logit_softcapping", None),
     ("google/gemma-2-2b", "final_logit_softcapping", None),
     ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "attn_temperature_tuning", False),
