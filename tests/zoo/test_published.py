@@ -325,3 +325,15 @@ def test_the_readme_has_the_counts_of_the_support_page() -> None:
     models, eager, _, pt2, executorch = (cell.strip() for cell in row.split("|")[2:7])
     assert f"Of {models} published checkpoints, shrunk, {eager} are right in eager mode" in readme
     assert f"{pt2} are right in `pt2`, {executorch} in ExecuTorch" in readme
+    shown = re.search(
+        r"Core AI gives (.*) right, MLX.* \(evaluated\) (.*), OpenVINO (.*), the static form for NPUs (.*);", readme
+    )
+    rows = (
+        "`coreai`, executed on Linux",
+        "`mlx`, evaluated",
+        "`openvino`, executed",
+        "static form, executed by XNNPACK",
+    )
+    cells = [next(line for line in support.splitlines() if line.startswith(f"| {row} |")).split("|") for row in rows]
+    assert shown and list(shown.groups()) == [f"{cell[3].strip()} of {cell[2].strip()}" for cell in cells]
+    assert all(cell[5].strip() == "0" for cell in cells), "no program is wrong"
