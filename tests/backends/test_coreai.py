@@ -89,9 +89,9 @@ def test_states_are_saved_forked_and_taken_back(bundle: Path, tmp_path: Path) ->
         session.save_state(tmp_path / "state")
         other.load_state(tmp_path / "state")
         first = torch.tensor([[expected[0]]])
-        forked = other.fork()
-        assert list(other.generate(first, 11)) == expected[1:]
-        assert list(forked.generate(first, 11)) == expected[1:]
+        with other.fork() as forked:
+            assert list(other.generate(first, 11)) == expected[1:]
+            assert list(forked.generate(first, 11)) == expected[1:]
         session.decode(torch.tensor([5]))
         session.rewind(1)
         assert list(session.generate(first, 11)) == expected[1:]
