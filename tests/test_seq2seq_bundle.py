@@ -17,7 +17,7 @@ from .support.seq2seq import encoder_inputs, reference_logits, tiny_seq2seq
 
 
 def tiny_t5() -> Any:
-    """Of one layer: what several compute is tested in test_seq2seq.py."""
+    """Return a model of one layer; test_seq2seq.py tests what several compute."""
     return tiny_seq2seq("t5", vocab_size=257, num_layers=1, num_decoder_layers=1)
 
 

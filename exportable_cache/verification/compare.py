@@ -387,7 +387,8 @@ class _Seen:
             longest: Largest end up to which tokens may be read.
             generator: Chooses the keys and values.
         """
-        held, start = int(session.length[0]), max(int(session.length[0]), end - END_TOKENS)
+        held = int(session.length[0])
+        start = max(held, end - END_TOKENS)
         # One that did not read the tokens between is left out from then on.
         references = [reference for reference in references if reference.tokens == held]
         if start > held and not place(session, references, start, generator):

@@ -206,7 +206,7 @@ def test_what_cannot_be_split_is_refused(options: Any, error: Any, said: str, tm
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_biases_are_cut_like_their_weights(ranks: int) -> None:
-    """Of four ranks, each two keep the same of the two key and value heads."""
+    """Two of four ranks each keep the same one of the two key and value heads."""
     whole = hybrid_model()
     attention, size = whole.model.layers[0].self_attn, whole.config.head_dim
     for rank in range(ranks):
