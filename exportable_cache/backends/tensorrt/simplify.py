@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from ...common.compat.torch import RESHAPE_COPY, OpOverload, writes_in_place
+from ...common.compat.torch import RESHAPE_COPY, TO_COPY, OpOverload, writes_in_place
 from ...models import rounding  # noqa: F401  registers the operators
 from . import quantized  # noqa: F401  registers the operators
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 _RESHAPES = (RESHAPE_COPY, _aten.view.default, _aten.reshape.default)
 #: Operators of one tensor that keep what two halves of its last dimension have in common.
-_OF_EACH_VALUE = (_aten.cos.default, _aten.sin.default, _aten._to_copy.default, _aten.clone.default)
+_OF_EACH_VALUE = (_aten.cos.default, _aten.sin.default, TO_COPY, _aten.clone.default)
 #: Operators of quantized weights, whose arguments have a row for each row of the weight, or are numbers.
 _QUANTIZED = (
     torch.ops.exportable_cache.dequantized_weight.default,

@@ -15,6 +15,7 @@
 | `torch._ops.OpOverload._schema` | inputs of operators that a file names have no positions, and writes are not found |
 | `torch._C.parse_schema` | programs for a device hold kernels of every operator |
 | `torch.ops.aten._reshape_copy` | TensorRT networks have reshapes of unknown sizes |
+| `torch.ops.aten._to_copy` | rotary tables keep both halves where they are converted between two dtypes |
 | `torch.ops.aten._assert_tensor_metadata` | equal layers are lowered separately |
 | `torch._C._nn.linear`, `torch.ops.mkldnn._linear_pointwise` | linear layers use MKL even if it is slow |
 | `torch.fx.experimental.symbolic_shapes.is_concrete_int` | some steps leave linear layers to oneDNN or MKL |
@@ -74,6 +75,7 @@ PATCHES: tuple[Patch, ...] = (_REGISTER, LINEAR_CALL, ATTENTION_CALL)
 check = torch._check
 #: Operators that a trace inserts.
 RESHAPE_COPY = torch.ops.aten._reshape_copy.default
+TO_COPY = torch.ops.aten._to_copy.default
 METADATA_ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 #: The function that `torch.nn.functional.linear` calls.
 LINEAR = torch._C._nn.linear
