@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ..support.compiling import cmake_compiler, compiles
 from ..support.store import REPOSITORY, stored
 
 SOURCES = REPOSITORY / "kernels"
@@ -29,14 +29,8 @@ def kernels_build(request: pytest.FixtureRequest) -> Build:
     cmake = find_cmake()
     if cmake is None:
         pytest.skip("there is no cmake; the test extra installs one")
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
-    highway = '#include "hwy/highway.h"\n'
-    if subprocess.run(
-        [*compiler.split(), "-std=c++17", "-fsyntax-only", "-x", "c++", "-"],
-        input=highway, text=True, capture_output=True,
-    ).returncode:  # fmt: skip
+    compiler = cmake_compiler(17)
+    if not compiles(compiler, 17, '#include "hwy/highway.h"\n'):
         pytest.skip("there is no Google Highway (Debian and Ubuntu: libhwy-dev)")
     digest = hashlib.sha256()
     for path in sorted(SOURCES.rglob("*")):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ..support.compiling import cmake_compiler
 from ..support.store import stored
 
 #: Of logits: kernels of attention that are linked in may add up in another order than the wheel's.
@@ -80,17 +81,6 @@ def over_installed(prefix: str, toolchain: str | None) -> list[str]:
     return options if toolchain is None else [*options, f"-DCMAKE_TOOLCHAIN_FILE={Path(toolchain).resolve()}"]
 
 
-def cpp_compiler() -> str:
-    """The compiler, which must know C++20."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None or subprocess.run(
-        [*compiler.split(), "-std=c++20", "-fsyntax-only", "-x", "c++", "-"],
-        input="#include <span>\n#include <version>\n", text=True, capture_output=True,
-    ).returncode:  # fmt: skip
-        pytest.skip("there is no C++20 compiler (g++ 10 or clang 13 on)")
-    return compiler
-
-
 def template_options() -> list[str]:
     """CMake's options for chat templates, where the variable `EC_TEMPLATES_SOURCE` names a checkout of llama.cpp."""
     source = os.environ.get("EC_TEMPLATES_SOURCE")
@@ -102,7 +92,7 @@ def cpp_build(request: pytest.FixtureRequest) -> Path:
     """Folder with the programs, built against this interpreter's executorch wheel, or what `--executorch` names."""
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     prefix, toolchain = request.config.getoption("--executorch"), request.config.getoption("--toolchain")
-    cmake, compiler = cmake_program(), cpp_compiler()
+    cmake, compiler = cmake_program(), cmake_compiler(20)
     # Headers are most of the work, and a token takes no time: read once, and not optimised.
     quick = ["-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0", "-DCMAKE_CXX_FLAGS_RELEASE=-O0"]
     if request.config.getoption("--sanitize"):

@@ -19,8 +19,9 @@ from exportable_cache import load
 from exportable_cache.demo.task import make_questions
 from exportable_cache.generation.templates import render_chat
 
+from ..support.compiling import cmake_compiler
 from ..support.store import stored
-from .conftest import SOURCES, Probe, Program, cmake_program, cpp_compiler, hexed, template_options
+from .conftest import SOURCES, Probe, Program, cmake_program, hexed, template_options
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 #: Templates with the constructs of well-known ones; `runners/cpp/templates/compare.py` compares these themselves.
@@ -101,7 +102,7 @@ class _Tokenizer:
 @pytest.fixture(scope="session")
 def render_build() -> Path:
     """Folder with `exportable_cache_render`, built without ExecuTorch."""
-    cmake, compiler, source = cmake_program(), cpp_compiler(), SOURCES / "templates"
+    cmake, compiler, source = cmake_program(), cmake_compiler(20), SOURCES / "templates"
 
     def build(folder: Path) -> None:
         options = [f"-DCMAKE_CXX_COMPILER={compiler}", "-DCMAKE_CXX_FLAGS_RELEASE=-O0", *template_options()]

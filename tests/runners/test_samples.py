@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from ..support.compiling import cmake_compiler
 from .conftest import SOURCES, cmake_program, over_wheel
 
 RUNNERS = SOURCES.parent
@@ -89,7 +90,7 @@ def test_what_the_android_project_names_is_there() -> None:
 @pytest.mark.cpp
 def test_cmake_configures_the_android_libraries(tmp_path: Path) -> None:
     """For this machine, over the wheel: there is no NDK."""
-    cmake = cmake_program()
+    cmake, _ = cmake_program(), cmake_compiler(20)
     command = [cmake, "-S", ANDROID, "-B", tmp_path, *over_wheel()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

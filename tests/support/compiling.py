@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,6 +32,26 @@ def require_compiler() -> None:
     """Skip the test where what Inductor writes cannot be compiled."""
     if not cpp_compiler():
         pytest.skip("there is no C++ compiler")
+
+
+def cmake_compiler(standard: int) -> str:
+    """The C++ compiler for CMake, which the variable CXX may name; skips the test where it compiles no such C++."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        pytest.skip("there is no C++ compiler")
+    headers = "#include <span>\n#include <version>\n" if standard >= 20 else "#include <vector>\n"
+    if not compiles(compiler, standard, headers):
+        pytest.skip(f"the C++ compiler {compiler!r} does not compile C++{standard} (g++ 10 or clang 13 on)")
+    return compiler
+
+
+def compiles(compiler: str, standard: int, source: str) -> bool:
+    """True if a compiler exists and finds nothing wrong with a source."""
+    command = [*compiler.split(), f"-std=c++{standard}", "-fsyntax-only", "-x", "c++", "-"]
+    try:
+        return subprocess.run(command, input=source, text=True, capture_output=True).returncode == 0
+    except OSError:
+        return False
 
 
 @contextmanager
