@@ -23,8 +23,8 @@ from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.decoding import Completer, CompletionOptions, ContinuousBatch, PromptLookup, beam_search
 from exportable_cache.errors import InputError
+from exportable_cache.models.patches.mechanisms.rope import fix_rope
 from exportable_cache.models.positions import rope_rule
-from exportable_cache.models.variants import fix_rope
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 from exportable_cache.verification.verify import verify

@@ -14,7 +14,7 @@ from exportable_cache import export, load
 from exportable_cache.errors import InputError
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization
-from exportable_cache.models.variants import VOCABULARY_FILE, keep_tokens, kept_tokens, read_vocabulary
+from exportable_cache.models.vocabulary import VOCABULARY_FILE, keep_tokens, kept_tokens, read_vocabulary
 from exportable_cache.verification.verify import verify
 
 from .support.models import VOCAB, tiny_model

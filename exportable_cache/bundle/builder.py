@@ -23,9 +23,10 @@ from ..errors import BundleError
 from ..generation.checkpoint_settings import end_tokens
 from ..generation.templates import chat_turns
 from ..models.layers.specs import cached_layers, logits_size_of, vocab_size_of
+from ..models.patches.mechanisms.rope import rope_length_of
 from ..models.positions import rope_rule
 from ..models.tokenizers.text import reads_alike
-from ..models.variants import VOCABULARY_FILE, kept_tokens, rope_length_of
+from ..models.vocabulary import VOCABULARY_FILE, kept_tokens
 from ..models.weights import fingerprint
 from ..program.inputs.multimodal import kinds_taken
 from ..program.lengths import needs_equal_rows

@@ -426,7 +426,7 @@ class ProgramEntry(Entry):
     equal_rows: bool = False
     # Set if steps take the lengths that select RoPE's factors.
     rope: RopeEntry | None = None
-    # Length whose factors RoPE has at every position, see `models.variants`; None for those of each sequence.
+    # Length whose factors RoPE has at every position, see `fix_rope`; None for those of each sequence.
     rope_length: int | None = Field(default=None, ge=1, lt=2**63)
     # Set if steps take adapters.
     lora: LoraEntry | None = None

@@ -464,7 +464,8 @@ def open_completer(
 
         completer = Completer(session, split_special_tokens, opened.draft)
     else:
-        from ..decoding.batching import BatchCompleter, ContinuousBatch
+        from ..decoding.batch_completion import BatchCompleter
+        from ..decoding.batching import ContinuousBatch
         from ..session.opening import open_rows
 
         if opened.model is None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..generation.text import stream_text as stream_text
     from ..generation.token_text import StopStrings as StopStrings
     from ..generation.token_text import TextStream as TextStream
-    from .batching import BatchCompleter as BatchCompleter
+    from .batch_completion import BatchCompleter as BatchCompleter
     from .batching import ContinuousBatch as ContinuousBatch
     from .batching import Request as Request
     from .beam import Hypothesis as Hypothesis
@@ -55,7 +55,8 @@ _MODULES = {
     ),
     "generation.text": ("encode_prompt", "stream_text"),
     "generation.token_text": ("StopStrings", "TextStream"),
-    "decoding.batching": ("BatchCompleter", "ContinuousBatch", "Request"),
+    "decoding.batch_completion": ("BatchCompleter",),
+    "decoding.batching": ("ContinuousBatch", "Request"),
     "decoding.beam": ("Hypothesis", "beam_search"),
     "decoding.completion": ("Completion", "CompletionOptions", "Piece"),
     "decoding.native_completion": ("NativeCompleter",),

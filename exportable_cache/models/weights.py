@@ -1,4 +1,4 @@
-"""Weights of a model: their fingerprint, tensors that are split over processes, and conversion to another dtype.
+"""Weights of a model: fingerprints, tensors that are split over processes, copies, and conversion to another dtype.
 
 Conversion gives what `from_pretrained` would have loaded. `model.to(dtype)` would round more: the frequencies of RoPE,
 whose error grows with the position, and tensors that a model computes with in float32, such as the biases of
@@ -22,6 +22,11 @@ from ..parallel.ranks import PartOf, is_split, part_of, split_tensor, whole_shap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model over the same parameters, because a caller's model keeps its RoPE and its head."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def elements(tensor: torch.Tensor, where: torch.Tensor) -> torch.Tensor:

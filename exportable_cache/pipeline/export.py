@@ -26,11 +26,12 @@ from ..models.loading.prequantized import stored_quantization
 from ..models.loading.tokenizer import has_tokenizer, stored_generation_config, tokenizer_of
 from ..models.loading.without_weights import model_without_weights
 from ..models.lora import add_slots, remove_slots
+from ..models.patches.mechanisms.rope import ROPE_REMARK, fix_rope
 from ..models.positions import check_rope
 from ..models.quantization.quantize import NOTHING_TO_KEEP
 from ..models.quantization.sizes import coverage_of
 from ..models.quantization.spec import KEEP_SCHEME, quantization_of
-from ..models.variants import REMARK, fix_rope, keep_tokens
+from ..models.vocabulary import keep_tokens
 from ..program.spec import ProgramSpec
 from .dtypes import DtypeChoice
 from .plan import RecipeSize, plan_cache, sizes_of_recipes, weights_bytes
@@ -341,7 +342,7 @@ def preview(spec: ExportSpec) -> DryRun:
         remove_slots(model)
     remarks = [] if stored is None else [stored.remark.replace("were dequantised", "would be dequantised")]
     remarks += [made.positions] if made.positions else []
-    remarks += [] if spec.rope_length is None else [REMARK.format(spec.rope_length)]
+    remarks += [] if spec.rope_length is None else [ROPE_REMARK.format(spec.rope_length)]
     if slots:
         remarks.append(f"{spec.program.lora_slots} slots for adapters would take {slots:,} bytes of memory")
     remarks += [coverage.remark] if coverage is not None and coverage.remark else []

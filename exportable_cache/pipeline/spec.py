@@ -61,7 +61,7 @@ class ExportSpec:
         lora: Folder of an adapter to merge into the weights, at most one.
         draft: Draft head of the program, see `Session.from_model`; None for none.
         draft_text: File of a text on which the acceptance of the draft head is measured, or None.
-        vocabulary: Token ids whose logits are computed, or a file of them, see `variants.read_vocabulary`; None for
+        vocabulary: Token ids whose logits are computed, or a file of them, see `read_vocabulary`; None for
             all. Read when the spec is made, into a tuple.
         rope_length: Sequence length whose RoPE factors are used at every position, see `fix_rope`; None for those of
             each sequence.
@@ -277,7 +277,7 @@ class ExportSpec:
             object.__setattr__(self, "modalities", tuple(self.modalities))
         object.__setattr__(self, "lora", _checked_lora(self.lora))
         if self.vocabulary is not None:
-            from ..models.variants import read_vocabulary
+            from ..models.vocabulary import read_vocabulary
 
             object.__setattr__(self, "vocabulary", read_vocabulary(self.vocabulary))
 

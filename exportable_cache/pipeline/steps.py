@@ -47,6 +47,7 @@ from ..models.loading.loading import (
     load_model,
     load_to_quantise,
     stored_dtype,
+    with_rope_length,
 )
 from ..models.loading.without_weights import model_without_weights
 from ..models.lora import remove_slots
@@ -55,7 +56,7 @@ from ..models.quantization.calibration import Calibration, read_calibration, tok
 from ..models.quantization.quantize import NOTHING_TO_KEEP, quantize
 from ..models.quantization.sizes import Coverage, coverage_of, exact_bytes
 from ..models.quantization.spec import KEEP_SCHEME
-from ..models.variants import fixed, reduced
+from ..models.vocabulary import reduced
 from ..models.weights import convert
 from ..parallel.heads import check_tensor_parallel, parts_of_heads
 from ..parallel.rank_model import RankOf, part_of_model
@@ -311,7 +312,7 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
         )
     settings = CheckpointSettings.read(model.generation_config, vocab_size_of(model), loaded.tokenizer)
     ends = end_tokens(model.generation_config, vocab_size_of(model), loaded.tokenizer)
-    loaded = fixed(reduced(loaded, vocabulary_of(spec), ends), spec.rope_length)
+    loaded = with_rope_length(reduced(loaded, vocabulary_of(spec), ends), spec.rope_length)
     for remark in settings.remarks():
         progress(remark, 0, None)
     return replace(loaded, remarks=(*loaded.remarks, *settings.remarks()))
@@ -521,7 +522,7 @@ def measure(resolved: Resolved, bundle: Bundle, fed: list[FedPrompt], progress: 
         loaded = load_model(given, getattr(torch, manifest.stored_dtype), lora=lora, progress=progress)
     else:
         loaded = load_model(given)
-    stored = fixed(reduced(loaded, vocabulary_of(resolved.spec)), resolved.spec.rope_length).model
+    stored = with_rope_length(reduced(loaded, vocabulary_of(resolved.spec)), resolved.spec.rope_length).model
     report = VerifyReport.recorded(manifest.verification)
     report = replace(report, stored=measure_stored(stored, fed, progress))
     return replace(bundle, manifest=manifest.model_copy(update={"verification": report.to_dict()}))

@@ -73,8 +73,8 @@ def verify(
         InputError: If the model cannot be loaded, has another type or vocabulary, or a value is out of range.
     """
     from ..bundle.bundle import Bundle
-    from ..models.loading.loading import load_model, load_to_quantise
-    from ..models.variants import VOCABULARY_FILE, fixed, read_vocabulary, reduced
+    from ..models.loading.loading import load_model, load_to_quantise, with_rope_length
+    from ..models.vocabulary import VOCABULARY_FILE, read_vocabulary, reduced
     from ..session.native import NotNative, runtime_chosen
     from ..session.session import Session
     from .native_runner import NativeProcess
@@ -108,7 +108,7 @@ def verify(
         )
     if VOCABULARY_FILE in manifest.files:
         loaded = reduced(loaded, read_vocabulary(bundle.path / VOCABULARY_FILE))
-    loaded = fixed(loaded, manifest.program.rope_length)
+    loaded = with_rope_length(loaded, manifest.program.rope_length)
     model = loaded.model
     if manifest.quantization is not None:
         from ..models.quantization.quantize import quantize

@@ -15,7 +15,7 @@ import torch
 
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.backends.coreai import convert as convert_file
-from exportable_cache.backends.coreai import probe
+from exportable_cache.backends.coreai import runner as runner_file
 from exportable_cache.backends.coreai.convert import GatheredLayout, gathered_layers
 from exportable_cache.backends.coreai.runner import CoreAIRunner
 from exportable_cache.backends.decompositions import scatter_by_comparisons
@@ -181,9 +181,9 @@ def test_a_crash_of_the_runtime_is_a_sentence(
     """The runtime ends its process on some programs, so they are called in another one before they are kept."""
     model = tiny_model("llama")
     program = Program(model, ExportableCache.from_model(model, 32))
-    monkeypatch.setattr(probe, "_CHILD", child)
+    monkeypatch.setattr(runner_file, "_CHILD", child)
     with pytest.raises(UnsupportedModelError, match=f"cannot run method 'decode' of LlamaForCausalLM: {reason};"):
-        probe.check_calls(tmp_path, program)
+        runner_file.check_calls(tmp_path, program)
 
 
 @pytest.mark.skipif(HAS_COREAI, reason="the coreai extra is installed")

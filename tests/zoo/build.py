@@ -12,8 +12,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedCon
 from exportable_cache.common.compat.transformers import cache_name
 from exportable_cache.models.layers.encoder import encoder_of
 from exportable_cache.models.layers.specs import codebooks_of
-from exportable_cache.models.loading.captioner import encoder_decoder_of
-from exportable_cache.models.loading.support import RIGHT_BY_TOKEN
+from exportable_cache.models.loading.support import RIGHT_BY_TOKEN, encoder_decoder_of
 from exportable_cache.program.decoders import encode_method
 from exportable_cache.verification.references import encoder_states, random_inputs
 

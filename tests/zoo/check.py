@@ -24,11 +24,11 @@ from exportable_cache.backends.base import Backend, LoweredFile
 from exportable_cache.cache.attention.implementation import Implementations
 from exportable_cache.errors import ExportableCacheError, VerificationError
 from exportable_cache.models.layers.specs import vocab_size_of
+from exportable_cache.models.patches.mechanisms.rope import fix_rope
 from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.models.positions import rope_rule
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization
-from exportable_cache.models.variants import fix_rope
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 from exportable_cache.session.live import changing_rope

@@ -10,8 +10,7 @@ from ...cache.attention import ATTENTION
 from ..base import LoweredFile
 from ..options import ResidentOptions
 from .convert import check_integers, check_symmetric, convert, gathered_layers
-from .probe import check_calls
-from .runner import CoreAIRunner
+from .runner import CoreAIRunner, check_calls
 
 if TYPE_CHECKING:
     from ...program.program import Program

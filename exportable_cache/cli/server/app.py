@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import math
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from typing import Any, NamedTuple, TypeVar
@@ -33,7 +32,7 @@ from ...generation.token_text import TokenTexts
 from ...generation.tool_calls import Dialect, ResponseParser
 from ...models.tokenizers.text import LONG_TEXT, tokenizer_errors
 from ...program.inputs.kinds import kinds_in
-from .engine import Busy, Engine
+from .engine import METRICS_TYPE, Busy, Counts, Engine, metrics_text
 from .items import Items, ItemsRequest
 from .origins import AllowedOrigins, OriginGuard
 from .responses import Answer, Parser, Response, error_of
@@ -221,7 +220,7 @@ def make_app(completer: AnyCompleter, options: ServerOptions) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
-        return PlainTextResponse(_metrics(counts, engine, completer), media_type=_METRICS_TYPE)
+        return PlainTextResponse(metrics_text(counts, engine), media_type=METRICS_TYPE)
 
     def job(prompt: _Fitted, chosen: CompletionOptions, answer: Answer) -> Job:
         def begin(follower: Follower | None) -> Completion:
@@ -320,64 +319,6 @@ class Job:
     answer: Answer
     form: Constraint | None = None
     is_new: bool = True
-
-
-@dataclass
-class Counts:
-    """Sums over all requests, for `/metrics`. The names are those of the metrics, without their prefix."""
-
-    generations_total: int = 0
-    stopped_total: int = 0
-    prompt_tokens_total: int = 0
-    cached_prompt_tokens_total: int = 0
-    generated_tokens_total: int = 0
-    first_token_seconds_sum: float = 0.0
-    first_token_seconds_count: int = 0
-    generation_seconds_sum: float = 0.0
-    generation_seconds_count: int = 0
-
-    def first_token(self, seconds: float) -> None:
-        """Count the time to a first token, with that in the queue."""
-        self.first_token_seconds_sum += seconds
-        self.first_token_seconds_count += 1
-
-    def ended(self, completion: Completion, seconds: float) -> None:
-        """Count a completion that ended, or that a client left."""
-        self.generations_total += 1
-        self.stopped_total += completion.finish_reason is None
-        self.prompt_tokens_total += completion.prompt_tokens
-        self.cached_prompt_tokens_total += completion.reused_tokens
-        self.generated_tokens_total += completion.new_tokens
-        self.generation_seconds_sum += seconds
-        self.generation_seconds_count += 1
-
-
-#: Descriptions of the metrics, by name; the kind of each is that of Prometheus.
-_METRICS = {
-    "generations_total": ("counter", "Generations that ended."),
-    "stopped_total": ("counter", "Generations that ended because the client left, or by an error."),
-    "prompt_tokens_total": ("counter", "Tokens of prompts."),
-    "cached_prompt_tokens_total": ("counter", "Tokens of prompts that the cache held already."),
-    "generated_tokens_total": ("counter", "Generated tokens."),
-    "first_token_seconds": ("summary", "Seconds from a request to its first token."),
-    "generation_seconds": ("summary", "Seconds from a request to its last token."),
-    "requests_waiting": ("gauge", "Requests in the queue."),
-    "cache_tokens": ("gauge", "Tokens that the cache holds."),
-    "cache_tokens_limit": ("gauge", "Tokens that the cache can hold."),
-}
-_METRICS_TYPE = "text/plain; version=0.0.4"
-
-
-def _metrics(counts: Counts, engine: Engine, completer: AnyCompleter) -> str:
-    """Return the metrics in Prometheus' text format."""
-    values = {**asdict(counts), "requests_waiting": engine.waiting, "cache_tokens": completer.length}
-    values["cache_tokens_limit"] = math.inf if completer.max_length is None else completer.max_length
-    lines = []
-    for name, (kind, about) in _METRICS.items():
-        lines += [f"# HELP exportable_cache_{name} {about}", f"# TYPE exportable_cache_{name} {kind}"]
-        parts = [f"{name}_sum", f"{name}_count"] if kind == "summary" else [name]
-        lines += [f"exportable_cache_{part} {str(values[part]).replace('inf', '+Inf')}" for part in parts]
-    return "\n".join([*lines, ""])
 
 
 class _Step(NamedTuple):

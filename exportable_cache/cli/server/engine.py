@@ -1,12 +1,14 @@
-"""The queue of requests: one session completes them in a separate thread, as many at a time as it has rows."""
+"""The queue of requests, and its metrics: one session completes them in a separate thread, a request for each row."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import math
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from ...common.process.tuning import give_back_heap
@@ -166,3 +168,62 @@ def _in_given_memory(function: Callable[..., Result], *arguments: Any) -> Result
         return function(*arguments)
     finally:
         give_back_heap()
+
+
+@dataclass
+class Counts:
+    """Sums over all requests, for `/metrics`. The names are those of the metrics, without their prefix."""
+
+    generations_total: int = 0
+    stopped_total: int = 0
+    prompt_tokens_total: int = 0
+    cached_prompt_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    first_token_seconds_sum: float = 0.0
+    first_token_seconds_count: int = 0
+    generation_seconds_sum: float = 0.0
+    generation_seconds_count: int = 0
+
+    def first_token(self, seconds: float) -> None:
+        """Count the time to a first token, with that in the queue."""
+        self.first_token_seconds_sum += seconds
+        self.first_token_seconds_count += 1
+
+    def ended(self, completion: Completion, seconds: float) -> None:
+        """Count a completion that ended, or that a client left."""
+        self.generations_total += 1
+        self.stopped_total += completion.finish_reason is None
+        self.prompt_tokens_total += completion.prompt_tokens
+        self.cached_prompt_tokens_total += completion.reused_tokens
+        self.generated_tokens_total += completion.new_tokens
+        self.generation_seconds_sum += seconds
+        self.generation_seconds_count += 1
+
+
+#: Descriptions of the metrics, by name; the kind of each is that of Prometheus.
+_METRICS = {
+    "generations_total": ("counter", "Generations that ended."),
+    "stopped_total": ("counter", "Generations that ended because the client left, or by an error."),
+    "prompt_tokens_total": ("counter", "Tokens of prompts."),
+    "cached_prompt_tokens_total": ("counter", "Tokens of prompts that the cache held already."),
+    "generated_tokens_total": ("counter", "Generated tokens."),
+    "first_token_seconds": ("summary", "Seconds from a request to its first token."),
+    "generation_seconds": ("summary", "Seconds from a request to its last token."),
+    "requests_waiting": ("gauge", "Requests in the queue."),
+    "cache_tokens": ("gauge", "Tokens that the cache holds."),
+    "cache_tokens_limit": ("gauge", "Tokens that the cache can hold."),
+}
+METRICS_TYPE = "text/plain; version=0.0.4"
+
+
+def metrics_text(counts: Counts, engine: Engine) -> str:
+    """Return the metrics in Prometheus' text format."""
+    values = {**asdict(counts), "requests_waiting": engine.waiting}
+    length, most = engine.completer.length, engine.completer.max_length
+    values |= {"cache_tokens": length, "cache_tokens_limit": math.inf if most is None else most}
+    lines = []
+    for name, (kind, about) in _METRICS.items():
+        lines += [f"# HELP exportable_cache_{name} {about}", f"# TYPE exportable_cache_{name} {kind}"]
+        parts = [f"{name}_sum", f"{name}_count"] if kind == "summary" else [name]
+        lines += [f"exportable_cache_{part} {str(values[part]).replace('inf', '+Inf')}" for part in parts]
+    return "\n".join([*lines, ""])

@@ -389,7 +389,7 @@ def vocab_size_of(model: PreTrainedModel) -> int:
 def logits_size_of(model: PreTrainedModel) -> int:
     """Return the number of logits: fewer than embeddings if images have separate ids (Llama 3.2 Vision)."""
     if isinstance(spread := getattr(model, "row_of_token", None), torch.Tensor):
-        # A reduced vocabulary, see `variants.keep_tokens`.
+        # A reduced vocabulary, see `keep_tokens`.
         return len(spread)
     try:
         head = model.get_output_embeddings()

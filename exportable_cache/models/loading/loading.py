@@ -40,9 +40,9 @@ from ...errors import (
     UnsupportedModelError,
     first_line,
 )
+from ..patches.mechanisms.rope import ROPE_REMARK, fix_rope
 from ..weights import converted
 from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_folder, merged, merged_line
-from .captioner import encoder_decoder_config, encoder_decoder_of
 from .location import Location, file_in, locate, quiet, shards
 from .prequantized import (
     check_plain,
@@ -52,7 +52,7 @@ from .prequantized import (
     is_of_activations,
     stored_quantization,
 )
-from .support import check_sizes
+from .support import check_sizes, encoder_decoder_config, encoder_decoder_of
 from .tokenizer import check_generation_config, eos_tokens_of, tokenizer_of
 
 if TYPE_CHECKING:
@@ -493,3 +493,11 @@ def stored_dtype(model_or_config: PreTrainedModel | PreTrainedConfig) -> torch.d
         if isinstance(named, torch.dtype):
             return named
     return None
+
+
+def with_rope_length(loaded: LoadedModel, length: int | None) -> LoadedModel:
+    """Return a loaded model with the RoPE of a length, see `fix_rope`; the same model for None."""
+    if length is None:
+        return loaded
+    model = fix_rope(loaded.model, length)
+    return replace(loaded, model=model, remarks=(*loaded.remarks, ROPE_REMARK.format(length)))

@@ -1,21 +1,22 @@
-"""Tables of models that are not supported or need special treatment, and checks of the sizes in a config."""
+"""Models that are not supported or need special treatment: tables, checks of the sizes in a config, and BLIP."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 #: Models that cannot use a static cache: what they do instead, and what would have to change upstream.
 WITHOUT_CACHE = {
     "blip": (
         "its class takes neither an encoder's output nor a cache; load it by its name or folder, or convert it with "
-        "models.loading.captioner.encoder_decoder_of"
+        "models.loading.support.encoder_decoder_of"
     ),
     "blt": (
         "it splits bytes into patches by the entropy that a second model predicts, so the shapes of a step depend on "
@@ -141,3 +142,48 @@ def _parts(fields: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[
     for name, value in fields.items():
         if name.endswith("config") and (isinstance(value, Mapping) or hasattr(value, "model_type")):
             yield from _parts(value if isinstance(value, Mapping) else vars(value), f"{path}{name}.")
+
+
+def encoder_decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return BLIP's captioning model as a `VisionEncoderDecoderModel` with the same weights; other models unchanged.
+
+    BLIP's own class takes neither an encoder's output nor a cache. This one computes the same logits from its vision
+    model and its text decoder, and keeps the keys and values of the image in an `EncoderDecoderCache`.
+    """
+    if type(model).__name__ != "BlipForConditionalGeneration":
+        return model
+    from transformers import GenerationConfig, VisionEncoderDecoderModel
+
+    blip: Any = model
+    config, text = encoder_decoder_config(blip.config), blip.config.text_config
+    # The parts get the configs that the whole would warn about and give them.
+    blip.vision_model.config, blip.text_decoder.config = config.encoder, config.decoder
+    made = VisionEncoderDecoderModel(config, encoder=blip.vision_model, decoder=blip.text_decoder)
+    made.generation_config = GenerationConfig(
+        decoder_start_token_id=text.bos_token_id, eos_token_id=text.sep_token_id, pad_token_id=text.pad_token_id
+    )
+    return made.train(model.training)
+
+
+def encoder_decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of `encoder_decoder_of`; those of other models unchanged."""
+    if config.model_type != "blip":
+        return config
+    from transformers import VisionEncoderDecoderConfig
+
+    encoder, decoder = copy.deepcopy(config.vision_config), copy.deepcopy(config.text_config)
+    # Cross-attention has the width of the encoder, so that no projection is between them.
+    decoder.cross_attention_hidden_size = encoder.hidden_size
+    decoder.is_decoder = decoder.add_cross_attention = True
+    made = VisionEncoderDecoderConfig(encoder=encoder, decoder=decoder)
+    made.pad_token_id, made.dtype = decoder.pad_token_id, config.dtype
+    return made
+
+
+def original_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Return BLIP's own config for one from `encoder_decoder_config`; None for others."""
+    if getattr(getattr(config, "decoder", None), "model_type", None) != "blip_text_model":
+        return None
+    from transformers import BlipConfig
+
+    return BlipConfig(text_config=config.decoder.to_dict(), vision_config=config.encoder.to_dict())

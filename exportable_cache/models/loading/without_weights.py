@@ -14,8 +14,8 @@ from ...common.compat.torch import fake_tensors
 from ...common.compat.transformers import experts_implementation, set_attention_implementation
 from ...errors import ExportableCacheError
 from ..patches.registry import patch_model
-from .captioner import encoder_decoder_of, original_config
 from .loading import auto_class
+from .support import encoder_decoder_of, original_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from exportable_cache.models.variants import keep_tokens
+from exportable_cache.models.vocabulary import keep_tokens
 from exportable_cache.verification.verify import verify_session
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")

@@ -13,6 +13,9 @@ lengths of the rows. Outside, it is unchanged.
 `Llama4TextRotaryEmbedding` and `DeepseekV2RotaryEmbedding` use complex numbers, for which ExecuTorch and Inductor's C++
 have no operators. When traced, they return cosines and sines, and `apply_rotary_emb(xq, xk, freqs_cis)` of the same
 file rotates by them; otherwise both are the originals (tests/patches/test_rotary.py).
+
+`fix_rope` keeps the factors of one length for every sequence, as llama.cpp and vLLM do. A program whose runner does not
+know the lengths of its rows can then hold more tokens than the threshold.
 """
 
 from __future__ import annotations
@@ -27,17 +30,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from ....common.patch import Patch
-from ....errors import UnsupportedModelError
-from ...positions import LONGROPE, changing, parameters_of, prefix
+from ....errors import InputError, UnsupportedModelError
+from ...positions import LONGROPE, changing, parameters_of, prefix, rope_rule
+from ...weights import sharing_weights
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RotaryEmbedding
     from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding
 
     _Rotary: TypeAlias = DeepseekV2RotaryEmbedding | Llama4TextRotaryEmbedding
 
 
+#: Line about a model of `fix_rope`.
+ROPE_REMARK = "RoPE has the factors of sequences of {:,} tokens at every length"
 #: Of transformers 5.20, which replaces the buffer of frequencies by the long ones, in float32.
 _REPLACES = "09d51d7a784c1bb7"
 #: Of later releases, which copy the long frequencies to the buffer, in its dtype.
@@ -329,3 +336,67 @@ _DEEPSEEK = _of_file(
 )
 
 PATCHES = {"llama4": _LLAMA, "llama4_text": _LLAMA, "deepseek_v2": _DEEPSEEK}
+
+
+class _ConstantRotary(torch.nn.Module):
+    """A rotary embedding with constant frequencies, for models whose own embedding computes them in every call.
+
+    Args:
+        inv_freq: Inverse frequencies, [dim / 2].
+        scale: Factor of cosines and sines.
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, inv_freq: torch.Tensor, scale: float) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines [batch, length, dim] of positions [batch, length], in the dtype of `x`."""
+        angles = position_ids[..., None].float() * self.inv_freq.float()
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * self.scale).to(x.dtype), (angles.sin() * self.scale).to(x.dtype)
+
+
+@torch.no_grad()
+def fix_rope(model: PreTrainedModel, length: int) -> PreTrainedModel:
+    """Return a copy of a model, with shared weights, whose RoPE has the factors of `length` tokens at every position.
+
+    Args:
+        model: A model whose RoPE changes with the length.
+        length: Sequence length that chooses the factors.
+
+    Raises:
+        InputError: If the factors of its RoPE are the same at every length.
+        UnsupportedModelError: If its rotary embedding is not a class of transformers.
+    """
+    if rope_rule(model) is None:
+        raise InputError(
+            f"rope_length must be left out for {type(model).__name__}, whose RoPE has the same factors at every "
+            f"length, got {length}; remove it"
+        )
+    model = sharing_weights(model)
+    patch_rope(model)
+    check_follows(model)
+    names = {module: name for name, module in model.named_modules()}
+    for module, layer_type, kind in list(changing(model)):
+        found = ChangingFrequencies.of(module, layer_type, kind)
+        lengths = torch.tensor([[length]], device=found.short.device)
+        inv_freq, scale = found.at(lengths)[0], found.scales[length > found.border]
+        if found.longer is found.short:
+            # PhiMoE, which computes frequencies from its config in every call; the length chooses only the scale.
+            model.set_submodule(names[module], _ConstantRotary(inv_freq, scale))
+            continue
+        is_one = layer_type is None
+        module.rope_type = "default" if is_one else {**module.rope_type, layer_type: "default"}  # type: ignore[assignment,dict-item]
+        for name in ("inv_freq", "original_inv_freq"):
+            setattr(module, f"{prefix(layer_type)}{name}", inv_freq.clone())
+    model.rope_length = length  # type: ignore[assignment]
+    return model
+
+
+def rope_length_of(model: nn.Module) -> int | None:
+    """Return the length of `fix_rope`, or None."""
+    return getattr(model, "rope_length", None)

@@ -1,16 +1,11 @@
-"""Copies of a model with shared weights: with the RoPE of one sequence length, or with a reduced vocabulary.
+"""Copies of a model with a reduced vocabulary: files of token ids, and the head.
 
-llama.cpp and vLLM choose the factors of LongRoPE by the length of the context that was asked for, and keep them for
-every sequence. A program whose runner does not know the lengths of its rows can then hold more tokens than the
-threshold.
-
-With a reduced vocabulary the head computes logits of the kept tokens, and all others are minus infinity. Logits keep
-their width, so that samplers, constraints and verification need no other ids.
+The head computes logits of the kept tokens, and all others are minus infinity. Logits keep their width, so that
+samplers, constraints and verification need no other ids.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -22,94 +17,12 @@ from torch import nn
 
 from ..errors import InputError, UnsupportedModelError
 from .layers.specs import logits_size_of
-from .patches.mechanisms.rope import ChangingFrequencies, check_follows, patch_rope
-from .positions import changing, prefix, rope_rule
+from .weights import sharing_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .loading.loading import LoadedModel
-
-#: Line about a model of `fix_rope`.
-REMARK = "RoPE has the factors of sequences of {:,} tokens at every length"
-
-
-def _sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a model over the same parameters, because a caller's model keeps its RoPE and its head."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-
-
-class _Rotary(nn.Module):
-    """A rotary embedding with constant frequencies, for models whose own embedding computes them in every call.
-
-    Args:
-        inv_freq: Inverse frequencies, [dim / 2].
-        scale: Factor of cosines and sines.
-    """
-
-    inv_freq: torch.Tensor
-
-    def __init__(self, inv_freq: torch.Tensor, scale: float) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.scale = scale
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [batch, length, dim] of positions [batch, length], in the dtype of `x`."""
-        angles = position_ids[..., None].float() * self.inv_freq.float()
-        angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * self.scale).to(x.dtype), (angles.sin() * self.scale).to(x.dtype)
-
-
-@torch.no_grad()
-def fix_rope(model: PreTrainedModel, length: int) -> PreTrainedModel:
-    """Return a copy of a model, with shared weights, whose RoPE has the factors of `length` tokens at every position.
-
-    Args:
-        model: A model whose RoPE changes with the length.
-        length: Sequence length that chooses the factors.
-
-    Raises:
-        InputError: If the factors of its RoPE are the same at every length.
-        UnsupportedModelError: If its rotary embedding is not a class of transformers.
-    """
-    if rope_rule(model) is None:
-        raise InputError(
-            f"rope_length must be left out for {type(model).__name__}, whose RoPE has the same factors at every "
-            f"length, got {length}; remove it"
-        )
-    model = _sharing_weights(model)
-    patch_rope(model)
-    check_follows(model)
-    names = {module: name for name, module in model.named_modules()}
-    for module, layer_type, kind in list(changing(model)):
-        found = ChangingFrequencies.of(module, layer_type, kind)
-        lengths = torch.tensor([[length]], device=found.short.device)
-        inv_freq, scale = found.at(lengths)[0], found.scales[length > found.border]
-        if found.longer is found.short:
-            # PhiMoE, which computes frequencies from its config in every call; the length chooses only the scale.
-            model.set_submodule(names[module], _Rotary(inv_freq, scale))
-            continue
-        is_one = layer_type is None
-        module.rope_type = "default" if is_one else {**module.rope_type, layer_type: "default"}  # type: ignore[assignment,dict-item]
-        for name in ("inv_freq", "original_inv_freq"):
-            setattr(module, f"{prefix(layer_type)}{name}", inv_freq.clone())
-    model.rope_length = length  # type: ignore[assignment]
-    return model
-
-
-def fixed(loaded: LoadedModel, length: int | None) -> LoadedModel:
-    """Return a loaded model with the RoPE of a length, see `fix_rope`; the same model for None."""
-    if length is None:
-        return loaded
-    model = fix_rope(loaded.model, length)
-    return replace(loaded, model=model, remarks=(*loaded.remarks, REMARK.format(length)))
-
-
-def rope_length_of(model: nn.Module) -> int | None:
-    """Return the length of `fix_rope`, or None."""
-    return getattr(model, "rope_length", None)
-
 
 #: File of a bundle with the ids of the kept tokens.
 VOCABULARY_FILE = "vocabulary.json"
@@ -195,7 +108,7 @@ def keep_tokens(model: PreTrainedModel, kept: Sequence[int], ends: Collection[in
             f"vocabulary must have the tokens that end a generation, got ids without {', '.join(map(str, missing))}; "
             "add them"
         )
-    model = _sharing_weights(model)
+    model = sharing_weights(model)
     ids, device = torch.tensor(kept), head.weight.device
     fewer = nn.Linear(head.in_features, len(kept), bias=head.bias is not None, device="meta")
     fewer.weight = nn.Parameter(head.weight[ids.to(device)], requires_grad=False)
