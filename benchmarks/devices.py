@@ -4,11 +4,14 @@
     python benchmarks/devices.py --only openvino
 
 Each export verifies what it wrote; the row names what ran, and the largest difference of a logit from the model's.
+`exportable-cache bench` times a prompt of one chunk and 64 decoded tokens of what executes here.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -28,11 +31,12 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "static, openvino": ("executorch", {"form": "static", "delegate": "openvino"}),
     "static, tosa": ("executorch", {"form": "static", "delegate": "tosa"}),
 }
+CHUNK = 32
 MODELS = ("llama-110m", "demo")
 
 
 def row(model: str, form: str, cache: int) -> str:
-    """Return the table's cells for one export: size, what was run, and the distance."""
+    """Return the table's cells for one export: size, what was run, the distance, and tokens a second."""
     from executorch_forms import random_model
 
     from exportable_cache import export
@@ -41,14 +45,37 @@ def row(model: str, form: str, cache: int) -> str:
     given = "demo" if model == "demo" else random_model(model, cache)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            bundle = export(given, target, cache, Path(folder) / "bundle", prefill_chunk=32, **options)
+            bundle = export(given, target, cache, Path(folder) / "bundle", prefill_chunk=CHUNK, **options)
         except Exception as error:  # compilers raise errors of any class
             return f"refused: {str(error)[:200]}"
         found = bundle.manifest.verification or {}
         size = sum(path.stat().st_size for path in bundle.path.rglob("program.*") if path.is_file())
         size += sum(path.stat().st_size for path in bundle.path.rglob("*.mlirb"))
         ran = "evaluated" if found.get("remark") else "executed"
-        return f"{size / 1e6:.1f} MB | {ran} | {found.get('max_difference'):.1e} | {found.get('steps')}"
+        speed = tokens_a_second(bundle.path) if ran == "executed" else "| "
+        return f"{size / 1e6:.1f} MB | {ran} | {found.get('max_difference'):.1e} | {found.get('steps')} | {speed}"
+
+
+def tokens_a_second(folder: Path) -> str:
+    """Return two cells, of a prompt and of decoding, or the reason that they are not known."""
+    command = [
+        sys.executable,
+        "-m",
+        "exportable_cache",
+        "bench",
+        folder,
+        "--pp",
+        f"{CHUNK}",
+        "--tg",
+        "64",
+        "--trust",
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return f"{(done.stderr.strip().splitlines() or ['no message'])[-1][:120]} | "
+    rows = json.loads(done.stdout)["rows"]
+    return " | ".join(f"{one['avg_ts']:.0f}" for one in rows)
 
 
 def _child(connection: Any, *arguments: Any) -> None:
@@ -62,7 +89,10 @@ def main(
 ) -> None:
     """Print a row for each model and form."""
     context = multiprocessing.get_context("spawn")
-    print("| model | form | program | verified by | largest difference | positions |\n|---|---|---|---|---|---|")
+    print(
+        "| model | form | program | verified by | largest difference | positions | prompt, tokens/s "
+        "| decoding, tokens/s |\n|---|---|---|---|---|---|---|---|"
+    )
     for name in model or MODELS:
         for form in only or FORMS:
             receiver, sender = context.Pipe(duplex=False)
