@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,11 +32,11 @@ class _Rows(NamedTuple):
     """Row dimensions of a call of which only the last row is needed.
 
     Attributes:
-        dim: Row dimension of the result.
+        dim: Row dimension of the result; None if it has none, and is computed again from operands with one row.
         operands: Row dimension of each operand that has rows.
     """
 
-    dim: int
+    dim: int | None
     operands: dict[Node, int]
 
 
@@ -64,27 +64,36 @@ def _chooses_last(node: Node) -> bool:
     return index == -1 and not is_one(shape[dim % len(shape)]) and arguments[3:] in ((), (sys.maxsize,))
 
 
-def _independent_rows(choice: Node) -> dict[Node, _Rows]:
-    """Return the calls that only the selection uses and that compute each row from the same row, in graph order."""
+def _independent_rows(choice: Node, slots: bool = True) -> dict[Node, _Rows]:
+    """Return the calls that only the selection uses and that compute each row from the same row, in graph order.
+
+    Args:
+        choice: The selection.
+        slots: Also take experts by slots, if all of a mixture's calls can be taken.
+    """
     x: Any = choice.args[0]
     dim: Any = choice.args[1]
     wanted: dict[Node, int] = {x: dim % len(shape_of(x))}
-    found: dict[Node, _Rows | None] = {choice: None}
+    found = {choice: _Rows(0, wanted.copy())}
     for node in reversed(choice.graph.nodes):
-        if node.op != "call_function" or node not in wanted:
+        index = wanted.get(node)
+        users = [user for user in node.users if not _is_idle(user)]
+        # A call that reads the result as something else than rows, such as weights, needs it whole.
+        is_read_by_row = all(user in found and (index is None or node in found[user].operands) for user in users)
+        if node.op != "call_function" or not is_read_by_row or (not slots and _name(node) in _OF_SLOTS):
             continue
-        if not all(user in found or _is_idle(user) for user in node.users):
-            continue
-        operands = operands_by_row(node, wanted[node])
+        operands = _operands_without_rows(node) if index is None else operands_by_row(node, index)
         if operands is None or any(wanted.get(operand, index) != index for operand, index in operands.items()):
             continue
-        found[node] = _Rows(wanted[node], operands)
+        found[node] = _Rows(index, operands)
         wanted |= operands
+    if slots and not _has_whole_mixtures(found):
+        return _independent_rows(choice, slots=False)
     return {
         node: rows
         for node, rows in reversed(found.items())
         # Not one of several results of a call that is unchanged.
-        if rows is not None and (node.target is not operator.getitem or node.args[0] in found)
+        if node is not choice and (node.target is not operator.getitem or node.args[0] in found)
     }
 
 
@@ -97,14 +106,16 @@ def _narrow(choice: Node, rows: dict[Node, _Rows]) -> None:
     graph = choice.graph
     last: dict[Node, Node] = {}
     for node, (dim, operands) in rows.items():
+        needed = [one for one in node.all_input_nodes if one in operands or (one in rows and rows[one].dim is None)]
         for user in [user for user in node.users if _is_idle(user)]:
             graph.erase_node(user)
         with graph.inserting_before(node):
             for operand, index in operands.items():
                 if operand not in last:
                     last[operand] = _call(node, _aten.slice.Tensor, (operand, index, -1, sys.maxsize))
-            of_one = functools.partial(_taken, {operand: last[operand] for operand in operands})
-            last[node] = _call(node, node.target, *map_arg((arguments_of_one_row(node, dim), node.kwargs), of_one))
+            of_one = functools.partial(_taken, {operand: last[operand] for operand in needed})
+            arguments = node.args if dim is None else arguments_of_one_row(node, dim)
+            last[node] = _call(node, node.target, *map_arg((arguments, node.kwargs), of_one))
     x: Any = choice.args[0]
     choice.replace_input_with(x, last[x])
     if choice.target is _aten.slice.Tensor:
@@ -207,6 +218,43 @@ def _linear(node: Call, dim: int) -> Operands | None:
 def _experts(node: Call, dim: int) -> Operands | None:
     """Apply the rule of linear layers of experts, whose rows are tokens and perhaps their choices."""
     return {operand: 0 for operand in (*node.args[:1], *node.args[4:6]) if operand is not None} if dim == 0 else None
+
+
+#: Operators of experts by slots (backends/tensorrt/experts.py). The number of slots depends on the number of tokens.
+_SLOTS, _FACTORS, _CHOSEN, _MULTIPLIED = _OF_SLOTS = tuple(
+    f"exportable_cache::{name}" for name in ("expert_slots", "slot_factors", "chosen_weights", "slot_product")
+)
+
+
+def _name(node: Call) -> str:
+    return node.target.name() if isinstance(node.target, OpOverload) else ""
+
+
+def _slot_factors(node: Call, dim: int) -> Operands | None:
+    """Apply the rule of `slot_factors(indices [tokens, choices], factors [tokens, choices]) [slots, tokens, 1]`."""
+    return dict.fromkeys(node.args[:2], 0) if dim == 1 else None
+
+
+def _slot_product(node: Call, dim: int) -> Operands | None:
+    """Apply the rule of `slot_product(source [slots or 1, tokens, inputs], weight)`."""
+    return {node.args[0]: 1} if dim == 1 else None
+
+
+def _operands_without_rows(node: Call) -> Operands | None:
+    """Return the operands with rows of a call that chooses slots or their weights, or shapes biases of slots."""
+    name = _name(node)
+    if name == _SLOTS:
+        return {node.args[0]: 0}
+    is_bias = node.target is _aten.unsqueeze.default and _name(node.args[0]) == _CHOSEN
+    return {} if is_bias or name == _CHOSEN else None
+
+
+def _has_whole_mixtures(found: Mapping[Node, Any]) -> bool:
+    """Return True if all calls of each mixture are found, because tensors with slots of all tokens fit no others."""
+    calls: dict[str, list[Call]] = {name: [node for node in found if _name(node) == name] for name in _OF_SLOTS}
+    weights = [*(node.args[2] for node in calls[_CHOSEN]), *(node.args[1] for node in calls[_MULTIPLIED])]
+    indices = [{node.args[0] for node in calls[name]} for name in (_SLOTS, _FACTORS)]
+    return all(one in found for one in weights) and indices[0] == indices[1]
 
 
 def _product(argument: int) -> Rule:
@@ -340,6 +388,9 @@ _COPIES = {
 _RULES_BY_NAME: dict[str, Rule] = {
     "exportable_cache::quantized_linear": _linear,
     "exportable_cache::expert_linear": _experts,
+    "exportable_cache::float8_rounded": _elementwise,
+    _FACTORS: _slot_factors,
+    _MULTIPLIED: _slot_product,
     "torchao::choose_qparams_affine": _in_blocks(2),
     "torchao::quantize_affine": _in_blocks(1),
     "torchao::dequantize_affine": _in_blocks(1),

@@ -11,6 +11,7 @@ from exportable_cache.errors import UnsupportedModelError
 from exportable_cache.models.experts import experts_of, set_quantized
 
 from .models import engine_model
+from .programs import program_of
 
 EXPERTS, CHOICES = 4, 2
 
@@ -65,6 +66,16 @@ def test_each_choice_has_one_slot() -> None:
     assert few.squeeze(2).tolist() == [[0.5, 0.0], [0.25, 0.0], [0.0, 0.125], [0.0, 1.0]]
     more = slot_factors(torch.tensor([[2, 0], [2, 1], [3, 2]]), torch.tensor([[0.5, 0.25]] * 3), EXPERTS)
     assert more.squeeze(2).tolist() == [[0.25, 0.0, 0.0], [0.0, 0.25, 0.0], [0.5, 0.5, 0.25], [0.0, 0.0, 0.5]]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_prompt_computes_the_last_layers_experts_for_the_last_token(family: str) -> None:
+    program = program_of(engine_model(family)).export("prefill")
+    calls = program.graph.find_nodes(op="call_function", target=torch.ops.exportable_cache.slot_product.default)
+    sizes = [tuple(call.meta["val"].shape[:2]) for call in calls]
+    choices = engine_model(family).config.num_experts_per_tok
+    assert all(isinstance(size, torch.SymInt) for shape in sizes[:2] for size in shape)
+    assert sizes[2:] == [(choices, 1)] * 2
 
 
 def test_experts_that_round_their_inputs_are_refused() -> None:
