@@ -15,7 +15,7 @@ from ...common.compat.torch_tensorrt import builder_config, construct_network
 from ...errors import UnsupportedModelError, first_line
 from .converters import decompositions, pin_reshape_sizes
 from .plain_layers import TORCH_DTYPES
-from .simplify import simplify
+from .simplify import JoinedWeights, simplify
 from .upstream import (
     DYNAMO_CONVERTERS,
     CompilationSettings,
@@ -164,13 +164,16 @@ def _has_dynamic(inputs: Sequence[InputSpec], network: trt.INetworkDefinition) -
 _REMEDY = "export for another target, or report it with the model type"
 
 
-def build_network(program: ExportedProgram, signature: EngineIO, *, in_place: bool = True) -> Network:
+def build_network(
+    program: ExportedProgram, signature: EngineIO, *, in_place: bool = True, joined: JoinedWeights | None = None
+) -> Network:
     """Lower one exported method.
 
     Args:
         program: Program traced in the explicit form.
         signature: Names and sizes of inputs, outputs and state.
         in_place: Keep cache writes as TensorRT's KVCacheUpdate layer; otherwise they become scatters.
+        joined: Joined weights of the networks of the same model, which share them.
 
     Raises:
         UnsupportedModelError: If an operator has no converter, with its name and module; or if torch_tensorrt would
@@ -180,7 +183,7 @@ def build_network(program: ExportedProgram, signature: EngineIO, *, in_place: bo
     with warnings.catch_warnings(), collected_errors() as errors:
         # Deprecations inside torch_tensorrt, which callers cannot change.
         warnings.simplefilter("ignore")
-        graph = _lowered(program, settings, in_place)
+        graph = _lowered(program, settings, in_place, joined)
         inputs = signature.bind(graph)
         _check_convertible(graph)
         interpreter = NetworkInterpreter(
@@ -215,13 +218,15 @@ def _settings() -> CompilationSettings:
     )
 
 
-def _lowered(program: ExportedProgram, settings: CompilationSettings, in_place: bool) -> GraphModule:
+def _lowered(
+    program: ExportedProgram, settings: CompilationSettings, in_place: bool, joined: JoinedWeights | None
+) -> GraphModule:
     table = get_decompositions(settings.enable_experimental_decompositions, settings.decompose_attention, False)
     program = pre_export_lowering(program, settings).run_decompositions({**table, **decompositions(in_place)})
     check_nothing_mutated(program)
     graph = post_lowering(program.module(), settings)
     pin_reshape_sizes(graph)
-    simplify(graph)
+    simplify(graph, joined)
     return graph
 
 

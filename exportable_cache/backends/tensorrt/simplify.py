@@ -85,15 +85,34 @@ def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 ROTATED = torch.ops.exportable_cache.rotated.default
 
 
-def simplify(module: GraphModule) -> None:
+class JoinedWeights:
+    """Joined weights of the graphs of one model, which share them, because each is as large as its sources."""
+
+    def __init__(self) -> None:
+        # With the sources, so that no other tensor gets their address.
+        self._made: dict[Any, tuple[list[torch.Tensor], torch.Tensor]] = {}
+
+    def of(self, sources: list[torch.Tensor]) -> torch.Tensor:
+        """Return the rows of tensors after each other."""
+        key = tuple((one.data_ptr(), one.dtype, one.shape, one.stride()) for one in sources)
+        if key not in self._made:
+            self._made[key] = sources, torch.cat([one.detach() for one in sources])
+        return self._made[key][1]
+
+
+def simplify(module: GraphModule, joined: JoinedWeights | None = None) -> None:
     """Replace operators by fewer ones, and remove repeated ones, in place.
 
     Replaced are products of one tensor with several weights, rotations, reciprocal roots, and reshapes next to
     transpositions.
+
+    Args:
+        module: Lowered graph.
+        joined: Joined weights of other graphs of the same model.
     """
     graph = module.graph
     _remove_repeated(graph)
-    _merge_products(module)
+    _merge_products(module, joined or JoinedWeights())
     # Rotations first, because other replacements change the operators they consist of.
     for replacements in ((_rotary,), (_rotation, _division, _shuffle)):
         for node in list(graph.nodes):
@@ -228,7 +247,7 @@ def _scale_tables(graph: Graph) -> None:
         node.kwargs = {**node.kwargs, "scale": 1.0}
 
 
-def _merge_products(module: GraphModule) -> None:
+def _merge_products(module: GraphModule, joined: JoinedWeights) -> None:
     """Compute linear layers that read one tensor, and whose results are split into heads of one size, as one product.
 
     Slices of its result are the heads.
@@ -242,7 +261,7 @@ def _merge_products(module: GraphModule) -> None:
                 groups.setdefault(key, []).append((node, heads))
     for group in groups.values():
         if len(group) > 1:
-            _merge(module, group)
+            _merge(module, group, joined)
 
 
 def _split_into_heads(linear: Any) -> Any:
@@ -260,11 +279,11 @@ def _bias(linear: Any) -> Any:
     return linear.args[2] if len(linear.args) > 2 else linear.kwargs.get("bias")
 
 
-def _merge(module: GraphModule, group: list[tuple[Any, Any]]) -> None:
+def _merge(module: GraphModule, group: list[tuple[Any, Any]], known: JoinedWeights) -> None:
     graph, (first, heads) = module.graph, group[0]
-    weight = _joined(module, first, [linear.args[1] for linear, _ in group])
+    weight = _joined(module, first, [linear.args[1] for linear, _ in group], known)
     biases = [_bias(linear) for linear, _ in group]
-    bias = None if biases[0] is None else _joined(module, first, biases)
+    bias = None if biases[0] is None else _joined(module, first, biases, known)
     if weight is None or (bias is None and biases[0] is not None):
         return
     counts = [_value(split).shape[2] for _, split in group]
@@ -298,14 +317,14 @@ def _merge(module: GraphModule, group: list[tuple[Any, Any]]) -> None:
                 graph.erase_node(node)
 
 
-def _joined(module: GraphModule, before: Any, nodes: Sequence[Any]) -> Any:
+def _joined(module: GraphModule, before: Any, nodes: Sequence[Any], known: JoinedWeights) -> Any:
     """Return a node with the rows of weights after each other, quantized ones too; None if their kinds differ."""
     if all(isinstance(node, Node) and node.op == "get_attr" for node in nodes):
         tensors = [operator.attrgetter(node.target)(module) for node in nodes]
         if len({(one.dtype, one.shape[1:]) for one in tensors}) != 1:
             return None
         name = f"{before.name}_{len(list(module.buffers(recurse=False)))}_joined"
-        module.register_buffer(name, torch.cat([one.detach() for one in tensors]), persistent=False)
+        module.register_buffer(name, known.of(tensors), persistent=False)
         with module.graph.inserting_before(before):
             made = module.graph.get_attr(name)
         made.meta = {"val": nodes[0].meta["val"].new_empty(getattr(module, name).shape)}
@@ -317,9 +336,9 @@ def _joined(module: GraphModule, before: Any, nodes: Sequence[Any]) -> Any:
         return None
     arguments = []
     for given in zip(*(node.args for node in nodes), strict=True):
-        one = (
-            _joined(module, before, given) if isinstance(given[0], Node) else given[0] if len(set(given)) == 1 else None
-        )
+        one = given[0] if len(set(given)) == 1 else None
+        if isinstance(given[0], Node):
+            one = _joined(module, before, given, known)
         if one is None:
             return None
         arguments.append(one)

@@ -138,6 +138,7 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
     """
     from .engine_io import engine_io_of
     from .network import build_network
+    from .simplify import JoinedWeights
 
     opt_length, usual = options.opt_length, {}
     for name, method in program.methods.items():
@@ -164,10 +165,11 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
         # Raised by `export` if the model's code needs longer prompts, so that one token cannot go through it.
         if program.methods[whole].min_length <= _FEWEST:
             return _shared_network(program, exported[whole], usual)
-    networks = {}
+    networks, joined = {}, JoinedWeights()
     for name, expected in usual.items():
         traced = exported.pop(name, None) or program.export(name)
-        networks[name] = build_network(traced, engine_io_of(program, name, expected), in_place=in_place)
+        signature = engine_io_of(program, name, expected)
+        networks[name] = build_network(traced, signature, in_place=in_place, joined=joined)
     return networks
 
 

@@ -159,6 +159,18 @@ def test_scatters_instead_of_updates_in_place() -> None:
     ).passed
 
 
+def test_networks_of_one_model_share_their_weights() -> None:
+    """Joined queries, keys and values, too: the second network adds fewer bytes than those of one layer."""
+    model, _, networks = engine_program("llama", in_place=False)
+    first, second = (
+        {one.data_ptr(): one.nbytes for one in network.constants.values()} for network in networks.values()
+    )
+    attention = model.model.layers[0].self_attn
+    joined = sum(one.weight.nbytes for one in (attention.q_proj, attention.k_proj, attention.v_proj))
+    assert list(first.values()).count(joined) >= LAYERS
+    assert sum(size for address, size in second.items() if address not in first) < joined
+
+
 def test_norms_rotations_and_softmax_of_16_bits_are_float32() -> None:
     """Compare the dtypes of sums, roots, sines and softmax; the products stay in 16 bits."""
     _, _, networks = engine_program("llama", torch.float16)
