@@ -168,8 +168,11 @@ def test_sizes_count_two_integers_a_byte_and_scales() -> None:
 
 def test_a_group_that_does_not_divide_a_row_is_refused_by_name() -> None:
     model = tiny_model("mixtral", hidden_size=64, intermediate_size=48, num_local_experts=4)
-    with pytest.raises(InputError, match=r"group_size must divide the rows of .*experts\.down_proj"):
+    message = r"group_size must divide the rows of .*experts\.down_proj .*, 48 weights long, got 32; use quantize="
+    with pytest.raises(InputError, match=message + "'8da8w', which has no groups, and leaves the experts in float"):
         check_quantizable(model, EXPERTS)
+    with pytest.raises(InputError, match=message + "'8w', which has no groups$"):
+        check_quantizable(model, Quantization("4w", 32, experts="4w"))
     check_quantizable(model, Quantization("8da4w", 32, None, "signed_mse"))
     with pytest.raises(InputError, match="experts must be None"):
         Quantization("8da8w", experts="8da4w")

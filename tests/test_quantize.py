@@ -175,6 +175,11 @@ def test_layers_that_a_scheme_cannot_take_are_refused() -> None:
         InputError, match=r"group_size must divide the rows of .*, 32 weights long, got 64; use a group_size of 32"
     ):
         check_quantizable(tiny_model("llama"), Quantization("8da4w", 64))
+    # Of 96 weights, which 96 would divide, and of 64.
+    with pytest.raises(InputError, match=r"down_proj .* 96 weights long, got 64; use a group_size of 32 \(--group"):
+        check_quantizable(
+            tiny_model("llama", hidden_size=64, head_dim=16, intermediate_size=96), Quantization("8da4w", 64)
+        )
     with pytest.raises(InputError, match="48 weights long, got 64; use quantize='8da8w', which has no groups"):
         check_quantizable(tiny_model("llama", hidden_size=48, head_dim=12), Quantization("8da4w", 64))
     with pytest.raises(UnsupportedModelError, match="tied to its embeddings.*use quantize_embeddings='8w'"):

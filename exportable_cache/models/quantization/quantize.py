@@ -38,6 +38,7 @@ from .spec import (
     KEEP_SCHEME,
     KEPT_FORMS,
     LINEAR_SCHEMES,
+    NATIVE_EXPERTS,
 )
 
 if TYPE_CHECKING:
@@ -98,12 +99,14 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
             lengths |= {f"{path}.{name}": rows_of_weight(module, name).shape[2] for name in projections(module)}
     for path, length in lengths.items():
         if length % size:
-            fitting = [fit for fit in range(GROUP_MULTIPLE, length + 1, GROUP_MULTIPLE) if length % fit == 0]
-            remedy = (
-                f"use a group_size of {', '.join(map(str, fitting))}"
-                if fitting
-                else f"use quantize='{'8w' if quantization.linear == '4w' else '8da8w'}', which has no groups"
-            )
+            # Of all rows, because a size that divides this one's may not divide others.
+            common = math.gcd(*lengths.values())
+            fitting = [fit for fit in range(GROUP_MULTIPLE, common + 1, GROUP_MULTIPLE) if common % fit == 0]
+            remedy = f"use a group_size of {' or '.join(map(str, fitting))} (--group-size)"
+            if not fitting:
+                remedy = f"use quantize='{'8w' if quantization.linear == '4w' else '8da8w'}', which has no groups"
+                if quantization.experts == NATIVE_EXPERTS:
+                    remedy += ", and leaves the experts in float"
             raise InputError(
                 f"group_size must divide the rows of {path} of {name}, {length} weights long, got {size}; {remedy}"
             )
