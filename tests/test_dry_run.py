@@ -51,9 +51,14 @@ def test_what_it_says_is_what_is_written(config_only: Path, tmp_path: Path, opti
     assert (found.remarks == ()) is (manifest.dtype == manifest.stored_dtype)
 
 
+#: Rows of 8-bit weights whose scale is stored for each 32 of them.
+GROUPED = ("8w", None, "8w", None, None, None, 32)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    "scheme", [("8da4w", 32, "8w"), ("8da4w", 64, None), ("8da8w", None, "8w"), ("8w", None, None), (None, 32, "4w")]
+    "scheme",
+    [("8da4w", 32, "8w"), ("8da4w", 64, None), ("8da8w", None, "8w"), ("8w", None, None), (None, 32, "4w"), GROUPED],
 )
 def test_bytes_of_quantised_weights_are_foreseen(scheme: tuple[Any, ...], tied: bool) -> None:
     pytest.importorskip("torchao")

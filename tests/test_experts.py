@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,6 +140,9 @@ def test_weights_alone_are_quantised_like_linear_layers(family: str, scheme: str
         integers = getattr(experts, name)[2].float().unflatten(1, (scales.shape[1], -1))
         torch.testing.assert_close((integers * scales).flatten(1).bfloat16(), same.dequantize(), atol=0, rtol=0)
     assert quantized.weights_bytes == quantized_bytes(model, spec, torch.bfloat16)
+    grouped = replace(spec, largest_group=32)
+    stored = quantize(model, grouped, dtype=torch.bfloat16).weights_bytes
+    assert stored == quantized_bytes(model, grouped, torch.bfloat16) > quantized.weights_bytes
     # Activations keep their bits: the layer is that of the converted weights.
     states, chosen, factors = torch.randn(3, 64).bfloat16(), torch.tensor([[0, 3], [2, 0], [1, 3]]), torch.rand(3, 2)
     with torch.no_grad():

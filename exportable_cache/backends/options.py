@@ -60,6 +60,14 @@ class TargetOptions:
             InputError: If they do not.
         """
 
+    def copies(self, prefill_chunk: int | None) -> int:
+        """Return the number of copies of the weights in a program's files.
+
+        Args:
+            prefill_chunk: Requested chunk of a prompt, None for the default.
+        """
+        return 1
+
     def check_cache(self, cache: CacheSpec) -> None:
         """Check that a program with these options can have a cache.
 

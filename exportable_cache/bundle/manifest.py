@@ -93,6 +93,8 @@ class Quantized(Entry):
     experts: str | None = None
     # The form of integers that are those of the checkpoint; None for other schemes.
     kept: str | None = None
+    # Largest number of weights that share a stored scale; None for whole rows, or groups of `group_size`.
+    largest_group: int | None = None
     # None if no text was given.
     calibration: Calibrated | None = None
     # Bytes of the integers with their scales, and of the weights that are not quantized; None in older bundles.

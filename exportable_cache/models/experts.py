@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 NAME = "exportable_cache"
 _SCALE = "_scale"
 _BIAS = "_bias"
+#: Name of a function that computes quantised experts as `NAME` does, and float ones as batched products.
+QUANTIZED_NAME = f"{NAME}_quantized"
 #: Attribute of a module of quantised experts: True if the operator rounds activations to 8 bits.
 _ROUNDS = "rounds_expert_activations"
 _DOWN = "down_proj"
@@ -132,6 +134,24 @@ def register_experts() -> str:
 
     register_experts_implementation(NAME, _forward)
     return NAME
+
+
+def register_quantized_experts() -> str:
+    """Register `QUANTIZED_NAME` with transformers, and return it."""
+    from ..common.compat.transformers import register_experts_implementation
+
+    register_experts_implementation(QUANTIZED_NAME, _forward_quantized)
+    return QUANTIZED_NAME
+
+
+def _forward_quantized(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute experts, see `_forward`."""
+    from ..common.compat.transformers import batched_experts
+
+    is_integer = not getattr(self, _DOWN).is_floating_point()
+    return (_forward if is_integer else batched_experts())(self, hidden_states, top_k_index, top_k_weights)
 
 
 def _forward(

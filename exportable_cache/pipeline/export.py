@@ -324,6 +324,7 @@ def preview(spec: ExportSpec) -> DryRun:
         model = fix_rope(model, spec.rope_length)
     if model is not None:
         check_rope(model, made.max_length, resolved.program.takes_lengths)
+    copies = options_of(spec).copies(spec.program.prefill_chunk)
     if spec.quantization is not None and spec.quantization.linear == KEEP_SCHEME:
         # The integers that are kept are known once the weights are read.
         weights = None
@@ -331,6 +332,7 @@ def preview(spec: ExportSpec) -> DryRun:
         weights = weights_bytes(model, resolved.dtype or DtypeChoice(dtype, dtype), spec.quantization)
         if spec.quantization is not None:
             coverage = coverage_of(model, spec.quantization, dtype)
+    weights = None if weights is None else copies * weights
     stored = stored_quantization(config)
     if weights is None and stored is None and live is None and not str(spec.model_or_path).endswith(".gguf"):
         raise InputError(NOTHING_TO_KEEP.format("none"))

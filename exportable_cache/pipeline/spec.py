@@ -239,17 +239,19 @@ class ExportSpec:
             scheme = None if self.quantization is None else self.quantization.linear
             check_calibrated(self.calibrate, scheme, self.recipe)
         if self.quantization is not None:
-            linear, embeddings = getattr(backend, "linear_schemes", ()), getattr(backend, "embedding_schemes", ())
-            check_schemes(self.quantization, self.target, linear, embeddings)
+            # Options may have other schemes than their target.
+            linear = getattr(options, "linear_schemes", getattr(backend, "linear_schemes", ()))
             options.check_quantization(self.quantization)
+            check_schemes(self.quantization, self.target, linear, getattr(backend, "embedding_schemes", ()))
             if self.lora and self.quantization.linear == KEEP_SCHEME:
                 raise InputError(
                     f"lora must be left out with quantize='keep', because an adapter changes the integers, got "
                     f"{self.lora!r}; leave one of them out"
                 )
             kept = getattr(backend, "kept_weights", "affine")
-            experts = getattr(backend, "expert_schemes", ())
-            object.__setattr__(self, "quantization", self.quantization.for_target(kept, experts))
+            experts = getattr(options, "expert_schemes", getattr(backend, "expert_schemes", ()))
+            chosen = self.quantization.for_target(kept, experts, getattr(options, "largest_group", None))
+            object.__setattr__(self, "quantization", chosen)
             if getattr(options, "native_linears", False):
                 object.__setattr__(self, "quantization", self.quantization.for_native_linears())
         from ..common.tensors import parse_dtype

@@ -434,14 +434,14 @@ def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progr
     remarks += [beyond] if beyond else []
     rounding = target_dtypes(spec.target, options.to_dict()).remarks.get(source.dtype.chosen)
     remarks += [rounding] if rounding else []
-    if source.weights_bytes is not None:
-        recorded["weights_bytes"] = source.weights_bytes
+    copies = options.copies(spec.program.prefill_chunk)
+    recorded["weights_bytes"] = copies * (source.weights_bytes or bundle.manifest.weights_bytes)
     if spec.quantization is not None:
         assert source.coverage is not None
         recorded["quantization"] = Quantized(
             **spec.quantization.to_dict(),
-            quantized_bytes=source.coverage.quantized_bytes,
-            other_bytes=source.coverage.other_bytes,
+            quantized_bytes=copies * source.coverage.quantized_bytes,
+            other_bytes=copies * source.coverage.other_bytes,
             calibration=None if source.calibration is None else _calibrated(source.calibration),
         )
         remarks += [source.coverage.remark] if source.coverage.remark else []

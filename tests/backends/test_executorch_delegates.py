@@ -13,6 +13,8 @@ from exportable_cache.backends import backend_for
 from exportable_cache.backends.executorch.delegates import table
 from exportable_cache.backends.executorch.delegates.table import DELEGATES
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError
+from exportable_cache.models.experts import EXPERT_LINEAR
+from exportable_cache.models.quantization.quantize import check_quantizable
 from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.program.decoders import methods_for
 from exportable_cache.program.methods import ProgramMethod, chunk_sizes
@@ -24,7 +26,7 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir._serialize._program import deserialize_pte_binary
 
-from exportable_cache.backends.executorch.delegates import openvino
+from exportable_cache.backends.executorch.delegates import mlx, openvino
 from exportable_cache.backends.executorch.delegates.checks import check_cache
 from exportable_cache.backends.executorch.delegates.passes import (
     choices_to_comparisons,
@@ -114,11 +116,107 @@ def test_options_of_one_delegate_are_not_those_of_another() -> None:
         backend_for("executorch").options.parse({"delegate": "vulkan", "llm_runner": True})
 
 
-@pytest.mark.parametrize("delegate", ["openvino", "mlx"])
-def test_quantized_weights_are_refused_where_no_delegate_takes_them(delegate: str) -> None:
-    options = backend_for("executorch").options.parse({"delegate": delegate})
-    with pytest.raises(InputError, match=f"quantize must be None for delegate '{delegate}', got '8da4w"):
-        options.check_quantization(Quantization("8da4w"))
+@pytest.mark.parametrize(
+    ("delegate", "scheme", "message"),
+    [
+        ("mlx", ("8da4w",), "quantize must be '4w' or '8w' for delegate 'mlx', got '8da4w'; use '4w' or '8w', or use"),
+        ("openvino", ("keep",), "quantize must be '4w' or '8w' for delegate 'openvino', got 'keep'"),
+        ("openvino", (None, None, "8w"), "quantize must be '4w' or '8w' for delegate 'openvino', got None"),
+        ("mlx", ("4w", 96), "group_size must be one of 32, 64, 128 for delegate 'mlx', got 96; pass one of them"),
+        ("tosa", ("8da4w",), "quantize must be None for delegate 'tosa', got '8da4w'; leave it out, or use delegate"),
+        ("vulkan", ("8w",), "quantize must be a scheme that target 'executorch' has fast kernels for, got '8w'"),
+    ],
+)
+def test_schemes_that_a_delegate_does_not_take(delegate: str, scheme: tuple, message: str, tmp_path: Path) -> None:
+    """They are refused before the model is loaded: there is none."""
+    names = "quantize", "group_size", "quantize_embeddings"
+    options = dict(zip(names, scheme, strict=False)) | ({"form": "static"} if delegate == "tosa" else {})
+    with pytest.raises(InputError, match=message):
+        export(tmp_path / "none", "executorch", 32, tmp_path / "out", delegate=delegate, **options)
+
+
+def test_rows_that_groups_do_not_divide_are_refused() -> None:
+    """MLX multiplies groups of at least 32 weights of 8 bits, too."""
+    model = tiny_model("llama", hidden_size=48, head_dim=12)
+    taken = Quantization("8w", None, "8w")
+    check_quantizable(model, taken)
+    with pytest.raises(UnsupportedModelError, match="rows of .* of LlamaForCausalLM must be a multiple of 32.*got 48"):
+        check_quantizable(model, taken.for_target("affine", (), largest_group=128))
+
+
+class Quantized(torch.nn.Module):
+    """A table, a head that is tied to it, and experts, with random integers of 4 or 8 bits."""
+
+    def __init__(self, bits: int, groups: int) -> None:
+        super().__init__()
+        self.most, self.size = 2 ** (bits - 1), 64 // groups
+        shapes = {"table": (9, 64), "experts": (3, 64, 64)}
+        for name, shape in shapes.items():
+            integers = torch.randint(-self.most, self.most, shape, dtype=torch.int8)
+            scales = torch.rand(*shape[:-1], groups) / self.most
+            setattr(self, name, torch.nn.Parameter(integers, requires_grad=False))
+            setattr(self, f"{name}_scale", torch.nn.Parameter(scales, requires_grad=False))
+        self.bias = torch.nn.Parameter(torch.randn(3, 64))
+        self.register_buffer("zero", None)
+
+    def weight(self) -> torch.Tensor:
+        parts = self.table, [1, self.size], self.table_scale, self.zero
+        return torch.ops.torchao.dequantize_affine(*parts, torch.int8, -self.most, self.most - 1)
+
+    def forward(self, ids: torch.Tensor, indices: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = torch.nn.functional.embedding(ids, self.weight())
+        parts = self.experts, self.experts_scale, self.bias, indices
+        inner = EXPERT_LINEAR(rows, *parts, None, False, False)
+        return torch.nn.functional.linear(rows, self.weight()), EXPERT_LINEAR(inner, *parts, factors, False, False)
+
+
+INPUTS = torch.tensor([3, 8, 0, 1]), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]]), torch.rand(4, 2)
+
+
+@pytest.mark.parametrize(("bits", "groups"), [(8, 1), (4, 2), (4, 1)])
+def test_openvino_gets_integers_without_a_sign(bits: int, groups: int) -> None:
+    """Tables, tied heads and experts have the same values as before, and are stored once, in 4 or 8 bits."""
+    module = Quantized(bits, groups)
+    program = torch.export.export(module, INPUTS)
+    expected = program.module()(*INPUTS)
+    program = openvino.weights_to_unsigned(program)
+    left = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert not left & {"torchao.dequantize_affine.default", "exportable_cache.expert_linear.default"}
+    used = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder") if node.users]
+    assert sum(one.nbytes for one in used if one.dtype == torch.uint8) == (9 * 64 + 3 * 64 * 64) * bits // 8
+    assert not any(one.dtype == torch.int8 for one in used)
+    for found, wanted in zip(program.module()(*INPUTS), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    module.zero = torch.ones(9, groups, dtype=torch.int8)
+    with pytest.raises(UnsupportedModelError, match="zero points of p_table must be zero for delegate 'openvino'"):
+        openvino.weights_to_unsigned(torch.export.export(module, INPUTS))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_mlx_gets_integers_of_experts(bits: int) -> None:
+    """Their products with gathered weights are the experts' layers."""
+    module = Quantized(bits, 2 if bits == 4 else 1)
+    program = torch.export.export(module, INPUTS)
+    expected = program.module()(*INPUTS)
+    program = mlx.experts_to_gathers(program)
+    calls = program.graph.find_nodes(op="call_function", target=torch.ops.mlx.gather_qmm.default)
+    assert [call.args[7:9] for call in calls] == [(32 if bits == 4 else 64, bits)] * 2
+    for found, wanted in zip(program.module()(*INPUTS), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(not DELEGATES["openvino"].is_lowered_here, reason="the openvino extra is not installed")
+@pytest.mark.parametrize(("scheme", "bits"), [("4w", 5), pytest.param("8w", 8.5, marks=pytest.mark.full)])
+def test_openvino_executes_quantized_weights(scheme: str, bits: float, tmp_path: Path) -> None:
+    """The program has few bits for a weight in each method, the sizes of the preview, and the model's logits."""
+    model = tiny_model("mixtral", hidden_size=64, intermediate_size=64, vocab_size=4096, num_hidden_layers=1)
+    options = {"delegate": "openvino", "quantize": scheme, "quantize_embeddings": scheme, "prefill_chunk": 8}
+    preview = export(model, "executorch", 48, tmp_path / "out", dry_run=True, **options)
+    bundle = export(model, "executorch", 48, tmp_path / "out", **options)
+    assert bundle.manifest.verification["passed"] and bundle.manifest.verification["max_difference"] < 1e-4
+    assert preview.weights_bytes == bundle.manifest.weights_bytes < 2 * model.num_parameters() * (bits + 0.3) / 8
+    size = (bundle.path / "program.pte").stat().st_size
+    assert bundle.manifest.weights_bytes < size < bundle.manifest.weights_bytes + 600_000
 
 
 @pytest.mark.parametrize(

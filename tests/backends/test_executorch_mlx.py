@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from exportable_cache import export, load
 from exportable_cache.backends.executorch.delegates import mlx_evaluator, table
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import BundleError, MissingDependencyError, VerificationError
+from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.verification.verify import verify
 
 from ..support.models import tiny_model
@@ -85,6 +89,49 @@ def test_an_instruction_that_is_not_known_is_named(bundle: Bundle, monkeypatch: 
     monkeypatch.delitem(mlx_evaluator.OPERATORS, "Addmm")
     with pytest.raises(VerificationError, match="does not know the operator Addmm.*--no-verify"):
         verify(bundle, tiny_model(FAMILY))
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Bundle]:
+    """Return the preview and the bundle of a mixture with 4-bit weights, whose head is tied to a table in 8 bits."""
+    folder = tmp_path_factory.mktemp("mlx") / "quantized"
+    options = {"delegate": "mlx", "prefill_chunk": 8, "quantize": "4w", "verify": False}
+    preview, bundle = (
+        export(mixture(), "executorch", 48, folder, dry_run=dry_run, **options) for dry_run in (True, False)
+    )
+    return preview, bundle
+
+
+def mixture() -> PreTrainedModel:
+    """Return a mixture of one layer."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    return tiny_model("mixtral", tie_word_embeddings=True, **sizes)
+
+
+def test_quantized_weights_are_stored_once_in_few_bits(quantized: tuple[Any, Bundle]) -> None:
+    """The preview says their bytes; the tied table is in the file once."""
+    preview, bundle = quantized
+    size = (bundle.path / "program.pte").stat().st_size
+    assert preview.weights_bytes == bundle.manifest.weights_bytes < size < preview.weights_bytes + 40_000
+    recorded = bundle.manifest.quantization
+    assert (recorded.linear, recorded.embeddings, recorded.experts, recorded.largest_group) == ("4w", "8w", "4w", 128)
+    table = quantize(mixture(), Quantization("4w", 32, "8w")).model.get_input_embeddings().weight.qdata
+    rows = (table[:2].to(torch.int16) + 128).to(torch.uint8).numpy().tobytes()
+    assert (bundle.path / "program.pte").read_bytes().count(rows) == 1
+
+
+@needs_mlx
+@pytest.mark.parametrize("changed", ["", "QuantizedMatmul", "GatherQmm", "Dequantize"])
+def test_quantized_weights_are_evaluated(
+    quantized: tuple[Any, Bundle], changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits are those of the model with the same weights; with weights 2 % larger they are not."""
+    if changed:
+        known = mlx_evaluator.OPERATORS[changed]
+        monkeypatch.setitem(mlx_evaluator.OPERATORS, changed, lambda mx, node: known(mx, node) * 1.02)
+    report = verify(quantized[1], mixture())
+    assert report.passed is not bool(changed)
+    assert changed or report.max_difference < 1e-4
 
 
 @needs_mlx

@@ -60,8 +60,12 @@ DEVICES: dict[str, dict[str, str]] = {
 }
 #: Targets whose programs choose the factors of RoPE by the lengths of rows.
 KNOWING_LENGTHS = ("eager", "compiled", "pt2")
-#: Networks of target `tensorrt` with quantised weights, asked by name too: compared with the model that has the same ones.
-QUANTIZED = {f"tensorrt-{scheme}": Quantization(scheme, embeddings="8w") for scheme in ("4w", "8w")}
+#: Programs with quantised weights, asked by name too: compared with the model that has the same ones.
+QUANTIZED = {
+    f"{target}-{scheme}": Quantization(scheme, embeddings="8w")
+    for target in ("tensorrt", "mlx", "openvino")
+    for scheme in ("4w", "8w")
+}
 #: Columns that are run only if they are asked by name.
 BY_NAME = (*DEVICES, *QUANTIZED)
 #: What transformers itself has for the same, see `peers.py`.
@@ -152,7 +156,7 @@ def _found(
         if target == "extended":
             return _extended(architecture, model, facts)
         if target in QUANTIZED:
-            return _quantized(model, QUANTIZED[target], case)
+            return _quantized(model, target, case)
         return _run(model, target, case, facts)
     except Exception as error:  # any model's code runs here
         return _outcome_of(error)
@@ -250,14 +254,22 @@ def _run(model: PreTrainedModel, target: str, case: Case, facts: dict[str, Any])
     return _judged(difference, fixed)
 
 
-def _quantized(model: PreTrainedModel, quantization: Quantization, case: Case) -> Outcome:
-    """The networks of a quantised copy, against that copy."""
-    backend = backend_for("tensorrt")
-    of_target = quantization.for_target(backend.kept_weights, backend.expert_schemes)
-    quantized = quantize(model, of_target).model
+def target_of(column: str) -> str:
+    """Return the target of a column, without the scheme of its weights."""
+    return column.rpartition("-")[0] if column in QUANTIZED else column
+
+
+def _quantized(model: PreTrainedModel, column: str, case: Case) -> Outcome:
+    """The program of a quantised copy, against that copy."""
+    target = target_of(column)
+    backend = backend_for("executorch" if target in DEVICES else target)
+    options = backend.options(**DEVICES.get(target, {}))
+    experts = getattr(options, "expert_schemes", getattr(backend, "expert_schemes", ()))
+    groups = getattr(options, "largest_group", None)
+    quantized = quantize(model, QUANTIZED[column].for_target(backend.kept_weights, experts, groups)).model
     ids, inputs, plain = case
     references = _references(quantized, ids, inputs, {})
-    outcome = _run(quantized, "tensorrt", (ids, inputs, references), {})
+    outcome = _run(quantized, target, (ids, inputs, references), {})
     outcome.distance = max((references[prompt] - plain[prompt]).abs().max().item() for prompt in plain)
     return outcome
 

@@ -30,7 +30,7 @@ import transformers
 from exportable_cache.common.process.tuning import collect_seldom
 
 from .architectures import Architecture, architectures
-from .check import COLUMNS, DEVICES, check, is_asked, lower_only, read_result, write_json
+from .check import COLUMNS, DEVICES, check, is_asked, lower_only, read_result, target_of, write_json
 from .published import Checkpoint, checkpoints
 from .table import DOCUMENT, write_table
 
@@ -53,6 +53,10 @@ LIMITS = {
     "mlx": 600,
     "tensorrt-4w": 900,
     "tensorrt-8w": 900,
+    "mlx-4w": 600,
+    "mlx-8w": 600,
+    "openvino-4w": 600,
+    "openvino-8w": 600,
 }
 
 
@@ -137,8 +141,8 @@ def _preload(targets: list[str]) -> None:
     first = next(row for row in architectures() if row.name == "causal-llama")
     # The runtimes of ExecuTorch and Core AI start threads, and threads do not come along into a fork.
     threaded = {"executorch", "coreai", *DEVICES}
-    check(first, [target for target in targets if target not in threaded], lambda facts: None)
-    for target in threaded.intersection(targets):
+    check(first, [target for target in targets if target_of(target) not in threaded], lambda facts: None)
+    for target in threaded.intersection(map(target_of, targets)):
         # OpenVINO's compiler starts threads, too.
         lower_only(first, "static" if target == "openvino" else target)
     gc.freeze()

@@ -17,7 +17,11 @@ _DECODERS = {
     "coreai": "`coreai`, executed on Linux",
     "static": "static form, executed by XNNPACK",
     "openvino": "`openvino`, executed",
+    "openvino-4w": "`openvino` with `--quantize 4w`, executed",
+    "openvino-8w": "`openvino` with `--quantize 8w`, executed",
     "mlx": "`mlx`, evaluated",
+    "mlx-4w": "`mlx` with `--quantize 4w`, evaluated",
+    "mlx-8w": "`mlx` with `--quantize 8w`, evaluated",
 }
 _PEERS = {
     "static_cache": "`StaticCache`, eager",

@@ -106,7 +106,7 @@ def _lines(results: dict[Architecture, dict[str, Any]], published: dict[Checkpoi
         "`static`, `openvino` and `mlx` are programs of ExecuTorch for devices, in chunks of "
         f"{FIXED_CHUNK} tokens for the first two: the static form",
         "in XNNPACK, OpenVINO's delegate, and MLX's, whose graph is evaluated on the CPU.",
-        "`tensorrt-4w` and `tensorrt-8w` are networks with quantised weights, experts included, against the model that has the "
+        "Columns with `-4w` and `-8w` are programs with quantised weights, experts included, against the model that has the "
         "same ones; in brackets",
         "how far that is from the model before. Rows that 32 does not divide, which the true sizes do not have, are refused with `4w`.",
         "An empty cell was not run, `-` was not asked.",

@@ -22,6 +22,9 @@ LINEARS = ("delegate", "native")
 COMPUTE = ("float32", "bfloat16")
 FORMS = ("resident", "static")
 KEYS = ("rows", "transposed")
+#: Schemes of linear layers, without those of delegates that have their own. Not 8-bit weights alone, because their
+#: kernel was 4 times slower than float32 for one token and 80 times for 32. 4-bit weights alone need native operators.
+LINEAR_SCHEMES = ("8da4w", "8da8w", "4w", "keep")
 NATIVE_KERNELS_NEEDED = (
     "the program calls native operators of this package; `exportable-cache native build` installs them (C++ runner: "
     "-DEC_KERNELS=PATH or -DEC_NATIVE_KERNELS=ON), and `exportable-cache export MODEL --recipe portable ...` makes a "
@@ -36,6 +39,22 @@ def needs_native_kernels(options: Mapping[str, Any]) -> bool:
         options: Options of any target, as given or as a manifest records them, possibly by another release.
     """
     return "native" in (options.get("kernels"), options.get("linears"))
+
+
+def _check_schemes(delegate: Delegate, quantization: Quantization) -> None:
+    """Check that a delegate with its own schemes takes a quantization."""
+    known = " or ".join(map(repr, delegate.schemes or (None,)))
+    remedy = f"{f'use {known}' if delegate.schemes else 'leave it out'}, or use delegate 'xnnpack'"
+    for option, value in (("quantize", quantization.linear), ("quantize_embeddings", quantization.embeddings)):
+        # A table alone is refused, too, because a head that is tied to it would have rounded activations.
+        is_left_out = value is None and (option == "quantize_embeddings" or not delegate.schemes)
+        if not is_left_out and value not in (delegate.schemes or ()):
+            raise InputError(f"{option} must be {known} for delegate {delegate.name!r}, got {value!r}; {remedy}")
+    if delegate.groups and quantization.group_size not in (None, *delegate.groups):
+        raise InputError(
+            f"group_size must be one of {', '.join(map(str, delegate.groups))} for delegate {delegate.name!r}, got "
+            f"{quantization.group_size}; pass one of them (--group-size)"
+        )
 
 
 @dataclass(frozen=True)
@@ -115,6 +134,21 @@ class ExecutorchOptions(TensorRTOptions):
         return None if self.delegate == "xnnpack" and self.form == "resident" else 1
 
     @property
+    def linear_schemes(self) -> tuple[str, ...]:
+        """Schemes of linear layers that the delegate takes."""
+        return self.facts.schemes or LINEAR_SCHEMES
+
+    @property
+    def expert_schemes(self) -> tuple[str, ...]:
+        """Schemes of linear layers that the delegate takes for experts, too."""
+        return self.facts.schemes or ()
+
+    @property
+    def largest_group(self) -> int | None:
+        """Largest number of weights that share a stored scale, None for whole rows."""
+        return max(self.facts.groups, default=None)
+
+    @property
     def native_linears(self) -> bool:
         """True if native operators compute linear layers. Their 8da4w scales may be negative."""
         return (self.linears or self.kernels) == "native"
@@ -129,17 +163,18 @@ class ExecutorchOptions(TensorRTOptions):
     def check_quantization(self, quantization: Quantization) -> None:
         """See `TargetOptions.check_quantization`."""
         super().check_quantization(quantization)
-        if self.delegate in ("openvino", "mlx", "tosa"):
-            raise InputError(
-                f"quantize must be None for delegate {self.delegate!r}, got {str(quantization)!r}; leave it out, or "
-                "use delegate 'xnnpack'"
-            )
-        if quantization.linear == "4w" and self.delegate != "tensorrt" and not self.native_linears:
+        if self.facts.schemes is not None:
+            _check_schemes(self.facts, quantization)
+        elif quantization.linear == "4w" and self.delegate != "tensorrt" and not self.native_linears:
             raise InputError(
                 "linears must be 'native' with quantize='4w', because delegates have no kernel for 4-bit weights with "
                 f"float activations, got {self.linears or 'delegate'!r}; pass linears='native' (-O linears=native), or "
                 "use '8da4w'"
             )
+
+    def copies(self, prefill_chunk: int | None) -> int:
+        """See `TargetOptions.copies`."""
+        return 2 if self.facts.copies_weights and prefill_chunk != 1 else 1
 
     def check_cache(self, cache: CacheSpec) -> None:
         """See `TargetOptions.check_cache`."""

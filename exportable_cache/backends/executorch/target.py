@@ -14,7 +14,7 @@ from ...program.spec import Form
 from ..base import LoweredFile, StandIn
 from ..registry import backend_for
 from .attention import layouts  # noqa: F401  layouts of layers, by which bundles describe them
-from .options import ExecutorchOptions
+from .options import LINEAR_SCHEMES, ExecutorchOptions
 from .runner import ExecutorchRunner
 from .static.runner import PLAN, TABLES, open_static
 
@@ -35,9 +35,7 @@ class ExecutorchBackend:
     # For delegates other than XNNPACK, see `ExecutorchOptions.max_batch_size`.
     max_batch_size = 1
     holds_adapters = True
-    # Not 8-bit weights alone, because their kernel was 4 times slower than float32 for one token and 80 times for 32.
-    # 4-bit weights alone need native operators, see `ExecutorchOptions.check_quantization`.
-    linear_schemes = ("8da4w", "8da8w", "4w", "keep")
+    linear_schemes = LINEAR_SCHEMES
     kept_weights = "8da4w"
     embedding_schemes = ("8w", "4w")
 
@@ -46,14 +44,15 @@ class ExecutorchBackend:
 
     def program_spec(self, asked: ProgramSpec, options: ExecutorchOptions) -> ProgramSpec:
         """See `Backend.program_spec`."""
-        from ...models.experts import register_experts
+        from ...models.experts import register_experts, register_quantized_experts
         from .attention.fused import EXECUTORCH_ATTENTION, fuse_layers, one_method_suffices
         from .native.operators import check_native_kernels
 
         if options.delegate == "tensorrt":
             return backend_for("tensorrt").program_spec(asked, options)
         # Batched products, because ExecuTorch has no kernels for experts.
-        asked = replace(asked, form=Form.RESIDENT, experts="batched_mm")
+        experts = register_quantized_experts() if options.expert_schemes else "batched_mm"
+        asked = replace(asked, form=Form.RESIDENT, experts=experts)
         if options.form == "static":
             # The graphs are traced by `static_programs`; of this one the methods and layers are used.
             return replace(asked, attention=MATMUL_ATTENTION, fixed_chunk=True)

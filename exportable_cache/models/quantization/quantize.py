@@ -18,6 +18,7 @@ from ...errors import InputError, UnsupportedModelError
 from ..experts import (
     experts_of,
     is_expert_scale,
+    parts_of,
     projections,
     rows_of_weight,
     set_quantized,
@@ -86,6 +87,8 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
             f"the head of {name} is tied to its embeddings, and their kernels pack 4 bits differently; use "
             "quantize_embeddings='8w'"
         )
+    if quantization.largest_group is not None:
+        _check_rows(model, quantization, linears)
     size = quantization.group_size or DEFAULT_GROUP_SIZE
     grouped = quantization.linear is not None and LINEAR_SCHEMES[quantization.linear][0] == 4
     rows: dict[str, Any] = dict(linears) if grouped else {}
@@ -109,6 +112,23 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
                     remedy += ", and leaves the experts in float"
             raise InputError(
                 f"group_size must divide the rows of {path} of {name}, {length} weights long, got {size}; {remedy}"
+            )
+
+
+def _check_rows(model: PreTrainedModel, quantization: Quantization, linears: Mapping[str, nn.Linear]) -> None:
+    """Check that rows of 8-bit weights can be stored in groups."""
+    lengths = {path: linear.in_features for path, linear in linears.items()} if quantization.linear == "8w" else {}
+    table = model.get_input_embeddings()
+    if quantization.embeddings == "8w":
+        lengths["its embeddings"] = _weight(table).shape[1]
+    if quantization.experts == "8w":
+        for path, module in experts_of(model):
+            lengths |= {f"{path}.{name}": rows_of_weight(module, name).shape[2] for name in projections(module)}
+    for path, length in lengths.items():
+        if length % GROUP_MULTIPLE:
+            raise UnsupportedModelError(
+                f"the rows of {path} of {type(model).__name__} must be a multiple of {GROUP_MULTIPLE} weights long to "
+                f"be stored in groups, got {length}; leave quantize out, or export for another target"
             )
 
 
@@ -539,9 +559,19 @@ def _stored_bytes(model: nn.Module, quantization: Quantization) -> int:
             zeros = parameter.zero_point
             # Zero points that are all zero are stored by no target.
             parts = parameter.scale.nbytes + (zeros.nbytes if zeros is not None and bool(zeros.any()) else 0)
+            if bits == 8:
+                parts *= parameter.shape[1] // quantization.stored_group(parameter.shape[1])
             stored[parameter.qdata.data_ptr()] = parameter.qdata.numel() * bits // 8 + parts
         else:
             # Integers of experts, two per byte with 4 bits.
             packed = 8 // expert_bits if parameter.dtype == torch.int8 else 1
             stored[parameter.data_ptr()] = parameter.nbytes // packed
+    if quantization.experts is not None and quantization.largest_group is not None:
+        for _, module in experts_of(model):
+            for integers, scale, *_ in (parts_of(module, name) for name in projections(module)):
+                assert scale is not None
+                row = integers.shape[2]
+                group = row // scale.shape[2] if expert_bits == 4 else quantization.stored_group(row)
+                # A bias with each scale.
+                stored[scale.data_ptr()] = 2 * integers.numel() // group * scale.itemsize
     return sum(stored.values())

@@ -85,16 +85,20 @@ def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtyp
         is_16_bits = quantization.linear == "8da4w" or quantization.scales == "signed_mse"
         scale = _BFLOAT16 if bits == 4 and is_16_bits else dtype.itemsize
         for linear in quantizable_linears(model).values():
-            forms[id(linear.weight)] = _Form(bits, scale, size if bits == 4 else linear.weight.shape[1])
+            row = linear.weight.shape[1]
+            forms[id(linear.weight)] = _Form(bits, scale, size if bits == 4 else quantization.stored_group(row))
         if quantization.experts is not None:
             for module in (module for _, module in experts_of(model)):
                 for name in projections(module):
-                    row = rows_of_weight(module, name).shape[2]
-                    forms[id(getattr(module, name))] = _Form(bits, scale, size if bits == 4 else row)
+                    row = quantization.stored_group(rows_of_weight(module, name).shape[2])
+                    # MLX's form stores a bias with each scale.
+                    pair = scale if quantization.largest_group is None else 2 * scale
+                    forms[id(getattr(module, name))] = _Form(bits, pair, size if bits == 4 else row)
     if quantization.embeddings is not None:
         bits, weight = EMBEDDING_SCHEMES[quantization.embeddings], table.weight
         assert isinstance(weight, torch.Tensor)
-        forms[id(weight)] = _Form(bits, dtype.itemsize, size if bits == 4 else weight.shape[1])
+        row = quantization.stored_group(weight.shape[1])
+        forms[id(weight)] = _Form(bits, dtype.itemsize, size if bits == 4 else row)
     return forms
 
 

@@ -5,6 +5,7 @@ This module does not import torch, because the command line builds its options f
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -111,6 +112,9 @@ class Quantization:
         experts: One of `EXPERT_SCHEMES`, with the group size of linear layers; None leaves the experts of mixtures
             unquantised. The target chooses it, and the manifest records it.
         kept: One of `KEPT_FORMS` with "keep", else None. The target chooses it, and the manifest records it.
+        largest_group: Largest number of weights that share a stored scale, in MLX's form: longer rows store their scale
+            several times, and experts store a bias with each. None for other forms. The target chooses it, and the
+            manifest records it.
 
     Raises:
         InputError: If a scheme is unknown, nothing is quantised, or the kernels do not support the group size.
@@ -145,6 +149,7 @@ class Quantization:
     scales: str | None = setting(None, "How the scales of 4-bit groups are chosen.", choices=SCALES)
     experts: str | None = setting(None, "Weights of the experts of mixtures.", choices=EXPERT_SCHEMES)
     kept: str | None = setting(None, "Form of the checkpoint's integers.", choices=tuple(KEPT_FORMS))
+    largest_group: int | None = None
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -197,16 +202,22 @@ class Quantization:
         experts = NATIVE_EXPERTS if self.linear == NATIVE_EXPERTS else None
         return replace(self, scales="signed_mse", experts=experts)
 
-    def for_target(self, kept: str, experts: Sequence[str] = ()) -> Quantization:
+    def for_target(self, kept: str, experts: Sequence[str] = (), largest_group: int | None = None) -> Quantization:
         """Return the quantisation with the form of kept integers that a target has, or with the experts of mixtures.
 
         Args:
             kept: One of `KEPT_FORMS`.
             experts: Schemes of linear layers that the target has for experts too.
+            largest_group: See the attribute.
         """
         if self.linear == KEEP_SCHEME:
             return replace(self, kept=kept)
-        return replace(self, experts=self.linear) if self.linear in experts else self
+        chosen = self.linear if self.linear in experts else None
+        return replace(self, experts=chosen, largest_group=largest_group)
+
+    def stored_group(self, row: int) -> int:
+        """Return the number of 8-bit weights that share a stored scale, in rows of a number of weights."""
+        return row if self.largest_group is None else math.gcd(row, self.largest_group)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a manifest records them; `Quantization(**recorded)` reads them back."""

@@ -388,12 +388,34 @@ def _conv1d(mx: Any, node: Node) -> Any:
     return mx.conv1d(node.x, node.w, node.stride, node.padding, node.dilation, node.groups)
 
 
+def _matrices(mx: Any, node: Node, left: Any, right: Any) -> list[Any]:
+    """Return the indices of the matrices to multiply, which MLX reads as numbers without a sign."""
+    sizes = (math.prod(operand.shape[:-2]) for operand in (left, right))
+    found = ((node.lhs_indices, next(sizes)), (node.rhs_indices, next(sizes)))
+    return [None if index is None else _checked(mx, index, size) % size for index, size in found]
+
+
 def _gather_mm(mx: Any, node: Node) -> Any:
-    indices = [
-        None if index is None else _checked(mx, index, math.prod(operand.shape[:-2]))
-        for index, operand in ((node.lhs_indices, node.a), (node.rhs_indices, node.b))
-    ]
+    indices = _matrices(mx, node, node.a, node.b)
     return mx.gather_mm(node.a, node.b, *indices, sorted_indices=node.sorted_indices)
+
+
+def _gather_qmm(mx: Any, node: Node) -> Any:
+    indices = _matrices(mx, node, node.x, node.w)
+    options = {"transpose": node.transpose, **_packing(node), "sorted_indices": node.sorted_indices}
+    return mx.gather_qmm(node.x, node.w, node.scales, node.biases, *indices, **options)
+
+
+def _dequantize(mx: Any, node: Node) -> Any:
+    if node.global_scale is not None:
+        raise ValueError("scales of scales are not known here")
+    return mx.dequantize(node.w, node.scales, node.biases, **_packing(node)).astype(
+        node.scales.dtype if node.dtype is None else node.graph.dtype(node.dtype)
+    )
+
+
+def _packing(node: Node) -> dict[str, Any]:
+    return {"group_size": node.group_size, "bits": node.bits, "mode": node.mode}
 
 
 def _attention(mx: Any, node: Node) -> Any:
@@ -551,9 +573,11 @@ OPERATORS: dict[str, Callable[[Any, Node], Any]] = {
     "FullLike": lambda mx, node: _full(mx, node.x.shape, node.v, _dtype(node) or node.x.dtype),
     "Tri": lambda mx, node: mx.tri(*node.graph.bounded([node.n, node.m]), node.k, _dtype(node)),
     "QuantizedMatmul": lambda mx, node: mx.quantized_matmul(
-        node.x, node.w, node.scales, node.biases, node.transpose, node.group_size, node.bits, node.mode
+        node.x, node.w, node.scales, node.biases, transpose=node.transpose, **_packing(node)
     ),
     "GatherMm": _gather_mm,
+    "GatherQmm": _gather_qmm,
+    "Dequantize": _dequantize,
     "Scan": _scan,
     "If": _branch,
 }

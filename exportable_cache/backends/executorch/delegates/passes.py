@@ -16,13 +16,40 @@ from ..graph_edits import insert_call, replace_call
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+    from torch.fx import Graph
 
 aten = torch.ops.aten
 
+#: Largest integer of 4 bits.
+INT4_MOST = 7
 #: End of an open slice.
 _END = 2**63 - 1
 _OF_BITS = {aten.logical_and.default: aten.bitwise_and.Tensor, aten.logical_or.default: aten.bitwise_or.Tensor}
 _FLOOR_DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
+
+
+def bits_of(integers: torch.Tensor) -> int:
+    """Return 4 if signed integers have 4 bits, else 8."""
+    return 4 if int(integers.min()) >= -INT4_MOST - 1 and int(integers.max()) <= INT4_MOST else 8
+
+
+def combine_choices(graph: Graph, results: Node, bias: Node | None, indices: Node, factors: Node | None) -> Node:
+    """Insert the end of a linear layer of experts, see `models.experts.expert_linear`.
+
+    Args:
+        graph: Graph to insert into.
+        results: Products [tokens, choices, outputs].
+        bias: [experts, outputs], or None.
+        indices: Chosen experts [tokens, choices].
+        factors: [tokens, choices], or None for results of each choice.
+    """
+    if bias is not None:
+        chosen = insert_call(graph, aten.embedding.default, bias, indices)
+        results = insert_call(graph, aten.add.Tensor, results, chosen)
+    if factors is None:
+        return results
+    results = insert_call(graph, aten.mul.Tensor, results, insert_call(graph, aten.unsqueeze.default, factors, -1))
+    return insert_call(graph, aten.sum.dim_IntList, results, [1])
 
 
 def choices_to_comparisons(program: ExportedProgram) -> ExportedProgram:

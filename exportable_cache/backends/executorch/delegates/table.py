@@ -31,6 +31,9 @@ class Delegate:
         compiler: Packages that lower, with their releases.
         evaluator: Packages that a verification needs besides.
         extra: Extra of this package that installs the packages.
+        schemes: Schemes of quantized weights that it takes, of layers, tables and experts; None for the target's.
+        groups: Numbers of weights that may share a scale; empty for any. Longer rows repeat their scale.
+        copies_weights: True if each method has its own copy of the weights.
     """
 
     name: str
@@ -42,6 +45,9 @@ class Delegate:
     compiler: tuple[str, ...] = ()
     evaluator: tuple[str, ...] = ()
     extra: str = "executorch"
+    schemes: tuple[str, ...] | None = None
+    groups: tuple[int, ...] = ()
+    copies_weights: bool = False
 
     def module(self) -> ModuleType:
         """Return the delegate's module, after a check that its compiler is installed.
@@ -102,6 +108,8 @@ def _wrong(packages: tuple[str, ...]) -> Iterator[str]:
             yield f"{requirement}, and {installed} is installed"
 
 
+_WEIGHTS_ALONE = ("4w", "8w")
+
 DELEGATES = {
     one.name: one
     for one in (
@@ -117,6 +125,8 @@ DELEGATES = {
             lengths="fixed",
             compiler=("openvino<2026,>=2025.1",),
             extra="openvino",
+            schemes=_WEIGHTS_ALONE,
+            copies_weights=True,
         ),
         Delegate(
             "mlx",
@@ -127,6 +137,8 @@ DELEGATES = {
             verified="evaluated",
             evaluator=("mlx<1,>=0.29",),
             extra="mlx",
+            schemes=_WEIGHTS_ALONE,
+            groups=(32, 64, 128),
         ),
         Delegate(
             "tosa",
@@ -137,6 +149,7 @@ DELEGATES = {
             compiler=("tosa-tools>=2026.5",),
             evaluator=("tosa-tools>=2026.5",),
             extra="tosa",
+            schemes=(),
         ),
         Delegate("vulkan", "VulkanBackend", lengths="one", verified="lowered"),
         # It depends on coremltools on every system, but builds of ExecuTorch from source do not.

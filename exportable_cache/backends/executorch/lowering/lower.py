@@ -60,7 +60,7 @@ _ALIGNMENT = 64
 Rewrite = Callable[[ExportedProgram], ExportedProgram]
 
 #: Passes for every delegate, in order: before constants are folded, and after.
-BEFORE_FOLDING: tuple[Rewrite, ...] = (fuse_quantized_embeddings, patches_to_linear)
+BEFORE_FOLDING: tuple[Rewrite, ...] = (patches_to_linear,)
 REWRITES: tuple[Rewrite, ...] = (masked_writes_to_where, decompose_tanh_gelus, parts_to_weights)
 #: XNNPACK only: other compilers take means and slices, and coremltools 9.0 fails on linear layers of one output.
 XNNPACK_REWRITES: tuple[Rewrite, ...] = (means_to_linear, rotations_to_linear)
@@ -87,10 +87,12 @@ def to_edge(
         scratch: Storage of large packed weights in files; None for memory.
     """
     patch_exporter()
-    segments = ClonedSegments(_segment_to_edge)
+    segments, facts = ClonedSegments(_segment_to_edge), DELEGATES[delegate]
     state = state_of(programs.values())
     rewrites: tuple[Rewrite, ...] = (
         *((partial(tied_tables_to_native, scratch=scratch),) if native else ()),
+        # Delegates with their own schemes take dequantized tables.
+        *(() if facts.schemes else (fuse_quantized_embeddings,)),
         *BEFORE_FOLDING,
         partial(fold_constants, state=state),
         # First, because later passes decompose activations.
@@ -106,7 +108,7 @@ def to_edge(
     rewrites = (*rewrites, *(to_native if native else ()))
     replace_segments: Rewrite = partial(segments.replace, state=state)
     rewrites = (*rewrites, *((replace_segments, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
-    rewrites = (*rewrites, *getattr(DELEGATES[delegate].module(), "rewrites", tuple)())
+    rewrites = (*rewrites, *getattr(facts.module(), "rewrites", tuple)())
     rewritten = {name: _rewritten(program, rewrites) for name, program in programs.items()}
     edge = replace_placeholders(_partitioned(rewritten, delegate, constant_methods), segments)
     for name in programs:
