@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from exportable_cache.decoding import TextStream
 from exportable_cache.errors import CacheFullError, InputError
 
 from .decoding.byte_tokenizer import END, SIZE, byte_tokenizer
-from .support.models import hybrid_model, tiny_model, tokens
+from .support.models import FAMILIES, hybrid_model, tiny_model, tokens
 from .support.oracle import reference_logits
 
 CAPACITY = 64
@@ -53,6 +54,21 @@ def test_greedy_tokens_are_the_models(model: Any) -> None:
     assert generated == greedy(model, ids, 20)
     assert all(type(token) is int for token in generated)
     assert session.length.tolist() == [5 + 19]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "hybrid"])
+def test_tokens_of_tiny_models_depend_on_the_cache(family: str) -> None:
+    """Tests that compare tokens see lost keys and values only with such models."""
+    session = without_end(session_of(hybrid_model() if family == "hybrid" else tiny_model(family)))
+    for seed in range(2):
+        session.reset()
+        prompt = tokens(20, seed=seed)
+        first, *expected = session.generate(prompt, 10)
+        session.reset()
+        session.prefill(prompt)
+        for tensor in session.cache.stored_state().values():
+            tensor.zero_()
+        assert sum(map(operator.ne, session.generate(torch.tensor([[first]]), 9), expected)) >= 4
 
 
 def test_generate_continues_with_the_newest_token(model: Any) -> None:

@@ -12,7 +12,7 @@ from exportable_cache.bundle.bundle import Bundle
 
 from ..decoding.byte_tokenizer import SIZE, byte_tokenizer
 from ..support.letters import letter_tokenizer
-from ..support.models import VOCAB, tiny_model
+from ..support.models import VOCAB, hybrid_model, tiny_model
 
 MAX_CACHE_LEN = 48
 PROMPT = "abcdefgh"
@@ -30,9 +30,7 @@ def letters():
 @pytest.fixture(scope="module")
 def bundle(letters, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundles") / "letters"
-    return export(
-        tiny_model("gemma2"), "fake", MAX_CACHE_LEN, folder, prefill_chunk=16, verify=False, tokenizer=letters
-    ).path
+    return export(hybrid_model(), "fake", MAX_CACHE_LEN, folder, prefill_chunk=16, verify=False, tokenizer=letters).path
 
 
 @pytest.fixture(scope="module")
