@@ -93,6 +93,8 @@ def test_it_refuses_what_the_export_would(config_only: Path, tmp_path: Path) -> 
     tiny_model("gpt2", max_position_embeddings=32).config.save_pretrained(tmp_path / "gpt2")
     with pytest.raises(InputError, match="at most 32"):
         dry(model_or_path=tmp_path / "gpt2", max_cache_len=64)
+    given = {"model_or_path": tmp_path / "gpt2"}
+    assert dry(**given).cache_bytes == dry(**given, max_cache_len=32).cache_bytes
     checkpoints.edit_config(config_only, quantization_config={"quant_method": "gptq"})
     with pytest.raises(UnsupportedModelError, match="gptq"):
         dry()

@@ -180,6 +180,14 @@ def test_plan_looks_into_the_configs_inside():
         plan(config, LENGTH)
 
 
+def test_the_length_is_1024_by_default_or_the_models_positions():
+    config = tiny_model("llama").config
+    config.max_position_embeddings = 4096
+    assert plan(config).max_cache_len == 1024
+    config.max_position_embeddings = 96
+    assert plan(config).cache_bytes == plan(config, 96).cache_bytes
+
+
 def test_plan_is_json():
     made = plan(tiny_model("gemma2"), LENGTH)
     read = json.loads(json.dumps(made.to_dict()))

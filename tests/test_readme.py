@@ -393,7 +393,7 @@ def test_wrong_python_is_found(code: str) -> None:
         "make coffee",
         "exportable-cache exprot demo",
         "exportable-cache export demo -n 512 -o x --quantise 8da4w",
-        "exportable-cache export demo -o x",
+        "exportable-cache export demo -n 64",
         "exportable-cache export demo -n 512 -o x -t pt2 -O score_len=9",
         "exportable-cache generate x --temperature warm",
         "python benchmarks/loop.py --plod docs/loop.svg",

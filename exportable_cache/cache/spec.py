@@ -62,8 +62,8 @@ class Sinks:
         return cls(tokens, window)
 
 
-#: Default of `max_cache_len` for models that run in this process, where they have at least as many positions.
-CACHE_LEN = 4096
+#: Defaults of `max_cache_len` where the model has at least as many positions: in this process, and in an export.
+CACHE_LEN, EXPORT_CACHE_LEN = 4096, 1024
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ _WITHOUT_ARGUMENTS = ("doctor",)
 _OVERVIEW = """\
 exportable-cache exports Hugging Face models with a static KV cache, and runs them.
 
-  Export a model      exportable-cache export demo --max-cache-len 512 -o artifacts/demo
+  Export a model      exportable-cache export demo -o artifacts/demo
   Generate text       exportable-cache generate artifacts/demo -p "the code of amber is 4821. amber?"
   Serve it            exportable-cache serve artifacts/demo
   Check a bundle      exportable-cache verify artifacts/demo --model demo
@@ -46,7 +46,7 @@ exportable-cache exports Hugging Face models with a static KV cache, and runs th
 _EPILOG = "\n\n".join(
     (
         "Example:",
-        "  exportable-cache export demo --max-cache-len 512 -o artifacts/demo",
+        "  exportable-cache export demo -o artifacts/demo",
         '  exportable-cache generate artifacts/demo -p "the code of amber is 4821. amber?"',
         "Exit codes: 0 done; 1 the program disagrees with the model; 2 bad input; 70 unexpected error; 130 "
         "interrupted. Set EXPORTABLE_CACHE_DEBUG=1 for tracebacks.",

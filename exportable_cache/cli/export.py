@@ -20,7 +20,7 @@ from ..common.settings import keyword_of
 from ..errors import UnsupportedModelError, shown
 from ..models.quantization.spec import Quantization
 from ..pipeline.recipes import RECIPES, remark_of
-from ..pipeline.spec import ExportSpec, Split
+from ..pipeline.spec import DEFAULT_CACHE_LEN, ExportSpec, Split
 from ..program.spec import ProgramSpec
 from .options import (
     REQUIRED_OPTION,
@@ -54,12 +54,14 @@ def _size(text: str | None) -> str | None:
     return text
 
 
+_CACHE_LEN = {"max_cache_len": Changes(default=None, about={"show_default": DEFAULT_CACHE_LEN})}
 _OPTIONS = tuple(
     options_of(
         [ExportSpec, CacheSpec, ProgramSpec, Quantization, ExecutorchOptions, TensorRTOptions],
         {
             "target": TARGET,
             "output_dir": REQUIRED_OPTION,
+            **_CACHE_LEN,
             "image_size": Changes(about={"callback": _size}),
             # None by default, because other targets have no delegate.
             "delegate": Changes(default=None, about={"show_default": "xnnpack"}),
@@ -181,6 +183,7 @@ def _sizes_of_recipes(model: str, bundle: Bundle, given: dict[str, Any]) -> dict
     if bundle.manifest.target != "executorch":
         return {}
     names = {keyword_of(one) for one in fields(CacheSpec) if one.init} - {"dtype", "kv_dtype"}
+    given = {**given, "max_cache_len": bundle.manifest.program.max_cache_len}
     try:
         return sizes_of_recipes(model, CacheSpec(**{name: given[name] for name in names if name in given}))
     except UnsupportedModelError:
@@ -203,7 +206,8 @@ def _print_export(terminal: Terminal, bundle: Bundle, sizes: Mapping[str, Recipe
     manifest = bundle.manifest
     terminal.print(f"{shown(bundle.path)}: {shown(manifest.architecture)} with its cache, for {manifest.target}\n")
     print_files(terminal, bundle)
-    terminal.print(f"\nweights {bytes_text(manifest.weights_bytes)}, cache {bytes_text(manifest.cache_bytes)}")
+    kept = f"cache {bytes_text(manifest.cache_bytes)} (max_cache_len {manifest.program.max_cache_len})"
+    terminal.print(f"\nweights {bytes_text(manifest.weights_bytes)}, {kept}")
     print_verification(terminal, bundle)
     print_recipe_sizes(terminal, sizes)
     terminal.print("next:" if sizes else "\nnext:")
@@ -357,7 +361,7 @@ RecipeOption = Annotated[
 
 @takes(
     declared("model", ModelArgument),
-    *options_of([CacheSpec, Split]),
+    *options_of([CacheSpec, Split], _CACHE_LEN),
     declared("target", PlanTargetOption, None),
     declared("recipe", RecipeOption, None),
     declared("json", JsonOption, False),
@@ -369,7 +373,9 @@ def plan(ctx: typer.Context, model: str, target: str | None, recipe: str | None,
     terminal: Terminal = ctx.obj
     with terminal.progress(f"reading the config of {model}"):
         from ..pipeline.plan import plan_cache
+        from ..pipeline.spec import cache_len_of
 
+        given["max_cache_len"] = cache_len_of(model, given["max_cache_len"])
         split = Split(**{one.name: given.pop(one.name) for one in fields(Split)})
         made = plan_cache(model, CacheSpec(**given), target, split, recipe)
     if json:

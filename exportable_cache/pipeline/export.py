@@ -36,7 +36,7 @@ from ..program.spec import ProgramSpec
 from .dtypes import DtypeChoice
 from .plan import RecipeSize, plan_cache, sizes_of_recipes, weights_bytes
 from .recipes import fill_options, remark_of
-from .spec import DRAFT_TARGETS, ExportSpec, Split, options_of, vocabulary_of
+from .spec import DRAFT_TARGETS, ExportSpec, Split, cache_len_of, options_of, vocabulary_of
 from .steps import resolve, run
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def export(*args: Any, dry_run: Literal[False] = False, **options: Any) -> Bundl
 def export(
     model_or_path: PreTrainedModel | str | os.PathLike,
     target: str = "executorch",
-    max_cache_len: int = 1024,
+    max_cache_len: int | None = None,
     output_dir: str | os.PathLike | None = None,
     *,
     recipe: str | None = None,
@@ -106,7 +106,8 @@ def export(
         model_or_path: `demo`, a local folder or GGUF file, a hub id, or a loaded model in eval mode. The adapters of a
             PEFT model are merged into a copy of the weights that they change.
         target: One of `backends.TARGETS`.
-        max_cache_len: Tokens that a full-attention layer can hold.
+        max_cache_len: Tokens that a full-attention layer can hold; by default 1024, or the model's positions if it has
+            fewer.
         output_dir: Folder of the bundle; must not exist, be empty, or be a bundle to overwrite.
         recipe: Name of a recipe, which sets the options below that are not given: `exact` (the default) keeps weights
             as the checkpoint has them, `fast`, `small`, or `portable`, which calls ExecuTorch's operators only and is
@@ -207,7 +208,7 @@ def export(
         recipe_changes=filled.changed,
         options=backend.options.parse(filled.options),
         cache=CacheSpec(
-            max_cache_len,
+            cache_len_of(model_or_path, max_cache_len),
             batch_size,
             rollback_slots=rollback_slots,
             attention_sinks=attention_sinks,

@@ -47,14 +47,14 @@ class ExportableCacheConfig(ExportConfigMixin):
     Attributes:
         export_format: Name of the format.
         target: Target of the program, see `export`.
-        max_cache_len: Tokens that a full-attention layer can hold.
+        max_cache_len: Tokens that a full-attention layer can hold; None for the default of `export`.
         tokenizer: Folder or hub id of the tokenizer to save in the bundle; None for none.
         options: Further options of `export`: `{"recipe": "fast"}`.
     """
 
     export_format: str = FORMAT
     target: str = "executorch"
-    max_cache_len: int = 1024
+    max_cache_len: int | None = None
     tokenizer: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 

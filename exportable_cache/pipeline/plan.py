@@ -26,7 +26,7 @@ from ..models.quantization.spec import Quantization
 from ..parallel.heads import RankPlan, check_tensor_parallel, messages_of_token, split_layers, weights_of_rank
 from .dtypes import DtypeChoice, check_dtype, choose_dtype
 from .recipes import RECIPES, FilledOptions, fill_options
-from .spec import Split, dtype_of
+from .spec import Split, cache_len_of, dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -142,7 +142,7 @@ class Plan:
 
 def plan(
     model_or_path: str | Path | PreTrainedModel | PreTrainedConfig,
-    max_cache_len: int,
+    max_cache_len: int | None = None,
     batch_size: int = 1,
     dtype: torch.dtype | str | None = None,
     target: str | None = None,
@@ -153,7 +153,7 @@ def plan(
 
     Args:
         model_or_path: `demo`, a hub id, a folder, a model or a config.
-        max_cache_len: Tokens that a full-attention layer shall hold.
+        max_cache_len: Tokens that a full-attention layer shall hold; by default that of `export`.
         batch_size: Number of rows.
         dtype: Dtype of keys, values and weights. By default the best one of `target`; without a target the config's, or
             float32.
@@ -172,7 +172,8 @@ def plan(
     names = {one.name for one in fields(Split)}
     split = Split(**{name: given for name, given in options.items() if name in names})
     further = {name: given for name, given in options.items() if name not in names}
-    return plan_cache(model_or_path, CacheSpec(max_cache_len, batch_size, dtype, **further), target, split, recipe)
+    spec = CacheSpec(cache_len_of(model_or_path, max_cache_len), batch_size, dtype, **further)
+    return plan_cache(model_or_path, spec, target, split, recipe)
 
 
 def plan_cache(

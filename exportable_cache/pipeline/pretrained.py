@@ -39,7 +39,6 @@ from ..generation.checkpoint_settings import CheckpointSettings
 from ..generation.speculative import DraftModel, PromptLookup
 from ..models.loading.loading import auto_class, load_config
 from ..models.loading.location import hub_errors
-from ..models.positions import default_cache_len
 from ..session.generate import checked_steps, config_for, make_request
 from ..session.inputs.encoder import start_tokens
 from ..session.opening import ModelOptions, Use, open_model
@@ -59,8 +58,6 @@ if TYPE_CHECKING:
 _NEW_TOKENS = 20
 #: Tokens that a draft proposes at once.
 _PROPOSED = 8
-#: Tokens that a program holds if no length is given and the model has as many positions.
-_CACHE_LEN = 1024
 #: Settings that `generate` follows although sessions do not.
 _FOLLOWED = ("stop_strings", "max_time", "num_return_sequences")
 #: Settings of the output, which is always the tokens.
@@ -195,8 +192,6 @@ class ExportableModel:
         given: dict[str, Any] = {"modalities": cls.modalities, **options}
         config = load_config(name)
         cls._check_takes(_takes_of(config))
-        if "max_cache_len" not in given:
-            given["max_cache_len"] = default_cache_len(config, _CACHE_LEN)
         if given.get("dry_run"):
             raise InputError("dry_run must be False for from_pretrained, got True; use export")
         temporary = None if output_dir is not None else tempfile.mkdtemp(prefix="exportable_cache-")

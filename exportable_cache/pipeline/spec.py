@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..backends.registry import backend_for
-from ..cache.spec import CacheSpec
+from ..cache.spec import EXPORT_CACHE_LEN, CacheSpec
 from ..common.settings import REQUIRED, check_settings, same_setting, setting
 from ..errors import InputError
 from ..models.quantization.spec import KEEP_SCHEME, check_calibrated, check_schemes
@@ -24,7 +24,7 @@ from .recipes import EXACT, RECIPES
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from ..backends.options import TargetOptions
     from ..models.quantization.spec import Quantization
@@ -34,6 +34,24 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 #: Targets whose programs may have a draft head.
 DRAFT_TARGETS = ("pt2", "executorch")
 _NO_OUTPUT = "name the folder to write, such as 'artifacts/model'"
+
+
+#: What the command line shows as the default length of a cache.
+DEFAULT_CACHE_LEN = f"{EXPORT_CACHE_LEN}, or the model's positions"
+
+
+def cache_len_of(model_or_path: PreTrainedModel | PreTrainedConfig | str | os.PathLike, asked: int | None) -> int:
+    """Return the length of an export's cache: the one asked for, or `EXPORT_CACHE_LEN` and at most the positions.
+
+    Raises:
+        InputError, UnsupportedModelError: If none is asked for, and there is no config to read.
+    """
+    if asked is not None:
+        return asked
+    from ..models.loading.loading import load_config
+    from ..models.positions import default_cache_len
+
+    return default_cache_len(load_config(model_or_path), EXPORT_CACHE_LEN)
 
 
 @dataclass(frozen=True)

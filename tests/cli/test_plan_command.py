@@ -120,7 +120,6 @@ def test_plan_of_a_model_that_is_nowhere(run, tmp_path):
         (["-n", "0"], ("--max-cache-len", "got 0", "at least 1")),
         (["-n", "8", "-b", "-1"], ("--batch-size", "got -1", "at least 1")),
         (["-n", "8", "--dtype", "int8"], ("--dtype", "int8", "float32", "bfloat16")),
-        ([], ("--max-cache-len",)),
     ],
 )
 def test_plan_usage_errors(run, arguments, words):

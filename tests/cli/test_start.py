@@ -23,7 +23,7 @@ def test_help_lists_every_command_in_one_line_each(run):
     assert result.exit_code == 0
     for command in COMMANDS:
         assert re.search(rf"^  {command} +[A-Z].*[^.]\.$", result.stdout, re.MULTILINE), command
-    assert "exportable-cache export demo --max-cache-len 512 -o artifacts/demo" in result.stdout
+    assert "exportable-cache export demo -o artifacts/demo" in result.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)
