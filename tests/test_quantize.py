@@ -297,6 +297,17 @@ def test_layers_whose_weight_a_model_multiplies_itself_stay_in_float(model_type:
     assert "dt_proj" not in " ".join(quantizable_linears(model)) and "in_proj" in " ".join(quantizable_linears(model))
 
 
+def test_layers_that_reshape_their_weight_stay_in_float() -> None:
+    """Quantized weights of DeepSeek V4's grouped layers had no `view`, so an export ended with an error of torchao."""
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
+
+    model = copy.deepcopy(tiny_model("llama"))
+    model.model.layers[0].grouped = DeepseekV4GroupedLinear(32, 64, 2)
+    layer = quantize(model, Quantization("8w")).model.model.layers[0]
+    assert type(layer.grouped.weight) is torch.nn.Parameter and hasattr(layer.mlp.up_proj, "parametrizations")
+    assert layer.grouped(torch.randn(3, 2, 32)).shape == (3, 2, 32)
+
+
 def test_integers_of_rows_are_not_kept_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight is quantised a few rows at a time, and their integers are freed when they are copied."""
     monkeypatch.setattr(quantize_file, "_ELEMENTS_AT_ONCE", 128)

@@ -49,6 +49,17 @@ def _multiplied_directly(kind: Hashable) -> frozenset[str]:
         return frozenset()
 
 
+@functools.cache
+def _reshapes_weight(kind: Hashable) -> bool:
+    """Return True if a class of linear layers reshapes its weight before the product, such as DeepSeek V4's."""
+    try:
+        return (
+            re.search(r"self\.weight\.(view|reshape)\(", inspect.getsource(cast("type[nn.Module]", kind))) is not None
+        )
+    except (OSError, TypeError):
+        return False
+
+
 def is_tied(model: PreTrainedModel) -> bool:
     """Return True if the head is tied to the embedding table."""
     head = model.get_output_embeddings()
@@ -59,7 +70,7 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the linear layers that a scheme quantizes, by path; a tied head belongs to the embedding table.
 
     Layers whose weight their module multiplies itself are left out, such as `dt_proj` of Mamba, because quantized
-    weights are only computed by their layers.
+    weights are only computed by their layers. So are layers that reshape their weight.
     """
     tied_head = model.get_output_embeddings() if is_tied(model) else None
     left = {
@@ -70,7 +81,10 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return {
         path: module
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and path not in left and module is not tied_head
+        if isinstance(module, nn.Linear)
+        and not _reshapes_weight(cast("Hashable", type(module)))
+        and path not in left
+        and module is not tied_head
     }
 
 

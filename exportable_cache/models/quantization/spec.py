@@ -180,7 +180,8 @@ class Quantization:
         size = DEFAULT_GROUP_SIZE if self.group_size is None else self.group_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 1 or size % GROUP_MULTIPLE:
             raise InputError(
-                f"group_size must be a multiple of {GROUP_MULTIPLE}, got {size!r}; the 4-bit kernels need it"
+                f"group_size must be a multiple of {GROUP_MULTIPLE}, got {size!r}; the 4-bit kernels need it, so pass "
+                f"{GROUP_MULTIPLE} or {4 * GROUP_MULTIPLE} (--group-size)"
             )
         object.__setattr__(self, "group_size", size)
         object.__setattr__(self, "scales", self.scales or SCALES[0])
