@@ -11,6 +11,8 @@ from ..errors import InputError
 from ..program.spec import Form, ProgramSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from ..cache.spec import CacheSpec
     from ..models.quantization.spec import Quantization
 
@@ -67,6 +69,13 @@ class TargetOptions:
             prefill_chunk: Requested chunk of a prompt, None for the default.
         """
         return 1
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Check that a program with these options can have a dtype, before a model is loaded if its config names one.
+
+        Raises:
+            InputError: If it cannot.
+        """
 
     def check_cache(self, cache: CacheSpec) -> None:
         """Check that a program with these options can have a cache.

@@ -272,8 +272,10 @@ def resolve(spec: ExportSpec) -> Resolved:
 
 
 def _chosen(spec: ExportSpec, stored: torch.dtype) -> DtypeChoice:
-    options = options_of(spec).to_dict()
-    return choose_dtype(stored, dtype_of(spec), spec.target, options, spec.quantization is not None)
+    options = options_of(spec)
+    choice = choose_dtype(stored, dtype_of(spec), spec.target, options.to_dict(), spec.quantization is not None)
+    options.check_dtype(choice.chosen)
+    return choice
 
 
 def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:

@@ -12,6 +12,8 @@ from ...program.spec import ProgramSpec
 from ..options import TargetOptions
 
 if TYPE_CHECKING:
+    import torch
+
     from ...models.quantization.spec import Quantization
 
 #: Compute capabilities that TensorRT-RTX 1.5 builds for, on any machine. It has no name for 90.
@@ -136,6 +138,17 @@ class TensorRTOptions(TargetOptions):
             raise InputError(
                 f"quantize must be '8w' for SM {', '.join(map(str, lacking))}, got '4w', because TensorRT builds 4-bit "
                 f"weights for SM {LEAST_INT4} and later; use '8w', or leave {', '.join(map(str, lacking))} out of sm"
+            )
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """See `TargetOptions.check_dtype`; TensorRT would build for minutes and fail."""
+        from torch import bfloat16
+
+        lacking = ", ".join(str(capability) for capability in self.capabilities if capability < LEAST_BFLOAT16)
+        if lacking and dtype == bfloat16:
+            raise InputError(
+                f"dtype must be float16 or float32 for SM {lacking}, got bfloat16, which TensorRT builds for SM "
+                f"{LEAST_BFLOAT16} and later; pass dtype='float16' (--dtype float16), or leave {lacking} out of sm"
             )
 
     @property

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
-
-import torch
 
 from ...errors import InputError, UnsupportedModelError, VerificationError
 from ...models.lora import WRITE_ADAPTER
@@ -18,7 +16,7 @@ from ..base import LoweredFile, StandIn
 from .engine_io import EngineRecord, Input, Output, details_of, records_of
 from .experts import register_slot_experts
 from .kv_cache import TENSORRT_ATTENTION, engine_layers, keeps_tokens_alone
-from .options import LEAST_BFLOAT16, MACHINE_CODE, TF32_REMARK, TensorRTOptions
+from .options import MACHINE_CODE, TF32_REMARK, TensorRTOptions
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -59,7 +57,7 @@ class TensorRTBackend:
     def lower(self, program: Program, folder: Path, options: TensorRTOptions) -> list[LoweredFile]:
         """Write one plan per method."""
         capabilities = options.capabilities
-        check_dtype(program.model.dtype, capabilities)
+        options.check_dtype(program.model.dtype)
         networks = program_networks(program, options)
         files = []
         for methods in methods_by_engine(networks):
@@ -92,20 +90,6 @@ class TensorRTBackend:
     ) -> StandIn:
         """Return the networks on the CPU."""
         return network_stand_in(description, program_networks(program, options))
-
-
-def check_dtype(dtype: torch.dtype, capabilities: Sequence[int]) -> None:
-    """Refuse a dtype that a compute capability lacks, before TensorRT builds for minutes and fails.
-
-    Raises:
-        InputError: If bfloat16 is to be built for a capability before `LEAST_BFLOAT16`.
-    """
-    lacking = ", ".join(str(capability) for capability in capabilities if capability < LEAST_BFLOAT16)
-    if lacking and dtype == torch.bfloat16:
-        raise InputError(
-            f"dtype must be float16 or float32 for SM {lacking}, got bfloat16, which TensorRT builds for SM "
-            f"{LEAST_BFLOAT16} and later; pass dtype='float16' (--dtype float16), or leave {lacking} out of sm"
-        )
 
 
 def engine_program_spec(asked: ProgramSpec) -> ProgramSpec:
