@@ -14,7 +14,8 @@ from exportable_cache.decoding import TextStream
 from exportable_cache.errors import CacheFullError, InputError
 
 from .decoding.byte_tokenizer import END, SIZE, byte_tokenizer
-from .support.models import FAMILIES, hybrid_model, tiny_model, tokens
+from .support.kinds import KINDS, kind_model
+from .support.models import FAMILIES, among, hybrid_model, tiny_model, tokens
 from .support.oracle import reference_logits
 
 CAPACITY = 64
@@ -56,10 +57,11 @@ def test_greedy_tokens_are_the_models(model: Any) -> None:
     assert session.length.tolist() == [5 + 19]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "hybrid"])
+@pytest.mark.parametrize("family", [*FAMILIES, "hybrid", *among(KINDS, fast=["gemma3n_text", "lfm2", "mamba"])])
 def test_tokens_of_tiny_models_depend_on_the_cache(family: str) -> None:
     """Tests that compare tokens see lost keys and values only with such models."""
-    session = without_end(session_of(hybrid_model() if family == "hybrid" else tiny_model(family)))
+    make = {"hybrid": lambda _: hybrid_model(), **dict.fromkeys(KINDS, kind_model)}.get(family, tiny_model)
+    session = without_end(session_of(make(family)))
     for seed in range(2):
         session.reset()
         prompt = tokens(20, seed=seed)

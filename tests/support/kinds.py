@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .models import WINDOW, tiny_model
+from .models import UNTIED, WINDOW, tiny_model
 
 _MLA: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
@@ -36,15 +36,15 @@ KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     # Many index heads: where all of them are zero, scores tie, and which tokens are chosen is undefined.
     "deepseek_v32": ({**_MLA, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 6}, ["full + indexer"] * 2),
     "gemma3n_text": (
-        {**_SHARED, "laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4},
+        {**_SHARED, **UNTIED, "laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4},
         ["ring", "full", "none", "none"],
     ),
     "gemma4_text": ({**_SHARED, "global_head_dim": 16}, ["ring", "full", "none", "none"]),
     "lfm2": (
-        {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        {**UNTIED, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
         ["recurrent", "full"],
     ),
-    "mamba": ({"state_size": 8}, ["recurrent"] * 2),
+    "mamba": ({**UNTIED, "state_size": 8}, ["recurrent"] * 2),
     "mamba2": (
         {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": WINDOW, "expand": 2}, ["recurrent"] * 2,
     ),

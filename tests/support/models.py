@@ -28,7 +28,7 @@ _SIZES: dict[str, Any] = {
 }
 _HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 #: With the table as head, these models repeat one token, whatever the cache holds.
-_UNTIED = {"tie_word_embeddings": False}
+UNTIED = {"tie_word_embeddings": False}
 
 #: Config fields by model type, past the common sizes.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -37,16 +37,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": WINDOW, "max_position_embeddings": 16384},
     "gemma2": {
         **_HYBRID,
-        **_UNTIED,
+        **UNTIED,
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 30.0,
         "query_pre_attn_scalar": 8,
     },
-    "gemma3_text": {**_HYBRID, **_UNTIED, "query_pre_attn_scalar": 8},
+    "gemma3_text": {**_HYBRID, **UNTIED, "query_pre_attn_scalar": 8},
     "qwen3": {},
     "phi3": {"sliding_window": WINDOW, "tie_word_embeddings": False},
     "gpt_oss": {**_HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "cohere2": {**_HYBRID, **_UNTIED, "logit_scale": 1.0},
+    "cohere2": {**_HYBRID, **UNTIED, "logit_scale": 1.0},
     "olmo3": {**_HYBRID},
 }
 
