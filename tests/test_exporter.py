@@ -101,6 +101,10 @@ def test_verify_finds_other_weights(bundle: Bundle, model: Any) -> None:
 def test_verify_refuses_another_type_or_vocabulary(bundle: Bundle) -> None:
     with pytest.raises(InputError, match="must be of type 'qwen2', from which .* got 'llama'"):
         verify(bundle, tiny_model("llama"))
+    with pytest.raises(
+        InputError, match="must have intermediate_size=.*, with which .* was made, got 96; pass the model"
+    ):
+        verify(bundle, hybrid_model(intermediate_size=96))
     with pytest.raises(InputError, match="vocabulary of 128 tokens, the model of 200"):
         verify(bundle, hybrid_model(vocab_size=200))
 

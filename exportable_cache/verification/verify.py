@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from ..models.loading.loading import LoadedModel
     from ..models.quantization.calibration import Calibration
     from ..session.session import Session
+
+_CONFIG = "config.json"
+#: Fields of a config that a model of another size has, and the same model does not.
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers")
 
 
 def verify_session(
@@ -106,6 +111,7 @@ def verify(
             f"the model must be of type {manifest.model_type!r}, from which {bundle.path.name} was made, got "
             f"{model.config.model_type!r}; pass the model it was made from"
         )
+    _check_sizes(bundle, model.config.to_dict())
     if VOCABULARY_FILE in manifest.files:
         loaded = reduced(loaded, read_vocabulary(bundle.path / VOCABULARY_FILE))
     loaded = with_rope_length(loaded, manifest.program.rope_length)
@@ -149,6 +155,20 @@ def verify(
         earlier = manifest.verification or {}
         bundle.record_verification({**report.to_dict(), "stored": earlier.get("stored")}, sign)
     return report
+
+
+def _check_sizes(bundle: Bundle, config: Mapping[str, Any]) -> None:
+    """Refuse a model of another size, whose differences of logits would not say so."""
+    if _CONFIG not in bundle.manifest.files:
+        return
+    recorded = json.loads((bundle.path / _CONFIG).read_text())
+    made, given = (fields.get("text_config", fields) for fields in (recorded, config))
+    for name in _SIZES:
+        if isinstance(made.get(name), int) and given.get(name) != made[name]:
+            raise InputError(
+                f"the model must have {name}={made[name]}, with which {bundle.path.name} was made, got "
+                f"{given.get(name)}; pass the model it was made from"
+            )
 
 
 def _check_calibrate(recorded: Calibrated | None, calibrate: str | os.PathLike | None) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CAPABILITIES = (75, 80, 86, 89, 120, 121)
 
 #: What plans are, for people who are asked to trust a bundle.
-MACHINE_CODE = "plans of TensorRT, which are code for a GPU"
+MACHINE_CODE = "plans of TensorRT (code for a GPU)"
 
 #: What a verification says of float32 products on a GPU.
 TF32_REMARK = "TensorRT-RTX multiplies float32 in TF32, with 10 bits"
@@ -122,7 +122,9 @@ class TensorRTOptions(TargetOptions):
         ProgramSpec(score_length=self.score_length)
         length = self.opt_length
         if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 2):
-            raise InputError(f"opt_length must be an int of at least 2, within the length of a prefill, got {length!r}")
+            raise InputError(
+                f"opt_length must be an int of at least 2, within the length of a prefill, got {length!r}; leave it out"
+            )
 
     def check_quantization(self, quantization: Quantization) -> None:
         """See `TargetOptions.check_quantization`."""

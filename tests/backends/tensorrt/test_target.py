@@ -133,7 +133,9 @@ def test_a_bundle_runs_without_torch_if_it_is_trusted(
     monkeypatch.setattr(cuda_engines, "import_module", lambda name: modules.get(name, fake))
     monkeypatch.setattr(cuda_engines.util, "find_spec", lambda name: True)
     monkeypatch.setenv("EXPORTABLE_CACHE_RUNTIME", "native")
-    with pytest.raises(BundleError, match="holds plans of TensorRT, .* load it with trust=True"):
+    with pytest.raises(
+        BundleError, match=r"holds plans of TensorRT \(code for a GPU\), which can .* load it with trust=True"
+    ):
         open_native(bundle.path, text=False)
     session = open_native(bundle.path, trust=True, text=False)
     tokens: list[int] = []
