@@ -127,11 +127,12 @@ def test_a_tied_head_keeps_reading_the_table() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("4da4w",), "quantize must be one of 8da4w, 8da8w, 8w, 4w, fp8, keep, or None, got '4da4w'"),
+        (("4da4w",), "quantize must be one of 8da4w, 8da8w, 8w, 4w, fp8, nvfp4, keep, or None, got '4da4w'"),
         (("8da4w", None, "2w"), "quantize_embeddings must be one of 8w, 4w, none, or None, got '2w'"),
         (("8da4w", 20), "group_size must be a multiple of 32, got 20"),
         (("8da4w", -32), "group_size must be an int of at least 1, got -32"),
         (("8da8w", 32), "group_size must be left out for 8-bit weights, which have one scale per row, got 32"),
+        (("nvfp4", 32), "group_size must be left out for nvfp4, which has one scale per 16 weights, got 32"),
         ((None, 32), "group_size must be given with quantize or quantize_embeddings, got 32"),
     ],
 )

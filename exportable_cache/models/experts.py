@@ -5,8 +5,9 @@ transformers stores the experts of most architectures in tensors [experts, ...] 
 the two layers, and the model's own code for the gate between them. A target with a kernel replaces the operator
 (`backends/executorch/native/experts.py`).
 
-Quantised experts are integers [experts, outputs, inputs], and scales [experts, outputs, groups] in a parameter whose
-name adds `_scale`. `NAME` computes them, and a target's function may, such as `backends/tensorrt/experts.py`.
+Quantised experts are integers or the bits of floats [experts, outputs, inputs], and scales [experts, outputs, groups]
+in a parameter whose name adds `_scale`. `NAME` computes them, and a target's function may, such as
+`backends/tensorrt/experts.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from ..cache.attention.implementation import set_experts
-from .rounding import rounded_activations
+from .rounding import FLOAT8, dequantized_float4, rounded_activations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 #: Name in transformers' `ExpertsInterface`.
 NAME = "exportable_cache"
 _SCALE = "_scale"
+_FACTOR = "_factor"
 _BIAS = "_bias"
 #: Name of a function that computes quantised experts as `NAME` does, and float ones as batched products.
 QUANTIZED_NAME = f"{NAME}_quantized"
@@ -38,7 +40,7 @@ _DESCRIBED = ("has_gate", "has_bias", "is_transposed")
 _DIMENSIONS = 3
 _SCHEMA = (
     "expert_linear(Tensor source, Tensor weight, Tensor? scale, Tensor? bias, Tensor indices, Tensor? factors, "
-    "bool transposed, bool rounds=True) -> Tensor"
+    "bool transposed, bool rounds=True, float factor=1.0) -> Tensor"
 )
 _library = torch.library.Library("exportable_cache", "FRAGMENT")
 
@@ -52,19 +54,21 @@ def expert_linear(
     factors: torch.Tensor | None,
     transposed: bool,
     rounds: bool = True,
+    factor: float = 1.0,
 ) -> torch.Tensor:
     """Compute a linear layer of the experts that were chosen for each token.
 
     Args:
         source: Activations [tokens, inputs] for all choices of a token, or [tokens, choices, inputs]. They are float32,
             or of any float dtype if the weights are integers and activations are not rounded.
-        weight: Weights [experts, outputs, inputs] in the dtype of the activations, or int8.
-        scale: Scales [experts, outputs, groups] of integers; None for float weights.
+        weight: Weights [experts, outputs, inputs] in the dtype of the activations, or see `floats_of`.
+        scale: See `floats_of`; None for float weights.
         bias: Biases [experts, outputs], or None.
         indices: int64 [tokens, choices].
         factors: Factors [tokens, choices], or None.
         transposed: True if the weight is [experts, inputs, outputs].
         rounds: True to round activations to 8 bits per row if the weights are integers, which then have 4 bits.
+        factor: See `floats_of`.
 
     Returns:
         Results [tokens, choices, outputs] in the dtype of the activations; with factors the sum of a token's results
@@ -75,9 +79,8 @@ def expert_linear(
 
     def layer(expert: int, rows: torch.Tensor) -> torch.Tensor:
         of_expert = weight[expert].T if transposed else weight[expert]
-        if scale is not None:
-            grouped = of_expert.view(len(of_expert), scale.shape[2], -1)
-            of_expert = (grouped * scale[expert].float()[..., None]).view_as(of_expert).to(rows.dtype)
+        if not weight.is_floating_point():
+            of_expert = floats_of(of_expert, None if scale is None else scale[expert], factor, rows.dtype)
         return nn.functional.linear(rows, of_expert, None if bias is None else bias[expert])
 
     return by_expert(source, indices, factors, weight.shape[2 if transposed else 1], layer)
@@ -116,6 +119,7 @@ def experts_output(
     factors: torch.Tensor | None,
     transposed: bool,
     rounds: bool = True,
+    factor: float = 1.0,
 ) -> torch.Tensor:
     """Return an uninitialised result of `expert_linear`."""
     rows = indices.shape if factors is None else indices.shape[:1]
@@ -178,14 +182,37 @@ def _project(
     module: Any, name: str, source: torch.Tensor, indices: torch.Tensor, factors: torch.Tensor | None
 ) -> torch.Tensor:
     weight, scale, bias, transposed = parts_of(module, name)
-    return EXPERT_LINEAR(source, weight, scale, bias, indices, factors, transposed, rounds_inputs(module))
+    further = rounds_inputs(module), factor_of(module, name)
+    return EXPERT_LINEAR(source, weight, scale, bias, indices, factors, transposed, *further)
 
 
 def parts_of(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, bool]:
     """Return a weight of experts with its scales and biases, and True if it is [experts, inputs, outputs]."""
-    scale = getattr(module, name + _SCALE, None)
+    weight, scale = getattr(module, name), getattr(module, name + _SCALE, None)
     bias = getattr(module, name + _BIAS) if module.has_bias else None
-    return getattr(module, name), scale, bias, module.is_transposed and scale is None
+    return weight, scale, bias, module.is_transposed and weight.is_floating_point()
+
+
+def factor_of(module: Any, name: str) -> float:
+    """Return the factor of a weight of experts, see `floats_of`."""
+    return getattr(module, name + _FACTOR, 1.0)
+
+
+def floats_of(weight: torch.Tensor, scale: torch.Tensor | None, factor: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return quantised weights of experts as floats.
+
+    Args:
+        weight: int8, or float8 values as uint8 [..., outputs, inputs]; or pairs of 4-bit floats, uint8 [..., outputs,
+            inputs / 2].
+        scale: Scales of integers, [..., outputs, groups]; of 4-bit floats float8 values as uint8; None for float8.
+        factor: Factor of float8 values, or of the scales of 4-bit floats; 1 for integers.
+        dtype: Dtype of the result.
+    """
+    if scale is None:
+        return (weight.view(FLOAT8).float() * factor).to(dtype)
+    if scale.dtype == torch.uint8:
+        return dequantized_float4(weight, scale, factor, dtype)
+    return (weight.unflatten(-1, (scale.shape[-1], -1)) * scale.float()[..., None]).flatten(-2).to(dtype)
 
 
 def projections(module: Any) -> tuple[str, str]:
@@ -210,19 +237,26 @@ def rows_of_weight(module: Any, name: str) -> torch.Tensor:
 
 
 def set_quantized(
-    module: nn.Module, name: str, integers: torch.Tensor, scales: torch.Tensor, rounds: bool = True
+    module: nn.Module,
+    name: str,
+    integers: torch.Tensor,
+    scales: torch.Tensor | None,
+    rounds: bool = True,
+    factor: float = 1.0,
 ) -> None:
-    """Replace a weight of experts by integers and their scales.
+    """Replace a weight of experts by integers, or the bits of floats, and their scales.
 
     Args:
         module: Module of the experts.
         name: Name of the weight.
-        integers: int8 [experts, outputs, inputs].
-        scales: Scales [experts, outputs, groups].
+        integers: See `floats_of`, also for scales and factor.
+        scales: Scales [experts, outputs, groups], or None.
         rounds: See `expert_linear`; the same for both weights of a module.
+        factor: Factor of the values or of their scales.
     """
     setattr(module, name, nn.Parameter(integers, requires_grad=False))
-    setattr(module, name + _SCALE, nn.Parameter(scales, requires_grad=False))
+    setattr(module, name + _FACTOR, factor)
+    setattr(module, name + _SCALE, None if scales is None else nn.Parameter(scales, requires_grad=False))
     setattr(module, _ROUNDS, rounds)
 
 
@@ -234,7 +268,7 @@ def rounds_inputs(module: nn.Module) -> bool:
 def is_expert_scale(module: nn.Module, name: str) -> bool:
     """Return True if a parameter holds the scales of quantised experts."""
     weight = getattr(module, name.removesuffix(_SCALE), None) if name.endswith(_SCALE) else None
-    return isinstance(weight, torch.Tensor) and weight.dtype == torch.int8
+    return isinstance(weight, torch.Tensor) and not weight.is_floating_point()
 
 
 def use_expert_linears(model: PreTrainedModel) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .experts import EXPERT_LINEAR, experts_output
-from .rounding import FLOAT8_ROUNDED, Float8Linear, rounded_activations
+from .rounding import FLOAT8_ROUNDED, Float8Linear, FloatLinear, rounded_activations
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -107,8 +107,8 @@ class ExactActivations(QuantizedRows):
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is EXPERT_LINEAR:
-            # The last argument is `rounds`.
-            return func(*args[:7], False)
+            # The argument is `rounds`.
+            return func(*args[:7], False, *args[8:])
         if func is FLOAT8_ROUNDED:
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)
@@ -152,7 +152,7 @@ def rows_of(weight: QuantizedWeight, index: torch.Tensor | slice) -> QuantizedWe
 def has_quantized_weights(model: nn.Module) -> bool:
     """Return True if a linear layer or an embedding table of a model is quantised."""
     return any(
-        isinstance(module, Float8Linear) or is_quantized(module.weight)
+        isinstance(module, FloatLinear) or is_quantized(module.weight)
         for module in model.modules()
         if isinstance(module, (nn.Linear, nn.Embedding))
     )

@@ -129,14 +129,18 @@ def _dequantized_weight(
 def _chosen_weights(
     ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> trt.ITensor:
-    """Convert to a gather, of all experts' weights that a DEQUANTIZE layer converts if they are integers.
+    """Convert to a gather, of all experts' weights that a DEQUANTIZE layer converts if they are quantised.
 
     One kernel converts the chosen ones alone; the builder refuses a gather of integers.
     """
-    weight, scale, indices = args
+    weight, scale, indices, factor, dtype = args
     shape = list(weight.shape)
-    if scale is None:
+    if weight.is_floating_point():
         floats = add_constant(ctx, weight, f"{name}_weight")
+    elif scale is None:
+        floats = _from_float8(ctx, (weight, factor, dtype), name)
+    elif scale.dtype == torch.uint8:
+        floats = _from_float4(ctx, (weight, scale, factor, dtype), name)
     else:
         if -8 <= int(weight.min()) and int(weight.max()) <= 7:
             pairs = torch.stack([packed(one) for one in weight])
@@ -289,6 +293,33 @@ def _float8_weight(
     layer = ctx.net.add_dequantize(values, add_constant(ctx, scale, f"{name}_scale"), TRT_DTYPES[scale.dtype])
     layer.axis = 0
     set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
+@dynamo_tensorrt_converter(torch.ops.exportable_cache.float4_weight.default, priority=ConverterPriority.HIGH)
+def _float4_weight(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
+    """Convert to a DEQUANTIZE layer of constants, whose scales another one converts."""
+    return _from_float4(ctx, args, name)
+
+
+def _from_float4(ctx: ConversionContext, args: Sequence[Any], name: str) -> trt.ITensor:
+    """Return the weight of `float4_weight`'s arguments, which may have any number of dimensions before the rows."""
+    pairs, scale, factor, dtype = args
+    to_type = TRT_DTYPES[dtype]
+    values = add_constant(ctx, pairs, f"{name}_values", [*pairs.shape[:-1], 2 * pairs.shape[-1]], trt.DataType.FP4)
+    layer = ctx.net.add_dequantize(values, _from_float8(ctx, (scale, factor, dtype), f"{name}_scale"), to_type)
+    layer.name = f"{name}_floats"
+    return layer.get_output(0)
+
+
+def _from_float8(ctx: ConversionContext, args: Sequence[Any], name: str) -> trt.ITensor:
+    """Return the product of float8 values, given as uint8, and a factor, in a dtype."""
+    bits, factor, dtype = args
+    values = add_constant(ctx, bits, f"{name}_values", dtype=trt.DataType.FP8)
+    layer = ctx.net.add_dequantize(values, add_constant(ctx, torch.tensor(factor), f"{name}_factor"), TRT_DTYPES[dtype])
+    layer.name = f"{name}_floats"
     return layer.get_output(0)
 
 

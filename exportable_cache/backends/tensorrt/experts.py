@@ -13,7 +13,7 @@ import torch
 
 from ...common.compat.transformers import batched_experts, gated, is_split_by_experts, register_experts_implementation
 from ...errors import UnsupportedModelError
-from ...models.experts import parts_of, projections, rounds_inputs
+from ...models.experts import factor_of, floats_of, parts_of, projections, rounds_inputs
 
 #: Name in transformers' `ExpertsInterface`.
 NAME = "exportable_cache_slots"
@@ -88,23 +88,32 @@ def _(source: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Ten
 
 
 @torch.library.custom_op("exportable_cache::chosen_weights", mutates_args=())
-def chosen_weights(weight: torch.Tensor, scale: torch.Tensor | None, indices: torch.Tensor) -> torch.Tensor:
+def chosen_weights(
+    weight: torch.Tensor, scale: torch.Tensor | None, indices: torch.Tensor, factor: float, dtype: torch.dtype
+) -> torch.Tensor:
     """Return the weights of some experts.
 
     Args:
-        weight: Floats [experts, ...], or int8 [experts, outputs, inputs].
-        scale: Scales [experts, outputs, groups] of integers, of the result's dtype; None for floats.
+        weight: Floats [experts, ...], or see `floats_of`.
+        scale: See `floats_of`; None for floats.
         indices: int64 [slots].
+        factor: See `floats_of`.
+        dtype: Dtype of the result, which is that of floats, and of scales that are floats.
     """
     chosen = weight[indices]
-    if scale is None:
+    if weight.is_floating_point():
         return chosen
-    return (chosen.unflatten(2, (scale.shape[2], -1)) * scale[indices].float()[..., None]).flatten(2).to(scale.dtype)
+    return floats_of(chosen, None if scale is None else scale[indices], factor, dtype)
 
 
 @chosen_weights.register_fake
-def _(weight: torch.Tensor, scale: torch.Tensor | None, indices: torch.Tensor) -> torch.Tensor:
-    return (weight if scale is None else scale).new_empty(indices.shape[0], *weight.shape[1:])
+def _(
+    weight: torch.Tensor, scale: torch.Tensor | None, indices: torch.Tensor, factor: float, dtype: torch.dtype
+) -> torch.Tensor:
+    sizes = [*weight.shape[1:]]
+    if scale is not None and scale.dtype == torch.uint8:
+        sizes[-1] *= 2
+    return weight.new_empty(indices.shape[0], *sizes, dtype=dtype)
 
 
 def register_slot_experts() -> str:
@@ -141,5 +150,6 @@ def _project(module: Any, name: str, source: torch.Tensor, slots: torch.Tensor) 
             f"experts of {type(module).__name__} must not round their inputs to 8 bits for target tensorrt; use "
             "quantize='4w' or '8w'"
         )
-    results = slot_product(source, chosen_weights(weight, scale, slots), transposed)
-    return results if bias is None else results + chosen_weights(bias, None, slots).unsqueeze(1)
+    dtype = weight.dtype if weight.is_floating_point() else source.dtype
+    results = slot_product(source, chosen_weights(weight, scale, slots, factor_of(module, name), dtype), transposed)
+    return results if bias is None else results + chosen_weights(bias, None, slots, 1.0, bias.dtype).unsqueeze(1)

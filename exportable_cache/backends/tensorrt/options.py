@@ -30,8 +30,10 @@ ENGINES = ("shared", "separate")
 
 #: Capabilities from which TensorRT builds 4-bit weights, and bfloat16.
 LEAST_INT4 = LEAST_BFLOAT16 = 80
-#: Capability from which TensorRT builds float8.
-LEAST_FLOAT8 = 89
+#: Capabilities from which TensorRT builds float8, and 4-bit floats.
+LEAST_FLOAT8, LEAST_FLOAT4 = 89, 120
+#: Schemes of floats -> capability from which TensorRT builds them, the floats' name, and the scheme for older GPUs.
+_FLOATS = {"fp8": (LEAST_FLOAT8, "float8", "8w"), "nvfp4": (LEAST_FLOAT4, "4-bit floats", "4w")}
 
 #: Portable plans load on these and later ones, according to its documentation.
 PORTABLE = (80, 86, 89, 120)
@@ -77,6 +79,11 @@ def loads_on(here: int, capabilities: Sequence[int]) -> bool:
     if here == HOPPER:
         return not capabilities or 80 in capabilities
     return here in capabilities or (not capabilities and here in PORTABLE) or here >= PORTABLE[-1]
+
+
+def least_capability(scheme: str | None) -> int:
+    """Return the capability from which TensorRT builds the floats of a scheme of linear layers; 0 for any."""
+    return _FLOATS[scheme][0] if scheme in _FLOATS else 0
 
 
 def remedy_for(here: int) -> str:
@@ -128,12 +135,13 @@ class TensorRTOptions(TargetOptions):
 
     def check_quantization(self, quantization: Quantization) -> None:
         """See `TargetOptions.check_quantization`."""
-        older = [capability for capability in self.capabilities or PORTABLE if capability < LEAST_FLOAT8]
-        if older and quantization.linear == "fp8":
+        least, floats, other = _FLOATS.get(quantization.linear or "", (0, "", ""))
+        if any(capability < least for capability in self.capabilities or PORTABLE):
             given = ", ".join(map(str, self.capabilities)) or f"none, which is a plan for SM {PORTABLE[0]} and later"
+            fitting = ",".join(str(one) for one in PORTABLE if one >= least)
             raise InputError(
-                f"sm must be {LEAST_FLOAT8} and later with quantize='fp8', because older GPUs have no float8, got "
-                f"{given}; pass sm='{LEAST_FLOAT8},{PORTABLE[-1]}' (--sm), or use '8w'"
+                f"sm must be {least} and later with quantize={quantization.linear!r}, because older GPUs have no "
+                f"{floats}, got {given}; pass sm='{fitting}' (--sm), or use {other!r}"
             )
         lacking = [capability for capability in self.capabilities if capability < LEAST_INT4]
         if lacking and quantization.linear == "4w":

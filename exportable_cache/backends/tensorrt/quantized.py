@@ -92,7 +92,8 @@ def check_experts(model: PreTrainedModel) -> None:
     if path is not None and has_quantized_weights(model):
         raise UnsupportedModelError(
             f"the experts of {type(model).__name__} ({path}) must be quantised like other layers for target tensorrt, "
-            "because they are most of its weights, got floats; use quantize='4w' or '8w', or leave quantize out"
+            "because they are most of its weights, got floats; use quantize='4w', '8w', 'fp8' or 'nvfp4', or leave "
+            "quantize out"
         )
 
 

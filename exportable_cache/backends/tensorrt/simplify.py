@@ -29,6 +29,7 @@ _OF_EACH_VALUE = (_aten.cos.default, _aten.sin.default, TO_COPY, _aten.clone.def
 _QUANTIZED = (
     torch.ops.exportable_cache.dequantized_weight.default,
     torch.ops.exportable_cache.float8_weight.default,
+    torch.ops.exportable_cache.float4_weight.default,
 )
 #: Order of dimensions from [batch, length, heads, dim] to [batch, heads, length, dim] and back.
 _HEADS_FIRST = [0, 2, 1, 3]

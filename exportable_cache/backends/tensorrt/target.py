@@ -36,10 +36,10 @@ class TensorRTBackend:
 
     name = "tensorrt"
     max_batch_size = None
-    linear_schemes = ("8w", "4w", "fp8", "keep")
+    linear_schemes = ("8w", "4w", "fp8", "nvfp4", "keep")
     kept_weights = "symmetric"
     embedding_schemes = ("8w",)
-    expert_schemes = ("8w", "4w")
+    expert_schemes = ("8w", "4w", "fp8", "nvfp4")
     holds_adapters = True
     machine_code = MACHINE_CODE
     options = TensorRTOptions

@@ -32,6 +32,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...errors import ExportableCacheError, InputError, first_line
+from ..rounding import float4_values
 from .location import shards
 from .prequantized import gptq_format, quantization_fields, schemes_of, stored_quantization
 
@@ -60,8 +61,6 @@ NAMES = {
 }
 #: Index in a word of AWQ, by output.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-#: Values of 4-bit floats (e2m1).
-_FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _WORD = 32
 #: Prefix of the patterns of tensors of any layer.
 _ANY = r"\."
@@ -411,7 +410,7 @@ def _read_float4(layer: _Layer, packed: torch.Tensor) -> torch.Tensor:
         layer.get("weight_scale", torch.uint8, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32),
         layer.optional("weight_global_scale"),
     )
-    values = torch.tensor(_FLOAT4)[unpack(packed.view(torch.int32), 4, 2 * packed.shape[1]).int()]
+    values = float4_values(packed)
     if len(scale) != len(packed) or values.shape[1] % scale.shape[1]:
         raise layer.error(f"weight_scale {list(scale.shape)} does not fit weight_packed {list(packed.shape)}")
     if scale.dtype == torch.float8_e4m3fn and (whole is None or whole.numel() != 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,13 +27,15 @@ from ..experts import (
 from ..layers.specs import vocab_size_of
 from ..patches.registry import prepare_model
 from ..quantized_rows import OrderedLinear, is_quantized
-from ..rounding import Float8Linear
+from ..rounding import Float4Linear, Float8Linear, float4_factor, float8_bits, float8_factor, rounded_blocks
 from ..weights import keeps_float32
 from .calibration import RoundedGroups, products_of, round_groups, round_with_feedback
 from .sizes import is_tied, quantizable_linears
 from .spec import (
     DEFAULT_GROUP_SIZE,
     EMBEDDING_SCHEMES,
+    FLOAT4_BLOCK,
+    FLOAT4_SCHEME,
     FLOAT8_SCHEME,
     GROUP_MULTIPLE,
     KEEP_SCHEME,
@@ -60,13 +62,15 @@ NOTHING_TO_KEEP = (
 )
 #: Sequences and tokens that the inputs of layers in float8 are measured on: random ones, and the same each time.
 _CALIBRATION = 4, 64
+#: Tokens that show which layers read the same inputs.
+_FEW_TOKENS = 1, 2
 
 
 def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> None:
     """Check that every layer that a quantization names can be quantised.
 
     Raises:
-        InputError: If the group size does not divide a row.
+        InputError: If the group size, or the block of NVFP4, does not divide a row.
         UnsupportedModelError: If the model has no such layers, or a tied table is to have 4 bits.
     """
     name = type(model).__name__
@@ -89,17 +93,25 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
         )
     if quantization.largest_group is not None:
         _check_rows(model, quantization, linears)
-    size = quantization.group_size or DEFAULT_GROUP_SIZE
-    grouped = quantization.linear is not None and LINEAR_SCHEMES[quantization.linear][0] == 4
+    grouped = quantization.block is not None
     rows: dict[str, Any] = dict(linears) if grouped else {}
     if grouped and isinstance(head, nn.Linear) and not is_tied(model):
         rows["its head"] = head
-    if quantization.embeddings == "4w":
-        rows["its embeddings"] = table
     lengths = {path: module.weight.shape[1] for path, module in rows.items()}
-    if quantization.experts is not None and LINEAR_SCHEMES[quantization.experts][0] == 4:
+    if quantization.experts is not None and grouped:
         for path, module in experts_of(model):
             lengths |= {f"{path}.{name}": rows_of_weight(module, name).shape[2] for name in projections(module)}
+    if quantization.linear == FLOAT4_SCHEME:
+        for path, length in lengths.items():
+            if length % FLOAT4_BLOCK:
+                raise InputError(
+                    f"quantize must be a scheme whose blocks divide the rows of {path} of {name}, {length} weights "
+                    f"long, got {FLOAT4_SCHEME!r} with blocks of {FLOAT4_BLOCK}; use quantize='8w', which has none"
+                )
+        lengths = {}
+    size = quantization.group_size or DEFAULT_GROUP_SIZE
+    if quantization.embeddings == "4w":
+        lengths["its embeddings"] = _weight(table).shape[1]
     for path, length in lengths.items():
         if length % size:
             # Of all rows, because a size that divides this one's may not divide others.
@@ -191,7 +203,11 @@ def quantize(
     if quantization.linear == FLOAT8_SCHEME:
         # First, because inputs are measured before other weights are rounded.
         linears = list(quantizable_linears(model).values())
-        _use_float8(model, linears, dtype, calibration)
+        largest = _largest_inputs(model, linears, calibration)
+        _replace(model, largest, lambda linear: Float8Linear(linear, largest[linear], dtype))
+    if quantization.linear == FLOAT4_SCHEME:
+        factors = _factors(model, list(quantizable_linears(model).values()))
+        _replace(model, factors, lambda linear: Float4Linear(linear, factors[linear], FLOAT4_BLOCK, dtype))
     if quantization.embeddings is not None:
         # Because encoder-decoders share one table between several modules.
         readers = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.weight is table.weight]
@@ -210,7 +226,7 @@ def quantize(
     remark = ""
     if quantization.linear == KEEP_SCHEME:
         kept, remark = _keep(model, KEPT_FORMS[quantization.kept or "affine"], dtype, stored or {})
-    if quantization.linear not in (None, FLOAT8_SCHEME, KEEP_SCHEME):
+    if quantization.linear not in (None, FLOAT8_SCHEME, FLOAT4_SCHEME, KEEP_SCHEME):
         bits, dynamic = LINEAR_SCHEMES[quantization.linear or ""]
         if dynamic:
             config = Int8DynamicActivationIntxWeightConfig(
@@ -240,8 +256,10 @@ def quantize(
                 rounded = _calibrated(_weight(module), rounded, quantization, signed, (calibration, products))
             _set_groups(module, rounded, quantization, dtype)
     if quantization.experts is not None:
-        for _, module in experts_of(model):
+        for path, module in experts_of(model):
             for name in projections(module):
+                if quantization.experts in (FLOAT8_SCHEME, FLOAT4_SCHEME):
+                    _check_finite(getattr(module, name), f"{path}.{name}", model)
                 _quantize_experts(module, name, quantization, dtype, scratch)
         if any(experts_of(model)):
             use_expert_linears(model)
@@ -364,33 +382,73 @@ def _largest_inputs(
             )
         found[module] = max(found.get(module, 0.0), largest)
 
-    generator = torch.Generator().manual_seed(0)
-    random = torch.randint(vocab_size_of(model), _CALIBRATION, generator=generator)
+    _run(model, linears, note, [_random_tokens(model, _CALIBRATION)] if calibration is None else calibration.sequences)
+    return found
+
+
+def _random_tokens(model: PreTrainedModel, size: tuple[int, int]) -> torch.Tensor:
+    return torch.randint(vocab_size_of(model), size, generator=torch.Generator().manual_seed(0))
+
+
+def _run(
+    model: PreTrainedModel,
+    linears: list[nn.Linear],
+    note: Callable[[nn.Module, tuple[torch.Tensor, ...]], None],
+    sequences: Sequence[torch.Tensor],
+) -> None:
+    """Run a model on tokens, and call `note` with each of its linear layers and their inputs."""
     hooks = [module.register_forward_pre_hook(note) for module in linears]
     try:
-        for ids in [random] if calibration is None else calibration.sequences:
+        for ids in sequences:
             model(input_ids=ids.to(model.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-    return found
 
 
-def _use_float8(
-    model: PreTrainedModel, linears: list[nn.Linear], dtype: torch.dtype, calibration: Calibration | None
-) -> None:
-    """Replace linear layers of a model by those in float8, except those that no token of text passes through."""
-    largest = _largest_inputs(model, linears, calibration)
+def _factors(model: PreTrainedModel, linears: list[nn.Linear]) -> dict[nn.Linear, float]:
+    """Return the factor of the scales of each layer in NVFP4, by `float4_factor`.
+
+    Layers that read the same inputs, such as those of queries, keys and values, share it, so that they are one product.
+    Checkpoints in NVFP4 have it so, too.
+    """
+    groups: list[list[nn.Linear]] = []
+    last: list[torch.Tensor | None] = [None]
+    seen: set[nn.Module] = set()
+
+    def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if module not in seen:
+            assert isinstance(module, nn.Linear)
+            groups[-1:] = [*groups[-1:], []] if inputs[0] is not last[0] or not groups else groups[-1:]
+            groups[-1].append(module)
+            seen.add(module)
+        last[0] = inputs[0]
+
+    if not model.config.is_encoder_decoder:
+        _run(model, linears, note, [_random_tokens(model, _FEW_TOKENS)])
+    groups += [[linear] for linear in linears if linear not in seen]
+    return {
+        linear: float4_factor(max(_weight(one).abs().max().item() for one in group))
+        for group in groups
+        for linear in group
+    }
+
+
+def _replace(model: PreTrainedModel, linears: Collection[nn.Linear], make: Callable[[nn.Linear], nn.Linear]) -> None:
+    """Replace linear layers of a model."""
     for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and child in largest:
-                if not child.weight.isfinite().all():
-                    layer = f"{path}.{name}".lstrip(".")
-                    raise UnsupportedModelError(
-                        f"the weights of {layer} of {type(model).__name__} must be finite to be rounded to float8; "
-                        "they are damaged: load them again"
-                    )
-                setattr(parent, name, Float8Linear(child, largest[child], dtype))
+            if isinstance(child, nn.Linear) and child in linears:
+                _check_finite(_weight(child), f"{path}.{name}".lstrip("."), model)
+                setattr(parent, name, make(child))
+
+
+def _check_finite(weight: torch.Tensor, layer: str, model: nn.Module) -> None:
+    if not weight.isfinite().all():
+        raise UnsupportedModelError(
+            f"the weights of {layer} of {type(model).__name__} must be finite to be rounded to floats of fewer bits; "
+            "they are damaged: load them again"
+        )
 
 
 def _copy_with_new_parameters(model: PreTrainedModel) -> PreTrainedModel:
@@ -477,26 +535,38 @@ def _set_groups(module: nn.Module, rounded: RoundedGroups, quantization: Quantiz
 def _quantize_experts(
     module: nn.Module, name: str, quantization: Quantization, dtype: torch.dtype, scratch: Scratch | None
 ) -> None:
-    """Replace a weight of experts by integers and scales, one expert at a time, in the scheme of linear layers."""
+    """Replace a weight of experts by quantised ones, one expert at a time, in the scheme of linear layers.
+
+    In float8, all experts of a weight share a factor, because TensorRT stores 16 bits if each row has a scale.
+    """
     from torchao.quantization.granularity import PerAxis
     from torchao.quantization.quant_api import IntxWeightOnlyConfig
 
-    bits, rounds = LINEAR_SCHEMES[quantization.experts or ""]
-    size = quantization.group_size or DEFAULT_GROUP_SIZE
-    scale_dtype = torch.bfloat16 if rounds else dtype
+    scheme, block = quantization.experts, quantization.block
+    _, rounds = LINEAR_SCHEMES[scheme or ""]
     weight = rows_of_weight(module, name)
-    integers = (torch.empty if scratch is None else scratch.empty)(weight.shape, dtype=torch.int8)
-    groups = weight.shape[2] // size if bits == 4 else 1
-    scales = torch.empty(*weight.shape[:2], groups, dtype=scale_dtype)
+    groups = 1 if block is None else weight.shape[2] // block
+    shape, kind, scale_dtype, factor = [*weight.shape], torch.int8, torch.bfloat16 if rounds else dtype, 1.0
+    if scheme in (FLOAT8_SCHEME, FLOAT4_SCHEME):
+        kind, largest = torch.uint8, weight.abs().max().item()
+        factor = float8_factor(largest) if scheme == FLOAT8_SCHEME else float4_factor(largest)
+    if scheme == FLOAT4_SCHEME:
+        shape[2], scale_dtype = shape[2] // 2, torch.uint8
+    integers = (torch.empty if scratch is None else scratch.empty)(shape, dtype=kind)
+    scales = None if scheme == FLOAT8_SCHEME else torch.empty(*weight.shape[:2], groups, dtype=scale_dtype)
     by_row = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
     for expert, rows in enumerate(weight):
-        if bits == 4:
+        if scales is None:
+            integers[expert] = float8_bits(rows, factor)
+        elif scheme == FLOAT4_SCHEME:
+            integers[expert], scales[expert] = rounded_blocks(rows, factor, FLOAT4_BLOCK)
+        elif block is not None:
             signed = quantization.scales == "signed_mse"
-            integers[expert], scales[expert] = round_groups(rows, size, scale_dtype, signed)
+            integers[expert], scales[expert] = round_groups(rows, block, scale_dtype, signed)
         else:
             found = _quantized_rows(rows, by_row, dtype, integers[expert])
             scales[expert] = found.scale.reshape(-1, 1)
-    set_quantized(module, name, integers, scales, rounds)
+    set_quantized(module, name, integers, scales, rounds, factor)
 
 
 def _quantized(rows: torch.Tensor, config: Any, dtype: torch.dtype) -> QuantizedWeight:

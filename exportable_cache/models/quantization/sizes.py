@@ -16,7 +16,14 @@ from torch import nn
 from ...common.tensors import dtype_name, exact_dtype
 from ..experts import experts_of, projections, rows_of_weight
 from ..weights import keeps_float32
-from .spec import DEFAULT_GROUP_SIZE, EMBEDDING_SCHEMES, KEEP_SCHEME, LINEAR_SCHEMES
+from .spec import (
+    DEFAULT_GROUP_SIZE,
+    EMBEDDING_SCHEMES,
+    FLOAT4_SCHEME,
+    FLOAT8_SCHEME,
+    KEEP_SCHEME,
+    LINEAR_SCHEMES,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,25 +99,28 @@ def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtyp
     """Return the storage of each quantised weight, by the id of its parameter."""
     table = model.get_input_embeddings()
     forms = {}
-    size = quantization.group_size or DEFAULT_GROUP_SIZE
     if quantization.linear not in (None, KEEP_SCHEME):
         bits, _ = LINEAR_SCHEMES[quantization.linear or ""]
         # Because XNNPACK and native operators keep scales of groups in 16 bits, and others in the program's dtype.
         is_16_bits = quantization.linear == "8da4w" or quantization.scales == "signed_mse"
         scale = _BFLOAT16 if bits == 4 and is_16_bits else dtype.itemsize
+        if quantization.linear == FLOAT4_SCHEME:
+            scale = torch.uint8.itemsize
         for linear in quantizable_linears(model).values():
             row = linear.weight.shape[1]
-            forms[id(linear.weight)] = _Form(bits, scale, size if bits == 4 else quantization.stored_group(row))
+            forms[id(linear.weight)] = _Form(bits, scale, quantization.block or quantization.stored_group(row))
         if quantization.experts is not None:
             for module in (module for _, module in experts_of(model)):
                 for name in projections(module):
                     row = quantization.stored_group(rows_of_weight(module, name).shape[2])
-                    # MLX's form stores a bias with each scale.
+                    # MLX's form stores a bias with each scale, and experts in float8 have a factor alone.
                     pair = scale if quantization.largest_group is None else 2 * scale
-                    forms[id(getattr(module, name))] = _Form(bits, pair, size if bits == 4 else row)
+                    pair = 0 if quantization.experts == FLOAT8_SCHEME else pair
+                    forms[id(getattr(module, name))] = _Form(bits, pair, quantization.block or row)
     if quantization.embeddings is not None:
         bits, weight = EMBEDDING_SCHEMES[quantization.embeddings], table.weight
         assert isinstance(weight, torch.Tensor)
+        size = quantization.group_size or DEFAULT_GROUP_SIZE
         row = quantization.stored_group(weight.shape[1])
         forms[id(weight)] = _Form(bits, dtype.itemsize, size if bits == 4 else row)
     return forms

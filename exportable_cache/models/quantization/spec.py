@@ -18,6 +18,8 @@ from ...errors import InputError, MissingDependencyError
 
 #: Scheme of weights and activations in float8.
 FLOAT8_SCHEME = "fp8"
+#: Scheme of weights in 4-bit floats, a float8 scale per block, and a float32 factor; and the weights of a block.
+FLOAT4_SCHEME, FLOAT4_BLOCK = "nvfp4", 16
 #: Scheme that stores the integers of a checkpoint unchanged.
 KEEP_SCHEME = "keep"
 #: Schemes of linear layers -> (bits of a weight, True if activations are quantised to 8 bits per token).
@@ -27,6 +29,7 @@ LINEAR_SCHEMES = {
     "8w": (8, False),
     "4w": (4, False),
     FLOAT8_SCHEME: (8, False),
+    FLOAT4_SCHEME: (4, False),
     KEEP_SCHEME: (8, False),
 }
 #: Schemes whose rounding a text can calibrate: weights in groups, or the scales of inputs.
@@ -35,8 +38,8 @@ CALIBRATED_SCHEMES = ("8da4w", "4w", FLOAT8_SCHEME)
 EMBEDDING_SCHEMES = {"8w": 8, "4w": 4}
 #: Scheme of the table if linear layers are quantised, and the value that leaves it unquantised.
 DEFAULT_EMBEDDINGS, NO_EMBEDDINGS = "8w", "none"
-#: Schemes of the experts of mixtures; they are those of linear layers.
-EXPERT_SCHEMES = ("8da4w", "4w", "8w")
+#: Schemes of the experts of mixtures; they are those of linear layers. Inputs of experts in float8 are not rounded.
+EXPERT_SCHEMES = ("8da4w", "4w", "8w", FLOAT8_SCHEME, FLOAT4_SCHEME)
 #: The scheme of experts that native operators compute.
 NATIVE_EXPERTS = "8da4w"
 DEFAULT_GROUP_SIZE = 32
@@ -123,7 +126,7 @@ class Quantization:
     linear: str | None = setting(
         None,
         "Weights of linear layers: 8da4w is 4 bits with 8-bit activations, 8da8w 8 bits with them, 8w 8 and "
-        "4w 4 bits alone, fp8 float8 with float8 activations, keep the stored form.",
+        "4w 4 bits alone, fp8 float8 with float8 activations, nvfp4 4-bit floats alone, keep the stored form.",
         keyword="quantize",
         flags=("--quantize", "--qlinear"),
         choices=tuple(LINEAR_SCHEMES),
@@ -169,11 +172,15 @@ class Quantization:
                 f"{name} must be left out with quantize='keep', which stores the integers of the checkpoint, got "
                 f"{value!r}; leave it out, or use quantize='8da4w'"
             )
-        if 4 not in (self._bits(self.linear, LINEAR_SCHEMES), self._bits(self.embeddings, EMBEDDING_SCHEMES)):
+        grouped = None if self.linear == FLOAT4_SCHEME else self._bits(self.linear, LINEAR_SCHEMES)
+        if 4 not in (grouped, self._bits(self.embeddings, EMBEDDING_SCHEMES)):
             if self.group_size is not None:
+                form = "8-bit weights, which have one scale per row"
+                if self.linear == FLOAT4_SCHEME:
+                    form = f"{FLOAT4_SCHEME}, which has one scale per {FLOAT4_BLOCK} weights"
                 raise InputError(
-                    f"group_size must be left out for 8-bit weights, which have one scale per row, got "
-                    f"{self.group_size}; leave it out, or quantize to 8da4w or 4w"
+                    f"group_size must be left out for {form}, got {self.group_size}; leave it out, or quantize to "
+                    "8da4w or 4w"
                 )
             object.__setattr__(self, "scales", None)
             return
@@ -185,6 +192,13 @@ class Quantization:
             )
         object.__setattr__(self, "group_size", size)
         object.__setattr__(self, "scales", self.scales or SCALES[0])
+
+    @property
+    def block(self) -> int | None:
+        """Number of neighbouring weights of linear layers and experts that share a scale, or None for a whole row."""
+        if self.linear == FLOAT4_SCHEME:
+            return FLOAT4_BLOCK
+        return (self.group_size or DEFAULT_GROUP_SIZE) if self._bits(self.linear, LINEAR_SCHEMES) == 4 else None
 
     @staticmethod
     def _bits(scheme: str | None, known: dict[str, Any]) -> int | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ....models.rounding import float4_values
 from ..quantized import unpacked
 from .layer import layer_kind, torch_dtype, widened
 
@@ -157,6 +158,8 @@ def _callers_constant(layer: NetworkLayer, weights: Any) -> torch.Tensor:
         )
     if weights.dtype.name == "INT4":
         tensor = unpacked(tensor)
+    if weights.dtype.name == "FP4":
+        tensor = float4_values(tensor.flatten()).to(torch.float8_e5m2)
     if weights.dtype.name == "FP8" and tensor.dtype == torch.uint8:
         tensor = tensor.view(torch.float8_e4m3fn)
     if weights.size != tensor.numel():

@@ -26,6 +26,8 @@ _TORCH = {
     "INT4": torch.int8,
     "UINT8": torch.uint8,
     "FP8": torch.float8_e4m3fn,
+    # Unpacked, in the smallest dtype of torch that holds these values and is not another of TensorRT's.
+    "FP4": torch.float8_e5m2,
     "BOOL": torch.bool,
 }
 
