@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -646,6 +646,8 @@ OUTSTANDING = {
     "a mixture, 4w": (*_MIXTURE, "--dtype", "bfloat16", "--quantize", "4w"),
     "1B, float16": (*_LARGE, "--dtype", "float16"),
     "a mixture, 8w": (*_MIXTURE, "--dtype", "bfloat16", "--quantize", "8w"),
+    "1B, nvfp4": (*_LARGE, "--dtype", "bfloat16", "--quantize", "nvfp4"),
+    "a mixture, fp8": (*_MIXTURE, "--dtype", "bfloat16", "--quantize", "fp8"),
 }
 _TINY = {"llama-110m": "llama-tiny", "llama-1b": "llama-tiny", "qwen3-moe-400m": "qwen3-moe-tiny"}
 #: Seconds of a build and of a check at most, and builds side by side, which take up to 10 GB of memory each.
@@ -663,11 +665,16 @@ def engines(setting: Setting) -> Checks:
             output = Path(folder) / name.replace(" ", "-")
             if setting.device != "cuda":
                 arguments = tuple(_TINY.get(one, one) for one in arguments)
+            elif lacking := _lacking(arguments):
+                built[name] = (lacking, output, arguments)
+                continue
             build = pool.submit(_script, *arguments, "--build-only", "--output", str(output), limit=BUILD_LIMIT)
             built[name] = (build, output, arguments)
         for name, (build, output, arguments) in built.items():
 
             def check(build: Any = build, output: Path = output, arguments: Any = arguments) -> tuple[bool | None, str]:
+                if isinstance(build, str):
+                    return None, build
                 done = build.result()
                 if done.returncode:
                     return False, f"no plan: {_end_of(done)}"
@@ -676,6 +683,18 @@ def engines(setting: Setting) -> Checks:
                 return _checked_plan(*arguments, "--built", str(output))
 
             yield name, check
+
+
+def _lacking(arguments: Sequence[str]) -> str:
+    """Return what the GPU needs for the scheme of these arguments, or an empty string if it has that."""
+    import torch
+
+    from exportable_cache.backends.tensorrt.options import least_capability, loads_on
+
+    least = max(least_capability(one) for one in arguments)
+    here = 10 * (capability := torch.cuda.get_device_capability())[0] + capability[1] if least else 0
+    lacks = least and not loads_on(here, [least])
+    return f"needs a plan for SM {least}, which SM {here} does not load" if lacks else ""
 
 
 def _script(*arguments: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:

@@ -97,11 +97,11 @@ def compute_capability() -> int:
 def build(
     model: PreTrainedModel, max_cache_len: int, folder: Path, quantize: str | None = None, **further: int
 ) -> Bundle:
-    """Export for this GPU, or portably if plans cannot be built for it by name (float8 has no portable plan)."""
-    from exportable_cache.backends.tensorrt.options import CAPABILITIES, LEAST_FLOAT8
+    """Export for this GPU, or portably if plans cannot be built for it by name and the scheme allows it."""
+    from exportable_cache.backends.tensorrt.options import CAPABILITIES, least_capability
 
-    here = compute_capability() if torch.cuda.is_available() else 0
-    options = {"sm": str(here)} if here in CAPABILITIES else {"sm": str(LEAST_FLOAT8)} if quantize == "fp8" else {}
+    here, least = compute_capability() if torch.cuda.is_available() else 0, least_capability(quantize)
+    options = {"sm": str(here)} if here in CAPABILITIES and here >= least else {"sm": str(least)} if least else {}
     return export(model, "tensorrt", max_cache_len, folder, verify=False, quantize=quantize, **options, **further)
 
 
@@ -430,7 +430,7 @@ def main(
     ] = None,
     max_cache_len: Annotated[int, typer.Option(help="Slots of a full-attention layer.")] = 512,
     output: Annotated[Path | None, typer.Option(help="Folder to keep the bundle in.")] = None,
-    quantize: Annotated[str | None, typer.Option(help="Scheme of the weights: 4w, 8w or fp8.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="Scheme of the weights: 4w, 8w, fp8 or nvfp4.")] = None,
     engines_only: Annotated[bool, typer.Option("--engines-only", help="Time only TensorRT.")] = False,
     score_length: Annotated[int, typer.Option(help="Score this many tokens in a step, for prompt lookup.")] = 0,
     lora_slots: Annotated[int, typer.Option(help="Slots for adapters, one of which is then used.")] = 0,
