@@ -38,6 +38,7 @@ from exportable_cache.backends.executorch.delegates.passes import (
     maxima_to_parts,
     numbers_to_tensors,
     remainders_to_divisions,
+    short_means_to_sums,
     slices_to_bounds,
     sums_to_dtypes,
     tables_to_selections,
@@ -347,7 +348,9 @@ def test_forms_that_mlx_takes() -> None:
                 joined[:, -ids.shape[1] :],
                 joined[:, 1:],
                 self.table[ids],
+                self.table[ids[0, :, None] - ids.clamp(max=0)],
                 (ids - 4) // 2,
+                (ids + 2**30) // 3,
                 divided,
                 (ids - 4) // -3,
                 summed,
@@ -422,15 +425,29 @@ def test_openvino_gets_no_infinite_bounds() -> None:
         assert torch.equal(found, expected)
 
 
+def test_openvino_gets_no_norms_of_few_elements() -> None:
+    """Its kernel for RMS norms ends the process if fewer elements than a vector has are normalized."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor, long: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return x.mean(-1, keepdim=True), x.mean((0, 1)), x.mean(-1), long.mean(-1)
+
+    inputs = torch.randn(2, 3, 8), torch.randn(2, 16)
+    graph_module = short_means_to_sums(torch.export.export(Module(), inputs).graph_module).graph_module
+    assert len(graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.mean.dim)) == 1
+    for found, expected in zip(graph_module(*inputs), Module()(*inputs), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("divisor", [1, 3, -3, 16, 1000, 4096])
 def test_remainders_without_the_operator(divisor: int) -> None:
-    """Integers of both signs give what `torch.remainder` gives, up to a million."""
+    """Integers of both signs give what `torch.remainder` gives, in the whole range of 32 bits."""
 
     class Module(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.remainder(x, divisor)
 
-    x = torch.cat([torch.arange(-9000, 9000), torch.arange(10**6 - 5000, 10**6)])
+    x = torch.cat([torch.arange(-9000, 9000), torch.arange(10**6 - 5000, 10**6), torch.arange(2**31 - 5000, 2**31)])
     graph_module = remainders_to_divisions(torch.export.export(Module(), (x,)).graph_module).graph_module
     assert not any("remainder" in str(node.target) for node in graph_module.graph.nodes)
     assert torch.equal(graph_module(x)[0], torch.remainder(x, divisor))

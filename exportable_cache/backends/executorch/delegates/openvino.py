@@ -32,6 +32,7 @@ from .passes import (
     logic_to_bits,
     numbers_to_tensors,
     remainders_to_divisions,
+    short_means_to_sums,
 )
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def rewrites() -> tuple[Callable[[ExportedProgram], ExportedProgram], ...]:
 
 def passes() -> list[Callable[[GraphModule], PassResult]]:
     """Return passes over edge programs, before they are partitioned."""
-    return [infinite_bounds_to_none, numbers_to_tensors, remainders_to_divisions]
+    return [infinite_bounds_to_none, numbers_to_tensors, remainders_to_divisions, short_means_to_sums]
 
 
 def weights_to_unsigned(program: ExportedProgram) -> ExportedProgram:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from math import inf
+from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,8 @@ INT4_MOST = 7
 #: End of an open slice.
 _END = 2**63 - 1
 _OF_BITS = {aten.logical_and.default: aten.bitwise_and.Tensor, aten.logical_or.default: aten.bitwise_or.Tensor}
+#: Most elements of a vector of float32.
+_VECTOR = 16
 _FLOOR_DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
 
 
@@ -142,10 +144,16 @@ def tables_to_selections(program: ExportedProgram) -> ExportedProgram:
         if len(given) != 1 or given[0][1].meta["val"].dim() != source.meta["val"].dim():
             continue
         dim, index = given[0]
-        sizes = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
-        if sizes.count(-1) > 1:
-            continue
+        sizes: list[Any] = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
         with graph.inserting_before(node):
+            if sizes.count(-1) > 1:
+                parts = [(index, one) for one in range(index.meta["val"].dim())]
+                sides = [(source, one) for one in range(source.meta["val"].dim())]
+                parts = sides[:dim] + parts + sides[dim + 1 :]
+                sizes = [
+                    insert_call(graph, aten.sym_size.int, *part) if size == -1 else size
+                    for size, part in zip(sizes, parts, strict=True)
+                ]
             vector = insert_call(graph, aten.reshape.default, index, [-1])
             chosen = insert_call(graph, aten.index_select.default, source, dim, vector)
             replace_call(node, insert_call(graph, aten.reshape.default, chosen, sizes))
@@ -154,7 +162,7 @@ def tables_to_selections(program: ExportedProgram) -> ExportedProgram:
 
 
 def floor_divisions_to_floors(program: ExportedProgram) -> ExportedProgram:
-    """Compute integers divided by a number, and rounded down, by a product, see `remainders_to_divisions`."""
+    """Compute integers divided by a number, and rounded down, by products, in place, see `remainders_to_divisions`."""
     graph = program.graph
     for node in list(graph.nodes):
         if node.target not in _FLOOR_DIVISIONS or node.meta["val"].is_floating_point():
@@ -163,13 +171,20 @@ def floor_divisions_to_floors(program: ExportedProgram) -> ExportedProgram:
         if node.kwargs.get("rounding_mode", "floor") != "floor" or not isinstance(divisor, int):
             continue
         with graph.inserting_before(node):
-            quotient = insert_call(graph, aten.to.dtype, value, torch.float32)
-            quotient = insert_call(graph, aten.mul.Scalar, quotient, 1.0 / divisor)
-            quotient = insert_call(graph, aten.add.Scalar, quotient, 0.5 / abs(divisor))
-            whole = insert_call(graph, aten.floor.default, quotient)
-            replace_call(node, insert_call(graph, aten.to.dtype, whole, node.meta["val"].dtype))
+            first = _quotient(graph, value, divisor)
+            rest = insert_call(graph, aten.sub.Tensor, value, insert_call(graph, aten.mul.Scalar, first, divisor))
+            found = insert_call(graph, aten.add.Tensor, first, _quotient(graph, rest, divisor))
+            replace_call(node, insert_call(graph, aten.to.dtype, found, node.meta["val"].dtype))
     program.graph_module.recompile()
     return program
+
+
+def _quotient(graph: Any, value: Node, divisor: int) -> Node:
+    """Insert a quotient of integers, rounded down, which is some units off if it exceeds four million."""
+    quotient = insert_call(graph, aten.to.dtype, value, torch.float32)
+    quotient = insert_call(graph, aten.mul.Scalar, quotient, 1.0 / divisor)
+    quotient = insert_call(graph, aten.add.Scalar, quotient, 0.5 / abs(divisor))
+    return insert_call(graph, aten.to.dtype, insert_call(graph, aten.floor.default, quotient), value.meta["val"].dtype)
 
 
 def infinite_bounds_to_none(graph_module: GraphModule) -> PassResult:
@@ -181,6 +196,27 @@ def infinite_bounds_to_none(graph_module: GraphModule) -> PassResult:
             node.args = (value, *kept)
             if all(one is None for one in kept):
                 replace_call(node, value)
+    graph_module.recompile()
+    return PassResult(graph_module, True)
+
+
+def short_means_to_sums(graph_module: GraphModule) -> PassResult:
+    """Compute means of few elements by sums, in place.
+
+    OpenVINO (2025.4.1) takes a mean of squares for a part of an RMS norm, whose kernel ends the process if there are
+    fewer elements than a vector has, 16 with AVX-512.
+    """
+    graph = graph_module.graph
+    for node in list(graph.nodes):
+        if operator_of(node.target) is not aten.mean.dim:
+            continue
+        source, dims, *keepdim = node.args
+        count = prod(source.meta["val"].shape[dim] for dim in dims)
+        if isinstance(count, int) and count < _VECTOR:
+            with graph.inserting_before(node):
+                total = insert_call(graph, edge_operator(aten.sum.dim_IntList), source, dims, *keepdim)
+                share = _number(graph, 1.0 / count, total)
+                replace_call(node, insert_call(graph, edge_operator(aten.mul.Tensor), total, share))
     graph_module.recompile()
     return PassResult(graph_module, True)
 
@@ -240,7 +276,8 @@ def remainders_to_divisions(graph_module: GraphModule) -> PassResult:
     """Compute `remainder(x, n)` of integers as `x - n * floor(x / n)`, in place.
 
     The quotient is computed in float32, half a unit off the border, because delegates divide integers in several ways
-    and multiply by reciprocals. Positions up to a million are exact.
+    and multiply by reciprocals. Large quotients are some units off then, so the remainder is divided once more. The
+    result is exact for divisors up to a million.
     """
     graph = graph_module.graph
     for node in list(graph.nodes):
@@ -248,12 +285,14 @@ def remainders_to_divisions(graph_module: GraphModule) -> PassResult:
             continue
         value, divisor = node.args
         with graph.inserting_before(node):
-            quotient = _cast(graph, value, torch.float32)
-            for operator, argument in ((aten.mul.Tensor, 1.0 / divisor), (aten.add.Tensor, 0.5 / abs(divisor))):
-                quotient = insert_call(graph, edge_operator(operator), quotient, _number(graph, argument, quotient))
-            whole = _cast(graph, insert_call(graph, edge_operator(aten.floor.default), quotient), torch.int64)
-            product = insert_call(graph, edge_operator(aten.mul.Tensor), whole, _number(graph, divisor, whole))
-            replace_call(node, insert_call(graph, edge_operator(aten.sub.Tensor), value, product))
+            for _ in range(2):
+                quotient = _cast(graph, value, torch.float32)
+                for operator, argument in ((aten.mul.Tensor, 1.0 / divisor), (aten.add.Tensor, 0.5 / abs(divisor))):
+                    quotient = insert_call(graph, edge_operator(operator), quotient, _number(graph, argument, quotient))
+                whole = _cast(graph, insert_call(graph, edge_operator(aten.floor.default), quotient), torch.int64)
+                product = insert_call(graph, edge_operator(aten.mul.Tensor), whole, _number(graph, divisor, whole))
+                value = insert_call(graph, edge_operator(aten.sub.Tensor), value, product)
+            replace_call(node, value)
     graph_module.recompile()
     return PassResult(graph_module, True)
 
