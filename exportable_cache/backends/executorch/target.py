@@ -145,8 +145,9 @@ class ExecutorchBackend:
                 write_program(program, path)
                 return StandIn(ExecutorchRunner(path, description), not_executed_remark(facts))
         from ..tensorrt.target import network_stand_in, program_networks
+        from .lowering.tensorrt import takes_aliases
 
-        return network_stand_in(description, program_networks(program, options, in_place=False))
+        return network_stand_in(description, program_networks(program, options, in_place=takes_aliases()))
 
 
 def delegate_program_spec(asked: ProgramSpec, facts: Delegate) -> ProgramSpec:

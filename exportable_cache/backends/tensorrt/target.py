@@ -143,7 +143,8 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
             )
         usual[name] = expected
     exported = {}
-    if in_place and options.engines == "shared" and _can_share(program):
+    # Options of plans inside a `.pte` have no `engines`, because each of its methods has a plan.
+    if in_place and getattr(options, "engines", "separate") == "shared" and _can_share(program):
         whole = _FORWARD if _FORWARD in program.methods else _PREFILL
         exported[whole] = program.export(whole)
         # Raised by `export` if the model's code needs longer prompts, so that one token cannot go through it.

@@ -2,6 +2,8 @@
 
 torch_tensorrt 2.13.0 writes such files from live engines, which need a GPU. Its partitioner also accepts the
 placeholder operator that holds a plan's bytes, so a module that calls it is exported instead of an engine.
+
+The delegate of torch_tensorrt 2.14.0 also takes aliases: an output that shares its memory with an input of the method.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +35,13 @@ if TYPE_CHECKING:
 _DELIMITER = "%"
 
 
+def takes_aliases() -> bool:
+    """Return True if the installed torch_tensorrt's delegate writes caches in place, as from 2.14 on."""
+    from ...tensorrt import upstream  # noqa: F401  torch_tensorrt is importable after it
+
+    return hasattr(import_module("torch_tensorrt.executorch.serialization"), "TENSORRT_MAGIC_ALIASED_IO")
+
+
 class PlanModule(nn.Module):
     """Module that calls a plan: `forward(tensors)` maps the engine's inputs to its outputs, in the record's order.
 
@@ -47,9 +57,14 @@ class PlanModule(nn.Module):
         super().__init__()
         self.register_buffer("plan", torch.frombuffer(bytearray(plan), dtype=torch.uint8))
         # In the order of the operator's arguments.
-        self.before = ("9", record.method, _DELIMITER.join(("0", "0", "0", "0", "gpu")))  # ABI, name, GPU 0
+        aliased = takes_aliases()
+        abi = "10" if aliased else "9"
+        self.before = (abi, record.method, _DELIMITER.join(("0", "0", "0", "0", "gpu")))  # ABI, name, GPU 0
         names = (_DELIMITER.join(tensor.name for tensor in tensors) for tensors in (record.inputs, record.outputs))
         self.after = (*names, "0", _metadata(record), "linux_x86_64", "0", "0", "0")
+        if aliased:
+            pairs = (f"{output}@{source}@kv_cache_update" for output, source in record.aliases.items())
+            self.after = (*self.after, _DELIMITER.join(pairs))
 
     def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Call the plan."""
@@ -58,7 +73,12 @@ class PlanModule(nn.Module):
 
 def _metadata(record: EngineRecord) -> str:
     """Return output shapes for the operator's fake kernel, as the pickle of plain values that torch_tensorrt reads."""
-    outputs = [{"shape_exprs": list(tensor.shape), "dtype": getattr(torch, tensor.dtype)} for tensor in record.outputs]
+    outputs = [
+        {"shape_exprs": list(tensor.shape), "dtype": getattr(torch, tensor.dtype)}
+        for tensor in record.outputs
+        # The fake kernel appends aliased outputs.
+        if tensor.name not in record.aliases
+    ]
     return base64.b64encode(pickle.dumps({"inout_symexprs": {"inputs": [], "outputs": outputs}})).decode()
 
 
@@ -77,12 +97,16 @@ def export_plan(plan: bytes, record: EngineRecord) -> ExportedProgram:
 def lower_to_plans(program: Program, folder: Path, file: str, options: ExecutorchOptions) -> list[LoweredFile]:
     """Write one `.pte` with a plan per method.
 
-    Caches are inputs and outputs of each method, because the delegate cannot alias them.
+    Caches are inputs and outputs of each method. If the delegate takes aliases, it writes new tokens into the inputs.
     """
     capabilities = options.capabilities
     records, exported = [], {}
-    for method, network in program_networks(program, options, in_place=False).items():
+    for method, network in program_networks(program, options, in_place=takes_aliases()).items():
         record = record_of(method, network, capabilities)
+        # The delegate's compiler expects the others first.
+        record = record.model_copy(
+            update={"outputs": sorted(record.outputs, key=lambda tensor: tensor.name in record.aliases)}
+        )
         exported[method] = export_plan(network.build_plan(capabilities), record)
         records.append(record)
     with (folder / file).open("wb") as target:
@@ -91,15 +115,27 @@ def lower_to_plans(program: Program, folder: Path, file: str, options: Executorc
 
 
 def _to_executorch(exported: Mapping[str, ExportedProgram]) -> Any:
-    from executorch.exir import to_edge_transform_and_lower
+    from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+    from executorch.exir.passes import MemoryPlanningPass
+    from executorch.exir.passes.propagate_device_config import PropagateDeviceConfig
     from torch_tensorrt.executorch import TensorRTPartitioner
 
-    from ...tensorrt import upstream  # noqa: F401  torch_tensorrt is importable after it
+    from ...tensorrt import upstream  # noqa: F401
 
     edge = to_edge_transform_and_lower(
         dict(exported), partitioner=[TensorRTPartitioner()], compile_config=edge_config()
     )
-    return edge.to_executorch()
+    if not takes_aliases():
+        return edge.to_executorch()
+    # Inputs and outputs are the caller's, on the GPU: with one address for an output and its alias, nothing is copied.
+    return edge.to_executorch(
+        ExecutorchBackendConfig(
+            memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, alloc_graph_output=False),
+            propagate_device_config=PropagateDeviceConfig(
+                skip_h2d_for_method_inputs=True, skip_d2h_for_method_outputs=True
+            ),
+        )
+    )
 
 
 def plans_in(path: Path) -> list[tuple[bytes, Sequence[str]]]:
