@@ -66,14 +66,16 @@ QUANTIZED = {
     for target in ("tensorrt", "mlx", "openvino")
     for scheme in ("4w", "8w")
 }
-#: Columns that are run only if they are asked by name.
-BY_NAME = (*DEVICES, *QUANTIZED)
 #: What transformers itself has for the same, see `peers.py`.
 PEERS = ("static_cache", "exporter", "dynamo")
+#: Its exporters for devices, asked by name too.
+PEER_DEVICES = ("openvino_exporter", "mlx_exporter")
+#: Columns that are run only if they are asked by name.
+BY_NAME = (*DEVICES, *QUANTIZED, *PEER_DEVICES)
 #: Run by default: the targets; what else a session in eager mode is asked, see `extended.py`; and the peers.
 COLUMNS = (*TARGETS, "extended", *PEERS)
 #: As they are run: what has references of its own, or is none of this package's, before its patches are in.
-ORDER = (*PEERS, "extended", *TARGETS)
+ORDER = (*PEERS, *PEER_DEVICES, "extended", *TARGETS)
 #: Groups of decoders alone, which is what a TensorRT program, and those of the peers' exporters, hold.
 DECODER_GROUPS = ("causal", "image", "audio")
 MAX_CACHE_LEN = 64
@@ -89,8 +91,8 @@ class Outcome:
     """Of one target.
 
     Attributes:
-        status: pass, refused (with a reason), wrong (the logits differ), error (anything else, a crash or a time limit
-            too).
+        status: pass, refused (with a reason), wrong (the logits differ), lowered (a program of a peer that cannot be run
+            or evaluated here), error (anything else, a crash or a time limit too).
         difference: Largest |logit difference| to the reference, where it ran.
         distance: That of the reference to the model before its weights were quantised, in columns of `QUANTIZED`.
         reason: Of a refusal or an error.
@@ -151,7 +153,7 @@ def _found(
     architecture: Architecture, model: PreTrainedModel, target: str, case: Case, facts: dict[str, Any]
 ) -> Outcome:
     try:
-        if target in PEERS:
+        if target in (*PEERS, *PEER_DEVICES):
             return _judged(*getattr(peers, target)(model, *case))
         if target == "extended":
             return _extended(architecture, model, facts)
@@ -203,7 +205,7 @@ def _extended(architecture: Architecture, model: PreTrainedModel, facts: dict[st
 
 def _without_reference(architecture: Architecture, target: str, error: Exception) -> Outcome:
     """A model that runs no text by itself, or not step by step, is to be refused as well."""
-    if target in PEERS:
+    if target in (*PEERS, *PEER_DEVICES):
         return _outcome_of(error, "model: ")
     try:
         ExportableCache.from_model(tiny_model(architecture), MAX_CACHE_LEN, attn_implementation=None)
@@ -366,6 +368,8 @@ def _outcome_of(error: Exception, prefix: str = "") -> Outcome:
     reason = str(error) if refused else f"{prefix}{type(error).__name__}: {_first_line(error)}"
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)[-4:]
     where = [f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.line}" for frame in frames]
+    if isinstance(error, peers.NotEvaluatedError):
+        return Outcome("lowered", reason=str(error))
     return Outcome("refused" if refused else "error", reason=reason, where=where)
 
 

@@ -30,8 +30,20 @@ import transformers
 from exportable_cache.common.process.tuning import collect_seldom
 
 from .architectures import Architecture, architectures
-from .check import COLUMNS, DEVICES, check, is_asked, lower_only, read_result, target_of, write_json
+from .check import (
+    COLUMNS,
+    DEVICES,
+    PEER_DEVICES,
+    check,
+    is_asked,
+    lower_only,
+    read_result,
+    target_of,
+    write_json,
+)
+from .peers import load_exporters
 from .published import Checkpoint, checkpoints
+from .sample import sample
 from .table import DOCUMENT, write_table
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +63,8 @@ LIMITS = {
     "static": 600,
     "openvino": 600,
     "mlx": 600,
+    "openvino_exporter": 300,
+    "mlx_exporter": 300,
     "tensorrt-4w": 900,
     "tensorrt-8w": 900,
     "mlx-4w": 600,
@@ -86,6 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", help="model types, comma-separated")
     parser.add_argument("--published", action="store_true", help="published checkpoints in place of default configs")
     parser.add_argument("--groups", help="causal, image, audio, seq2seq, speech")
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="only N causal language models of each kind (see tests/zoo/sample.py)"
+    )
     parser.add_argument("--targets", default=",".join(COLUMNS), help="columns of the table, comma-separated")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--redo", action="store_true", help="run again what has a result")
@@ -113,7 +130,7 @@ def _selected(arguments: argparse.Namespace) -> list[Architecture]:
         unknown = set(wanted) - {row.model_type for row in rows} - {row.name for row in rows}
         if unknown:
             sys.exit(f"no architecture {', '.join(sorted(unknown))}; see tests/zoo/architectures.py")
-    return rows
+    return sample([row for row in rows if row.group == "causal"], arguments.sample) if arguments.sample else rows
 
 
 def _take_up_document() -> None:
@@ -140,11 +157,14 @@ def _preload(targets: list[str]) -> None:
     collect_seldom()
     first = next(row for row in architectures() if row.name == "causal-llama")
     # The runtimes of ExecuTorch and Core AI start threads, and threads do not come along into a fork.
-    threaded = {"executorch", "coreai", *DEVICES}
+    threaded = {"executorch", "coreai", *DEVICES, *PEER_DEVICES}
     check(first, [target for target in targets if target_of(target) not in threaded], lambda facts: None)
     for target in threaded.intersection(map(target_of, targets)):
-        # OpenVINO's compiler starts threads, too.
-        lower_only(first, "static" if target == "openvino" else target)
+        if target in PEER_DEVICES:
+            load_exporters(target)
+        else:
+            # OpenVINO's compiler starts threads, too.
+            lower_only(first, "static" if target == "openvino" else target)
     gc.freeze()
 
 

@@ -28,6 +28,11 @@ _PEERS = {
     "exporter": "`TorchExportableModuleForDecoderOnlyLM`",
     "dynamo": "`DynamoExporter`, static cache",
 }
+#: Exporters of transformers for devices, with the column of the same device here.
+_DEVICE_PEERS = {
+    "openvino_exporter": ("`OpenVINOExporter`, executed", "openvino"),
+    "mlx_exporter": ('`ExecutorchExporter(backend="mlx")`, evaluated', "mlx"),
+}
 
 
 def write_support(document: Path = DOCUMENT) -> None:
@@ -82,6 +87,51 @@ def _lines() -> list[str]:
         *(f"| {title} | {_counted(types, peer, ('pass', 'wrong', 'error'))} |" for peer, title in _PEERS.items()),
         f"| **exportable_cache**, `pt2` | {pt2.total()} | {pt2['pass']} | {pt2['wrong']} | {pt2['error']} "
         f"({pt2['refused']} refused) |",
+        *_of_device_peers(types),
+    ]
+
+
+def _of_device_peers(types: dict[str, Any]) -> list[str]:
+    """Return what transformers' exporters for devices give for a sample of decoders, next to this package's columns."""
+    # Not at the top, because that module reads this one's path.
+    from .architectures import architectures
+    from .sample import KINDS, kinds
+
+    shown = {peer: {name: facts for name, facts in types.items() if peer in facts} for peer in _DEVICE_PEERS}
+    if not all(shown.values()):
+        return []
+    by_kind = kinds([row for row in architectures() if any(row.name in rows for rows in shown.values())])
+    totals = [
+        f"| {title} | {_counted(shown[peer], peer, ('pass', 'wrong', 'lowered', 'error'))} "
+        f"| {_counted(shown[peer], own, ('pass', 'refused', 'wrong'))} |"
+        for peer, (title, own) in _DEVICE_PEERS.items()
+    ]
+    lines = []
+    for kind in KINDS:
+        cells = []
+        for peer, (_, own) in _DEVICE_PEERS.items():
+            rows = {name: facts for name, facts in shown[peer].items() if by_kind.get(name) == kind}
+            cells += [
+                f"{_statuses(rows, column)['pass']} of {_statuses(rows, column).total()}" for column in (peer, own)
+            ]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return [
+        "",
+        "Its exporters for two devices, for a sample of decoders with equally many of each kind "
+        "(`python -m tests.zoo.run --sample 8 --targets",
+        "openvino_exporter,mlx_exporter`), next to this package for the same rows:",
+        "",
+        "| | run | pass | wrong logits | not evaluated | error | run here | pass | refused | wrong logits |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *totals,
+        "",
+        "*Not evaluated*: the program is in several pieces, with operators of ExecuTorch between. An *error* is raised by "
+        "the exporter, the",
+        "runtime or the model. [Architectures](architectures.md) has each row. By kinds, those that pass:",
+        "",
+        "| | `OpenVINOExporter` | `openvino` here | MLX exporter | `mlx` here |",
+        "|---|---|---|---|---|",
+        *lines,
     ]
 
 

@@ -23,7 +23,7 @@ from .support_table import write_support
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
 #: Columns of the table.
 SHOWN = (*COLUMNS, *BY_NAME)
-STATUSES = ("pass", "refused", "wrong", "error")
+STATUSES = ("pass", "refused", "wrong", "lowered", "error")
 TITLES = {
     "causal": "Causal language models",
     "image": "Text decoders of vision models",
@@ -119,8 +119,13 @@ def _lines(results: dict[Architecture, dict[str, Any]], published: dict[Checkpoi
         "and of these, for the",
         "longest prompt, the prefill and decode of `DynamoExporter` over a static cache, in the loop of the model's own "
         "`generate`. An error",
-        "there is that of transformers' own code, the first line of it. Its `ExecutorchExporter`, which lowers the "
-        "same, was not run.",
+        "there is that of transformers' own code, the first line of it. `openvino_exporter` and `mlx_exporter` are its "
+        "exporters for two devices:",
+        "`OpenVINOExporter` with its state inside, executed by OpenVINO (prompts in one call, or token by token where "
+        "that does not pass), and the",
+        'prefill and decode of `ExecutorchExporter(backend="mlx")`, evaluated on the CPU as `mlx` is. Of a sample of '
+        "causal models (`--sample 8`);",
+        "**lowered** programs are in several pieces, which cannot be evaluated.",
         "",
         f"`{DOCUMENT.with_suffix('.json').name}` beside this file has the same for programs, with the time each took "
         "and the commit it",

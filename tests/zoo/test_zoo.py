@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
 from .build import PROMPTS
 from .check import BY_NAME, FIXED_CHUNK, TARGETS, Outcome, check, is_asked
 from .run import run_apart
+from .sample import KINDS, kinds, sample
 
 #: Model types of the spread, by what they show.
 SPREAD = {
@@ -90,6 +92,32 @@ def test_networks_of_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NetworkEvaluator, "run", lacks)
     found = outcomes("mistral", ["tensorrt"])["targets"]["tensorrt"]
     assert found["status"] == "error" and "LOOP" in found["reason"], found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("column", "package"), [("openvino_exporter", "openvino"), ("mlx_exporter", "mlx.core")])
+def test_exporters_of_transformers_for_devices(column: str, package: str) -> None:
+    """A plain model passes past its window, so that an error elsewhere is not one of how they are called here."""
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    pytest.importorskip("executorch", reason="the executorch extra is not installed")
+    found = outcomes("mistral", [column])["targets"][column]
+    assert found["status"] == "pass", found
+
+
+def test_a_sample_has_every_kind_and_no_row_twice() -> None:
+    rows = [row for row in architectures() if row.group == "causal"]
+    by_kind = kinds(rows)
+    chosen = [row.name for row in sample(rows, 2)]
+    assert len(set(chosen)) == len(chosen)
+    assert Counter(by_kind[name] for name in chosen) == dict.fromkeys(KINDS, 2)
+    named = {
+        "llama": "dense",
+        "mixtral": "experts",
+        "deepseek_v3": "latent keys",
+        "mamba": "recurrent",
+        "jamba": "hybrid",
+    }
+    assert {name: by_kind[f"causal-{name}"] for name in named} == named
 
 
 def test_some_targets_are_asked_of_decoders_alone() -> None:
