@@ -5,7 +5,7 @@ it, and spelled out.
 import pytest
 import torch
 
-from exportable_cache.backends.tensorrt.kv_cache import kv_cache_update, reference_update, scatter_update
+from exportable_cache.backends.tensorrt.kv_cache import kv_cache_update, scatter_update
 
 CAPACITY = 12
 
@@ -17,6 +17,14 @@ def arguments(
     cache = torch.randn(batch, 2, CAPACITY, 4, generator=generator).to(dtype)
     update = torch.randn(batch, 2, length, 4, generator=generator).to(dtype)
     return cache, update, torch.arange(batch) * 3 + CAPACITY - length - 3 * (batch - 1)
+
+
+def reference_update(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Compute `kv_cache_update` row by row."""
+    result = cache.clone()
+    for row, first in enumerate(start.tolist()):
+        result[row, :, first : first + update.shape[2]] = update[row]
+    return result
 
 
 @pytest.mark.parametrize("implementation", [kv_cache_update, scatter_update])

@@ -159,14 +159,6 @@ def scatter_update(cache: torch.Tensor, update: torch.Tensor, start: torch.Tenso
     return cache.scatter(2, slots[:, None, :, None].expand(batch, heads, length, dim), update)
 
 
-def reference_update(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Compute `kv_cache_update` row by row, as the oracle of tests."""
-    result = cache.clone()
-    for row, first in enumerate(start.tolist()):
-        result[row, :, first : first + update.shape[2]] = update[row]
-    return result
-
-
 @dataclass(frozen=True)
 class EngineLayout(Layout, kind="tensorrt"):
     """Layout that writes float keys and values through `kv_cache_update`, and may keep a null slot.
