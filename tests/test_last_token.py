@@ -139,7 +139,7 @@ def mixed(x: torch.Tensor, between: Callable[[torch.Tensor], torch.Tensor]) -> t
     rows, weights = x[0], torch.arange(8.0 * SIZE * SIZE).view(8, SIZE, SIZE).sin()
     factors, indices = rows.softmax(-1).topk(2)
     slots = expert_slots(indices, 8)
-    chosen, biases = chosen_weights(weights, None, slots), chosen_weights(weights[:, 0], None, slots)
+    chosen, biases = (chosen_weights(one, None, slots, 1.0, one.dtype) for one in (weights, weights[:, 0]))
     states = between(slot_product(rows[None], chosen, False) + biases.unsqueeze(1))
     return (slot_product(states, chosen, True) * slot_factors(indices, factors, 8)).sum(0)[None]
 
@@ -256,7 +256,7 @@ WITHOUT_RULE = {
     "They mix tokens.": "attention attention_rounded extended_attention filled_attention fused_attention",
     "They write the cache, for all tokens.": "kv_cache_update quantize write",
     "They choose slots or weights, and are computed again.": "chosen_weights expert_slots",
-    "Its operands are weights.": "float8_weight",
+    "Their operands are weights.": "float4_weight float8_weight",
     "Lowering inserts them, after the pass.": (
         "dequantized_weight embedding_* experts_* gate linear_* linears_* negated_first_half rms_norm rotate rotated "
         "segment shuffled swapped_halves to_bfloat16 to_float16"
