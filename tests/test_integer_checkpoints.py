@@ -18,6 +18,7 @@ from exportable_cache.models.loading import integers, prequantized
 from exportable_cache.models.loading.integers import unpack
 from exportable_cache.models.loading.loading import load_model
 from exportable_cache.models.loading.location import Location, shards
+from exportable_cache.models.rounding import float4_factor, float4_weight, rounded_blocks
 
 from .support import checkpoints
 
@@ -353,3 +354,36 @@ def test_scales_of_activations_are_left_out(tmp_path: Path) -> None:
     expected = checkpoints.write_compressed(tmp_path, "int8")
     changed(tmp_path, lambda tensors: tensors.update({f"{LAYER}.input_scale": torch.ones(1)}))
     assert_equal(load_model(tmp_path).model, expected)
+
+
+def write_modelopt(folder: Path, algorithm: str) -> PreTrainedModel:
+    """Write a Llama in a form of ModelOpt, and return the model that its values make."""
+    model, packed = checkpoints.wide_model(), {}
+    for name, layer in checkpoints.linears_of(model).items():
+        factor = float4_factor(layer.weight.abs().max().item())
+        pairs, scale = rounded_blocks(layer.weight, factor, 16)
+        parts = {"weight": pairs, "weight_scale": scale.view(torch.float8_e4m3fn)}
+        parts["weight_scale_2"] = torch.tensor(factor)
+        values = float4_weight(pairs, scale, factor, torch.float32)
+        if algorithm == "FP8":
+            parts = {"weight": (layer.weight / 0.01).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(0.01)}
+            values = parts["weight"].float() * parts["weight_scale"]
+        layer.weight.data = values
+        packed[name] = {**parts, "input_scale": torch.tensor(0.5)}
+    model.save_pretrained(folder)
+    checkpoints.replace_layers(folder, packed)
+    checkpoints.edit_config(folder, quantization_config={"quant_method": "modelopt", "quant_algo": algorithm})
+    return model
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8"])
+def test_checkpoints_of_modelopt_are_read(algorithm: str, tmp_path: Path) -> None:
+    expected = write_modelopt(tmp_path, algorithm)
+    assert_equal(load_model(tmp_path).model, expected, 1e-6)
+    # A layer without one of its scales is not read with another one.
+    changed(tmp_path, _without("weight_scale_2" if algorithm == "NVFP4" else "weight_scale"))
+    with pytest.raises(InputError, match="weight_scale_2 must be one number|weight_scale is missing"):
+        load_model(tmp_path)
+    checkpoints.edit_config(tmp_path, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"})
+    with pytest.raises(UnsupportedModelError, match="the algorithm 'NVFP4_AWQ', and only NVFP4 and FP8 are read"):
+        load_model(tmp_path)

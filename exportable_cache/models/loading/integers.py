@@ -1,4 +1,4 @@
-"""Weights of GPTQ, AWQ and compressed-tensors checkpoints, read by arithmetic alone, and integers of torchao's.
+"""Weights of GPTQ, AWQ, compressed-tensors and ModelOpt checkpoints, read by arithmetic alone, and torchao's integers.
 
 transformers reads these with packages that need a GPU, or with none of several schemes. `IntegerQuantizer` is a
 quantizer of transformers, so its loader finds the shards and renames tensors, and merges experts after they are
@@ -12,6 +12,7 @@ dequantised. Formats:
 - compressed-tensors: `weight_packed` or `weight` [outputs, ...], `weight_scale` [outputs, groups], and perhaps
   `weight_zero_point`, `weight_shape`, `weight_g_idx`, `weight_global_scale`
   (https://github.com/vllm-project/compressed-tensors).
+- ModelOpt: `weight` in float8 with one `weight_scale`, or in NVFP4 with one of each block and one `weight_scale_2`.
 - torchao: tensors that transformers loads. Those of `IntxWeightOnlyConfig`, `Int8DynamicActivationIntxWeightConfig`
   (8da4w), `Int8WeightOnlyConfig` and `Int8DynamicActivationInt8WeightConfig` hold integers in int8, also of fewer bits.
   Others, such as those of `Int4WeightOnlyConfig`, are packed for GPUs and are dequantised.
@@ -20,7 +21,7 @@ dequantised. Formats:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,7 +34,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...errors import ExportableCacheError, InputError, first_line
 from ..rounding import float4_values
-from .location import shards
+from .location import header_of, shards
 from .prequantized import gptq_format, quantization_fields, schemes_of, stored_quantization
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ NAMES = {
         "weight_global_scale",
         "weight",
     ),
+    "modelopt": ("weight_scale_2", "weight_scale", "weight"),
 }
 #: Index in a word of AWQ, by output.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -404,8 +406,29 @@ def _block(layer: _Layer, said: Any, weight: torch.Tensor) -> list[int]:
     return [min(of, max(1, size)) for of, size in zip(said, weight.shape, strict=True)]
 
 
+def read_modelopt(layer: _Layer, fields: Mapping[str, Any]) -> IntegerWeight | torch.Tensor:
+    """Read a layer of ModelOpt in float8 or NVFP4."""
+    check_modelopt(layer, fields)
+    factor, weight = layer.optional("weight_scale_2"), layer.get("weight", torch.uint8, torch.float8_e4m3fn)
+    if factor is None:
+        return _read_unpacked(layer, {})
+    return _read_float4(layer, weight) * layer.finite(factor).float()
+
+
+def check_modelopt(layer: _Layer, fields: Mapping[str, Any]) -> None:
+    """Check the shapes of a layer of ModelOpt."""
+    weight = layer.get("weight", torch.uint8, torch.float8_e4m3fn)
+    scale, factor = layer.optional("weight_scale"), layer.optional("weight_scale_2")
+    if scale is None:
+        raise layer.error("weight_scale is missing")
+    if (factor is not None and factor.numel() != 1) or (factor is None) is (weight.dtype == torch.uint8):
+        raise layer.error(f"weight_scale_2 must be one number for a weight in 4 bits alone, got {_described(weight)}")
+    if factor is not None and (scale.dim() != 2 or scale.dtype != torch.float8_e4m3fn or len(scale) != len(weight)):
+        raise layer.error(f"weight_scale {_described(scale)} does not fit weight {list(weight.shape)}")
+
+
 def _read_float4(layer: _Layer, packed: torch.Tensor) -> torch.Tensor:
-    """Read 4-bit floats: NVFP4 with a scale in float8 and one of the whole layer, MXFP4 with powers of two."""
+    """Read 4-bit floats: NVFP4 with a scale in float8 and one of the layer, MXFP4 with powers of two."""
     scale, whole = (
         layer.get("weight_scale", torch.uint8, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32),
         layer.optional("weight_global_scale"),
@@ -413,7 +436,7 @@ def _read_float4(layer: _Layer, packed: torch.Tensor) -> torch.Tensor:
     values = float4_values(packed)
     if len(scale) != len(packed) or values.shape[1] % scale.shape[1]:
         raise layer.error(f"weight_scale {list(scale.shape)} does not fit weight_packed {list(packed.shape)}")
-    if scale.dtype == torch.float8_e4m3fn and (whole is None or whole.numel() != 1):
+    if scale.dtype == torch.float8_e4m3fn and "weight_scale_2" not in layer and (whole is None or whole.numel() != 1):
         raise layer.error("weight_global_scale must be one number")
     factors = (scale.float() - 127).exp2() if scale.dtype == torch.uint8 else layer.finite(scale).float()
     if whole is not None:
@@ -425,11 +448,13 @@ _READERS: dict[str, Callable[[_Layer, Mapping[str, Any]], IntegerWeight | torch.
     "gptq": read_gptq,
     "awq": read_awq,
     "compressed-tensors": read_compressed,
+    "modelopt": read_modelopt,
 }
 _FORMS: dict[str, Callable[[_Layer, Mapping[str, Any]], object]] = {
     "gptq": gptq_form,
     "awq": awq_form,
     "compressed-tensors": check_compressed,
+    "modelopt": check_modelopt,
 }
 
 
@@ -442,7 +467,7 @@ def check_shards(shards: Iterable[Path], method: str, fields: Mapping[str, Any])
     """
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for path in shards:
-        for name, tensor in _header(path):
+        for name, tensor in header_of(path):
             layer, _, last = name.rpartition(".")
             if last in NAMES[method]:
                 layers.setdefault(layer, {})[last] = tensor
@@ -453,31 +478,6 @@ def check_shards(shards: Iterable[Path], method: str, fields: Mapping[str, Any])
 
 def _is_plain(weight: torch.Tensor) -> bool:
     return weight.is_floating_point() and weight.element_size() > 1
-
-
-def _header(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a safetensors file on the meta device."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():
-                part = file.get_slice(name)
-                dtype = _DTYPES.get(part.get_dtype())
-                if dtype is not None:
-                    yield name, torch.empty(part.get_shape(), dtype=dtype, device="meta")
-    # The others are torch's, of shapes that no tensor has.
-    except (SafetensorError, OSError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise InputError(
-            f"cannot read {path.name}: {first_line(error)}; it is truncated or damaged, download it again"
-        ) from error
-
-
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
 
 
 @dataclass

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.utils import HFValidationError, get_session, validate_repo_id
@@ -20,6 +20,9 @@ from transformers.utils import logging as transformers_logging
 from ...common.compat.transformers import file_or_none
 from ...demo import demo_path
 from ...errors import ExportableCacheError, InputError, first_line
+
+if TYPE_CHECKING:
+    import torch
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_TIMEOUT = 10.0
@@ -211,3 +214,33 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+#: Names of torch's dtypes by those of safetensors.
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+
+
+def header_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a safetensors file on the meta device, except those of other dtypes.
+
+    Raises:
+        InputError: If it is truncated, or is not such a file.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                part = file.get_slice(name)
+                dtype = _DTYPES.get(part.get_dtype())
+                if dtype is not None:
+                    yield name, torch.empty(part.get_shape(), dtype=getattr(torch, dtype), device="meta")
+    # The others are torch's, of shapes that no tensor has.
+    except (SafetensorError, OSError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputError(
+            f"cannot read {path.name}: {first_line(error)}; it is truncated or damaged, download it again"
+        ) from error

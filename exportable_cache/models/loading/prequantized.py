@@ -20,6 +20,7 @@ READ_WITH = {
     "gptq": (),
     "awq": (),
     "compressed-tensors": (),
+    "modelopt": (),
     "torchao": ("torchao",),
     "fp8": ("accelerate",),
     "mxfp4": (),
@@ -40,8 +41,12 @@ _COMPRESSED = (
     "mixed-precision",
     "dense",
 )
-#: Scales of activations, which are left out, because activations stay in float.
-_OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
+#: Algorithms of ModelOpt that `integers` reads -> bits of a weight, and weights that share a scale.
+_MODELOPT: dict[str, tuple[int, int | None]] = {"NVFP4": (4, 16), "FP8": (8, None)}
+#: Scales of activations, keys and values, which are left out, because these stay in float.
+_OF_ACTIVATIONS = (
+    "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point", "k_scale", "v_scale"
+)  # fmt: skip
 _EXTRAS = {"torchao": "executorch"}
 _SCHEMES = {4: "8da4w", 8: "8da8w"}
 
@@ -93,6 +98,8 @@ def stored_quantization(config: PreTrainedConfig) -> StoredQuantization | None:
         )
     if method == "torchao":
         return StoredQuantization(method, *_torchao_sizes(fields))
+    if method == "modelopt":
+        return StoredQuantization(method, *_MODELOPT.get(_algorithm(fields), (None, None)))
     known = {"fp8": (8, None), "mxfp4": (4, 32)}.get(method, (fields.get("bits"), fields.get("group_size")))
     return StoredQuantization(method, *known)
 
@@ -143,6 +150,8 @@ def _unknown_form(method: str, fields: Mapping[str, Any]) -> str:
             return f"bits={bits!r}, and only {', '.join(map(str, known))} are read"
         if not isinstance(size, int) or (size < 1 and size != -1):
             return f"group_size={size!r}, which must be -1 or a positive integer"
+    if method == "modelopt" and _algorithm(fields) not in _MODELOPT:
+        return f"the algorithm {_algorithm(fields)!r}, and only {' and '.join(_MODELOPT)} are read"
     if method == "compressed-tensors":
         sparsity = _mapping(fields.get("sparsity_config")).get("format", "dense")
         forms = [
@@ -153,6 +162,10 @@ def _unknown_form(method: str, fields: Mapping[str, Any]) -> str:
         if odd or sparsity != "dense":
             return f"the format {odd[0] if odd else sparsity!r}, and only {', '.join(_COMPRESSED)} are read"
     return ""
+
+
+def _algorithm(fields: Mapping[str, Any]) -> str:
+    return str(fields.get("quant_algo"))
 
 
 def gptq_format(fields: Mapping[str, Any]) -> str:
