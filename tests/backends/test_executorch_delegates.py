@@ -157,18 +157,20 @@ class Quantized(torch.nn.Module):
             scales = torch.rand(*shape[:-1], groups) / self.most
             setattr(self, name, torch.nn.Parameter(integers, requires_grad=False))
             setattr(self, f"{name}_scale", torch.nn.Parameter(scales, requires_grad=False))
+        # As a tied head, a parameter of its own over the same memory.
+        self.head = torch.nn.Parameter(self.table.data, requires_grad=False)
         self.bias = torch.nn.Parameter(torch.randn(3, 64))
         self.register_buffer("zero", None)
 
-    def weight(self) -> torch.Tensor:
-        parts = self.table, [1, self.size], self.table_scale, self.zero
+    def weight(self, integers: torch.Tensor) -> torch.Tensor:
+        parts = integers, [1, self.size], self.table_scale, self.zero
         return torch.ops.torchao.dequantize_affine(*parts, torch.int8, -self.most, self.most - 1)
 
     def forward(self, ids: torch.Tensor, indices: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        rows = torch.nn.functional.embedding(ids, self.weight())
+        rows = torch.nn.functional.embedding(ids, self.weight(self.table))
         parts = self.experts, self.experts_scale, self.bias, indices
         inner = EXPERT_LINEAR(rows, *parts, None, False, False)
-        return torch.nn.functional.linear(rows, self.weight()), EXPERT_LINEAR(inner, *parts, factors, False, False)
+        return torch.nn.functional.linear(rows, self.weight(self.head)), EXPERT_LINEAR(inner, *parts, factors, False, False)
 
 
 INPUTS = torch.tensor([3, 8, 0, 1]), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]]), torch.rand(4, 2)
