@@ -170,7 +170,9 @@ class Quantized(torch.nn.Module):
         rows = torch.nn.functional.embedding(ids, self.weight(self.table))
         parts = self.experts, self.experts_scale, self.bias, indices
         inner = EXPERT_LINEAR(rows, *parts, None, False, False)
-        return torch.nn.functional.linear(rows, self.weight(self.head)), EXPERT_LINEAR(inner, *parts, factors, False, False)
+        return torch.nn.functional.linear(rows, self.weight(self.head)), EXPERT_LINEAR(
+            inner, *parts, factors, False, False
+        )
 
 
 INPUTS = torch.tensor([3, 8, 0, 1]), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]]), torch.rand(4, 2)
