@@ -379,7 +379,9 @@ def write_modelopt(folder: Path, algorithm: str) -> PreTrainedModel:
 @pytest.mark.parametrize("algorithm", ["NVFP4", "FP8"])
 def test_checkpoints_of_modelopt_are_read(algorithm: str, tmp_path: Path) -> None:
     expected = write_modelopt(tmp_path, algorithm)
-    assert_equal(load_model(tmp_path).model, expected, 1e-6)
+    loaded = load_model(tmp_path)
+    assert_equal(loaded.model, expected, 1e-6)
+    assert ("'nvfp4' for target tensorrt" in " ".join(loaded.remarks)) is (algorithm == "NVFP4")
     # A layer without one of its scales is not read with another one.
     changed(tmp_path, _without("weight_scale_2" if algorithm == "NVFP4" else "weight_scale"))
     with pytest.raises(InputError, match="weight_scale_2 must be one number|weight_scale is missing"):

@@ -80,7 +80,8 @@ class StoredQuantization:
             return text
         # Because the kernels take multiples of 32.
         size = self.group_size if self.bits == 4 and self.group_size and self.group_size % 32 == 0 else None
-        return f"{text}; the nearest option is quantize={scheme!r}{f' with group_size={size}' if size else ''}"
+        also = ", or 'nvfp4' for target tensorrt" if self.method == "modelopt" and self.bits == 4 else ""
+        return f"{text}; the nearest option is quantize={scheme!r}{f' with group_size={size}' if size else ''}{also}"
 
 
 def stored_quantization(config: PreTrainedConfig) -> StoredQuantization | None:

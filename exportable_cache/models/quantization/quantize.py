@@ -366,8 +366,13 @@ def _largest_inputs(
     Layers that no token of text passes through are left out.
 
     Raises:
-        UnsupportedModelError: If an input is infinite or not a number.
+        UnsupportedModelError: If an input is infinite or not a number, or the model is an encoder-decoder.
     """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"quantize must not be {FLOAT8_SCHEME!r} for encoder-decoders such as {type(model).__name__}, because the "
+            "inputs of their layers are measured on text alone; use quantize='8w'"
+        )
     found: dict[nn.Linear, float] = {}
     paths = {module: path for path, module in model.named_modules()}
 

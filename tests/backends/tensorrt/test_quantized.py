@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import T5Config, T5ForConditionalGeneration
 
 from exportable_cache import ExportableCache, Session, export
 from exportable_cache.errors import InputError, UnsupportedModelError
@@ -325,6 +326,12 @@ def test_inputs_and_weights_that_are_not_finite_are_refused_by_layer(value: floa
     model.lm_head.weight.data[3, 3] = value
     with pytest.raises(UnsupportedModelError, match="weights of lm_head of Llama.* must be finite"):
         quantize(model, SCHEMES["fp8"])
+
+
+def test_float8_is_refused_for_encoder_decoders() -> None:
+    """The inputs of their layers need an encoder's input, too."""
+    with pytest.raises(UnsupportedModelError, match="quantize must not be 'fp8' for encoder-decoders such as T5For"):
+        quantize(T5ForConditionalGeneration(T5Config(vocab_size=8, d_model=64, d_kv=16, d_ff=64)), SCHEMES["fp8"])
 
 
 def test_quantized_logits_that_overflow_have_no_tolerance() -> None:
