@@ -200,7 +200,8 @@ def test_options_are_checked_where_they_are_made(make: Any, message: str) -> Non
 SPECS = (CacheSpec, ProgramSpec, Quantization, ExportSpec)
 #: Names that a function gives another default than the spec, and why.
 OTHER_DEFAULTS = {
-    ("export", "max_cache_len"): 1024,  # the spec insists
+    ("export", "max_cache_len"): None,  # the spec insists
+    ("plan", "max_cache_len"): None,
     ("plan", "target"): None,  # sizes in the dtype of the weights
     ("from_config", "device"): "cpu",  # there is no model whose device it could be
 }
