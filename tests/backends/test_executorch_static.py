@@ -14,7 +14,10 @@ from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session, export
 from exportable_cache.errors import BundleError, CacheFullError, InputError, UnsupportedModelError
+from exportable_cache.models.experts import EXPERT_LINEAR
 from exportable_cache.models.layers.specs import vocab_size_of
+from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 from exportable_cache.verification.verify import verify_session
@@ -91,6 +94,15 @@ def test_learned_positions_are_an_input(family: str, sizes: dict[str, Any]) -> N
     gathers = graphs["decode"].graph.find_nodes(op="call_function", target=torch.ops.aten.gather.default)
     assert all(node.args[2].meta["val"].dtype == torch.int64 for node in gathers) and (gathers or family != "bert")
     assert verify_session(session, model, prompts=[3, 2 * CHUNK], decode_steps=8).passed
+
+
+def test_experts_in_four_bits_stay_integers() -> None:
+    """As OpenVINO takes them; as batched products they were refused."""
+    model = tiny_model("mixtral", hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    model = quantize(model, Quantization("4w", 32, experts="4w")).model
+    session, _, graphs = session_of(model)
+    assert len(graphs["decode"].graph.find_nodes(op="call_function", target=EXPERT_LINEAR)) == 2
+    assert verify_session(session, model, prompts=[3, 2 * CHUNK], decode_steps=3).passed
 
 
 def test_graphs_have_fixed_sizes_and_no_state_or_int64() -> None:

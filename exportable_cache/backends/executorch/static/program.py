@@ -23,6 +23,7 @@ from ....cache.layers import CacheLayer
 from ....cache.policies import FullPolicy, RingPolicy
 from ....common.tensors import name_forward
 from ....errors import UnsupportedModelError, describe_trace_error
+from ....models.experts import register_quantized_experts
 from ....models.patches.registry import patch_model
 from ....models.positions import takes_positions
 from ....models.quantized_rows import is_quantized
@@ -198,7 +199,7 @@ def static_programs(
     model = program.model
     patch_model(model)
     layers = [_layer(model, index, layer) for index, layer in enumerate(program.cache.layers)]
-    with attention_of(model, "eager", "batched_mm"):
+    with attention_of(model, "eager", register_quantized_experts()):
         try:
             keys = _rotary_calls(model, layers)
             most = max((layer.slots for layer in layers if layer.window is None), default=0)
