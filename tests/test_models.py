@@ -17,7 +17,7 @@ from exportable_cache.errors import DeviceMemoryError, InputError, UnsupportedMo
 from exportable_cache.models.loading import loading
 from exportable_cache.models.loading.loading import load_config, load_model
 from exportable_cache.models.loading.tokenizer import load_tokenizer
-from exportable_cache.models.positions import check_positions, position_limit
+from exportable_cache.models.positions import check_positions, default_cache_len, position_limit
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
 from .support.models import tiny_model
@@ -237,9 +237,12 @@ def test_wrong_dtype(dtype: Any) -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "roberta"])
 def test_positions_of_a_table_are_a_limit(family: str) -> None:
-    model = tiny_model(family, max_position_embeddings=32)
+    """RoBERTa's first position is the one after the padding token's index, 1 here."""
+    rows = {"roberta": {"max_position_embeddings": 34, "is_decoder": True, "pad_token_id": 1}}
+    model = tiny_model(family, **rows.get(family, {"max_position_embeddings": 32}))
+    assert default_cache_len(model.config) == 32
     check_positions(model, 32)
     for held, text in ((33, "33"), (None, "any number of")):
         with pytest.raises(InputError, match=f"at most 32 tokens, .*, got {text}; use a max_cache_len of at most 32"):

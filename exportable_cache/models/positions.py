@@ -207,6 +207,10 @@ def _border(module: Any, layer_type: str | None, kind: str) -> int:
 
 #: Config fields with a model's number of positions; the last two are those of LED and MPT.
 _LIMITS = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings", "max_seq_len")
+#: Models whose positions begin after the index of the padding token, so that their table has more rows than positions.
+_PADDED = frozenset(
+    ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
+)
 #: Models whose position bias has a fixed number of positions -> the config field of that number.
 _FIXED_BIAS = {"mpt": "max_seq_len"}
 
@@ -215,7 +219,10 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     """Return the number of positions that a text decoder was made for; None if its config does not say."""
     config = config.get_text_config(decoder=True)
     found = (getattr(config, name, None) for name in _LIMITS)
-    return next((limit for limit in found if isinstance(limit, int) and limit > 0), None)
+    limit = next((limit for limit in found if isinstance(limit, int) and limit > 0), None)
+    if limit is None or config.model_type not in _PADDED:
+        return limit
+    return max(1, limit - (config.pad_token_id or 0) - 1)
 
 
 def default_cache_len(config: PreTrainedConfig, most: int = CACHE_LEN) -> int:
