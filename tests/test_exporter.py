@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from exportable_cache.errors import (
     UnsupportedModelError,
 )
 from exportable_cache.verification.report import VerifyReport
-from exportable_cache.verification.verify import verify
+from exportable_cache.verification.verify import _check_sizes, verify
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
 from .support.models import VOCAB, hybrid_model, tiny_model, tokens
@@ -107,6 +108,18 @@ def test_verify_refuses_another_type_or_vocabulary(bundle: Bundle) -> None:
         verify(bundle, hybrid_model(intermediate_size=96))
     with pytest.raises(InputError, match="vocabulary of 128 tokens, the model of 200"):
         verify(bundle, hybrid_model(vocab_size=200))
+
+
+def test_sizes_of_a_stranger_s_config_are_compared_or_refused(tmp_path: Path) -> None:
+    given = {"hidden_size": 32, "text_config": None}
+    bundle: Any = SimpleNamespace(path=tmp_path, manifest=SimpleNamespace(files=["config.json"]))
+    for text in ('{"text_config": null, "hidden_size": 32}', '{"hidden_size": [64], "num_hidden_layers": 3}'):
+        (tmp_path / "config.json").write_text(text)
+        _check_sizes(bundle, given)
+    for text in ("[]", '{"text_config": 5}', '{"text_config": "ab"}', "{", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(BundleError, match="config.json of .* must be a model's config in JSON; export the model"):
+            _check_sizes(bundle, given)
 
 
 @pytest.mark.parametrize(

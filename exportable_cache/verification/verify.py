@@ -14,7 +14,7 @@ import torch
 
 from ..backends.base import target_dtypes
 from ..common.progress import silent
-from ..errors import InputError
+from ..errors import BundleError, InputError
 from .compare import compare
 from .report import VerifyReport
 from .spec import VerifySpec
@@ -75,7 +75,7 @@ def verify(
 
     Raises:
         BundleError: If the bundle cannot be opened, or `record` cannot write to it.
-        InputError: If the model cannot be loaded, has another type or vocabulary, or a value is out of range.
+        InputError: If the model cannot be loaded, has another type, size or vocabulary, or a value is out of range.
     """
     from ..bundle.bundle import Bundle
     from ..models.loading.loading import load_model, load_to_quantise, with_rope_length
@@ -158,16 +158,28 @@ def verify(
 
 
 def _check_sizes(bundle: Bundle, config: Mapping[str, Any]) -> None:
-    """Refuse a model of another size, whose differences of logits would not say so."""
+    """Refuse a model of another size, whose differences of logits would not say so.
+
+    Raises:
+        BundleError: If the bundle's config is not a JSON object.
+        InputError: If a size differs.
+    """
     if _CONFIG not in bundle.manifest.files:
         return
-    recorded = json.loads((bundle.path / _CONFIG).read_text())
-    made, given = (fields.get("text_config", fields) for fields in (recorded, config))
+    try:
+        recorded = json.loads((bundle.path / _CONFIG).read_text(encoding="utf-8"))
+        made, given = (dict(fields.get("text_config") or fields) for fields in (recorded, config))
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise BundleError(
+            f"{_CONFIG} of {bundle.path.name} must be a model's config in JSON; export the model again"
+        ) from error
     for name in _SIZES:
-        if isinstance(made.get(name), int) and given.get(name) != made[name]:
+        sizes = made.get(name), given.get(name)
+        # Lists have a size for each layer, and another release of transformers may have other names.
+        if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
             raise InputError(
-                f"the model must have {name}={made[name]}, with which {bundle.path.name} was made, got "
-                f"{given.get(name)}; pass the model it was made from"
+                f"the model must have {name}={sizes[0]}, with which {bundle.path.name} was made, got {sizes[1]}; pass "
+                "the model it was made from"
             )
 
 
