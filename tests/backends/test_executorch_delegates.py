@@ -143,6 +143,10 @@ def test_rows_that_groups_do_not_divide_are_refused() -> None:
     check_quantizable(model, taken)
     with pytest.raises(UnsupportedModelError, match="rows of .* of LlamaForCausalLM must be a multiple of 32.*got 48"):
         check_quantizable(model, taken.for_target("affine", (), largest_group=128))
+    for size, remedy in ((192, r"use a group_size of 32 or 64 \("), (144, "leave quantize out, or export for another")):
+        model = tiny_model("llama", hidden_size=size, head_dim=size // 4, intermediate_size=size)
+        with pytest.raises(InputError, match=f"{size} weights long, got 128; {remedy}"):
+            check_quantizable(model, Quantization("4w", 128).for_target("affine", (), largest_group=128))
 
 
 class Quantized(torch.nn.Module):
@@ -434,7 +438,7 @@ def test_openvino_gets_no_norms_of_few_elements() -> None:
 
     class Module(torch.nn.Module):
         def forward(self, x: torch.Tensor, long: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return x.mean(-1, keepdim=True), x.mean((0, 1)), x.mean(-1), long.mean(-1)
+            return x.mean(-1, keepdim=True), x.mean((0, 1)), x.mean(-1), x[0, 0].mean(()), long.mean(-1)
 
     inputs = torch.randn(2, 3, 8), torch.randn(2, 16)
     graph_module = short_means_to_sums(torch.export.export(Module(), inputs).graph_module).graph_module

@@ -115,13 +115,16 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
     for path, length in lengths.items():
         if length % size:
             # Of all rows, because a size that divides this one's may not divide others.
-            common = math.gcd(*lengths.values())
-            fitting = [fit for fit in range(GROUP_MULTIPLE, common + 1, GROUP_MULTIPLE) if common % fit == 0]
+            common, largest = math.gcd(*lengths.values()), quantization.largest_group
+            most = common if largest is None else math.gcd(common, largest)
+            fitting = [fit for fit in range(GROUP_MULTIPLE, most + 1, GROUP_MULTIPLE) if most % fit == 0]
             remedy = f"use a group_size of {' or '.join(map(str, fitting))} (--group-size)"
             if not fitting:
                 remedy = f"use quantize='{'8w' if quantization.linear == '4w' else '8da8w'}', which has no groups"
                 if quantization.experts == NATIVE_EXPERTS:
                     remedy += ", and leaves the experts in float"
+                if largest is not None:
+                    remedy = "leave quantize out, or export for another target"
             raise InputError(
                 f"group_size must divide the rows of {path} of {name}, {length} weights long, got {size}; {remedy}"
             )

@@ -211,8 +211,10 @@ def short_means_to_sums(graph_module: GraphModule) -> PassResult:
         if operator_of(node.target) is not aten.mean.dim:
             continue
         source, dims, *keepdim = node.args
-        count = prod(source.meta["val"].shape[dim] for dim in dims)
-        if isinstance(count, int) and count < _VECTOR:
+        value = source.meta["val"]
+        # Without dimensions, a mean is that of all elements.
+        count = prod(value.shape[dim] for dim in (dims or range(value.dim())))
+        if isinstance(count, int) and count < _VECTOR and node.meta["val"].dtype == value.dtype:
             with graph.inserting_before(node):
                 total = insert_call(graph, edge_operator(aten.sum.dim_IntList), source, dims, *keepdim)
                 share = _number(graph, 1.0 / count, total)
