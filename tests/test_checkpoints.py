@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedModel
 
 from exportable_cache import export, load
@@ -241,6 +242,27 @@ def test_what_cannot_be_read_is_refused_before_the_weights(
         with pytest.raises(error, match=words):
             call()
     assert load_config(folder).model_type == "llama" and not (tmp_path / "out").exists()
+
+
+def test_float8_weights_without_a_quantization_config_are_refused(tmp_path: Path) -> None:
+    """transformers reads their values without the scales, in silence. ModelOpt's config may be in a file of its own."""
+    model, file = tiny_model("llama"), tmp_path / "hf_quant_config.json"
+    model.save_pretrained(tmp_path)
+    tensors = dict(model.state_dict())
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors |= {name: (tensors[name] * 448).to(torch.float8_e4m3fn), f"{name}_scale": torch.tensor(1 / 448)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=rf"has 1 scales of weights, such as {name}_scale, but its config"):
+        load_model(tmp_path)
+    # The config of keys and values alone, and that of weights.
+    for fields, stored in (({"kv_cache_quant_algo": "FP8"}, None), ({"quant_algo": "FP8"}, "modelopt, 8 bits")):
+        file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": fields}))
+        found = prequantized.stored_quantization(load_config(tmp_path))
+        assert (None if found is None else str(found)) == stored
+    assert weight_gap(load_model(tmp_path).model, model) < 2**-4
+    file.write_text("[")
+    with pytest.raises(InputError, match="cannot read hf_quant_config.json"):
+        load_config(tmp_path)
 
 
 def test_a_live_quantised_model_is_refused_with_the_remedy() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import util
 from pathlib import Path
@@ -50,6 +50,7 @@ from .prequantized import (
     dequantised,
     dequantising,
     is_of_activations,
+    modelopt_fields,
     stored_quantization,
 )
 from .support import check_sizes, encoder_decoder_config, encoder_decoder_of
@@ -263,6 +264,8 @@ def _from_checkpoint(
                 f"{location.source!r} has no weights for {len(missing)} tensors of {type(model).__name__}, "
                 f"such as {missing[0]}: it is not a complete causal LM; pass one"
             )
+        if stored is None:
+            _check_unscaled(model, info["unexpected_keys"], location.source)
         unread = sorted(one for one in info["unexpected_keys"] if not is_of_activations(one)) if stored else []
         if unread:
             raise UnsupportedModelError(
@@ -296,6 +299,22 @@ def _from_checkpoint(
         progress(remark, 0, None)
     model = encoder_decoder_of(model.eval())
     return LoadedModel(model, tokenizer, location.source, processor_files, remarks, integers)
+
+
+def _check_unscaled(model: PreTrainedModel, unread: Collection[str], source: str) -> None:
+    """Check that no weight has a scale that was ignored, because float8 values are read without it in silence.
+
+    Raises:
+        UnsupportedModelError: If one has.
+    """
+    names = {name for name, _ in model.named_parameters()}
+    scales = sorted(one for one in unread if one.rpartition("_scale")[0] in names)
+    if scales:
+        raise UnsupportedModelError(
+            f"{source!r} has {len(scales)} scales of weights, such as {scales[0]}, but its config.json has no "
+            "quantization_config that says how to use them; pass the original checkpoint, and quantise it on export "
+            "(quantize='8da4w', --quantize 8da4w)"
+        )
 
 
 def _check_memory(location: Location, stored: torch.dtype | None, wanted: torch.dtype) -> None:
@@ -466,6 +485,8 @@ def _config(location: Location) -> PreTrainedConfig:
             f"model type {model_type!r} has neither a causal LM nor an encoder-decoder that generates text in "
             "transformers; pass a model that generates text"
         )
+    if stored_quantization(config) is None and (fields := modelopt_fields(location)) is not None:
+        config.quantization_config = fields
     heads = [name for name in config.architectures or () if name.endswith(_OTHER_HEADS)]
     if heads:
         raise UnsupportedModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import util
@@ -9,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import MissingDependencyError, UnsupportedModelError
+from ...errors import InputError, MissingDependencyError, UnsupportedModelError, first_line
 from ..weights import convert
+from .location import file_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from .location import Location
 
 #: Methods that transformers reads on a CPU -> the modules that it needs.
 READ_WITH = {
@@ -47,6 +51,8 @@ _MODELOPT: dict[str, tuple[int, int | None]] = {"NVFP4": (4, 16), "FP8": (8, Non
 _OF_ACTIVATIONS = (
     "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point", "k_scale", "v_scale"
 )  # fmt: skip
+#: File in which ModelOpt describes a checkpoint whose config.json may not.
+_MODELOPT_FILE = "hf_quant_config.json"
 _EXTRAS = {"torchao": "executorch"}
 _SCHEMES = {4: "8da4w", 8: "8da8w"}
 
@@ -167,6 +173,26 @@ def _unknown_form(method: str, fields: Mapping[str, Any]) -> str:
 
 def _algorithm(fields: Mapping[str, Any]) -> str:
     return str(fields.get("quant_algo"))
+
+
+def modelopt_fields(location: Location) -> dict[str, Any] | None:
+    """Return the quantization config of a checkpoint of ModelOpt that has it in a file of its own, or None.
+
+    Raises:
+        InputError: If the file cannot be read.
+    """
+    path = file_in(location, _MODELOPT_FILE)
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"cannot read {_MODELOPT_FILE} of {location.source!r}: {first_line(error)}; download it again"
+        ) from error
+    fields = _mapping(_mapping(found).get("quantization"))
+    # Some files describe quantised keys and values alone.
+    return {**fields, "quant_method": "modelopt"} if fields.get("quant_algo") else None
 
 
 def gptq_format(fields: Mapping[str, Any]) -> str:
