@@ -149,42 +149,20 @@ def load_exporters(column: str) -> None:
 def openvino_exporter(
     model: PreTrainedModel, ids: torch.Tensor, inputs: dict[str, torch.Tensor], references: References
 ) -> tuple[float, str]:
-    """See `static_cache`; of a decoder: `OpenVINOExporter`, with its state inside, in OpenVINO on this processor.
+    """See `static_cache`; of a decoder: `OpenVINOExporter`, in OpenVINO on this processor.
 
-    First with a decode of several tokens, which takes prompts in one call. If that does not pass, with a decode of one
-    token, which takes them one by one.
+    First with a decode of several tokens and its state inside, which also takes prompts. If that does not pass, with a
+    prefill and a decode that take and return the cache, and then with a decode of one token and its state inside.
     """
-    from transformers.exporters.exporter_openvino import OpenVINOConfig, OpenVINOExporter
-    from transformers.exporters.utils import decompose_for_generation, openvino_feed
-
-    def gap_of(several: bool) -> float:
-        sample, asked = _sample(ids, max(references))
-        parts = decompose_for_generation(copy.deepcopy(model), sample, asked, multi_token_decode=several)
-        exported = OpenVINOExporter().export(*parts["decode"], OpenVINOConfig(dynamic=True))
-        runner = exported.to("cpu", config={"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}).runners[
-            "model"
-        ]
-        [logits] = [port for port in runner.compiled_model.outputs if "logits" in port.get_names()]
-
-        def step(start: int, end: int) -> torch.Tensor:
-            feed = openvino_feed(runner.compiled_model, _step(runner.metadata, ids, start, end))
-            left = len(runner.compiled_model.inputs) - len(feed)
-            if left:
-                raise NotImplementedError(f"{left} inputs of the state are left to the caller")
-            return torch.from_numpy(runner.request.infer(feed)[logits][0, -1].copy())
-
-        gaps = []
-        for pieces in PROMPTS:
-            runner.request.reset_state()
-            taken = pieces if several else (1,) * sum(pieces)
-            gaps.append(_gap(_fed(step, taken), references[sum(pieces)]))
-        return max(gaps)
-
     found: dict[str, float] = {}
     failed: Exception | None = None
-    for several, remark in ((True, "prompts in one call"), (False, "token by token")):
+    for remark, way in (
+        ("prompts in one call", functools.partial(_openvino_inside, several=True)),
+        ("prefill and decode", _openvino_passed),
+        ("token by token", functools.partial(_openvino_inside, several=False)),
+    ):
         try:
-            found[remark] = gap_of(several)
+            found[remark] = way(model, ids, references)
         except Exception as error:  # any code of the exporter, of the model and of OpenVINO runs here
             failed = failed or error
             continue
@@ -197,6 +175,46 @@ def openvino_exporter(
     return found[remark], remark
 
 
+def _openvino_runner(part: PreTrainedModel, given: dict[str, Any], **options: Any) -> Any:
+    from transformers.exporters.exporter_openvino import OpenVINOConfig, OpenVINOExporter
+
+    exported = OpenVINOExporter().export(part, given, OpenVINOConfig(dynamic=True, **options))
+    # The precision is asked for, because OpenVINO would choose bfloat16 where the processor has it.
+    config = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
+    return exported.to("cpu", config=config).runners["model"]
+
+
+def _openvino_inside(model: PreTrainedModel, ids: torch.Tensor, references: References, several: bool) -> float:
+    from transformers.exporters.utils import decompose_for_generation, openvino_feed
+
+    sample, asked = _sample(ids, max(references))
+    parts = decompose_for_generation(copy.deepcopy(model), sample, asked, multi_token_decode=several)
+    runner = _openvino_runner(*parts["decode"])
+    [logits] = [port for port in runner.compiled_model.outputs if "logits" in port.get_names()]
+
+    def step(start: int, end: int) -> torch.Tensor:
+        feed = openvino_feed(runner.compiled_model, _step(runner.metadata, ids, start, end))
+        left = len(runner.compiled_model.inputs) - len(feed)
+        if left:
+            raise NotEvaluatedError(f"{left} inputs of the state are left to the caller")
+        return torch.from_numpy(runner.request.infer(feed)[logits][0, -1].copy())
+
+    gaps = []
+    for pieces in PROMPTS:
+        runner.request.reset_state()
+        gaps.append(_gap(_fed(step, pieces if several else (1,) * sum(pieces)), references[sum(pieces)]))
+    return max(gaps)
+
+
+def _openvino_passed(model: PreTrainedModel, ids: torch.Tensor, references: References) -> float:
+    runners, begun = _parts(model, ids, references, functools.partial(_openvino_runner, stateful=False))
+
+    def call(name: str, given: dict[str, torch.Tensor], caches: dict[str, Any]) -> Any:
+        return runners[name](**given, **caches)
+
+    return _gap_of_parts(call, runners, begun, ids, references)
+
+
 @torch.no_grad()
 def mlx_exporter(
     model: PreTrainedModel, ids: torch.Tensor, inputs: dict[str, torch.Tensor], references: References
@@ -204,49 +222,65 @@ def mlx_exporter(
     """See `static_cache`; of a decoder: the prefill and the decode of `ExecutorchExporter` for MLX, which take and
     return the cache. Their graphs are evaluated on the CPU as those of this package are.
 
-    A second piece of a prompt is fed token by token.
-
     Raises:
         NotEvaluatedError: If a program is not one call of the delegate.
     """
     load_exporters("mlx_exporter")
     from transformers.exporters.exporter_executorch import ExecutorchConfig, ExecutorchExporter
     from transformers.exporters.runners.runner_executorch import ExecutorchModelRunner
-    from transformers.exporters.utils import decompose_for_generation
 
-    sample, asked = _sample(ids, max(references))
-    config = ExecutorchConfig(backend="mlx", dynamic=True)
-    programs, runners, begun = {}, {}, []
-    for name, (part, given) in decompose_for_generation(copy.deepcopy(model), sample, asked).items():
-        [exported] = ExecutorchExporter().export(part, given, config).components.values()
-        programs[name] = _Evaluated(exported.program.buffer)
-        runners[name] = ExecutorchModelRunner(programs[name], exported.metadata)
-        if name == "prefill":
-            empty = [value for key, value in given.items() if _is_cache(exported.metadata.kwargs[key])]
-            begun = torch.utils._pytree.tree_leaves(empty)
-    cache: list[torch.Tensor] = []
+    def runner_of(part: PreTrainedModel, given: dict[str, Any]) -> ExecutorchModelRunner:
+        exported = ExecutorchExporter().export(part, given, ExecutorchConfig(backend="mlx", dynamic=True))
+        [component] = exported.components.values()
+        return ExecutorchModelRunner(_Evaluated(component.program.buffer), component.metadata)
 
-    def step(start: int, end: int) -> torch.Tensor:
-        name = "prefill" if start == 0 else "decode"
+    runners, begun = _parts(model, ids, references, runner_of)
+
+    def call(name: str, given: dict[str, torch.Tensor], caches: dict[str, Any]) -> Any:
         runner = runners[name]
-        if start == 0:
-            cache[:] = begun
-        given = {**runner.metadata.in_constants, **_step(runner.metadata, ids, start, end)}
+        values = {**runner.metadata.in_constants, **given, **caches}
         # By position, because the exported form of a cache states how many tokens the sample had.
         leaves = [
             leaf
             for key in runner.in_spec.children_specs[1].context
-            for leaf in (cache if _is_cache(runner.metadata.kwargs[key]) else [given[key]])
+            for leaf in torch.utils._pytree.tree_leaves(values[key])
         ]
-        found = runner.unflatten(programs[name].execute(leaves))
-        kept = next(value for key, value in found.items() if key.startswith(("past_key", "cache_par")))
-        cache[:] = torch.utils._pytree.tree_leaves(kept)
-        return found.logits[0, -1]
+        return runner.unflatten(runner.method.execute(leaves))
 
-    gaps = []
-    for first, *others in PROMPTS:
-        gaps.append(_gap(_fed(step, (first, *[1] * sum(others))), references[first + sum(others)]))
-    return max(gaps), "prefill and decode"
+    return _gap_of_parts(call, runners, begun, ids, references), "prefill and decode"
+
+
+def _parts(
+    model: PreTrainedModel, ids: torch.Tensor, references: References, runner_of: Callable[..., Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Runners of prefill and decode, and the caches, by name, that a prefill begins with."""
+    from transformers.exporters.utils import decompose_for_generation
+
+    sample, asked = _sample(ids, max(references))
+    parts = decompose_for_generation(copy.deepcopy(model), sample, asked)
+    begun = {key: value for key, value in parts["prefill"][1].items() if type(value).__name__.endswith("Cache")}
+    return {name: runner_of(part, given) for name, (part, given) in parts.items()}, begun
+
+
+def _gap_of_parts(
+    call: Callable[[str, dict[str, torch.Tensor], dict[str, Any]], Any],
+    runners: dict[str, Any],
+    begun: dict[str, Any],
+    ids: torch.Tensor,
+    references: References,
+) -> float:
+    """Largest |logit difference| of prefill and decode. A second piece of a prompt is fed token by token."""
+    caches: dict[str, Any] = {}
+
+    def step(start: int, end: int) -> torch.Tensor:
+        name = "prefill" if start == 0 else "decode"
+        found = call(name, _step(runners[name].metadata, ids, start, end), caches if start else begun)
+        caches.update({key: value for key, value in found.items() if key.startswith(("past_key", "cache_par"))})
+        return found.logits[0, -1].clone()
+
+    return max(
+        _gap(_fed(step, (first, *[1] * sum(others))), references[first + sum(others)]) for first, *others in PROMPTS
+    )
 
 
 class _Evaluated:
@@ -290,10 +324,6 @@ def _sample(ids: torch.Tensor, prompt: int) -> tuple[dict[str, torch.Tensor], Ge
     return {"input_ids": ids[:, :prompt], "attention_mask": torch.ones(1, prompt, dtype=torch.int64)}, asked
 
 
-def _is_cache(described: dict[str, Any]) -> bool:
-    return str(described.get("container", "")).endswith("Cache")
-
-
 def _step(metadata: Any, ids: torch.Tensor, start: int, end: int) -> dict[str, torch.Tensor]:
     """Inputs for the tokens from `start` to `end`, in the forms that an exporter recorded."""
     positions = torch.arange(start, end)
@@ -306,7 +336,7 @@ def _step(metadata: Any, ids: torch.Tensor, start: int, end: int) -> dict[str, t
     given = {name: described["shape"] for name, described in metadata.kwargs.items() if "shape" in described}
     unknown = [name for name in given if name not in forms]
     if unknown or len(given.get("attention_mask", (1, 1))) != 2:
-        raise NotImplementedError(f"inputs {', '.join(unknown) or 'attention_mask'} are left to the caller")
+        raise NotEvaluatedError(f"inputs {', '.join(unknown) or 'attention_mask'} are left to the caller")
     return {name: forms[name](shape) for name, shape in given.items()}
 
 

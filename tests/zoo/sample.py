@@ -1,4 +1,4 @@
-"""Kinds of decoders, and a sample with equally many of each: `python -m tests.zoo.run --sample 8`."""
+"""Kinds of decoders, and a sample with equally many of each: `python -m tests.zoo.run --sample 7`."""
 
 from __future__ import annotations
 

@@ -117,17 +117,19 @@ def _of_device_peers(types: dict[str, Any]) -> list[str]:
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     return [
         "",
-        "Its exporters for two devices, for a sample of decoders with equally many of each kind "
-        "(`python -m tests.zoo.run --sample 8 --targets",
-        "openvino_exporter,mlx_exporter`), next to this package for the same rows:",
+        "Its exporters for two devices, for a sample of decoders with up to seven of each kind "
+        "(`python -m tests.zoo.run --sample 7 --targets",
+        "openvino_exporter,mlx_exporter`), next to this package for the same rows. OpenVINO was 2026.4.1 for the first, "
+        "which imports what",
+        "2025.4.1 lacks, with its precision set to float32:",
         "",
         "| | run | pass | wrong logits | not evaluated | error | run here | pass | refused | wrong logits |",
         "|---|---|---|---|---|---|---|---|---|---|",
         *totals,
         "",
-        "*Not evaluated*: the program is in several pieces, with operators of ExecuTorch between. An *error* is raised by "
-        "the exporter, the",
-        "runtime or the model. [Architectures](architectures.md) has each row. By kinds, those that pass:",
+        "*Not evaluated*: the program is in several pieces, with operators of ExecuTorch between, or takes inputs that "
+        "the script does not know. An *error*",
+        "is raised by the exporter, the runtime or the model. [Architectures](architectures.md) has each row. By kinds, those that pass:",
         "",
         "| | `OpenVINOExporter` | `openvino` here | MLX exporter | `mlx` here |",
         "|---|---|---|---|---|",

@@ -121,10 +121,10 @@ def _lines(results: dict[Architecture, dict[str, Any]], published: dict[Checkpoi
         "`generate`. An error",
         "there is that of transformers' own code, the first line of it. `openvino_exporter` and `mlx_exporter` are its "
         "exporters for two devices:",
-        "`OpenVINOExporter` with its state inside, executed by OpenVINO (prompts in one call, or token by token where "
-        "that does not pass), and the",
+        "`OpenVINOExporter`, executed by OpenVINO 2026.4.1 in float32 (state inside, or passed by the caller where that "
+        "does not pass), and the",
         'prefill and decode of `ExecutorchExporter(backend="mlx")`, evaluated on the CPU as `mlx` is. Of a sample of '
-        "causal models (`--sample 8`);",
+        "causal models (`--sample 7`);",
         "**lowered** programs are in several pieces, which cannot be evaluated.",
         "",
         f"`{DOCUMENT.with_suffix('.json').name}` beside this file has the same for programs, with the time each took "
