@@ -183,6 +183,12 @@ def test_layers_that_a_scheme_cannot_take_are_refused() -> None:
         )
     with pytest.raises(InputError, match="48 weights long, got 64; use quantize='8da8w', which has no groups"):
         check_quantizable(tiny_model("llama", hidden_size=48, head_dim=12), Quantization("8da4w", 64))
+    for linear, remedy in ((None, "use "), ("nvfp4", "use "), ("4w", "use quantize='8w' and ")):
+        with pytest.raises(InputError, match=f"got 32; {remedy}quantize_embeddings='8w', which ha(s|ve) no groups"):
+            check_quantizable(
+                tiny_model("llama", hidden_size=48, head_dim=12),
+                Quantization(linear, 32 if linear != "nvfp4" else None, "4w"),
+            )
     with pytest.raises(UnsupportedModelError, match="tied to its embeddings.*use quantize_embeddings='8w'"):
         check_quantizable(model_of(tied=True), Quantization("8da4w", 32, "4w"))
     with pytest.raises(UnsupportedModelError, match="has no torch.nn.Linear except its head"):

@@ -181,14 +181,19 @@ def float4_values(pairs: torch.Tensor) -> torch.Tensor:
     Returns:
         float32 [..., columns].
     """
-    bits = torch.stack([pairs & 0xF, pairs >> 4], dim=-1).flatten(-2)
-    return torch.tensor(FLOAT4_VALUES, device=pairs.device)[bits.int()]
+    values = torch.tensor(FLOAT4_VALUES, device=pairs.device)
+    of_byte = torch.stack([values.repeat(len(values)), values.repeat_interleave(len(values))], dim=1)
+    return functional.embedding(pairs.int(), of_byte).flatten(-2)
 
 
 def dequantized_float4(pairs: torch.Tensor, scale: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.Tensor:
-    """Compute `float4_weight` for any number of dimensions before the rows."""
-    scales = (scale.view(FLOAT8).float() * factor).to(dtype).float()
-    return (float4_values(pairs).unflatten(-1, (scale.shape[-1], -1)) * scales[..., None]).flatten(-2).to(dtype)
+    """Compute `float4_weight` for any number of dimensions before the rows, a few rows at a time."""
+    result = pairs.new_empty(*pairs.shape[:-1], 2 * pairs.shape[-1], dtype=dtype)
+    given = (one.flatten(0, -2).split(max(1, _ELEMENTS_AT_ONCE // result.shape[-1])) for one in (pairs, scale, result))
+    for some, scales, into in zip(*given, strict=True):
+        factors = (scales.view(FLOAT8).float() * factor).to(dtype).float()
+        into.copy_((float4_values(some).unflatten(-1, (scale.shape[-1], -1)) * factors[..., None]).flatten(-2))
+    return result
 
 
 # The tag says that the result is random. It is not; it is the one way to keep torch_tensorrt from folding it.

@@ -108,7 +108,7 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
                     f"quantize must be a scheme whose blocks divide the rows of {path} of {name}, {length} weights "
                     f"long, got {FLOAT4_SCHEME!r} with blocks of {FLOAT4_BLOCK}; use quantize='8w', which has none"
                 )
-        lengths = {}
+        rows, lengths = {}, {}
     size = quantization.group_size or DEFAULT_GROUP_SIZE
     if quantization.embeddings == "4w":
         lengths["its embeddings"] = _weight(table).shape[1]
@@ -120,7 +120,9 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
             fitting = [fit for fit in range(GROUP_MULTIPLE, most + 1, GROUP_MULTIPLE) if most % fit == 0]
             remedy = f"use a group_size of {' or '.join(map(str, fitting))} (--group-size)"
             if not fitting:
-                remedy = f"use quantize='{'8w' if quantization.linear == '4w' else '8da8w'}', which has no groups"
+                without = [f"quantize='{'8w' if quantization.linear == '4w' else '8da8w'}'"] if rows else []
+                without += ["quantize_embeddings='8w'"] if quantization.embeddings == "4w" else []
+                remedy = f"use {' and '.join(without)}, which {'has' if len(without) == 1 else 'have'} no groups"
                 if quantization.experts == NATIVE_EXPERTS:
                     remedy += ", and leaves the experts in float"
                 if largest is not None:
