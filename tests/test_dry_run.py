@@ -95,6 +95,10 @@ def test_it_refuses_what_the_export_would(config_only: Path, tmp_path: Path) -> 
         dry(model_or_path=tmp_path / "gpt2", max_cache_len=64)
     given = {"model_or_path": tmp_path / "gpt2"}
     assert dry(**given).cache_bytes == dry(**given, max_cache_len=32).cache_bytes
+    assert dry(**given).max_cache_len == 32
+    # Delegates other than XNNPACK have no recipes to choose from.
+    for delegate, has_some in (("xnnpack", True), ("vulkan", False)):
+        assert bool(dry(target="executorch", delegate=delegate, prefill_chunk=1).recipes) is has_some
     checkpoints.edit_config(config_only, quantization_config={"quant_method": "gptq"})
     with pytest.raises(UnsupportedModelError, match="gptq"):
         dry()

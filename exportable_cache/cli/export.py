@@ -19,7 +19,7 @@ from ..common.progress import bytes_text
 from ..common.settings import keyword_of
 from ..errors import UnsupportedModelError, shown
 from ..models.quantization.spec import Quantization
-from ..pipeline.recipes import RECIPES, remark_of
+from ..pipeline.recipes import RECIPES, has_recipes, remark_of
 from ..pipeline.spec import DEFAULT_CACHE_LEN, ExportSpec, Split
 from ..program.spec import ProgramSpec
 from .options import (
@@ -168,7 +168,9 @@ def _print_dry_run(terminal: Terminal, found: DryRun, json: bool) -> None:
     for name, holds in found.files.items():
         table.add_row(name, holds)
     terminal.print(table)
-    terminal.print(f"\nweights {bytes_text(found.weights_bytes)}, cache {bytes_text(found.cache_bytes)}")
+    terminal.print(
+        f"\nweights {bytes_text(found.weights_bytes)}, {_cache_text(found.cache_bytes, found.max_cache_len)}"
+    )
     terminal.print(f"memory at least {bytes_text(found.least_memory_bytes)} for both; the duration is unknown")
     print_recipe_sizes(terminal, found.recipes)
     for remark in found.remarks:
@@ -176,11 +178,16 @@ def _print_dry_run(terminal: Terminal, found: DryRun, json: bool) -> None:
     terminal.print("no weights were read, and no files written")
 
 
+def _cache_text(size: int, length: int) -> str:
+    """Return the size and the length of a cache in words."""
+    return f"cache {bytes_text(size)} (max_cache_len {length})"
+
+
 def _sizes_of_recipes(model: str, bundle: Bundle, given: dict[str, Any]) -> dict[str, RecipeSize]:
-    """Return the sizes with each recipe; none for other targets, and where the config is not enough."""
+    """Return the sizes with each recipe; none for programs without recipes, and where the config is not enough."""
     from ..pipeline.plan import sizes_of_recipes
 
-    if bundle.manifest.target != "executorch":
+    if not has_recipes(bundle.manifest.target, bundle.manifest.options):
         return {}
     names = {keyword_of(one) for one in fields(CacheSpec) if one.init} - {"dtype", "kv_dtype"}
     given = {**given, "max_cache_len": bundle.manifest.program.max_cache_len}
@@ -206,7 +213,7 @@ def _print_export(terminal: Terminal, bundle: Bundle, sizes: Mapping[str, Recipe
     manifest = bundle.manifest
     terminal.print(f"{shown(bundle.path)}: {shown(manifest.architecture)} with its cache, for {manifest.target}\n")
     print_files(terminal, bundle)
-    kept = f"cache {bytes_text(manifest.cache_bytes)} (max_cache_len {manifest.program.max_cache_len})"
+    kept = _cache_text(manifest.cache_bytes, manifest.program.max_cache_len)
     terminal.print(f"\nweights {bytes_text(manifest.weights_bytes)}, {kept}")
     print_verification(terminal, bundle)
     print_recipe_sizes(terminal, sizes)

@@ -35,7 +35,7 @@ from ..models.vocabulary import keep_tokens
 from ..program.spec import ProgramSpec
 from .dtypes import DtypeChoice
 from .plan import RecipeSize, plan_cache, sizes_of_recipes, weights_bytes
-from .recipes import fill_options, remark_of
+from .recipes import fill_options, has_recipes, remark_of
 from .spec import DRAFT_TARGETS, ExportSpec, Split, cache_len_of, options_of, vocabulary_of
 from .steps import resolve, run
 
@@ -272,10 +272,11 @@ class DryRun:
         files: Content of each file, by name.
         weights_bytes: Bytes of the weights in the files; None if the model cannot be built without its weights.
         cache_bytes: Bytes of the cache, which the opened program allocates.
+        max_cache_len: Tokens that a full-attention layer can hold.
         least_memory_bytes: Bytes of the weights, one cache and slots for adapters: the minimum for the export and for
             the opened program. What a target needs beyond that is unknown.
         recipe: Recipe of the export, or None.
-        recipes: Sizes with each recipe, by name; empty for other targets than `executorch`.
+        recipes: Sizes with each recipe, by name; empty for programs without recipes.
         remarks: Changes to the weights and requirements of the program, one per line.
     """
 
@@ -287,6 +288,7 @@ class DryRun:
     files: dict[str, str]
     weights_bytes: int | None
     cache_bytes: int
+    max_cache_len: int
     least_memory_bytes: int | None
     recipe: str | None = None
     recipes: dict[str, RecipeSize] = field(default_factory=dict)
@@ -374,9 +376,12 @@ def preview(spec: ExportSpec) -> DryRun:
         files=_files(spec),
         weights_bytes=weights,
         cache_bytes=made.cache_bytes,
+        max_cache_len=spec.cache.max_cache_len,
         least_memory_bytes=None if weights is None else weights + made.cache_bytes + slots,
         recipe=spec.recipe,
-        recipes=sizes_of_recipes(live or config, spec.cache) if spec.target == "executorch" else {},
+        recipes=(
+            sizes_of_recipes(live or config, spec.cache) if has_recipes(spec.target, options_of(spec).to_dict()) else {}
+        ),
         remarks=tuple(remarks),
     )
 

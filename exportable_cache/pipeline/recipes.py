@@ -129,11 +129,11 @@ def fill_options(
     given = {name: value for name, value in (given or {}).items() if value not in (None, "auto")}
     if recipe is not None:
         check_choice("recipe", recipe, RECIPES, optional=True)
-    if not _has_recipes(target, options):
+    if not has_recipes(target, options):
         if recipe not in (None, EXACT):
             raise InputError(
                 f"recipe must be {EXACT!r} for {_described(target, options)}, got {recipe!r}; leave it out and set "
-                "quantize or kv_dtype instead, or export for target 'executorch'"
+                "quantize or kv_dtype instead, or export for target 'executorch' with its default delegate and form"
             )
         return FilledOptions(EXACT, given, {name: given.get(name) for name in SETTINGS}, dict(options))
     name = _checked(recipe, options)
@@ -164,7 +164,7 @@ def remark_of(
         stored_dtype: Name of the dtype of the checkpoint; None if it is not known.
     """
     known = RECIPES.get(recipe or "")
-    if known is None or not known.native or not _has_recipes(target, options) or dtype != "float32":
+    if known is None or not known.native or not has_recipes(target, options) or dtype != "float32":
         return ""
     if "kernels" not in options and chosen_path() is None:
         return NO_NATIVE_OPERATORS
@@ -173,7 +173,8 @@ def remark_of(
     return PRODUCTS_IN_16_BITS if has_choice else ""
 
 
-def _has_recipes(target: str, options: Mapping[str, Any]) -> bool:
+def has_recipes(target: str, options: Mapping[str, Any]) -> bool:
+    """Return True if an export for a target with these options can have another recipe than `exact`."""
     return (
         target == _TARGET
         and options.get("delegate", _DELEGATE) == _DELEGATE
