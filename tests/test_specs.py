@@ -165,6 +165,7 @@ def test_options_are_recorded_as_given() -> None:
         (lambda: Pt2Options(strict="no"), "strict must be True or False, got 'no'"),
         (lambda: Pt2Options(form="other"), "form must be .*got .other."),
         (lambda: Pt2Options(buckets=[0]), "a length bucket must be .*got 0"),
+        (lambda: Quantization("8w", largest_group=0), "largest_group must be an int of at least 32, got 0"),
         (lambda: TensorRTOptions(opt_length=1), "opt_length must be an int of at least 2"),
         (lambda: TensorRTOptions(sm="81"), "sm must be one or more of .* got '81'"),
         (lambda: ExecutorchOptions(methods="two"), "methods must be one of auto, forward, split, both, got 'two'"),

@@ -152,7 +152,9 @@ class Quantization:
     scales: str | None = setting(None, "How the scales of 4-bit groups are chosen.", choices=SCALES)
     experts: str | None = setting(None, "Weights of the experts of mixtures.", choices=EXPERT_SCHEMES)
     kept: str | None = setting(None, "Form of the checkpoint's integers.", choices=tuple(KEPT_FORMS))
-    largest_group: int | None = None
+    largest_group: int | None = setting(
+        None, "Largest number of weights that share a stored scale.", least=GROUP_MULTIPLE
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
