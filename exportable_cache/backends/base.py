@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from ..cache.layers import layer_from
+from ..errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from transformers import PreTrainedModel
+
     from ..cache.layers import CacheLayer
     from ..generation.sampling import Sampler
+    from ..models.cache_factory import ExportableCache
     from ..models.lora import LoraSlots
     from ..program.methods import ProgramMethod
     from ..program.program import Program
@@ -24,6 +28,27 @@ if TYPE_CHECKING:
 
 #: Default size limit in megabytes of a folder of compiled graphs: some hundred graphs.
 GRAPH_CACHE_MB = 1024
+
+
+def check_decoder(model: PreTrainedModel, cache: ExportableCache, where: str, instead: str) -> None:
+    """Check that a model keeps no encoder's output in its cache.
+
+    Args:
+        model: The model.
+        cache: Its cache.
+        where: What takes decoders alone, for the message.
+        instead: What to export for.
+
+    Raises:
+        UnsupportedModelError: If it does.
+    """
+    from ..models.cache_factory import ExportableEncoderDecoderCache
+
+    if isinstance(cache, ExportableEncoderDecoderCache):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps an encoder's output, which {where} does not support yet; export for "
+            f"{instead}"
+        )
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ from exportable_cache.models.quantization.quantize import check_quantizable
 from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.program.decoders import methods_for
 from exportable_cache.program.methods import ProgramMethod, chunk_sizes
+from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
 from ..support.models import tiny_model
+from ..support.seq2seq import tiny_seq2seq
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
@@ -134,6 +136,14 @@ def test_schemes_that_a_delegate_does_not_take(delegate: str, scheme: tuple, mes
     options = dict(zip(names, scheme, strict=False)) | ({"form": "static"} if delegate == "tosa" else {})
     with pytest.raises(InputError, match=message):
         export(tmp_path / "none", "executorch", 32, tmp_path / "out", delegate=delegate, **options)
+
+
+@pytest.mark.parametrize("delegate", ["mlx", "openvino"])
+def test_encoder_decoders_are_refused_by_name(delegate: str) -> None:
+    model, backend = tiny_seq2seq("t5"), backend_for("executorch")
+    spec = backend.program_spec(ProgramSpec(), backend.options.parse({"delegate": delegate}))
+    with pytest.raises(UnsupportedModelError, match=f"output, which delegate '{delegate}' .* for delegate 'xnnpack'"):
+        Program(model, ExportableCache.from_model(model, 32, max_encoder_len=8), spec)
 
 
 def test_rows_that_groups_do_not_divide_are_refused() -> None:

@@ -19,6 +19,7 @@ from ...common.tensors import wide_buffer
 from ...errors import UnsupportedModelError, describe_trace_error
 from ...models.cache_factory import ExportableCache
 from ...models.quantized_rows import is_quantized
+from ..base import check_decoder
 from ..decompositions import scatter_by_comparisons
 
 if TYPE_CHECKING:
@@ -62,11 +63,7 @@ def gathered_layers(model: PreTrainedModel, cache: ExportableCache) -> Exportabl
     Raises:
         UnsupportedModelError: If the model is an encoder-decoder.
     """
-    if type(cache) is not ExportableCache:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} keeps an encoder's output, which target coreai does not support yet; export for "
-            "another target"
-        )
+    check_decoder(model, cache, "target coreai", "another target")
     return ExportableCache([_gathered(layer) for layer in cache.layers])
 
 

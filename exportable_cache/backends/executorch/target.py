@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ...cache.attention import ATTENTION, MATMUL_ATTENTION
 from ...errors import BundleError
 from ...program.spec import Form
-from ..base import LoweredFile, StandIn
+from ..base import LoweredFile, StandIn, check_decoder
 from ..registry import backend_for
 from .attention import layouts  # noqa: F401  layouts of layers, by which bundles describe them
 from .options import LINEAR_SCHEMES, ExecutorchOptions
@@ -19,6 +19,9 @@ from .runner import ExecutorchRunner
 from .static.runner import PLAN, TABLES, open_static
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ...models.cache_factory import ExportableCache
     from ...program.program import Program
     from ...program.spec import ProgramSpec
     from ..base import ProgramDescription, Runner
@@ -150,14 +153,21 @@ class ExecutorchBackend:
         return network_stand_in(description, program_networks(program, options, in_place=takes_aliases()))
 
 
+def _decoder_cache(model: PreTrainedModel, cache: ExportableCache, delegate: str) -> ExportableCache:
+    """Return the cache, after a check that the model is a decoder."""
+    check_decoder(model, cache, f"delegate {delegate!r}", "delegate 'xnnpack'")
+    return cache
+
+
 def delegate_program_spec(asked: ProgramSpec, facts: Delegate) -> ProgramSpec:
     """Return the spec of a program for a delegate other than XNNPACK and TensorRT."""
+    decoders = partial(_decoder_cache, delegate=facts.name)
     if facts.lengths == "forward":
-        return replace(asked, attention=ATTENTION, forward=True, split=False)
+        return replace(asked, attention=ATTENTION, forward=True, split=False, adapt=decoders)
     asked = replace(asked, attention=MATMUL_ATTENTION)
     if facts.lengths == "one":
         return asked
-    return replace(asked, fixed_chunk=True)
+    return replace(asked, fixed_chunk=True, adapt=decoders)
 
 
 backend = ExecutorchBackend()

@@ -22,6 +22,7 @@ from ...cache.policies import CircularPolicy, is_one
 from ...common.compat.torch import check
 from ...errors import UnsupportedModelError
 from ...models.cache_factory import ExportableCache
+from ..base import check_decoder
 from ..probe_attention import probe_attention
 from .quantized import check_experts
 
@@ -238,11 +239,7 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
             quantized, or if a mixture's layers are.
     """
     check_experts(model)
-    if type(cache) is not ExportableCache:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} keeps an encoder's output, which target tensorrt does not support yet; "
-            "export for another target"
-        )
+    check_decoder(model, cache, "target tensorrt", "another target")
     if any(isinstance(layer, ItemsLayer) for layer in cache.layers):
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps images in cross-attention layers, which target tensorrt does not support; "
