@@ -448,7 +448,14 @@ def test_openvino_gets_no_norms_of_few_elements() -> None:
 
     class Module(torch.nn.Module):
         def forward(self, x: torch.Tensor, long: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return x.mean(-1, keepdim=True), x.mean((0, 1)), x.mean(-1), x[0, 0].mean(()), long.mean(-1)
+            return (
+                x.mean(-1, keepdim=True),
+                x.mean((0, 1)),
+                x.mean(-1),
+                x[0, 0].mean(()),
+                x[0, 1].mean(None),
+                long.mean(-1),
+            )
 
     inputs = torch.randn(2, 3, 8), torch.randn(2, 16)
     graph_module = short_means_to_sums(torch.export.export(Module(), inputs).graph_module).graph_module
