@@ -204,6 +204,18 @@ def test_layers_that_a_scheme_cannot_take_are_refused() -> None:
             "quantize must be a scheme that target 'pt2' has fast kernels for, got '8da4w'; use 8w, 8da8w",
         ),
         ("executorch", {"quantize": "8w"}, "target 'executorch' has fast kernels for, got '8w'; use 8da4w, 8da8w"),
+        # Not as if it were a plan for GPUs.
+        ("executorch", {"quantize": "fp8"}, "target 'executorch' has fast kernels for, got 'fp8'; use 8da4w, 8da8w"),
+        (
+            "executorch",
+            {"quantize": "8da4w", "delegate": "tensorrt"},
+            "target 'executorch' has fast kernels for, got '8da4w'; use 8w, 4w, fp8, nvfp4",
+        ),
+        (
+            "executorch",
+            {"quantize": "fp8", "delegate": "tensorrt"},
+            "sm must be 89 and later with quantize='fp8', .* got none",
+        ),
         (
             "executorch",
             {"quantize": "4w", "linears": "delegate"},

@@ -25,6 +25,8 @@ KEYS = ("rows", "transposed")
 #: Schemes of linear layers, without those of delegates that have their own. Not 8-bit weights alone, because their
 #: kernel was 4 times slower than float32 for one token and 80 times for 32. 4-bit weights alone need native operators.
 LINEAR_SCHEMES = ("8da4w", "8da8w", "4w", "keep")
+#: Schemes inside TensorRT's plans, which are those of target `tensorrt`, except that integers are not kept.
+_IN_PLANS = ("8w", "4w", "fp8", "nvfp4")
 NATIVE_KERNELS_NEEDED = (
     "the program calls native operators of this package; `exportable-cache native build` installs them (C++ runner: "
     "-DEC_KERNELS=PATH or -DEC_NATIVE_KERNELS=ON), and `exportable-cache export MODEL --recipe portable ...` makes a "
@@ -136,12 +138,12 @@ class ExecutorchOptions(TensorRTOptions):
     @property
     def linear_schemes(self) -> tuple[str, ...]:
         """Schemes of linear layers that the delegate takes."""
-        return self.facts.schemes or LINEAR_SCHEMES
+        return _IN_PLANS if self.delegate == "tensorrt" else self.facts.schemes or LINEAR_SCHEMES
 
     @property
     def expert_schemes(self) -> tuple[str, ...]:
         """Schemes of linear layers that the delegate takes for experts, too."""
-        return self.facts.schemes or ()
+        return _IN_PLANS if self.delegate == "tensorrt" else self.facts.schemes or ()
 
     @property
     def largest_group(self) -> int | None:
@@ -162,7 +164,8 @@ class ExecutorchOptions(TensorRTOptions):
 
     def check_quantization(self, quantization: Quantization) -> None:
         """See `TargetOptions.check_quantization`."""
-        super().check_quantization(quantization)
+        if self.delegate == "tensorrt":
+            super().check_quantization(quantization)
         if self.facts.schemes is not None:
             _check_schemes(self.facts, quantization)
         elif quantization.linear == "4w" and self.delegate != "tensorrt" and not self.native_linears:

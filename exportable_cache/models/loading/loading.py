@@ -485,8 +485,8 @@ def _config(location: Location) -> PreTrainedConfig:
             f"model type {model_type!r} has neither a causal LM nor an encoder-decoder that generates text in "
             "transformers; pass a model that generates text"
         )
-    if stored_quantization(config) is None and (fields := modelopt_fields(location)) is not None:
-        config.quantization_config = fields
+    if stored_quantization(config) is None and (modelopt := modelopt_fields(location)) is not None:
+        config.quantization_config = modelopt
     heads = [name for name in config.architectures or () if name.endswith(_OTHER_HEADS)]
     if heads:
         raise UnsupportedModelError(
