@@ -24,7 +24,7 @@ from ...errors import UnsupportedModelError
 from ...models.cache_factory import ExportableCache
 from ..base import check_decoder
 from ..probe_attention import probe_attention
-from .quantized import check_experts
+from .quantized import check_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -236,9 +236,9 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
 
     Raises:
         UnsupportedModelError: If the model is an encoder-decoder or keeps images in its cache, if the cache is
-            quantized, or if a mixture's layers are.
+            quantized, or for weights, see `check_weights`.
     """
-    check_experts(model)
+    check_weights(model)
     check_decoder(model, cache, "target tensorrt", "another target")
     if any(isinstance(layer, ItemsLayer) for layer in cache.layers):
         raise UnsupportedModelError(

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from ...errors import UnsupportedModelError
 from ...models.experts import experts_of, projections
-from ...models.quantized_rows import has_quantized_weights
+from ...models.quantized_rows import has_quantized_weights, rounds_activations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,12 +82,20 @@ def unpacked(pairs: torch.Tensor) -> torch.Tensor:
     return torch.where(values > 7, values - 16, values)
 
 
-def check_experts(model: PreTrainedModel) -> None:
-    """Refuse a quantised mixture whose experts, most of its weights, stay in float.
+def check_weights(model: PreTrainedModel) -> None:
+    """Refuse a quantised mixture whose experts, most of its weights, stay in float, and layers that round inputs.
 
     Raises:
-        UnsupportedModelError: If other layers are quantised, and the experts are not.
+        UnsupportedModelError: If other layers are quantised, and the experts are not; or if a layer rounds its inputs
+            to 8 bits, as a head does that is tied to a table which alone is quantised.
     """
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and rounds_activations(module.weight):
+            raise UnsupportedModelError(
+                f"{path} of {type(model).__name__} must not round its inputs to 8 bits for target tensorrt, as a head "
+                "does that is tied to a quantised table; pass quantize='8w' (--quantize 8w), too, or leave "
+                "quantize_embeddings out"
+            )
     floats = (path for path, one in experts_of(model) if getattr(one, projections(one)[1]).is_floating_point())
     path = next(floats, None)
     if path is not None and has_quantized_weights(model):

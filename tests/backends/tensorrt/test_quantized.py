@@ -316,6 +316,13 @@ def test_experts_that_stay_in_float_are_refused_by_name() -> None:
         program_of(quantised)
 
 
+def test_a_tied_table_alone_is_refused_by_the_name_of_its_head() -> None:
+    """The head rounds its inputs then, for which TensorRT has no operators."""
+    quantised = quantize(engine_model("llama", **SIZES, tie_word_embeddings=True), Quantization(embeddings="8w")).model
+    with pytest.raises(UnsupportedModelError, match="lm_head of Llama.* must not round its inputs.*quantize='8w'"):
+        program_of(quantised)
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_inputs_and_weights_that_are_not_finite_are_refused_by_layer(value: float) -> None:
     model = copy.deepcopy(engine_model("llama", **SIZES))
