@@ -27,12 +27,15 @@ needs_mlx = pytest.mark.skipif(not HAS_MLX, reason="the mlx extra is not install
 FAMILY = "gemma3_text"
 
 
+#: A hybrid, or a ring alone where MLX is not installed.
+LAYERS: dict[str, Any] = {} if HAS_MLX else {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+
+
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Return a bundle of a hybrid, or of a ring alone where MLX is not installed, that was not verified."""
+    """Return a bundle that was not verified."""
     folder = tmp_path_factory.mktemp("mlx") / "bundle"
-    layers = {} if HAS_MLX else {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
-    return export(tiny_model(FAMILY, **layers), "executorch", 48, folder, delegate="mlx", prefill_chunk=8, verify=False)
+    return export(tiny_model(FAMILY, **LAYERS), "executorch", 48, folder, delegate="mlx", prefill_chunk=8, verify=False)
 
 
 def test_the_delegate_has_the_whole_method_and_its_state(bundle: Bundle) -> None:
@@ -64,7 +67,7 @@ def test_without_mlx_nothing_is_verified(bundle: Bundle, monkeypatch: pytest.Mon
     monkeypatch.setattr(table.metadata, "version", missing)
     monkeypatch.setattr("exportable_cache.common.compat.executorch.available_backends", set)
     with pytest.raises(MissingDependencyError, match=r"needs mlx<1,>=0.29, .*pip install 'exportable-cache\[mlx\]'"):
-        verify(bundle, tiny_model(FAMILY))
+        verify(bundle, tiny_model(FAMILY, **LAYERS))
 
 
 @needs_mlx

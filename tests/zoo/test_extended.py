@@ -13,7 +13,7 @@ from exportable_cache import ExportableCache, Session
 
 from .architectures import architectures
 from .build import cached_logits, forward, tiny_model, tokens
-from .check import COLUMNS, ORDER, PEERS, TARGETS, check, write_json
+from .check import COLUMNS, ORDER, PEER_DEVICES, PEERS, TARGETS, check, write_json
 from .conditioning import is_sound, model_without_choices, movement, nudged
 from .extended import LENGTHS, Extended, Finding
 from .table import write_table
@@ -146,7 +146,8 @@ def test_a_model_without_choices_takes_every_expert_and_key() -> None:
 
 
 def test_half_of_the_cells_are_run_before_patches_are_in() -> None:
-    assert sorted(ORDER) == sorted(COLUMNS) and ORDER[: len(PEERS)] == PEERS and ORDER[-len(TARGETS) :] == TARGETS
+    assert sorted(ORDER) == sorted((*COLUMNS, *PEER_DEVICES))
+    assert ORDER[: len(PEERS)] == PEERS and ORDER[-len(TARGETS) :] == TARGETS
 
 
 @pytest.mark.full
