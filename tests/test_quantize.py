@@ -23,6 +23,7 @@ from exportable_cache.models.quantization.spec import Quantization, quantization
 from exportable_cache.models.quantized_rows import QuantizedRows
 from exportable_cache.verification.verify import verify, verify_session
 
+from .support.kinds import kind_model
 from .support.models import VOCAB, tiny_model, tokens
 from .support.seq2seq import tiny_seq2seq
 
@@ -325,6 +326,23 @@ def test_layers_that_reshape_their_weight_stay_in_float() -> None:
     layer = quantize(model, Quantization("8w")).model.model.layers[0]
     assert type(layer.grouped.weight) is torch.nn.Parameter and hasattr(layer.mlp.up_proj, "parametrizations")
     assert layer.grouped(torch.randn(3, 2, 32)).shape == (3, 2, 32)
+
+
+@pytest.mark.parametrize("scheme", ["8da4w", "8w"])
+def test_gemma_3n_has_a_second_table_and_layers_of_four_inputs(scheme: str) -> None:
+    """Its table for all layers is larger than the layers; rows of 4 weights were refused."""
+    model = kind_model("gemma3n_text")
+    quantization = Quantization(scheme, embeddings="8w")
+    made = quantize(model, quantization)
+    tables = [one for name, one in made.model.named_modules() if name.endswith("embed_tokens_per_layer")]
+    assert len(tables) == 1 and hasattr(tables[0], "parametrizations")
+    paths = quantizable_linears(model)
+    assert "correction_coefs" not in " ".join(paths) and "laurel" in " ".join(paths)
+    assert made.weights_bytes == quantized_bytes(model, quantization)
+    ids, plain = torch.arange(VOCAB)[None], model.model.embed_tokens_per_layer
+    error = (tables[0](ids) - plain(ids)).abs().amax()
+    assert 0 < error <= 0.51 / 127 * plain(ids).abs().amax()
+    assert "embed_tokens_per_layer" not in coverage_of(model, quantization).remark
 
 
 def test_integers_of_rows_are_not_kept_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from ..quantized_rows import OrderedLinear, is_quantized
 from ..rounding import Float4Linear, Float8Linear, float4_factor, float8_bits, float8_factor, rounded_blocks
 from ..weights import keeps_float32
 from .calibration import RoundedGroups, products_of, round_groups, round_with_feedback
-from .sizes import is_tied, quantizable_linears
+from .sizes import is_tied, quantizable_linears, token_tables
 from .spec import (
     DEFAULT_GROUP_SIZE,
     EMBEDDING_SCHEMES,
@@ -111,7 +111,7 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
         rows, lengths = {}, {}
     size = quantization.group_size or DEFAULT_GROUP_SIZE
     if quantization.embeddings == "4w":
-        lengths["its embeddings"] = _weight(table).shape[1]
+        lengths |= _table_rows(model)
     for path, length in lengths.items():
         if length % size:
             # Of all rows, because a size that divides this one's may not divide others.
@@ -123,7 +123,7 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
                 without = [f"quantize='{'8w' if quantization.linear == '4w' else '8da8w'}'"] if rows else []
                 without += ["quantize_embeddings='8w'"] if quantization.embeddings == "4w" else []
                 remedy = f"use {' and '.join(without)}, which {'has' if len(without) == 1 else 'have'} no groups"
-                if quantization.experts == NATIVE_EXPERTS:
+                if quantization.experts == NATIVE_EXPERTS and any(experts_of(model)):
                     remedy += ", and leaves the experts in float"
                 if largest is not None:
                     remedy = "leave quantize out, or export for another target"
@@ -132,12 +132,17 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
             )
 
 
+def _table_rows(model: PreTrainedModel) -> dict[str, int]:
+    """Return the lengths of the rows of embedding tables, by a name for messages."""
+    names = ("its embeddings", "its embeddings for all layers")
+    return {name: _weight(table).shape[1] for name, table in zip(names, token_tables(model), strict=False)}
+
+
 def _check_rows(model: PreTrainedModel, quantization: Quantization, linears: Mapping[str, nn.Linear]) -> None:
     """Check that rows of 8-bit weights can be stored in groups."""
     lengths = {path: linear.in_features for path, linear in linears.items()} if quantization.linear == "8w" else {}
-    table = model.get_input_embeddings()
     if quantization.embeddings == "8w":
-        lengths["its embeddings"] = _weight(table).shape[1]
+        lengths |= _table_rows(model)
     if quantization.experts == "8w":
         for path, module in experts_of(model):
             lengths |= {f"{path}.{name}": rows_of_weight(module, name).shape[2] for name in projections(module)}
@@ -214,19 +219,19 @@ def quantize(
         factors = _factors(model, list(quantizable_linears(model).values()))
         _replace(model, factors, lambda linear: Float4Linear(linear, factors[linear], FLOAT4_BLOCK, dtype))
     if quantization.embeddings is not None:
-        # Because encoder-decoders share one table between several modules.
-        readers = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.weight is table.weight]
         bits = EMBEDDING_SCHEMES[quantization.embeddings]
-        if bits == 4 and quantization.scales != "absmax":
-            # Signed, because the embedding kernel takes scales of either sign.
-            _set_groups(
-                table, _rounded(_weight(table), quantization, torch.float32, True, scratch), quantization, dtype
-            )
-        else:
-            config = IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits])
-            _quantize_weight(table, config, dtype, scratch)
-        for one in readers:
-            one.weight = _weight(table)
+        for one in token_tables(model):
+            # Because encoder-decoders share one table between several modules.
+            readers = [each for each in model.modules() if isinstance(each, nn.Embedding) and each.weight is one.weight]
+            if bits == 4 and quantization.scales != "absmax":
+                # Signed, because the embedding kernel takes scales of either sign.
+                rounded = _rounded(_weight(one), quantization, torch.float32, True, scratch)
+                _set_groups(one, rounded, quantization, dtype)
+            else:
+                config = IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits])
+                _quantize_weight(one, config, dtype, scratch)
+            for reader in readers:
+                reader.weight = _weight(one)
     kept: Mapping[str, int] = {}
     remark = ""
     if quantization.linear == KEEP_SCHEME:

@@ -73,11 +73,30 @@ def is_tied(model: PreTrainedModel) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
+#: Attribute of a second table of token ids, which has embeddings for all layers (Gemma 3n and 4).
+_TABLE_OF_LAYERS = "embed_tokens_per_layer"
+
+
+def token_tables(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the embedding tables of token ids, which a scheme quantizes: the input's first, each weight once."""
+    tables = [
+        module
+        for path, module in model.named_modules()
+        if path.rpartition(".")[2] == _TABLE_OF_LAYERS and isinstance(module, nn.Embedding)
+    ]
+    return [model.get_input_embeddings(), *tables]
+
+
+#: Inputs of a layer that is worth a scale for each output.
+_SHORTEST_ROW = 16
+
+
 def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the linear layers that a scheme quantizes, by path; a tied head belongs to the embedding table.
 
     Layers whose weight their module multiplies itself are left out, such as `dt_proj` of Mamba, because quantized
-    weights are only computed by their layers. So are layers that reshape their weight.
+    weights are only computed by their layers. So are layers that reshape their weight, and those with short rows, such
+    as the 4 weights of Gemma 3n's `correction_coefs`, because scales would take what integers save.
     """
     tied_head = model.get_output_embeddings() if is_tied(model) else None
     left = {
@@ -89,6 +108,7 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
         path: module
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear)
+        and module.in_features >= _SHORTEST_ROW
         and not _reshapes_weight(cast("Hashable", type(module)))
         and path not in left
         and module is not tied_head
@@ -97,7 +117,6 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype) -> dict[int, _Form]:
     """Return the storage of each quantised weight, by the id of its parameter."""
-    table = model.get_input_embeddings()
     forms = {}
     if quantization.linear not in (None, KEEP_SCHEME):
         bits, _ = LINEAR_SCHEMES[quantization.linear or ""]
@@ -118,11 +137,11 @@ def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtyp
                     pair = 0 if quantization.experts == FLOAT8_SCHEME else pair
                     forms[id(getattr(module, name))] = _Form(bits, pair, quantization.block or row)
     if quantization.embeddings is not None:
-        bits, weight = EMBEDDING_SCHEMES[quantization.embeddings], table.weight
-        assert isinstance(weight, torch.Tensor)
-        size = quantization.group_size or DEFAULT_GROUP_SIZE
-        row = quantization.stored_group(weight.shape[1])
-        forms[id(weight)] = _Form(bits, dtype.itemsize, size if bits == 4 else row)
+        bits, size = EMBEDDING_SCHEMES[quantization.embeddings], quantization.group_size or DEFAULT_GROUP_SIZE
+        for weight in (table.weight for table in token_tables(model)):
+            assert isinstance(weight, torch.Tensor)
+            row = quantization.stored_group(weight.shape[1])
+            forms[id(weight)] = _Form(bits, dtype.itemsize, size if bits == 4 else row)
     return forms
 
 
@@ -221,8 +240,7 @@ def coverage_of(
         if kept and name in kept:
             forms[id(parameter)], sizes[id(parameter)] = _Form(8, 0), kept[name]
     # Weights that the options leave out on purpose do not count as left.
-    table = model.get_input_embeddings()
-    chosen = set() if quantization.embeddings is not None else {id(table.weight)}
+    chosen = set() if quantization.embeddings is not None else {id(table.weight) for table in token_tables(model)}
     if quantization.linear is None:
         chosen |= {id(one) for one in model.parameters()} - forms.keys()
     left: Counter[str] = Counter()
