@@ -335,6 +335,22 @@ class MethodEntry(Entry):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _tokens_and_positions_come_first(self) -> MethodEntry:
+        names = [io.name for io in self.inputs]
+        twice = [name for index, name in enumerate(names) if name in names[:index]]
+        if twice:
+            raise ValueError(f"inputs must have different names, got {twice[0]!r} twice")
+        if self.is_step and names[1:2] != ["input_pos"]:
+            raise ValueError(f"a step's second input must be 'input_pos', got {names_of(names[1:2])}")
+        codebooks = self.inputs[0].shape[2:] if names[:1] == ["input_ids"] else []
+        if len(codebooks) > 1 or any(isinstance(size, str) for size in codebooks):
+            raise ValueError(
+                "input 'input_ids' must have the shape batch, length and at most a number of codebooks, got "
+                f"{self.inputs[0].shape}"
+            )
+        return self
+
     @property
     def is_step(self) -> bool:
         """True if the method feeds tokens over the cache and returns logits."""

@@ -69,6 +69,7 @@ def _state_without_its_form(fields: dict) -> None:
     fields["program"]["methods"]["decode"]["inputs"].append(state)
 
 
+POSITIONS_INPUT = {"name": "input_pos", "dtype": "int64", "shape": ["batch"]}
 DAMAGE: dict[str, tuple[Callable[[dict], Any], str]] = {
     "no capacity": (
         lambda fields: fields["layers"][1]["policy"].pop("capacity"),
@@ -111,6 +112,18 @@ DAMAGE: dict[str, tuple[Callable[[dict], Any], str]] = {
     "empty range": (
         lambda fields: fields["program"]["methods"]["prefill"].update(min_length=14),
         "program.methods.prefill: min_length must be at most max_length 13, got 14",
+    ),
+    "ids without lengths": (
+        lambda fields: fields["program"]["methods"]["decode"]["inputs"][0]["shape"].append("length"),
+        "program.methods.decode: input 'input_ids' must have the shape batch, length and at most a number of codebooks",
+    ),
+    "an input twice": (
+        lambda fields: fields["program"]["methods"]["decode"]["inputs"].append(POSITIONS_INPUT),
+        "program.methods.decode: inputs must have different names, got 'input_pos' twice",
+    ),
+    "inputs in another order": (
+        lambda fields: fields["program"]["methods"]["decode"]["inputs"].reverse(),
+        "program.methods.decode: a step's second input must be 'input_pos', got input_ids",
     ),
     "other form": (
         lambda fields: fields["program"].update(form="explicit"),
