@@ -135,7 +135,8 @@ def test_the_cache_is_written_in_place_and_read_as_far_as_it_is_filled() -> None
 @pytest.mark.full
 def test_with_quantised_weights(tmp_path) -> None:
     model = tiny_model("llama", num_hidden_layers=1)
-    bundle = export(model, "executorch", 48, tmp_path / "out", prefill_chunk=16, quantize="8da4w", kv_dtype="int8")
+    options = {"quantize": "8da4w", "kv_dtype": "int8", "kernels": "executorch"}
+    bundle = export(model, "executorch", 48, tmp_path / "out", prefill_chunk=16, **options)
     manifest = bundle.manifest
     assert manifest.verification["passed"]
     assert {(layer.kernel["kind"], layer.storage["kind"]) for layer in manifest.layers} == {("executorch_full", "int8")}

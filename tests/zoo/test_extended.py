@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def test_what_a_state_cannot_take_back_is_refused() -> None:
     found = findings("mamba2")
     refused = {name for name, finding in found.items() if finding.status == "refused"}
     assert refused == {"1 taken back", "4 taken back"}
-    assert "sums up all that was seen" in found["1 taken back"].reason
+    assert "sums up all tokens" in found["1 taken back"].reason
     assert {found[name].status for name in EVERY - refused} == {"pass"}
 
 
@@ -158,7 +159,7 @@ def test_peers_are_run_by_the_same_script() -> None:
     # A prompt in two pieces, over states that start anew with the second.
     check(row_of("jamba"), ["static_cache"], facts.update)
     assert facts["targets"]["static_cache"]["status"] == "wrong"
-    assert "6: 1e-06" in facts["targets"]["static_cache"]["reason"]
+    assert re.search(r"6: \de-0[67],.*5 \+ 6: \de-0[01]", facts["targets"]["static_cache"]["reason"])
 
 
 def test_the_table_names_where_a_peer_is_ahead(tmp_path: Path) -> None:
