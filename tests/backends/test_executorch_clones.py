@@ -94,7 +94,7 @@ def outputs_of(lowered: object, path: Path, inputs: tuple[torch.Tensor, ...]) ->
 def check_same_program(cloned: object, quantized: bool, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as where every layer is lowered: names of data, delegates, logits to the bit."""
     inputs = (torch.randint(3, 100, (1, 7)), torch.zeros(1, dtype=torch.int64))
-    monkeypatch.setattr(ClonedSegments, "replace", lambda self, program: program)
+    monkeypatch.setattr(ClonedSegments, "replace", lambda self, program, state: program)
     whole = lower.to_edge(programs_of(model_of(LAYERS, quantized)))
     names = [set(edge._named_data_store.pte_data) for edge in (cloned, whole)]
     assert names[0] == names[1]
@@ -183,9 +183,9 @@ def test_what_cannot_be_explained_is_lowered_in_its_place(
     segments = []
     original = ClonedSegments.replace
 
-    def take(self: ClonedSegments, program: object) -> object:
+    def take(self: ClonedSegments, program: object, **options: object) -> object:
         segments.append(self)
-        return original(self, program)
+        return original(self, program, **options)
 
     monkeypatch.setattr(ClonedSegments, "replace", take)
     lower.to_edge(programs_of(model_of(4, quantized=False)))
@@ -374,7 +374,9 @@ def test_families_of_several_kinds_of_layers_are_verified(
     segments = []
     original = ClonedSegments.replace
     monkeypatch.setattr(
-        ClonedSegments, "replace", lambda self, program: segments.append(self) or original(self, program)
+        ClonedSegments,
+        "replace",
+        lambda self, *given, **options: segments.append(self) or original(self, *given, **options),
     )
     bundle = export(tiny_model(family, **FAMILIES[family]), max_cache_len=48, output_dir=tmp_path / "x")
     assert bundle.manifest.verification["passed"] and not segments[0].left and segments[0].count >= 3
