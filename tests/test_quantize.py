@@ -25,6 +25,7 @@ from exportable_cache.verification.verify import verify, verify_session
 
 from .support.kinds import kind_model
 from .support.models import VOCAB, tiny_model, tokens
+from .support.multimodal import tiny_multimodal
 from .support.seq2seq import tiny_seq2seq
 
 pytest.importorskip("torchao", reason="the executorch extra is not installed")
@@ -343,6 +344,25 @@ def test_gemma_3n_has_a_second_table_and_layers_of_four_inputs(scheme: str) -> N
     error = (tables[0](ids) - plain(ids)).abs().amax()
     assert 0 < error <= 0.51 / 127 * plain(ids).abs().amax()
     assert "embed_tokens_per_layer" not in coverage_of(model, quantization).remark
+
+
+def test_layers_of_a_tower_that_groups_do_not_divide_stay_in_float() -> None:
+    """The vision tower of Qwen 2.5 VL has rows of 3,420 weights, for which 4 bits were refused."""
+    model = tiny_multimodal("qwen2_5_vl")
+    mlp = model.model.visual.blocks[0].mlp
+    mlp.down_proj = torch.nn.Linear(60, 32)
+    path = "model.visual.blocks.0.mlp.down_proj"
+    quantization = Quantization("8da4w", embeddings="8w")
+    check_quantizable(model, quantization)
+    grouped = quantizable_linears(model, quantization.block)
+    assert path not in grouped and path in quantizable_linears(model)
+    assert {"model.visual.blocks.0.mlp.up_proj", "model.language_model.layers.0.mlp.down_proj"} <= {*grouped}
+    made = quantize(model, quantization)
+    assert made.weights_bytes == quantized_bytes(model, quantization)
+    assert type(made.model.get_submodule(path).weight) is torch.nn.Parameter
+    model.model.language_model.layers[0].mlp.down_proj = torch.nn.Linear(60, 32)
+    with pytest.raises(InputError, match="must divide the rows of model.language_model.layers.0.mlp.down_proj"):
+        check_quantizable(model, quantization)
 
 
 def test_integers_of_rows_are_not_kept_twice(monkeypatch: pytest.MonkeyPatch) -> None:

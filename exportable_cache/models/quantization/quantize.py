@@ -75,7 +75,9 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
     """
     name = type(model).__name__
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    linears = {path: module for path, module in quantizable_linears(model).items() if module is not head}
+    linears = {
+        path: module for path, module in quantizable_linears(model, quantization.block).items() if module is not head
+    }
     if quantization.linear is not None and not linears:
         raise UnsupportedModelError(
             f"{name} has no torch.nn.Linear except its head, so {quantization.linear} would quantise nothing; export "
@@ -212,11 +214,11 @@ def quantize(
     dtypes = {4: _INT4, 8: torch.int8}
     if quantization.linear == FLOAT8_SCHEME:
         # First, because inputs are measured before other weights are rounded.
-        linears = list(quantizable_linears(model).values())
+        linears = list(quantizable_linears(model, quantization.block).values())
         largest = _largest_inputs(model, linears, calibration)
         _replace(model, largest, lambda linear: Float8Linear(linear, largest[linear], dtype))
     if quantization.linear == FLOAT4_SCHEME:
-        factors = _factors(model, list(quantizable_linears(model).values()))
+        factors = _factors(model, list(quantizable_linears(model, quantization.block).values()))
         _replace(model, factors, lambda linear: Float4Linear(linear, factors[linear], FLOAT4_BLOCK, dtype))
     if quantization.embeddings is not None:
         bits = EMBEDDING_SCHEMES[quantization.embeddings]
@@ -249,7 +251,7 @@ def quantize(
             config = IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits])
         fitted = bits == 4 and quantization.scales != "absmax"
         # Of the original, because tables of the copy are quantized by now, and no longer tied.
-        paths = list(quantizable_linears(original))
+        paths = list(quantizable_linears(original, quantization.block))
         measured = (
             products_of(original, paths, calibration) if calibration and fitted else ((path, None) for path in paths)
         )

@@ -91,14 +91,21 @@ def token_tables(model: PreTrainedModel) -> list[nn.Module]:
 _SHORTEST_ROW = 16
 
 
-def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+def quantizable_linears(model: PreTrainedModel, block: int | None = None) -> dict[str, nn.Linear]:
     """Return the linear layers that a scheme quantizes, by path; a tied head belongs to the embedding table.
 
     Layers whose weight their module multiplies itself are left out, such as `dt_proj` of Mamba, because quantized
     weights are only computed by their layers. So are layers that reshape their weight, and those with short rows, such
     as the 4 weights of Gemma 3n's `correction_coefs`, because scales would take what integers save.
+
+    Args:
+        model: The model.
+        block: Number of weights that share a scale, see `Quantization.block`. It must divide the rows of the decoder.
+            Layers outside it, such as those of Qwen 2.5 VL's vision tower with 3,420 inputs, stay in float otherwise.
     """
     tied_head = model.get_output_embeddings() if is_tied(model) else None
+    decoder = None if block is None else model.get_decoder()
+    inside = {*(model if decoder is None else decoder).modules(), model.get_output_embeddings()}
     left = {
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
@@ -111,6 +118,7 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
         and module.in_features >= _SHORTEST_ROW
         and not _reshapes_weight(cast("Hashable", type(module)))
         and path not in left
+        and (block is None or module.in_features % block == 0 or module in inside)
         and module is not tied_head
     }
 
@@ -125,7 +133,7 @@ def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtyp
         scale = _BFLOAT16 if bits == 4 and is_16_bits else dtype.itemsize
         if quantization.linear == FLOAT4_SCHEME:
             scale = torch.uint8.itemsize
-        for linear in quantizable_linears(model).values():
+        for linear in quantizable_linears(model, quantization.block).values():
             row = linear.weight.shape[1]
             forms[id(linear.weight)] = _Form(bits, scale, quantization.block or quantization.stored_group(row))
         if quantization.experts is not None:
