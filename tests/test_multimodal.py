@@ -11,6 +11,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session, export, load
+from exportable_cache.backends import backend_for
 from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import InputError
 from exportable_cache.program.inputs.modalities import modalities_of
@@ -359,3 +360,30 @@ def test_images_that_see_themselves_go_through_whole() -> None:
     with pytest.raises(InputError, match="the image at token 2 of the prompt has 32 tokens, .* attend to each other"):
         session.prefill(**prompt(model, 2, 5, 16))
     assert session.length.tolist() == [0]
+
+
+def test_nodes_of_a_traced_method_list_all_their_users() -> None:
+    """Sizes that embeddings and positions share lacked some, so that the default export of Qwen 2.5 VL failed."""
+    model = tiny_multimodal("qwen2_5_vl")
+    modalities = modalities_of(model, ["image"], (16, 24))
+    pytest.importorskip("executorch")
+    backend = backend_for("executorch")
+    spec = backend.program_spec(ProgramSpec(16, modalities=modalities), backend.options.parse({}))
+    program = Program(model, ExportableCache.from_model(model, 64), spec)
+    steps = [name for name, method in program.methods.items() if "position_ids" in method.input_names]
+    for graph in (program.export(name).graph for name in steps):
+        assert all(node in used.users for node in graph.nodes for used in node.all_input_nodes)
+
+
+@pytest.mark.full
+def test_qwen_2_5_vl_is_lowered_with_a_tower_that_groups_do_not_divide(tmp_path: Path) -> None:
+    """Also, a lookup that an encoder does not use was removed before it was read."""
+    pytest.importorskip("executorch")
+    model = tiny_multimodal("qwen2_5_vl")
+    for block in model.model.visual.blocks:
+        for name, sizes in (("gate_proj", (32, 60)), ("up_proj", (32, 60)), ("down_proj", (60, 32))):
+            setattr(block.mlp, name, torch.nn.Linear(*sizes))
+    given = {"modalities": ["image"], "image_size": (16, 24), "prefill_chunk": 16, "quantize": "8da4w"}
+    bundle = export(model, "executorch", 64, tmp_path / "x", verify=False, **given)
+    assert {"encode_image", "decode", "prefill_embeds"} & {*bundle.manifest.program.methods}
+    assert bundle.manifest.quantization.linear == "8da4w"

@@ -55,6 +55,7 @@ from .spec import Form, Logits, ProgramSpec
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+    from torch.fx import Graph
     from transformers import PreTrainedModel
 
     from ..models.cache_factory import ExportableCache
@@ -548,6 +549,7 @@ class Program:
                     strict=strict,
                     prefer_deferred_runtime_asserts_over_guards=True,
                 )
+                _list_all_users(program.graph)
                 if method.is_step and self.logits is Logits.LAST:
                     choose_last_token_early(program)
                 return program
@@ -561,6 +563,17 @@ class Program:
                     f"{type(self.model).__name__} cannot be traced ({name}: {describe_trace_error(error)}); "
                     "run it in a session, Session.from_model, instead of exporting it"
                 ) from error
+
+
+def _list_all_users(graph: Graph) -> None:
+    """Complete the users of each node.
+
+    torch.export 2.13 leaves some out where inputs share a size, such as embeddings and positions of Qwen 2.5 VL, and
+    torch.fx cannot remove such a user.
+    """
+    for node in graph.nodes:
+        for used in node.all_input_nodes:
+            used.users.setdefault(node)
 
 
 def _least_length(error: Exception) -> int | None:

@@ -520,11 +520,11 @@ def tied_tables_to_native(program: ExportedProgram, scratch: Scratch | None = No
         program: Program to rewrite.
         scratch: See `packed_weight`.
     """
-    lookups = dequantized_lookups(program)
-    if not lookups:
+    if not dequantized_lookups(program):
         return program
     graph = fold_linears(program).graph
-    for node in lookups:
+    # Found again, because folding removes those whose result is not used, as in the encoder of Qwen 2.5 VL.
+    for node in dequantized_lookups(program):
         table, tokens = _arguments(node)
         if tokens.meta["val"].dtype != torch.int64 or node.meta["val"].dtype != torch.float32:
             continue
