@@ -331,7 +331,7 @@ def test_layers_that_reshape_their_weight_stay_in_float() -> None:
 
 @pytest.mark.parametrize("scheme", ["8da4w", "8w"])
 def test_gemma_3n_has_a_second_table_and_layers_of_four_inputs(scheme: str) -> None:
-    """Its table for all layers is larger than the layers; rows of 4 weights were refused."""
+    """The table for all layers is larger than the layers, and rows of 4 weights were refused."""
     model = kind_model("gemma3n_text")
     quantization = Quantization(scheme, embeddings="8w")
     made = quantize(model, quantization)

@@ -379,12 +379,9 @@ def plan(ctx: typer.Context, model: str, target: str | None, recipe: str | None,
 
     terminal: Terminal = ctx.obj
     with terminal.progress(f"reading the config of {model}"):
-        from ..pipeline.plan import plan_cache
-        from ..pipeline.spec import cache_len_of
+        from ..pipeline.plan import plan as plan_model
 
-        given["max_cache_len"] = cache_len_of(model, given["max_cache_len"])
-        split = Split(**{one.name: given.pop(one.name) for one in fields(Split)})
-        made = plan_cache(model, CacheSpec(**given), target, split, recipe)
+        made = plan_model(model, target=target, recipe=recipe, **given)
     if json:
         terminal.json(made.to_dict())
     if made.refusal:

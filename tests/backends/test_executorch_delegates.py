@@ -444,7 +444,7 @@ def test_openvino_gets_no_infinite_bounds() -> None:
 
 
 def test_openvino_gets_no_norms_of_few_elements() -> None:
-    """Its kernel for RMS norms ends the process if fewer elements than a vector has are normalized."""
+    """OpenVINO's kernel for RMS norms ends the process if fewer elements than a vector has are normalized."""
 
     class Module(torch.nn.Module):
         def forward(self, x: torch.Tensor, long: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -97,7 +97,7 @@ def test_learned_positions_are_an_input(family: str, sizes: dict[str, Any]) -> N
 
 
 def test_experts_in_four_bits_stay_integers() -> None:
-    """As OpenVINO takes them; as batched products they were refused."""
+    """OpenVINO takes quantized experts by their indices; as batched products they were refused."""
     model = tiny_model("mixtral", hidden_size=64, intermediate_size=64, num_hidden_layers=1)
     model = quantize(model, Quantization("4w", 32, experts="4w")).model
     session, _, graphs = session_of(model)

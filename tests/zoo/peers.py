@@ -319,7 +319,7 @@ class _Evaluated:
 
 
 def _sample(ids: torch.Tensor, prompt: int) -> tuple[dict[str, torch.Tensor], GenerationConfig]:
-    """What `generate` is called with, for an exporter to see the calls of the model."""
+    """Arguments of `generate`, for an exporter to see the calls of the model."""
     asked = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
     return {"input_ids": ids[:, :prompt], "attention_mask": torch.ones(1, prompt, dtype=torch.int64)}, asked
 

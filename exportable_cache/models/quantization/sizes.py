@@ -104,8 +104,7 @@ def quantizable_linears(model: PreTrainedModel, block: int | None = None) -> dic
             Layers outside it, such as those of Qwen 2.5 VL's vision tower with 3,420 inputs, stay in float otherwise.
     """
     tied_head = model.get_output_embeddings() if is_tied(model) else None
-    decoder = None if block is None else model.get_decoder()
-    inside = {*(model if decoder is None else decoder).modules(), model.get_output_embeddings()}
+    inside = set() if block is None else {*(model.get_decoder() or model).modules(), model.get_output_embeddings()}
     left = {
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
