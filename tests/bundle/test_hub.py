@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, file_download
 
 from exportable_cache import export, load
 from exportable_cache.bundle.bundle import Manifest
@@ -214,7 +216,10 @@ def test_without_a_network(hub: Hub, original: Path, monkeypatch: pytest.MonkeyP
         upload(original, NAME)
 
 
-def test_a_download_that_breaks_off_continues(hub: Hub, original: Path) -> None:
+def test_a_download_that_breaks_off_continues(hub: Hub, original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It waits for a second before each of five retries.
+    without_waiting = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
+    monkeypatch.setattr(file_download, "time", without_waiting)
     hub.add(NAME, files_of(original, "fake/"))
     largest = max(files_of(original, "fake/").values(), key=len)
     hub.breaks_after = len(largest) // 2
