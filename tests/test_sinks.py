@@ -113,12 +113,13 @@ def test_ten_thousand_tokens_on_the_executorch_runtime_in_constant_memory() -> N
     count, tail = 10_000, 40
     ids = tokens(count)
     session.prefill(ids[:, :30])
-    for position in range(30, 1000):
-        session.decode(ids[:, position])
-    resident = resident_kib()
-    for position in range(1000, count):
+    resident = []
+    for position in range(30, count):
         logits = session.decode(ids[:, position])
-    assert resident_kib() - resident < 2048
+        if position in (1_000, 5_500, count - 1):
+            resident.append(resident_kib())
+    # What other tests left behind may be allocated at any time, once; a leak grows in both halves.
+    assert min(resident[1] - resident[0], resident[2] - resident[1]) < 1024
     assert session.length.tolist() == [count]
     # What a ring and a layer of window 8 reach back to, and the sinks, whose own states depend on nothing after them.
     positions = torch.cat([torch.arange(SINKS), torch.arange(count - tail, count)])
