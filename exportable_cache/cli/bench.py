@@ -9,7 +9,7 @@ import typer
 
 from ..common.progress import bytes_text
 from ..session.opening import Use
-from .options import BundleOrModelArgument, JsonOption, at_least
+from .options import BundleOrModelArgument, JsonOption, number
 from .runtime import Opening, open_session, opens
 from .terminal import Terminal, simple_table
 
@@ -28,58 +28,24 @@ def bench(
     opening: Opening,
     positions: Annotated[
         list[int] | None,
-        typer.Option(
+        number(
             "--positions",
-            metavar="N",
-            callback=at_least(0),
-            help="Tokens in the cache when decoding is timed; may be repeated.",
-            show_default="five, from empty to full",
+            "Tokens in the cache when decoding is timed; may be repeated.",
+            least=0,
+            default="five, from empty to full",
         ),
     ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            "--steps",
-            metavar="N",
-            callback=at_least(1),
-            help="Timed decode steps at each position.",
-            show_default="32",
-        ),
-    ] = None,
+    steps: Annotated[int | None, number("--steps", "Timed decode steps at each position.", default="32")] = None,
     prompt_length: Annotated[
-        int | None,
-        typer.Option(
-            "--prompt-length",
-            metavar="N",
-            callback=at_least(1),
-            help="Tokens of the timed prompt.",
-            show_default="one prefill chunk",
-        ),
+        int | None, number("--prompt-length", "Tokens of the timed prompt.", default="one prefill chunk")
     ] = None,
     pp: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--pp",
-            metavar="N",
-            callback=at_least(1),
-            help="Time prompts of N tokens, as llama-bench; may be repeated.",
-            show_default=False,
-        ),
+        list[int] | None, number("--pp", "Time prompts of N tokens, as llama-bench; may be repeated.", default=False)
     ] = None,
     tg: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--tg",
-            metavar="N",
-            callback=at_least(1),
-            help="Time N decoded tokens, as llama-bench; may be repeated.",
-            show_default=False,
-        ),
+        list[int] | None, number("--tg", "Time N decoded tokens, as llama-bench; may be repeated.", default=False)
     ] = None,
-    runs: Annotated[
-        int | None,
-        typer.Option("--runs", metavar="N", callback=at_least(1), help="Runs of each --pp and --tg.", show_default="5"),
-    ] = None,
+    runs: Annotated[int | None, number("--runs", "Runs of each --pp and --tg.", default="5")] = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print a Markdown table of --pp and --tg (512 and 128).")
     ] = False,

@@ -22,17 +22,10 @@ from .options import (
     BundleOrModelArgument,
     DraftModelOption,
     DraftOption,
-    GivenSampling,
-    GreedyOption,
-    MinPOption,
     OnFullOption,
-    RepetitionPenaltyOption,
-    SeedOption,
+    SeededSampling,
     SplitSpecialTokensOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    at_least,
+    number,
 )
 from .runtime import Opening, open_completer, opens
 from .terminal import Terminal
@@ -63,27 +56,16 @@ def chat(
     ctx: typer.Context,
     folder: BundleOrModelArgument,
     opening: Opening,
+    *,
     system: Annotated[
         str | None,
         typer.Option("--system", metavar="TEXT", help="System prompt: instructions before the first message."),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--max-new-tokens",
-            metavar="N",
-            callback=at_least(1),
-            help="Most tokens of a response.",
-            show_default="the checkpoint's limit, or what fits",
-        ),
+        number("--max-new-tokens", "Most tokens of a response.", default="the checkpoint's limit, or what fits"),
     ] = None,
-    greedy: GreedyOption = False,
-    temperature: TemperatureOption = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    min_p: MinPOption = None,
-    repetition_penalty: RepetitionPenaltyOption = None,
-    seed: SeedOption = None,
+    given: SeededSampling,
     split_special_tokens: SplitSpecialTokensOption = True,
     adapter: AdapterOption = None,
     draft: DraftOption = None,
@@ -99,7 +81,6 @@ def chat(
     from ..decoding.completion import CompletionOptions
     from ..generation.text import check_text
 
-    given = GivenSampling(greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed)
     use = Use(draft=draft, draft_model=draft_model, adapter=adapter)
     completer = open_completer(terminal, folder, opening, split_special_tokens, use)
     if not completer.takes_messages:

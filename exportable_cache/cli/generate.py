@@ -18,19 +18,12 @@ from .options import (
     BundleOrModelArgument,
     DraftModelOption,
     DraftOption,
-    GivenSampling,
-    GreedyOption,
     JsonOption,
     JsonSchemaOption,
-    MinPOption,
     RegexOption,
-    RepetitionPenaltyOption,
-    SeedOption,
+    SeededSampling,
     SplitSpecialTokensOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    at_least,
+    number,
 )
 from .runtime import Opening, open_session, opens
 from .terminal import Terminal
@@ -53,6 +46,7 @@ def generate(
     ctx: typer.Context,
     folder: BundleOrModelArgument,
     opening: Opening,
+    *,
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -76,32 +70,18 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--max-new-tokens",
-            metavar="N",
-            callback=at_least(1),
-            help="Most tokens to generate.",
-            show_default="the checkpoint's limit, or 128, or what fits",
-        ),
+        number("--max-new-tokens", "Most tokens to generate.", default="the checkpoint's limit, or 128, or what fits"),
     ] = None,
-    greedy: GreedyOption = False,
-    temperature: TemperatureOption = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    min_p: MinPOption = None,
-    repetition_penalty: RepetitionPenaltyOption = None,
+    given: SeededSampling,
     prompt_lookup: Annotated[
         int | None,
-        typer.Option(
+        number(
             "--prompt-lookup",
-            metavar="N",
-            callback=at_least(1),
-            help="Propose N tokens per step from earlier text. A bundle needs -O score_length=N+1 in its export.",
+            "Propose N tokens per step from earlier text. A bundle needs -O score_length=N+1 in its export.",
         ),
     ] = None,
     draft: DraftOption = None,
     draft_model: DraftModelOption = None,
-    seed: SeedOption = None,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")
     ] = None,
@@ -125,7 +105,6 @@ def generate(
             "cannot be combined with --prompt-lookup, --json-schema or --regex",
             param_hint="'--draft'" if draft_model is None else "'--draft-model'",
         )
-    given = GivenSampling(greedy, temperature, top_k, top_p, min_p, repetition_penalty, seed)
     files = {"image": image or (), "audio": audio or ()}
     kinds = tuple(kind for kind, paths in files.items() if paths)
     use = Use(kinds, prompt_lookup or 0, draft, draft_model, adapter=adapter)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..common.settings import REQUIRED, Setting, keyword_of, setting_of
+from ..common.settings import REQUIRED, Setting, keyword_of, setting, setting_of
 
 if TYPE_CHECKING:
     from ..generation.checkpoint_settings import CheckpointSettings
@@ -41,6 +41,19 @@ def one_of(*choices: str) -> Callable[[Any], Any]:
         return given
 
     return check
+
+
+def number(flag: str, help: str, least: int = 1, default: str | bool = True, metavar: str = "N") -> Any:
+    """Return an option for a whole number, or for a list of them.
+
+    Args:
+        flag: Its spelling.
+        help: One sentence.
+        least: Smallest number allowed.
+        default: Default as the help shows it, if it is computed later; False to show none.
+        metavar: Placeholder for the number in the help.
+    """
+    return typer.Option(flag, metavar=metavar, callback=at_least(least), help=help, show_default=default)
 
 
 _FROM_FIELD: Any = object()
@@ -262,38 +275,6 @@ PlanTargetOption = Annotated[
         show_default=False,
     ),
 ]
-GreedyOption = Annotated[
-    bool, typer.Option("--greedy", help="Always take the most likely token, also if the checkpoint asks for sampling.")
-]
-TemperatureOption = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature",
-        metavar="T",
-        callback=at_least(0),
-        help="0 always takes the most likely token. The default is the checkpoint's, as for the options below.",
-        show_default=False,
-    ),
-]
-TopKOption = Annotated[
-    int | None,
-    typer.Option("--top-k", metavar="K", callback=at_least(0), help="Sample from the K most likely tokens; 0 for all."),
-]
-TopPOption = Annotated[
-    float | None,
-    typer.Option("--top-p", metavar="P", help="Sample from the most likely tokens of probability P; 1 for all."),
-]
-MinPOption = Annotated[
-    float | None,
-    typer.Option("--min-p", metavar="P", help="Sample from tokens at least P times as likely as the best."),
-]
-RepetitionPenaltyOption = Annotated[
-    float | None,
-    typer.Option("--repetition-penalty", metavar="X", help="Above 1, make previous tokens less likely."),
-]
-SeedOption = Annotated[
-    int | None, typer.Option("--seed", metavar="N", help="Seed of the sampler, for repeatable results.")
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 KeyOption = Annotated[
     Path | None,
@@ -342,13 +323,36 @@ class GivenSampling:
         InputError: If a value is out of range, or greedy choice would ignore it.
     """
 
-    greedy: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
+    greedy: bool = setting(
+        False,
+        "Always take the most likely token, also if the checkpoint asks for sampling.",
+        flags=("--greedy",),
+        kind=bool,
+    )
+    temperature: float | None = setting(
+        None,
+        "0 always takes the most likely token. The default is the checkpoint's, as for the options below.",
+        flags=("--temperature",),
+        metavar="T",
+        kind=float,
+        least=0,
+    )
+    top_k: int | None = setting(
+        None, "Sample from the K most likely tokens; 0 for all.", flags=("--top-k",), metavar="K", kind=int, least=0
+    )
+    top_p: float | None = setting(
+        None,
+        "Sample from the most likely tokens of probability P; 1 for all.",
+        flags=("--top-p",),
+        metavar="P",
+        kind=float,
+    )
+    min_p: float | None = setting(
+        None, "Sample from tokens at least P times as likely as the best.", flags=("--min-p",), metavar="P", kind=float
+    )
+    repetition_penalty: float | None = setting(
+        None, "Above 1, make previous tokens less likely.", flags=("--repetition-penalty",), metavar="X", kind=float
+    )
 
     def __post_init__(self) -> None:
         from ..generation.sampling_options import SamplingOptions
@@ -407,3 +411,12 @@ class GivenSampling:
     def _given(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "greedy"}
         return {**given, "temperature": 0} if self.greedy else given
+
+
+@dataclass(frozen=True)
+class SeededSampling(GivenSampling):
+    """Options of sampling of a command that generates only one response at a time."""
+
+    seed: int | None = setting(
+        None, "Seed of the sampler, for repeatable results.", flags=("--seed",), metavar="N", kind=int
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
@@ -69,6 +69,15 @@ class BundleChecks:
         shown_default=False,
     )
 
+    def arguments(self) -> dict[str, Any]:
+        """Return them as arguments of `Bundle.open` and `open_native`."""
+        return {
+            "check_versions": not self.ignore_versions,
+            "known": not self.check,
+            "trust": self.trust,
+            "key": self.key,
+        }
+
 
 @dataclass(frozen=True)
 class Opening:
@@ -94,13 +103,22 @@ class Opening:
 
 
 def opens(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `BundleChecks` and `ModelOptions`; it gets them as its argument `opening`."""
+    """Give a command the options of its arguments that are dataclasses of settings, and those of its `opening`.
+
+    Options of `opening`, which are `BundleChecks` and `ModelOptions`, come last. The values are checked before a bundle
+    is looked for.
+    """
     hints = get_type_hints(command, include_extras=True)
-    own = [
-        one.replace(annotation=hints[one.name])
-        for one in signature(command).parameters.values()
-        if one.name != "opening"
-    ]
+    groups: dict[str, type] = {}
+    own: list[Parameter] = []
+    for one in signature(command).parameters.values():
+        if one.name == "opening":
+            continue
+        if is_dataclass(hints[one.name]):
+            groups[one.name] = hints[one.name]
+            own += options_of([hints[one.name]])
+        else:
+            own.append(one.replace(annotation=hints[one.name]))
     added = list(options_of([BundleChecks, ModelOptions]))
     # Before the format of the output, which every command has last.
     index = next((index for index, one in enumerate(own) if one.name == "json"), len(own))
@@ -108,9 +126,11 @@ def opens(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**given: Any) -> None:
-        checks = {one.name: given.pop(one.name) for one in fields(BundleChecks)}
-        model = {one.name: given.pop(one.name) for one in fields(ModelOptions)}
-        opening = Opening(BundleChecks(**checks), ModelOptions(**model))
+        def taken(group: type) -> Any:
+            return group(**{one.name: given.pop(one.name) for one in fields(group)})
+
+        opening = Opening(taken(BundleChecks), taken(ModelOptions))
+        given |= {name: taken(group) for name, group in groups.items()}
         given["folder"] = _fetched(given["ctx"].obj, given["folder"], opening.checks)
         command(opening=opening, **given)
 
@@ -189,15 +209,7 @@ def open_natively(terminal: Terminal, folder: str, checks: BundleChecks, text: b
         from ..session.native import NotNative, open_native
 
         try:
-            return open_native(
-                folder,
-                check_versions=not checks.ignore_versions,
-                known=not checks.check,
-                trust=checks.trust,
-                key=checks.key,
-                text=text,
-                progress=progress,
-            )
+            return open_native(folder, text=text, progress=progress, **checks.arguments())
         except NotNative as left:
             reason = left.reason
     _note(terminal, reason)
@@ -276,24 +288,16 @@ def open_session(terminal: Terminal, name: str, opening: Opening, use: Use | Non
     if native is not None:
         check_head(use, native.fields.get("draft"))
         return Opened(native, _no_processor, draft_tokens=_drafted(native, use))
-    checks = opening.checks
     with terminal.opening(name):
         from ..bundle.bundle import Bundle
         from ..session.native import PAYS
         from ..session.session import Session
 
-        bundle = Bundle.open(
-            name,
-            check_versions=not checks.ignore_versions,
-            trust=checks.trust,
-            key=checks.key,
-            known=not checks.check,
-            to_run=True,
-        )
+        bundle = Bundle.open(name, to_run=True, **opening.checks.arguments())
         recorded = bundle.manifest.draft
         check_head(use, None if recorded is None else recorded.model_dump())
         session = Session.from_bundle(bundle)
-        use.load_adapters(session, checks.key)
+        use.load_adapters(session, opening.checks.key)
         if session.stepper.ranks is not None:
             terminal.set_rank(session.stepper.ranks.rank)
     measured = None if recorded is None else recorded.acceptance

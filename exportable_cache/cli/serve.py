@@ -17,15 +17,9 @@ from .options import (
     DraftModelOption,
     DraftOption,
     GivenSampling,
-    GreedyOption,
-    MinPOption,
     OnFullOption,
-    RepetitionPenaltyOption,
     SplitSpecialTokensOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    at_least,
+    number,
 )
 from .runtime import Batching, Opening, open_completer, opens
 from .terminal import Terminal
@@ -39,6 +33,7 @@ def serve(
     ctx: typer.Context,
     folder: BundleOrModelArgument,
     opening: Opening,
+    *,
     host: Annotated[
         str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all.")
     ] = "127.0.0.1",
@@ -71,21 +66,12 @@ def serve(
         ),
     ] = None,
     most_waiting: Annotated[
-        int,
-        typer.Option(
-            "--most-waiting",
-            metavar="N",
-            callback=at_least(0),
-            help="Length of the request queue; further requests are refused.",
-        ),
+        int, number("--most-waiting", "Length of the request queue; further requests are refused.", least=0)
     ] = 64,
     rows: Annotated[
         int,
-        typer.Option(
-            "--rows",
-            metavar="N",
-            callback=at_least(1),
-            help="Generate N responses of a model at a time. A bundle has the rows of its export (--batch-size).",
+        number(
+            "--rows", "Generate N responses of a model at a time. A bundle has the rows of its export (--batch-size)."
         ),
     ] = 1,
     adapter: Annotated[
@@ -110,21 +96,15 @@ def serve(
     draft_model: DraftModelOption = None,
     prefix_cache: Annotated[
         int,
-        typer.Option(
+        number(
             "--prefix-cache",
+            "With --rows: megabytes of earlier prompts and responses that are kept for prompts that begin with them.",
+            least=0,
             metavar="MB",
-            callback=at_least(0),
-            help="With --rows: megabytes of earlier prompts and responses that are kept for prompts that begin with "
-            "them.",
         ),
     ] = 512,
     on_full: OnFullOption = "refuse",
-    greedy: GreedyOption = False,
-    temperature: TemperatureOption = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    min_p: MinPOption = None,
-    repetition_penalty: RepetitionPenaltyOption = None,
+    given: GivenSampling,
     split_special_tokens: SplitSpecialTokensOption = True,
 ) -> None:
     """Serve a bundle or a model with OpenAI's API and a chat page.
@@ -142,7 +122,6 @@ def serve(
         )
     from .server.origins import AllowedOrigins
 
-    given = GivenSampling(greedy, temperature, top_k, top_p, min_p, repetition_penalty)
     hosts, origins = tuple(allow_host or ()), tuple(allow_origin or ())
     # Checked before the bundle is opened, which may take long.
     AllowedOrigins.of(host, api_key is not None, hosts, origins)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ from .options import (
     ModelOption,
     at_least,
     declared,
+    number,
     options_of,
     takes,
 )
@@ -99,8 +101,8 @@ def _verify_bundle(
         from ..bundle.bundle import Bundle
         from ..verification.verify import verify as compare
 
-        versions = not checks.ignore_versions
-        bundle = Bundle.open(folder, check_versions=versions, trust=checks.trust, key=checks.key, progress=progress)
+        # Every file is read.
+        bundle = Bundle.open(folder, progress=progress, **replace(checks, check=True).arguments())
         return compare(bundle, model, lora=lora, progress=progress, **given)
 
 
@@ -135,34 +137,18 @@ def perplexity(
     opening: Opening,
     text: Annotated[Path, typer.Option("--text", metavar="FILE", help="Text to score, in UTF-8.", show_default=False)],
     window: Annotated[
-        int | None,
-        typer.Option(
-            "--window",
-            metavar="N",
-            callback=at_least(2),
-            help="Tokens in a window.",
-            show_default="512, or what the cache holds",
-        ),
+        int | None, number("--window", "Tokens in a window.", least=2, default="512, or what the cache holds")
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(
+        number(
             "--stride",
-            metavar="N",
-            callback=at_least(1),
-            help="Tokens from window to window. Below the window, tokens have context from the previous one.",
-            show_default="the window",
+            "Tokens from window to window. Below the window, tokens have context from the previous one.",
+            default="the window",
         ),
     ] = None,
     max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            metavar="N",
-            callback=at_least(2),
-            help="Read at most N tokens of the text.",
-            show_default="all",
-        ),
+        int | None, number("--max-tokens", "Read at most N tokens of the text.", least=2, default="all")
     ] = None,
     json: JsonOption = False,
 ) -> None:
