@@ -13,32 +13,19 @@ from ...models import rounding  # noqa: F401  registers the operators
 from . import experts as _experts  # noqa: F401  registers the operators
 from . import kv_cache  # noqa: F401  registers the operator
 from .kv_cache import scatter_update
-from .plain_layers import TORCH_DTYPES, TRT_DTYPES, add_constant, has_constant, shared_cast
+from .plain_layers import TORCH_DTYPES, TRT_DTYPES, add_constant, converts, has_constant, named, reshaped, shared_cast
 from .quantized import dequantize_affine, kept_scale, packed
-from .upstream import (
-    ConverterPriority,
-    cast_trt_tensor,
-    dynamo_tensorrt_converter,
-    get_trt_tensor,
-    set_layer_name,
-    trt,
-)
+from .upstream import cast_trt_tensor, get_trt_tensor, set_layer_name, trt
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from ...common.compat.torch import OperatorBase
-    from .upstream import (
-        ConversionContext,
-    )
+    from .upstream import ConversionContext
 
 
-@dynamo_tensorrt_converter(
-    torch.ops.exportable_cache.kv_cache_update.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
-)
-def _kv_cache_update(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.exportable_cache.kv_cache_update.default)
+def _kv_cache_update(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to TensorRT's KVCacheUpdate layer, in place from a network input to a network output."""
     cache, update, start = args
     # Cast, because the layer takes int32 indices only.
@@ -49,14 +36,11 @@ def _kv_cache_update(
             f"TensorRT cannot update a KV cache of {list(cache.shape)} {cache.dtype} by {list(update.shape)} "
             f"{update.dtype} at {list(start.shape)} {start.dtype}"
         )
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+    return layer
 
 
-@dynamo_tensorrt_converter(torch.ops.aten.where.self, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH)
-def _where(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.aten.where.self)
+def _where(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ITensor:
     """Convert `where` in the result's dtype; torch_tensorrt's converter casts bfloat16, int64 and bool to int32."""
     result = ctx.current_node.meta["val"]
     dtype = TRT_DTYPES[result.dtype]
@@ -70,14 +54,12 @@ def _where(
         )
         branches.append(_of_rank(ctx, tensor, result.dim(), f"{name}_{branch}"))
     layer = ctx.net.add_select(condition, *branches)
-    set_layer_name(layer, target, name)
+    set_layer_name(layer, ctx.current_node.target, name)
     return cast_trt_tensor(ctx, layer.get_output(0), dtype, f"{name}_cast")
 
 
-@dynamo_tensorrt_converter(torch.ops.aten.gather.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH)
-def _gather(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.aten.gather.default)
+def _gather(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert `gather` of any length and of constants; torch_tensorrt's equal converter accepts static shapes only."""
     values, dim, index = args[:3]
     values, index = get_trt_tensor(ctx, values, f"{name}_values"), get_trt_tensor(ctx, index, f"{name}_index_tensor")
@@ -85,27 +67,22 @@ def _gather(
         values, cast_trt_tensor(ctx, index, trt.DataType.INT32, f"{name}_index"), trt.GatherMode.ELEMENT
     )
     layer.axis = dim % len(values.shape)
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+    return layer
 
 
-@dynamo_tensorrt_converter(torch.ops.aten.cumsum.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH)
-def _cumsum(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.aten.cumsum.default)
+def _cumsum(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert `cumsum` to TensorRT's layer; torch_tensorrt's converter makes a loop of static length."""
     values, dim = get_trt_tensor(ctx, args[0], f"{name}_tensor"), args[1]
     values = cast_trt_tensor(ctx, values, TRT_DTYPES[ctx.current_node.meta["val"].dtype], f"{name}_values")
     axis = get_trt_tensor(ctx, torch.tensor(dim % len(values.shape), dtype=torch.int32), f"{name}_axis")
-    layer = ctx.net.add_cumulative(values, axis, trt.CumulativeOperation.SUM, False, False)
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+    return ctx.net.add_cumulative(values, axis, trt.CumulativeOperation.SUM, False, False)
 
 
-@dynamo_tensorrt_converter(torch.ops.exportable_cache.dequantized_weight.default, priority=ConverterPriority.HIGH)
+@converts(torch.ops.exportable_cache.dequantized_weight.default)
 def _dequantized_weight(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+    ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ILayer:
     """Convert to a DEQUANTIZE layer of constants: by row with one scale each, else by blocks of a row."""
     integers, scale, zero_point, bits = args
     scale = kept_scale(scale, zero_point, str(ctx.current_node.args[0]))
@@ -119,16 +96,11 @@ def _dequantized_weight(
     layer = ctx.net.add_dequantize(weights, scales, TRT_DTYPES[scale.dtype])
     if by_row:
         layer.axis = 0
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+    return layer
 
 
-@dynamo_tensorrt_converter(
-    torch.ops.exportable_cache.chosen_weights.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
-)
-def _chosen_weights(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.exportable_cache.chosen_weights.default)
+def _chosen_weights(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to a gather, of all experts' weights that a DEQUANTIZE layer converts if they are quantised.
 
     One kernel converts the chosen ones alone; the builder refuses a gather of integers.
@@ -148,25 +120,16 @@ def _chosen_weights(
         else:
             weights = add_constant(ctx, weight, f"{name}_integers")
         converted = ctx.net.add_dequantize(weights, add_constant(ctx, scale, f"{name}_scale"), TRT_DTYPES[scale.dtype])
-        converted.name = f"{name}_floats"
-        floats = converted.get_output(0)
-    layer = ctx.net.add_gather(floats, get_trt_tensor(ctx, indices, f"{name}_indices"), axis=0)
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+        floats = named(converted, f"{name}_floats")
+    return ctx.net.add_gather(floats, get_trt_tensor(ctx, indices, f"{name}_indices"), axis=0)
 
 
-@dynamo_tensorrt_converter(
-    torch.ops.exportable_cache.slot_product.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
-)
-def _slot_product(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.exportable_cache.slot_product.default)
+def _slot_product(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to one product, in which a source of one slot is broadcast."""
     source, weight, transposed = args
     operation = trt.MatrixOperation.NONE if transposed else trt.MatrixOperation.TRANSPOSE
-    layer = ctx.net.add_matrix_multiply(source, trt.MatrixOperation.NONE, weight, operation)
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+    return ctx.net.add_matrix_multiply(source, trt.MatrixOperation.NONE, weight, operation)
 
 
 @dataclass(frozen=True)
@@ -198,13 +161,10 @@ def _slot_shapes(ctx: ConversionContext, indices: trt.ITensor, experts: int, nam
             return add_constant(ctx, torch.tensor([value]), f"{name}_{value}")
 
         def combined(left: trt.ITensor, right: trt.ITensor, how: trt.ElementWiseOperation, of: str) -> trt.ITensor:
-            layer = net.add_elementwise(left, right, how)
-            layer.name = f"{name}_{of}"
-            return layer.get_output(0)
+            return named(net.add_elementwise(left, right, how), f"{name}_{of}")
 
         length = net.add_slice(net.add_shape(indices).get_output(0), (0,), (1,), (1,))
-        length.name = f"{name}_tokens"
-        pairs = combined(length.get_output(0), number(choices), operation.PROD, "pairs")
+        pairs = combined(named(length, f"{name}_tokens"), number(choices), operation.PROD, "pairs")
         slots = combined(pairs, number(experts), operation.MIN, "slots")
         more = combined(pairs, slots, operation.SUB, "more")
         is_whole = combined(more, number(1), operation.MIN, "is_whole")
@@ -221,33 +181,22 @@ def _part(
         layer.set_input(1, start)
     layer.set_input(2, size)
     layer.mode = trt.SampleMode.CLAMP
-    layer.name = name
-    return layer.get_output(0)
+    return named(layer, name)
 
 
-@dynamo_tensorrt_converter(
-    torch.ops.exportable_cache.expert_slots.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
-)
-def _expert_slots(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.exportable_cache.expert_slots.default)
+def _expert_slots(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ITensor:
     """Convert to a slice of the choices followed by all experts; the number of tokens gives its start and size."""
     indices, experts = args
     shapes = _slot_shapes(ctx, indices, experts, name)
-    flat = _reshaped(ctx, indices, (-1,), f"{name}_choices")
-    joined = ctx.net.add_concatenation([flat, shapes.experts])
-    joined.name = f"{name}_joined"
+    flat = reshaped(ctx, indices, (-1,), f"{name}_choices")
+    joined = named(ctx.net.add_concatenation([flat, shapes.experts]), f"{name}_joined")
     start = ctx.net.add_elementwise(shapes.is_whole, shapes.pairs, trt.ElementWiseOperation.PROD)
-    start.name = f"{name}_start"
-    return _part(ctx, joined.get_output(0), start.get_output(0), shapes.slots, name)
+    return _part(ctx, joined, named(start, f"{name}_start"), shapes.slots, name)
 
 
-@dynamo_tensorrt_converter(
-    torch.ops.exportable_cache.slot_factors.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
-)
-def _slot_factors(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.exportable_cache.slot_factors.default)
+def _slot_factors(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to a comparison of each choice's slot with all slots, and a sum over choices.
 
     The slot of a choice is its own index if there are few choices, else its expert.
@@ -257,49 +206,35 @@ def _slot_factors(
     shapes = _slot_shapes(ctx, indices, experts, name)
     choices = indices.shape[1]
     # indices * is_whole + own * (1 - is_whole) = own + (indices - own) * is_whole
-    own = _reshaped(
+    own = reshaped(
         ctx, _part(ctx, shapes.experts, None, shapes.pairs, f"{name}_own"), (-1, choices), f"{name}_of_token"
     )
-    flag = _reshaped(ctx, shapes.is_whole, (1, 1), f"{name}_flag")
-    moved = net.add_elementwise(indices, own, operation.SUB)
-    moved.name = f"{name}_from_own"
-    kept = net.add_elementwise(moved.get_output(0), flag, operation.PROD)
-    kept.name = f"{name}_if_whole"
-    slots = net.add_elementwise(own, kept.get_output(0), operation.SUM)
-    slots.name = f"{name}_slots"
-    every = _reshaped(
-        ctx, _part(ctx, shapes.experts, None, shapes.slots, f"{name}_every"), (-1, 1, 1), f"{name}_column"
-    )
-    of_token = _reshaped(ctx, slots.get_output(0), (1, -1, choices), f"{name}_row")
-    is_chosen = net.add_elementwise(every, of_token, operation.EQUAL)
-    is_chosen.name = f"{name}_is_chosen"
+    flag = reshaped(ctx, shapes.is_whole, (1, 1), f"{name}_flag")
+    moved = named(net.add_elementwise(indices, own, operation.SUB), f"{name}_from_own")
+    kept = named(net.add_elementwise(moved, flag, operation.PROD), f"{name}_if_whole")
+    slots = named(net.add_elementwise(own, kept, operation.SUM), f"{name}_slots")
+    every = reshaped(ctx, _part(ctx, shapes.experts, None, shapes.slots, f"{name}_every"), (-1, 1, 1), f"{name}_column")
+    of_token = reshaped(ctx, slots, (1, -1, choices), f"{name}_row")
+    is_chosen = named(net.add_elementwise(every, of_token, operation.EQUAL), f"{name}_is_chosen")
     dtype = TORCH_DTYPES[factors.dtype]
     zero = add_constant(ctx, torch.zeros(1, dtype=dtype), f"{name}_zero", (1, 1, 1))
-    of_choice = _reshaped(ctx, factors, (1, -1, choices), f"{name}_factors")
-    selected = net.add_select(is_chosen.get_output(0), of_choice, zero)
-    selected.name = f"{name}_selected"
-    layer = net.add_reduce(selected.get_output(0), trt.ReduceOperation.SUM, 1 << 2, True)
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+    of_choice = reshaped(ctx, factors, (1, -1, choices), f"{name}_factors")
+    selected = named(net.add_select(is_chosen, of_choice, zero), f"{name}_selected")
+    return net.add_reduce(selected, trt.ReduceOperation.SUM, 1 << 2, True)
 
 
-@dynamo_tensorrt_converter(torch.ops.exportable_cache.float8_weight.default, priority=ConverterPriority.HIGH)
-def _float8_weight(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.exportable_cache.float8_weight.default)
+def _float8_weight(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to a DEQUANTIZE layer of constants, with a scale by row."""
     bits, scale = args
     values = add_constant(ctx, bits, f"{name}_values", dtype=trt.DataType.FP8)
     layer = ctx.net.add_dequantize(values, add_constant(ctx, scale, f"{name}_scale"), TRT_DTYPES[scale.dtype])
     layer.axis = 0
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+    return layer
 
 
-@dynamo_tensorrt_converter(torch.ops.exportable_cache.float4_weight.default, priority=ConverterPriority.HIGH)
-def _float4_weight(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.exportable_cache.float4_weight.default)
+def _float4_weight(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ITensor:
     """Convert to a DEQUANTIZE layer of constants, whose scales another one converts."""
     return _from_float4(ctx, args, name)
 
@@ -310,8 +245,7 @@ def _from_float4(ctx: ConversionContext, args: Sequence[Any], name: str) -> trt.
     to_type = TRT_DTYPES[dtype]
     values = add_constant(ctx, pairs, f"{name}_values", [*pairs.shape[:-1], 2 * pairs.shape[-1]], trt.DataType.FP4)
     layer = ctx.net.add_dequantize(values, _from_float8(ctx, (scale, factor, dtype), f"{name}_scale"), to_type)
-    layer.name = f"{name}_floats"
-    return layer.get_output(0)
+    return named(layer, f"{name}_floats")
 
 
 def _from_float8(ctx: ConversionContext, args: Sequence[Any], name: str) -> trt.ITensor:
@@ -319,31 +253,21 @@ def _from_float8(ctx: ConversionContext, args: Sequence[Any], name: str) -> trt.
     bits, factor, dtype = args
     values = add_constant(ctx, bits, f"{name}_values", dtype=trt.DataType.FP8)
     layer = ctx.net.add_dequantize(values, add_constant(ctx, torch.tensor(factor), f"{name}_factor"), TRT_DTYPES[dtype])
-    layer.name = f"{name}_floats"
-    return layer.get_output(0)
+    return named(layer, f"{name}_floats")
 
 
-@dynamo_tensorrt_converter(
-    torch.ops.exportable_cache.float8_rounded.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
-)
-def _float8_rounded(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.exportable_cache.float8_rounded.default)
+def _float8_rounded(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to a QUANTIZE and a DEQUANTIZE layer with one scale."""
     source, value = args
     source = get_trt_tensor(ctx, source, f"{name}_source")
     scale = add_constant(ctx, torch.tensor(value, dtype=TORCH_DTYPES[source.dtype]), f"{name}_scale")
-    rounded = ctx.net.add_quantize(source, scale, trt.DataType.FP8)
-    rounded.name = f"{name}_rounded"
-    layer = ctx.net.add_dequantize(rounded.get_output(0), scale, source.dtype)
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+    rounded = named(ctx.net.add_quantize(source, scale, trt.DataType.FP8), f"{name}_rounded")
+    return ctx.net.add_dequantize(rounded, scale, source.dtype)
 
 
-@dynamo_tensorrt_converter(torch.ops.aten.linear.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH)
-def _linear(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.aten.linear.default)
+def _linear(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ITensor:
     """Convert `linear` to one product; torch_tensorrt's converter adds a layer that reshapes the weight."""
     source, weight, bias = (*args, None)[:3] if len(args) < 3 else args
     source = get_trt_tensor(ctx, source, f"{name}_source")
@@ -353,7 +277,7 @@ def _linear(
     # A table that is gathered, too, is stored twice if it has three dimensions, or is reshaped to them.
     is_tied = isinstance(weight, torch.Tensor) and has_constant(ctx, weight) and sizes.count(-1) <= 1
     if is_tied:
-        source, leading = _reshaped(ctx, source, (-1, weight.shape[1]), f"{name}_rows"), []
+        source, leading = reshaped(ctx, source, (-1, weight.shape[1]), f"{name}_rows"), []
     if isinstance(weight, torch.Tensor):
         right = add_constant(ctx, weight, f"{name}_weight", [*leading, *weight.shape])
     else:
@@ -362,37 +286,22 @@ def _linear(
         turned = ctx.net.add_shuffle(weight)
         turned.first_transpose = (1, 0)
         turned.reshape_dims = (*leading, columns, rows)
-        turned.name = f"{name}_weight"
-        right, operation = turned.get_output(0), trt.MatrixOperation.NONE
+        right, operation = named(turned, f"{name}_weight"), trt.MatrixOperation.NONE
     layer = ctx.net.add_matrix_multiply(source, trt.MatrixOperation.NONE, right, operation)
-    set_layer_name(layer, target, name)
+    set_layer_name(layer, ctx.current_node.target, name)
+    result = layer.get_output(0)
     if bias is not None:
         added = add_constant(ctx, bias, f"{name}_bias", [*leading, 1, bias.numel()])
-        layer = ctx.net.add_elementwise(layer.get_output(0), added, trt.ElementWiseOperation.SUM)
-        layer.name = f"{name}_biased"
-    result = layer.get_output(0)
-    return _reshaped(ctx, result, sizes, f"{name}_of_rows") if is_tied else result
+        result = named(ctx.net.add_elementwise(result, added, trt.ElementWiseOperation.SUM), f"{name}_biased")
+    return reshaped(ctx, result, sizes, f"{name}_of_rows") if is_tied else result
 
 
-@dynamo_tensorrt_converter(
-    torch.ops.aten.embedding.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
-)
-def _embedding(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.aten.embedding.default)
+def _embedding(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert `embedding` to a gather of a constant, which a tied head multiplies with, too, see `_linear`."""
     table, index = args[:2]
     table = add_constant(ctx, table, f"{name}_table") if isinstance(table, torch.Tensor) else table
-    layer = ctx.net.add_gather(table, get_trt_tensor(ctx, index, f"{name}_index"), axis=0)
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
-
-
-def _reshaped(ctx: ConversionContext, tensor: trt.ITensor, sizes: Sequence[int], name: str) -> trt.ITensor:
-    layer = ctx.net.add_shuffle(tensor)
-    layer.reshape_dims = sizes
-    layer.name = name
-    return layer.get_output(0)
+    return ctx.net.add_gather(table, get_trt_tensor(ctx, index, f"{name}_index"), axis=0)
 
 
 def _of_rank(ctx: ConversionContext, tensor: trt.ITensor, rank: int, name: str) -> trt.ITensor:
@@ -401,9 +310,7 @@ def _of_rank(ctx: ConversionContext, tensor: trt.ITensor, rank: int, name: str) 
     if missing <= 0:
         return tensor
     axes = get_trt_tensor(ctx, torch.arange(missing, dtype=torch.int64), f"{name}_axes")
-    layer = ctx.net.add_unsqueeze(tensor, axes)
-    layer.name = f"{name}_unsqueeze"
-    return layer.get_output(0)
+    return named(ctx.net.add_unsqueeze(tensor, axes), f"{name}_unsqueeze")
 
 
 def scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> torch.Tensor:

@@ -35,6 +35,46 @@ _FEW = 64
 _aten = torch.ops.aten
 
 
+def converts(operator: Any, validator: Callable[..., bool] | None = None) -> Callable[[Callable], Callable]:
+    """Return a decorator that registers a converter, which is used before torch_tensorrt's.
+
+    The converter gets the context, the operator's arguments and keyword arguments, and a name for its layers. It
+    returns the last layer, which is then named after the node, or a tensor.
+
+    Args:
+        operator: The operator.
+        validator: Returns True for the nodes that it converts; all by default.
+    """
+
+    def decorate(convert: Callable) -> Callable:
+        @dynamo_tensorrt_converter(
+            operator, capability_validator=validator, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
+        )
+        def add(ctx: ConversionContext, target: Any, args: Any, kwargs: Any, name: str) -> trt.ITensor:
+            made = convert(ctx, args, kwargs, name)
+            if isinstance(made, trt.ITensor):
+                return made
+            set_layer_name(made, target, name)
+            return made.get_output(0)
+
+        return convert
+
+    return decorate
+
+
+def named(layer: trt.ILayer, name: str) -> trt.ITensor:
+    """Name a layer, and return its output."""
+    layer.name = name
+    return layer.get_output(0)
+
+
+def reshaped(ctx: ConversionContext, tensor: trt.ITensor, sizes: Sequence[int], name: str) -> trt.ITensor:
+    """Return a tensor with other sizes, of which one may be -1."""
+    layer = ctx.net.add_shuffle(tensor)
+    layer.reshape_dims = sizes
+    return named(layer, name)
+
+
 def add_constant(
     ctx: ConversionContext,
     tensor: torch.Tensor,
@@ -60,9 +100,8 @@ def add_constant(
     key = (dtype, tuple(shape), content)
     if key not in shared:
         ctx.record_weight(f"{name} CONSTANT", tensor)
-        layer = ctx.net.add_constant(shape, trt.Weights(dtype, tensor.data_ptr(), math.prod(shape)))
-        layer.name = name
-        shared[key] = layer.get_output(0)
+        weights = trt.Weights(dtype, tensor.data_ptr(), math.prod(shape))
+        shared[key] = named(ctx.net.add_constant(shape, weights), name)
     return shared[key]
 
 
@@ -92,10 +131,7 @@ def _operand(ctx: ConversionContext, value: Any, dtype: torch.dtype, rank: int, 
     shape = tuple(value.shape)
     if len(shape) == rank:
         return value
-    layer = ctx.net.add_shuffle(value)
-    layer.reshape_dims = (*[1] * (rank - len(shape)), *shape)
-    layer.name = f"{name}_of_rank"
-    return layer.get_output(0)
+    return reshaped(ctx, value, (*[1] * (rank - len(shape)), *shape), f"{name}_of_rank")
 
 
 def _traced(node: Any) -> Any:
@@ -125,20 +161,14 @@ def _takes_elementwise(node: Any, settings: Any = None) -> bool:
 
 
 def _register(target: Any, operation: str, validator: Callable = _takes_elementwise) -> None:
-    @dynamo_tensorrt_converter(
-        target, capability_validator=validator, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
-    )
-    def convert(
-        ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-    ) -> trt.ITensor:
+    @converts(target, validator)
+    def convert(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
         result = ctx.current_node.meta["val"]
         operands = [
             _operand(ctx, one, result.dtype, result.dim(), f"{name}_{which}")
             for which, one in zip(("left", "right"), args[:2], strict=True)
         ]
-        layer = ctx.net.add_elementwise(*operands, getattr(trt.ElementWiseOperation, operation))
-        set_layer_name(layer, target, name)
-        return layer.get_output(0)
+        return ctx.net.add_elementwise(*operands, getattr(trt.ElementWiseOperation, operation))
 
 
 def _divides_floats(node: Any, settings: Any = None) -> bool:
@@ -159,19 +189,10 @@ def _is_square(node: Any, settings: Any = None) -> bool:
     return bool(same and node.args[1] == 2 and result.is_floating_point())
 
 
-@dynamo_tensorrt_converter(
-    _aten.pow.Tensor_Scalar,
-    capability_validator=_is_square,
-    supports_dynamic_shapes=True,
-    priority=ConverterPriority.HIGH,
-)
-def _square(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(_aten.pow.Tensor_Scalar, _is_square)
+def _square(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert a square to a product, as torch computes it."""
-    layer = ctx.net.add_elementwise(args[0], args[0], trt.ElementWiseOperation.PROD)
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+    return ctx.net.add_elementwise(args[0], args[0], trt.ElementWiseOperation.PROD)
 
 
 def _keeps_one_unknown(node: Any, settings: Any = None) -> bool:
@@ -179,81 +200,53 @@ def _keeps_one_unknown(node: Any, settings: Any = None) -> bool:
     return result is not None and source is not None and source.dim() > 0 and _dynamic(result.shape) <= 1
 
 
-@dynamo_tensorrt_converter(
-    _aten.unsqueeze.default,
-    capability_validator=_keeps_one_unknown,
-    supports_dynamic_shapes=True,
-    priority=ConverterPriority.HIGH,
-)
-def _unsqueeze(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(_aten.unsqueeze.default, _keeps_one_unknown)
+def _unsqueeze(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to a reshape."""
     sizes = [size if isinstance(size, int) else -1 for size in ctx.current_node.meta["val"].shape]
     source = args[0] if isinstance(args[0], trt.ITensor) else add_constant(ctx, args[0], f"{name}_constant")
     layer = ctx.net.add_shuffle(source)
     layer.reshape_dims = sizes
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+    return layer
 
 
-@dynamo_tensorrt_converter(
-    torch.ops.exportable_cache.shuffled.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
-)
-def _shuffled(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.exportable_cache.shuffled.default)
+def _shuffled(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to a SHUFFLE layer."""
     source, before, sizes, after = args
     layer = ctx.net.add_shuffle(source)
     layer.first_transpose, layer.reshape_dims, layer.second_transpose = before, sizes, after
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+    return layer
 
 
-@dynamo_tensorrt_converter(
-    torch.ops.exportable_cache.swapped_halves.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
-)
-def _swapped_halves(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.exportable_cache.swapped_halves.default)
+def _swapped_halves(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to a gather of halves: [..., 2, dim / 2] in the order 1, 0."""
     source = args[0]
     half = source.shape[-1] // 2
     layer = ctx.net.add_slice(source, (half,), (2 * half,), (1,))
     layer.axes = (len(source.shape) - 1,)
     layer.mode = trt.SampleMode.WRAP
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+    return layer
 
 
-@dynamo_tensorrt_converter(
-    torch.ops.exportable_cache.rotated.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
-)
-def _rotated(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(torch.ops.exportable_cache.rotated.default)
+def _rotated(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to a ROTARY_EMBEDDING layer of halves, over all of the last dimension."""
     source, cos, sin = args
-    layer = ctx.net.add_rotary_embedding(source, cos, sin, False, 0)
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+    return ctx.net.add_rotary_embedding(source, cos, sin, False, 0)
 
 
-@dynamo_tensorrt_converter(
-    torch.ops.exportable_cache.negated_first_half.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH
-)
+@converts(torch.ops.exportable_cache.negated_first_half.default)
 def _negated_first_half(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+    ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ILayer:
     """Convert to a product with -1 and 1."""
     source, result = args[0], ctx.current_node.meta["val"]
     signs = torch.ones(result.shape[-1], dtype=result.dtype)
     signs[: len(signs) // 2] = -1
     right = add_constant(ctx, signs, f"{name}_signs", [*[1] * (result.dim() - 1), len(signs)])
-    layer = ctx.net.add_elementwise(source, right, trt.ElementWiseOperation.PROD)
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+    return ctx.net.add_elementwise(source, right, trt.ElementWiseOperation.PROD)
 
 
 def _is_static_slice(node: Any, settings: Any = None) -> bool:
@@ -266,15 +259,8 @@ def _is_static_slice(node: Any, settings: Any = None) -> bool:
     return fixed and isinstance(source.shape[dim], int) and isinstance(result.shape[dim], int) and result.shape[dim] > 0
 
 
-@dynamo_tensorrt_converter(
-    _aten.slice.Tensor,
-    capability_validator=_is_static_slice,
-    supports_dynamic_shapes=True,
-    priority=ConverterPriority.HIGH,
-)
-def _slice(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(_aten.slice.Tensor, _is_static_slice)
+def _slice(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to a SLICE layer along one dimension."""
     source, dim, start, end, step = slice_arguments(args)
     if not isinstance(source, trt.ITensor):
@@ -283,8 +269,7 @@ def _slice(
     first = slice(start, end).indices(size)[0]
     layer = ctx.net.add_slice(source, (first,), (ctx.current_node.meta["val"].shape[dim],), (step,))
     layer.axes = (dim,)
-    set_layer_name(layer, target, name)
-    return layer.get_output(0)
+    return layer
 
 
 def _has_mask_alone(node: Any, settings: Any = None) -> bool:
@@ -296,15 +281,8 @@ def _has_mask_alone(node: Any, settings: Any = None) -> bool:
     return mask.dtype == query.dtype and mask.dim() == query.dim() == 4 and isinstance(query.shape[-1], int)
 
 
-@dynamo_tensorrt_converter(
-    _aten.scaled_dot_product_attention.default,
-    capability_validator=_has_mask_alone,
-    supports_dynamic_shapes=True,
-    priority=ConverterPriority.HIGH,
-)
-def _attention(
-    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> trt.ITensor:
+@converts(_aten.scaled_dot_product_attention.default, _has_mask_alone)
+def _attention(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ITensor:
     """Convert to TensorRT's attention layer over a scaled query, or in 16 bits to layers with a float32 softmax."""
     query, key, value = args[:3]
     mask = args[3] if len(args) > 3 else kwargs["attn_mask"]
@@ -344,8 +322,7 @@ def _attention_in_16_bits(
     softmax.axes = 1 << 3
     weights = cast_trt_tensor(ctx, softmax.get_output(0), value.dtype, f"{name}_weights")
     layer = net.add_matrix_multiply(weights, none, value, none)
-    layer.name = name
-    return layer.get_output(0)
+    return named(layer, name)
 
 
 def _repeated_heads(ctx: ConversionContext, tensor: trt.ITensor, groups: int, name: str) -> trt.ITensor:
@@ -353,18 +330,13 @@ def _repeated_heads(ctx: ConversionContext, tensor: trt.ITensor, groups: int, na
     if groups == 1:
         return tensor
     batch, heads, slots, dim = tensor.shape
-    split = ctx.net.add_shuffle(tensor)
-    split.reshape_dims = (batch, heads, 1, slots, dim)
+    split = reshaped(ctx, tensor, (batch, heads, 1, slots, dim), f"{name}_heads")
     repeated: trt.ILayer
     if -1 in (batch, slots):
         # A concatenation, because a slice needs sizes that are known.
-        repeated = ctx.net.add_concatenation([split.get_output(0)] * groups)
+        repeated = ctx.net.add_concatenation([split] * groups)
         repeated.axis = 2
     else:
         start, sizes = (0,) * 5, (batch, heads, groups, slots, dim)
-        repeated = ctx.net.add_slice(split.get_output(0), start, sizes, (1, 1, 0, 1, 1))
-    joined = ctx.net.add_shuffle(repeated.get_output(0))
-    joined.reshape_dims = (batch, heads * groups, slots, dim)
-    for layer, what in ((split, "heads"), (repeated, "repeated"), (joined, "joined")):
-        layer.name = f"{name}_{what}"
-    return joined.get_output(0)
+        repeated = ctx.net.add_slice(split, start, sizes, (1, 1, 0, 1, 1))
+    return reshaped(ctx, named(repeated, f"{name}_repeated"), (batch, heads * groups, slots, dim), f"{name}_joined")
