@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from exportable_cache import ExportableCache, Session
+from exportable_cache import ExportableCache, Session, export
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.base import Backend, LoweredFile
+from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cache.attention.implementation import Implementations
 from exportable_cache.errors import ExportableCacheError, VerificationError
 from exportable_cache.models.layers.specs import vocab_size_of
@@ -29,6 +30,7 @@ from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.models.positions import rope_rule
 from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization
+from exportable_cache.pipeline.recipes import EXACT, fill_options
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 from exportable_cache.session.live import changing_rope
@@ -66,12 +68,15 @@ QUANTIZED = {
     for target in ("tensorrt", "mlx", "openvino")
     for scheme in ("4w", "8w")
 }
+#: Bundles that `export` writes for target `executorch` with nothing said, and with `--recipe fast`, asked by name too: it
+#: fills in the recipe, quantises, lowers with this package's native operators, opens the bundle and verifies it.
+RECIPES = {"executorch-native": EXACT, "executorch-fast": "fast"}
 #: What transformers itself has for the same, see `peers.py`.
 PEERS = ("static_cache", "exporter", "dynamo")
 #: Its exporters for devices, asked by name too.
 PEER_DEVICES = ("openvino_exporter", "mlx_exporter")
 #: Columns that are run only if they are asked by name.
-BY_NAME = (*DEVICES, *QUANTIZED, *PEER_DEVICES)
+BY_NAME = (*RECIPES, *DEVICES, *QUANTIZED, *PEER_DEVICES)
 #: Run by default: the targets; what else a session in eager mode is asked, see `extended.py`; and the peers.
 COLUMNS = (*TARGETS, "extended", *PEERS)
 #: As they are run: what has references of its own, or is none of this package's, before its patches are in.
@@ -82,6 +87,8 @@ MAX_CACHE_LEN = 64
 PREFILL_CHUNK = 16
 #: Chunk of programs whose prefill takes exactly one chunk, so that each of `PROMPTS` runs both methods.
 FIXED_CHUNK = 5
+#: Of cells whose model changes its RoPE by the length, where the program does not.
+_FIXED_ROPE = f"with rope_length={MAX_CACHE_LEN}"
 #: Tokens, the inputs of an encoder, and by prompt length logits [STEPS + 1, vocab].
 Case = tuple[torch.Tensor, dict[str, torch.Tensor], dict[int, torch.Tensor]]
 
@@ -94,7 +101,8 @@ class Outcome:
         status: pass, refused (with a reason), wrong (the logits differ), lowered (a program of a peer that cannot be run
             or evaluated here), error (anything else, a crash or a time limit too).
         difference: Largest |logit difference| to the reference, where it ran.
-        distance: That of the reference to the model before its weights were quantised, in columns of `QUANTIZED`.
+        distance: That of the reference to the model before its weights were quantised, in columns of `QUANTIZED`; of
+            `RECIPES`, that of the program.
         reason: Of a refusal or an error.
         where: Last lines of an error's traceback.
         seconds: It took.
@@ -157,6 +165,8 @@ def _found(
             return _judged(*getattr(peers, target)(model, *case))
         if target == "extended":
             return _extended(architecture, model, facts)
+        if target in RECIPES:
+            return _exported(model, target, case)
         if target in QUANTIZED:
             return _quantized(model, target, case)
         return _run(model, target, case, facts)
@@ -236,11 +246,10 @@ def _references(
 
 
 def _run(model: PreTrainedModel, target: str, case: Case, facts: dict[str, Any]) -> Outcome:
-    fixed, rule = "", rope_rule(model)
-    if target not in KNOWING_LENGTHS and rule is not None and rule.is_reached(MAX_CACHE_LEN):
-        # As a user exports it, with the factors of the longest sequence at every position.
-        model, fixed = fix_rope(model, MAX_CACHE_LEN), f"with rope_length={MAX_CACHE_LEN}"
-        case = *case[:2], _references(model, *case[:2], {})
+    fixed = ""
+    if target not in KNOWING_LENGTHS and _changes_rope(model):
+        model, case = _with_fixed_rope(model, case)
+        fixed = _FIXED_ROPE
     ids, inputs, references = case
     options = encoder_options(model, inputs)
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, attn_implementation=None, **options)
@@ -256,9 +265,68 @@ def _run(model: PreTrainedModel, target: str, case: Case, facts: dict[str, Any])
     return _judged(difference, fixed)
 
 
+def _changes_rope(model: PreTrainedModel) -> bool:
+    rule = rope_rule(model)
+    return rule is not None and rule.is_reached(MAX_CACHE_LEN)
+
+
+def _with_fixed_rope(model: PreTrainedModel, case: Case) -> tuple[PreTrainedModel, Case]:
+    """As a user exports it, with the factors of the longest sequence at every position."""
+    model = fix_rope(model, MAX_CACHE_LEN)
+    return model, (*case[:2], _references(model, *case[:2], {}))
+
+
+def _exported(model: PreTrainedModel, column: str, case: Case) -> Outcome:
+    """The bundle of a recipe.
+
+    `export` compares it with the model that has the same weights, and keys and values in as many bits. A recipe that
+    rounds nothing is compared with the references here, too.
+    """
+    fixed = ""
+    options: dict[str, Any] = encoder_options(model, case[1])
+    if _changes_rope(model):
+        options["rope_length"], fixed = MAX_CACHE_LEN, _FIXED_ROPE
+    with bundle_of(model, column, **options) as bundle:
+        if isinstance(bundle, Outcome):
+            return bundle
+        if RECIPES[column] != EXACT:
+            return verified(bundle, fixed)
+        if fixed:
+            _, case = _with_fixed_rope(model, case)
+        ids, inputs, references = case
+        with Session.from_bundle(bundle) as session:
+            difference = max(_difference(session, ids, inputs, pieces, references[sum(pieces)]) for pieces in PROMPTS)
+    return _judged(difference, fixed)
+
+
+@contextmanager
+def bundle_of(model: PreTrainedModel, column: str, **options: Any) -> Iterator[Bundle | Outcome]:
+    """What `export` writes by the recipe of a column, or the outcome if it disagrees with the model and writes none."""
+    recipe = RECIPES[column]
+    if fill_options(recipe, "executorch", {}).options.get("kernels") != "native":
+        raise RuntimeError("the native operators are not installed; run `exportable-cache native build`")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            bundle = export(
+                model, output_dir=Path(folder) / "bundle", recipe=recipe, **{"max_cache_len": MAX_CACHE_LEN, **options}
+            )
+        except VerificationError as error:
+            yield Outcome("wrong", float("inf"), str(error))
+        else:
+            yield bundle
+
+
+def verified(bundle: Bundle, reason: str = "") -> Outcome:
+    """What `export` found of a bundle that it wrote."""
+    report, quantized = bundle.manifest.verification, bundle.manifest.quantization
+    assert report is not None and report["passed"]
+    distance = None if quantized is None else quantized.max_difference
+    return Outcome("pass", report["max_difference"], reason, distance=distance)
+
+
 def target_of(column: str) -> str:
-    """Return the target of a column, without the scheme of its weights."""
-    return column.rpartition("-")[0] if column in QUANTIZED else column
+    """Return the target of a column, without the scheme of its weights and without its recipe."""
+    return column.rpartition("-")[0] if column in (*QUANTIZED, *RECIPES) else column
 
 
 def _quantized(model: PreTrainedModel, column: str, case: Case) -> Outcome:
@@ -322,8 +390,11 @@ def _lowered(
 
 
 def lower_only(architecture: Architecture, target: str) -> None:
-    """Lower a decoder for a target and run nothing."""
+    """Lower a decoder for a target, or export it by the recipe of a column, and run nothing."""
     model = tiny_model(architecture)
+    if target in RECIPES:
+        with bundle_of(model, target, verify=False):
+            return
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, attn_implementation=None)
     with tempfile.TemporaryDirectory() as folder:
         _lowered(model, cache, target, Path(folder))
@@ -388,7 +459,7 @@ def write_json(path: Path, facts: dict[str, Any]) -> None:
 
 def is_asked(architecture: Architecture, target: str) -> bool:
     """Whether the zoo runs this architecture in this column."""
-    of_decoders = target in ("tensorrt", "coreai", *BY_NAME, "exporter", "dynamo")
+    of_decoders = target in ("tensorrt", "coreai", *DEVICES, *QUANTIZED, *PEER_DEVICES, "exporter", "dynamo")
     return not of_decoders or architecture.group in DECODER_GROUPS
 
 

@@ -34,6 +34,7 @@ from .check import (
     COLUMNS,
     DEVICES,
     PEER_DEVICES,
+    RECIPES,
     check,
     is_asked,
     lower_only,
@@ -58,6 +59,8 @@ LIMITS = {
     "compiled": 900,
     "pt2": 900,
     "executorch": 1200,
+    "executorch-native": 600,
+    "executorch-fast": 600,
     "tensorrt": 900,
     "coreai": 600,
     "static": 600,
@@ -157,9 +160,9 @@ def _preload(targets: list[str]) -> None:
     collect_seldom()
     first = next(row for row in architectures() if row.name == "causal-llama")
     # The runtimes of ExecuTorch and Core AI start threads, and threads do not come along into a fork.
-    threaded = {"executorch", "coreai", *DEVICES, *PEER_DEVICES}
+    threaded = {"executorch", "coreai", *RECIPES, *DEVICES, *PEER_DEVICES}
     check(first, [target for target in targets if target_of(target) not in threaded], lambda facts: None)
-    for target in threaded.intersection(map(target_of, targets)):
+    for target in threaded & {target if target in RECIPES else target_of(target) for target in targets}:
         if target in PEER_DEVICES:
             load_exporters(target)
         else:

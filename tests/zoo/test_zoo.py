@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
+from exportable_cache.common.native.kernels import chosen_path
 from exportable_cache.errors import VerificationError
 
 from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
 from .build import PROMPTS
-from .check import BY_NAME, FIXED_CHUNK, TARGETS, Outcome, check, is_asked
+from .check import BY_NAME, FIXED_CHUNK, RECIPES, TARGETS, Outcome, check, is_asked
 from .run import run_apart
 from .sample import KINDS, kinds, sample
 
@@ -94,6 +95,26 @@ def test_networks_of_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["status"] == "error" and "LOOP" in found["reason"], found
 
 
+@pytest.mark.skipif(chosen_path() is None, reason="the native operators are not installed")
+@pytest.mark.parametrize("column", ["executorch-native", pytest.param("executorch-fast", marks=pytest.mark.full)])
+def test_what_export_writes_by_default(column: str) -> None:
+    pytest.importorskip("executorch", reason="the executorch extra is not installed")
+    found = outcomes("mistral", [column])["targets"][column]
+    assert found["status"] == "pass", found
+    assert (found["distance"] is None) is (column == "executorch-native")
+
+
+@pytest.mark.skipif(chosen_path() is None, reason="the native operators are not installed")
+@pytest.mark.parametrize("column", RECIPES)
+def test_what_export_does_not_write_is_wrong(column: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def disagrees(*args: Any, recipe: str, **options: Any) -> None:
+        raise VerificationError(f"{recipe} differs by 1.0e+00")
+
+    monkeypatch.setattr("tests.zoo.check.export", disagrees)
+    found = outcomes("mistral", [column])["targets"][column]
+    assert found["status"] == "wrong" and found["reason"] == f"{RECIPES[column]} differs by 1.0e+00"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("column", "package"), [("openvino_exporter", "openvino"), ("mlx_exporter", "mlx.core")])
 def test_exporters_of_transformers_for_devices(column: str, package: str) -> None:
@@ -125,7 +146,7 @@ def test_some_targets_are_asked_of_decoders_alone() -> None:
     for target in (*TARGETS, *BY_NAME):
         asked = {name for name, row in rows.items() if is_asked(row, target)}
         assert {"causal-llama", "image-llava"} <= asked
-        of_decoders = target in ("tensorrt", "coreai", *BY_NAME)
+        of_decoders = target not in RECIPES and target in ("tensorrt", "coreai", *BY_NAME)
         assert asked.isdisjoint({"seq2seq-t5", "speech-whisper"}) is of_decoders
         assert of_decoders or asked == set(rows)
 

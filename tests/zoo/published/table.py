@@ -6,12 +6,14 @@ import json
 from collections import Counter
 from typing import Any
 
-from ..check import TARGETS, is_asked
+from ..check import RECIPES, TARGETS, is_asked
 from ..shrink import BORDER, MOST_LAYERS
 from . import FOLDER, LENGTHS, Checkpoint
 
 #: Bytes of weights in bfloat16 up to which a recipe is advised: they leave room in 16 GB of memory.
 _EXACT, _FAST = 8e9, 32e9
+#: Columns of the tables, those of recipes next to their target.
+_SHOWN = tuple(column for target in TARGETS for column in (target, *(RECIPES if target == "executorch" else ())))
 #: The checkpoints with which the page begins, chosen by hand, by family and size.
 MOST_RUN = (
     *("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-VL-7B-Instruct"),
@@ -97,9 +99,9 @@ def _table(results: dict[Checkpoint, dict[str, Any]]) -> list[str]:
     reasons: list[str] = []
     rows = [_row(row, facts, reasons) for row, facts in results.items()]
     return [
-        f"| checkpoint | model type | {' | '.join(TARGETS)} | weights | {' | '.join(f'{tokens:,}' for tokens in LENGTHS)}"
+        f"| checkpoint | model type | {' | '.join(_SHOWN)} | weights | {' | '.join(f'{tokens:,}' for tokens in LENGTHS)}"
         " | recipe |",
-        "|---|---|" + "---|" * (len(TARGETS) + len(LENGTHS) + 2),
+        "|---|---|" + "---|" * (len(_SHOWN) + len(LENGTHS) + 2),
         *rows,
         "",
         *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)),
@@ -115,7 +117,7 @@ def _later(results: dict[Checkpoint, dict[str, Any]]) -> list[str]:
 def _counts(results: dict[Checkpoint, dict[str, Any]]) -> list[str]:
     """Return the table of how many rows were run on each target, how they ended, and when the last one was run."""
     lines = ["| target | rows | run | pass | refused | wrong | error | last run |", "|---|---|---|---|---|---|---|---|"]
-    for target in TARGETS:
+    for target in _SHOWN:
         asked = [facts["targets"].get(target) for row, facts in results.items() if is_asked(row, target)]
         run = [outcome for outcome in asked if outcome is not None]
         found = Counter(outcome["status"] for outcome in run)
@@ -126,7 +128,7 @@ def _counts(results: dict[Checkpoint, dict[str, Any]]) -> list[str]:
 
 
 def _row(row: Checkpoint, facts: dict[str, Any], reasons: list[str]) -> str:
-    cells = [_cell(facts["targets"].get(target), reasons) if is_asked(row, target) else "-" for target in TARGETS]
+    cells = [_cell(facts["targets"].get(target), reasons) if is_asked(row, target) else "-" for target in _SHOWN]
     memory = facts.get("memory", {})
     sizes = [_size(memory.get(name)) for name in ("weights", *map(str, LENGTHS))]
     return f"| {row.checkpoint} | {row.model_type} | {' | '.join([*cells, *sizes])} | {_recipe(facts)} |"
