@@ -14,6 +14,8 @@ from exportable_cache.errors import InputError
 from exportable_cache.models.cache_factory import ExportableEncoderDecoderCache
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
+from exportable_cache.verification.compare import compare
+from exportable_cache.verification.spec import VerifySpec
 
 from .support.models import among, tokens
 from .support.seq2seq import encoder_inputs, reference_logits, tiny_seq2seq
@@ -359,6 +361,18 @@ def test_refused_calls(call: Any, message: str) -> None:
     session = live(tiny_seq2seq("t5"), "t5")
     with pytest.raises(InputError, match=message):
         call(session)
+
+
+@pytest.mark.parametrize("family", ["t5", "whisper"])
+def test_keys_in_8_bits_are_those_of_self_attention(family: str) -> None:
+    """Those of cross-attention stay as the model writes them, so `--recipe fast` fits; verification rounds alike."""
+    model, (most, _) = tiny_seq2seq(family), sizes(family)
+    cache = ExportableCache.from_model(model, MAX_CACHE_LEN, max_encoder_len=most, kv_dtype="int8")
+    assert {(layer.label, layer.storage.rounds) for layer in cache.layers} == {("full int8", True), ("cross", False)}
+    session = Session.from_model(model, cache, prefill_chunk=16)
+    report = compare(session, model, VerifySpec(prompts=(5,), decode_steps=STEPS))
+    assert report.passed and report.rounding is not None, report
+    assert report.rounding.effect > max(10 * TOLERANCE, 4 * report.max_difference), report
 
 
 def test_refused_allocations() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import InputError
 from .layers import (
     CacheLayer,
     CrossLayer,
@@ -98,10 +97,10 @@ class LayerSpec:
             device: Where to allocate.
 
         Raises:
-            InputError: If it cannot be kept in the spec's `kv_dtype`.
+            InputError: If `dtype` is not a floating dtype.
         """
-        # Images are never quantized, because models read them directly and they are few; nor are an indexer's keys.
-        is_exact = self.item_slots is not None or self.keeps_indexer_only
+        # Keys of an encoder and of images are never rounded, because models read them directly; nor are an indexer's.
+        is_exact = self.encoder_slots is not None or self.item_slots is not None or self.keeps_indexer_only
         batch_size, kv_dtype = spec.batch_size, None if is_exact else spec.kv_dtype
         states = None
         if any((*self.conv_states, *self.recurrent_states)):
@@ -120,10 +119,6 @@ class LayerSpec:
             assert isinstance(policy, FullPolicy)
             indexer = IndexerKeys(self.index_head_dim, storage.dtype)
             return IndexedLayer(policy, indexer, storage, sizes, device=device)
-        if self.encoder_slots is not None and storage.rounds:
-            raise InputError(
-                f"kv_dtype must be None for cross-attention, which models read directly, got {kv_dtype!r}; leave it out"
-            )
         if self.layer_type == PROMPT_TYPE:
             return PromptLayer(policy, storage, sizes, device=device)
         made = {CrossPolicy: CrossLayer, ItemsPolicy: ItemsLayer}.get(type(policy), CacheLayer)

@@ -197,17 +197,21 @@ def encoder_lengths(method: ProgramMethod) -> list[int]:
     return sorted({length - length % method.multiple for length in lengths}, reverse=True)
 
 
-def decoder_of(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def decoder_of(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], storage: Storage | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Encode `inputs` and return a function from decoder ids [batch, length] to the last logits [batch, vocab].
 
-    It uses the eager model with transformers' cache. Call it without gradients.
+    It uses the eager model with transformers' cache, which rounds keys and values of self-attention like a storage.
+    Call it without gradients.
     """
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     with _rows():
         states = encoder_states(model, inputs)
+    own = DynamicCache() if storage is None else RoundingCache(storage)
     common = {
         "encoder_outputs": states,
-        cache_argument(model): EncoderDecoderCache(DynamicCache(), DynamicCache()),
+        cache_argument(model): EncoderDecoderCache(own, DynamicCache()),
         **{name: tensor for name, tensor in inputs.items() if name == "attention_mask"},
     }
 
@@ -351,7 +355,7 @@ def logits_by_step(
     ids = ids.to(model.device)
     if encoder_inputs is not None:
         with attention_of(model, "eager"), lengths_forgotten(model):
-            decoder = decoder_of(model, encoder_inputs)
+            decoder = decoder_of(model, encoder_inputs, storage)
             for piece in ids[:, :prompt].split(1 if model.config.model_type in RIGHT_BY_TOKEN else prompt, dim=1):
                 logits = decoder(piece)
             yield logits.clone()

@@ -165,11 +165,7 @@ def _found(
             return _judged(*getattr(peers, target)(model, *case))
         if target == "extended":
             return _extended(architecture, model, facts)
-        if target in RECIPES:
-            return _exported(model, target, case)
-        if target in QUANTIZED:
-            return _quantized(model, target, case)
-        return _run(model, target, case, facts)
+        return run_case(model, target, case, facts)
     except Exception as error:  # any model's code runs here
         return _outcome_of(error)
 
@@ -245,6 +241,15 @@ def _references(
     return references
 
 
+def run_case(model: PreTrainedModel, column: str, case: Case, facts: dict[str, Any]) -> Outcome:
+    """Compare a column of this package with the references of a case."""
+    if column in RECIPES:
+        return _exported(model, column, case)
+    if column in QUANTIZED:
+        return _quantized(model, column, case)
+    return _run(model, column, case, facts)
+
+
 def _run(model: PreTrainedModel, target: str, case: Case, facts: dict[str, Any]) -> Outcome:
     fixed = ""
     if target not in KNOWING_LENGTHS and _changes_rope(model):
@@ -287,8 +292,6 @@ def _exported(model: PreTrainedModel, column: str, case: Case) -> Outcome:
     if _changes_rope(model):
         options["rope_length"], fixed = MAX_CACHE_LEN, _FIXED_ROPE
     with bundle_of(model, column, **options) as bundle:
-        if isinstance(bundle, Outcome):
-            return bundle
         if RECIPES[column] != EXACT:
             return verified(bundle, fixed)
         if fixed:
@@ -299,21 +302,22 @@ def _exported(model: PreTrainedModel, column: str, case: Case) -> Outcome:
     return _judged(difference, fixed)
 
 
+class DisagreesError(Exception):
+    """Raised if `export` writes no bundle, because the program disagrees with the model."""
+
+
 @contextmanager
-def bundle_of(model: PreTrainedModel, column: str, **options: Any) -> Iterator[Bundle | Outcome]:
-    """What `export` writes by the recipe of a column, or the outcome if it disagrees with the model and writes none."""
-    recipe = RECIPES[column]
-    if fill_options(recipe, "executorch", {}).options.get("kernels") != "native":
+def bundle_of(model: PreTrainedModel, column: str, **options: Any) -> Iterator[Bundle]:
+    """What `export` writes by the recipe of a column."""
+    if fill_options(RECIPES[column], "executorch", {}).options.get("kernels") != "native":
         raise RuntimeError("the native operators are not installed; run `exportable-cache native build`")
     with tempfile.TemporaryDirectory() as folder:
+        given = {"max_cache_len": MAX_CACHE_LEN, "recipe": RECIPES[column], **options}
         try:
-            bundle = export(
-                model, output_dir=Path(folder) / "bundle", recipe=recipe, **{"max_cache_len": MAX_CACHE_LEN, **options}
-            )
+            bundle = export(model, output_dir=Path(folder) / "bundle", **given)
         except VerificationError as error:
-            yield Outcome("wrong", float("inf"), str(error))
-        else:
-            yield bundle
+            raise DisagreesError(str(error)) from error
+        yield bundle
 
 
 def verified(bundle: Bundle, reason: str = "") -> Outcome:
@@ -439,6 +443,8 @@ def _outcome_of(error: Exception, prefix: str = "") -> Outcome:
     reason = str(error) if refused else f"{prefix}{type(error).__name__}: {_first_line(error)}"
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)[-4:]
     where = [f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.line}" for frame in frames]
+    if isinstance(error, DisagreesError):
+        return Outcome("wrong", float("inf"), str(error))
     if isinstance(error, peers.NotEvaluatedError):
         return Outcome("lowered", reason=str(error))
     return Outcome("refused" if refused else "error", reason=reason, where=where)

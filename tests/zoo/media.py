@@ -34,6 +34,8 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
 from exportable_cache.models.layers.specs import vocab_size_of
 from exportable_cache.models.positions import text_model_of
+from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.pipeline.recipes import fill_options
 from exportable_cache.program.inputs.modalities import EncoderModality, modalities_of
 from exportable_cache.program.inputs.modality import Modality, joined_items
 from exportable_cache.program.inputs.probe import prompt_with
@@ -44,7 +46,7 @@ from ..support.sessions import describe
 from . import check
 from .architectures import Architecture, architectures
 from .build import encoder_inputs, tiny_model, tokens
-from .check import TOLERANCE, Outcome, _outcome_of, write_json
+from .check import RECIPES, TOLERANCE, Outcome, _outcome_of, bundle_of, write_json
 from .media_items import TOWERS, axis_of, item, kinds_of, seen_by
 from .media_table import take_up_media, write_media_table
 from .overrides import OVERRIDES
@@ -53,7 +55,7 @@ from .shrink import FIRST_TOKEN, VOCAB
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "artifacts" / "zoo-media"
 TARGETS = ("eager", "pt2", "executorch")
-LIMITS = {"eager": 200, "pt2": 400, "executorch": 600}
+LIMITS = {"eager": 200, "pt2": 400, "executorch": 600, **dict.fromkeys(RECIPES, 400)}
 STEPS = 12
 #: Text tokens around items: one item, two, and one behind a chunk of text.
 PROMPTS = ((2, 3), (3, 2, 5), (18, 2))
@@ -91,6 +93,7 @@ def _run(model: PreTrainedModel, kind: str, target: str) -> Outcome:
     if isinstance(modality, EncoderModality):
         return _run_among_text(model, modality, example, target)
     prompts = [prompt_of(model, modality, example, pieces) for pieces in PROMPTS]
+    exact, model = model, with_weights_of(model, target)
     following = torch.randint(FIRST_TOKEN, VOCAB, (1, STEPS), generator=torch.Generator().manual_seed(5))
     references = []
     for prompt in prompts:
@@ -102,9 +105,10 @@ def _run(model: PreTrainedModel, kind: str, target: str) -> Outcome:
     if not moved > 1e-2:
         raise RuntimeError(f"no test: another item moves the logits by {moved:.1e}")
     longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
-    cache = ExportableCache.from_model(model, longest + STEPS + 4)
+    options = {"max_cache_len": longest + STEPS + 4}
+    cache = ExportableCache.from_model(model, **options)
     chunk = longest if modality.facts.sees else 16
-    with _session(model, cache, modality, target, chunk) as session:
+    with _session(exact, cache, modality, target, chunk, modalities={kind: example}, **options) as session:
         difference = 0.0
         for prompt, expected in zip(prompts, references):
             session.reset()
@@ -112,8 +116,27 @@ def _run(model: PreTrainedModel, kind: str, target: str) -> Outcome:
             rows = [session.prefill(**given)] + [session.decode(following[:, step]) for step in range(STEPS)]
             difference = max(difference, (torch.stack(rows, 1) - expected).abs().max().item())
     limit = TOLERANCE * max(1.0, max(expected.abs().max().item() for expected in references) / 10)
+    distance = None
+    if model is not exact:
+        exactly = [reference(exact, prompt, following) for prompt in prompts]
+        distance = max((one - other).abs().max().item() for one, other in zip(exactly, references))
+        limit = max(limit, _limit_of_rounding(distance, moved))
     mechanism = mechanism_of(modality)
-    return Outcome("pass" if difference <= limit else "wrong", difference, mechanism)
+    return Outcome("pass" if difference <= limit else "wrong", difference, mechanism, distance=distance)
+
+
+def with_weights_of(model: PreTrainedModel, target: str) -> PreTrainedModel:
+    """A model with the weights that a target's program has: `model`, or its quantised copy."""
+    quantization = fill_options(RECIPES.get(target), "executorch", {}).quantization
+    return model if quantization is None else quantize(model, quantization).model
+
+
+def _limit_of_rounding(distance: float, moved: float) -> float:
+    """Return what int8 activations, keys and values may change: less than 4-bit weights do, and than another item does.
+
+    `export` has compared their effect on each part of the program with that on the model.
+    """
+    return min(distance, moved) / 2
 
 
 def is_encoder_input(model: PreTrainedModel, kind: str) -> bool:
@@ -124,7 +147,7 @@ def is_encoder_input(model: PreTrainedModel, kind: str) -> bool:
 def _run_encoder(model: PreTrainedModel, target: str) -> Outcome:
     """Check a model whose encoder takes the item, as the zoo of architectures does."""
     ids, inputs = tokens(model), encoder_inputs(model)
-    outcome = check._run(model, target, (ids, inputs, check._references(model, ids, inputs, {})), {})
+    outcome = check.run_case(model, target, (ids, inputs, check._references(model, ids, inputs, {})), {})
     outcome.reason = "encoder"
     return outcome
 
@@ -134,7 +157,8 @@ def _run_among_text(
 ) -> Outcome:
     """Check an item among the text of an encoder-decoder's encoder, which takes one for each prompt."""
     ids, difference = tokens(model), 0.0
-    cases = []
+    exact, model, cases = model, with_weights_of(model, target), []
+    limit, distance = TOLERANCE, None
     for pieces in (pieces for pieces in PROMPTS if len(pieces) == 2):
         inputs = prompt_of(model, modality, example, pieces)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -143,15 +167,22 @@ def _run_among_text(
         moved = (check._references(model, ids, other, {})[6] - references[6]).abs().max().item()
         if not moved > 1e-2:
             raise RuntimeError(f"no test: another item moves the logits by {moved:.1e}")
+        if model is not exact:
+            exactly = check._references(exact, ids, inputs, {})
+            distance = max(distance or 0.0, *((exactly[n] - references[n]).abs().max().item() for n in exactly))
+            limit = max(limit, _limit_of_rounding(distance, moved))
         cases.append((inputs, references))
     length = max(inputs["input_ids"].shape[1] for inputs, _ in cases)
-    cache = ExportableCache.from_model(model, check.MAX_CACHE_LEN, max_encoder_len=length, attn_implementation=None)
-    with _session(model, cache, modality, target, check.PREFILL_CHUNK) as session:
+    options = {"max_cache_len": check.MAX_CACHE_LEN, "max_encoder_len": length}
+    cache = ExportableCache.from_model(model, **options, attn_implementation=None)
+    options["modalities"] = {modality.kind: example}
+    with _session(exact, cache, modality, target, check.PREFILL_CHUNK, **options) as session:
         for inputs, references in cases:
             for pieces in check.PROMPTS:
                 given = check._difference(session, ids, inputs, pieces, references[sum(pieces)])
                 difference = max(difference, given)
-    return Outcome("pass" if difference <= TOLERANCE else "wrong", difference, "places in the encoder")
+    status = "pass" if difference <= limit else "wrong"
+    return Outcome(status, difference, "places in the encoder", distance=distance)
 
 
 def mechanism_of(modality: Modality) -> str:
@@ -204,8 +235,13 @@ def reference(model: PreTrainedModel, inputs: dict[str, torch.Tensor], following
 
 @contextmanager
 def _session(
-    model: PreTrainedModel, cache: ExportableCache, modality: Modality, target: str, chunk: int
+    model: PreTrainedModel, cache: ExportableCache, modality: Modality, target: str, chunk: int, **options: Any
 ) -> Iterator[Session]:
+    """A session over `cache`, or over the bundle that `export` writes of these options."""
+    if target in RECIPES:
+        with bundle_of(model, target, **options) as bundle, Session.from_bundle(bundle) as found:
+            yield found
+        return
     placeholders = {modality.method.name: modality.token_id}
     if target == "eager":
         with mock.patch("exportable_cache.session.live.modalities_of", lambda *_: (modality,)):
@@ -262,6 +298,7 @@ def _import_backends(targets: list[str]) -> None:
     """Once, not in each process apart: a third of the time of a model."""
     for target in targets:
         if target != "eager":
+            target = check.target_of(target)
             for name in ("lowering.lower", "runner") if target == "executorch" else ("archive", "runner"):
                 importlib.import_module(f"exportable_cache.backends.{target}.{name}")
             torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)).run_decompositions()
