@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,15 +33,18 @@ from transformers import DynamicCache, PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
+from exportable_cache.cache.storage import Storage, storage_of
 from exportable_cache.models.layers.specs import vocab_size_of
 from exportable_cache.models.positions import text_model_of
 from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.models.quantized_rows import ExactActivations, QuantizedRows, is_quantized
 from exportable_cache.pipeline.recipes import fill_options
 from exportable_cache.program.inputs.modalities import EncoderModality, modalities_of
 from exportable_cache.program.inputs.modality import Modality, joined_items
 from exportable_cache.program.inputs.probe import prompt_with
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
+from exportable_cache.verification.references import RoundingCache
 
 from ..support.sessions import describe
 from . import check
@@ -95,9 +99,9 @@ def _run(model: PreTrainedModel, kind: str, target: str) -> Outcome:
     prompts = [prompt_of(model, modality, example, pieces) for pieces in PROMPTS]
     exact, model = model, with_weights_of(model, target)
     following = torch.randint(FIRST_TOKEN, VOCAB, (1, STEPS), generator=torch.Generator().manual_seed(5))
-    references = []
-    for prompt in prompts:
-        references.append(reference(model, prompt, following))
+    storage = storage_of(model.dtype, "int8") if model is not exact else None
+    with QuantizedRows():
+        references = [reference(model, prompt, following, storage) for prompt in prompts]
     other = dict(prompts[0])
     for name in (spec.name for spec in modality.inputs):
         other[name] = other[name].flip(-1)
@@ -118,25 +122,33 @@ def _run(model: PreTrainedModel, kind: str, target: str) -> Outcome:
     limit = TOLERANCE * max(1.0, max(expected.abs().max().item() for expected in references) / 10)
     distance = None
     if model is not exact:
+        with ExactActivations():
+            without = [reference(model, prompt, following) for prompt in prompts]
+        limit = max(limit, _limit_of_rounding(references, without))
         exactly = [reference(exact, prompt, following) for prompt in prompts]
         distance = max((one - other).abs().max().item() for one, other in zip(exactly, references))
-        limit = max(limit, _limit_of_rounding(distance, moved))
     mechanism = mechanism_of(modality)
     return Outcome("pass" if difference <= limit else "wrong", difference, mechanism, distance=distance)
 
 
 def with_weights_of(model: PreTrainedModel, target: str) -> PreTrainedModel:
-    """A model with the weights that a target's program has: `model`, or its quantised copy."""
-    quantization = fill_options(RECIPES.get(target), "executorch", {}).quantization
-    return model if quantization is None else quantize(model, quantization).model
+    """A model with the weights that a target's program has: `model`, or its quantised copy.
 
-
-def _limit_of_rounding(distance: float, moved: float) -> float:
-    """Return what int8 activations, keys and values may change: less than 4-bit weights do, and than another item does.
-
-    `export` has compared their effect on each part of the program with that on the model.
+    Tables of the copy are in float, because whole models read their rows in ways that only programs replace.
     """
-    return min(distance, moved) / 2
+    quantization = fill_options(RECIPES.get(target), "executorch", {}).quantization
+    if quantization is None:
+        return model
+    quantized = quantize(model, quantization).model
+    for module in quantized.modules():
+        if isinstance(module, torch.nn.Embedding) and is_quantized(module.weight):
+            module.weight = torch.nn.Parameter(module.weight.dequantize(), requires_grad=False)
+    return quantized
+
+
+def _limit_of_rounding(rounded: list[torch.Tensor], without: list[torch.Tensor]) -> float:
+    """Return how far two correct programs may be that round activations, as `export` does."""
+    return 2 * max((one - other).abs().max().item() for one, other in zip(rounded, without))
 
 
 def is_encoder_input(model: PreTrainedModel, kind: str) -> bool:
@@ -162,15 +174,18 @@ def _run_among_text(
     for pieces in (pieces for pieces in PROMPTS if len(pieces) == 2):
         inputs = prompt_of(model, modality, example, pieces)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        references = check._references(model, ids, inputs, {})
+        with QuantizedRows():
+            references = check._references(model, ids, inputs, {})
         other = {name: tensor if tensor.dtype == torch.int64 else tensor.flip(-1) for name, tensor in inputs.items()}
         moved = (check._references(model, ids, other, {})[6] - references[6]).abs().max().item()
         if not moved > 1e-2:
             raise RuntimeError(f"no test: another item moves the logits by {moved:.1e}")
         if model is not exact:
+            with ExactActivations():
+                without = check._references(model, ids, inputs, {})
+            limit = max(limit, _limit_of_rounding(list(references.values()), list(without.values())))
             exactly = check._references(exact, ids, inputs, {})
             distance = max(distance or 0.0, *((exactly[n] - references[n]).abs().max().item() for n in exactly))
-            limit = max(limit, _limit_of_rounding(distance, moved))
         cases.append((inputs, references))
     length = max(inputs["input_ids"].shape[1] for inputs, _ in cases)
     options = {"max_cache_len": check.MAX_CACHE_LEN, "max_encoder_len": length}
@@ -217,13 +232,19 @@ def prompt_of(
 
 
 @torch.no_grad()
-def reference(model: PreTrainedModel, inputs: dict[str, torch.Tensor], following: torch.Tensor) -> torch.Tensor:
-    """Logits of the whole model in eager attention after the prompt and after each later token, [1, STEPS + 1, vocab]."""
+def reference(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], following: torch.Tensor, storage: Storage | None = None
+) -> torch.Tensor:
+    """Logits of the whole model in eager attention after the prompt and after each later token, [1, STEPS + 1, vocab].
+
+    Keys and values are rounded like `storage`.
+    """
     for module in model.modules():
         if "rope_deltas" in module.__dict__:
             # Those of an earlier prompt would count.
             module.rope_deltas = None
-    cache = DynamicCache(config=model.config.get_text_config())
+    cache = partial(RoundingCache, storage) if storage else DynamicCache
+    cache = cache(config=model.config.get_text_config())
     rows = [model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]]
     # What the last token of the prompt sees, later ones see.
     later = {name: tensor[:, -1:] for name, tensor in inputs.items() if name == "cross_attention_mask"}

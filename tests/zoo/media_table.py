@@ -36,8 +36,8 @@ _HEAD = """# Images, video and audio by architecture
 Made by `make zoo-media` on transformers {version}: tiny random models of every architecture that takes images, video or audio, each kind
 in prompts with one item, with two, and with one after a chunk of text. Logits of {steps} tokens are compared, teacher-forced, with the
 whole model in eager attention. "pass" is a largest |logit difference| of at most 1e-4, or 1e-5 of logits above 10. `executorch-native` and `executorch-fast` are bundles that
-`export` wrote and verified, with nothing said and with `--recipe fast`, of which the second may move logits by half of what its 4-bit weights
-or another item do. Pixels, grids, sizes
+`export` wrote and verified, with nothing said and with `--recipe fast`, of which the second may move logits twice as far as rounding
+moves those of the model with the same weights. Pixels, grids, sizes
 and masks are made from the configs (`tests/zoo/media_items.py`); no processor has run.
 
 {counts}
