@@ -80,7 +80,7 @@ def _lines() -> list[str]:
         "",
         "A pass means that the logits of a tiny random model equal the eager model's to 1e-4; with `--recipe fast`, that "
         "they are within",
-        "the limits by which `export` verifies programs that round. `executorch` alone is ExecuTorch's own operators. The "
+        "the limits by which `export` verifies programs that round. `executorch` alone calls the operators that ExecuTorch has. The "
         "others are refused with a",
         "reason, or were not run; in these columns none gives wrong logits. Four architectures, whose tokens are several "
         "ids, run as programs but not as",

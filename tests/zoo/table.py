@@ -109,7 +109,7 @@ def _lines(results: dict[Architecture, dict[str, Any]], published: dict[Checkpoi
         "Columns with `-4w` and `-8w` are programs with quantised weights, experts included, against the model that has the "
         "same ones; in brackets",
         "how far that is from the model before. Rows that 32 does not divide, which the true sizes do not have, are refused with `4w`.",
-        "`executorch` calls ExecuTorch's own operators, as `--recipe portable` does. `executorch-native` and "
+        "`executorch` calls the operators that ExecuTorch has, as `--recipe portable` does. `executorch-native` and "
         "`executorch-fast` are what `export` writes with",
         "nothing said, with this package's native operators, and with `--recipe fast`: 4-bit weights, and keys and values in "
         "8 bits. They are verified by",
