@@ -81,6 +81,7 @@ _ON_ONE_WORKER = {
             "tests/parallel/",
             *(f"tests/cli/test_{name}.py" for name in ("elsewhere", "verify_and_bench")),
             *(f"tests/security/test_{name}.py" for name in ("one_sentence", "opened_by_others")),
+            "tests/backends/test_executorch_llm_runner.py",
             "tests/backends/test_pt2.py",
             "tests/bundle/test_recorded.py",
             "tests/decoding/test_trained_drafts.py",
@@ -182,11 +183,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Let the garbage collector look seldom, and no more at what is imported, which it would go over each time."""
-    from exportable_cache.common.process.tuning import RARELY
+    from exportable_cache.common.process.tuning import collect_seldom
 
     gc.freeze()
-    gc.set_threshold(*RARELY)
+    collect_seldom()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Collect the garbage of a file that left much, and freeze what it imported.
+
+    Each export to ExecuTorch collects all garbage, which takes as long as there are objects that are not frozen.
+    """
+    yield
+    if (nextitem is None or nextitem.path != item.path) and any(gc.get_count()[1:]):
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -117,6 +117,8 @@ def test_a_short_ring_folds_fewer_heads_than_it_has_slots(heads: int, kv_heads: 
     assert fold_of(heads, kv_heads, capacity) == fold
 
 
+# In the fast lane: the number of heads that are folded, above, and the lowered forms of `hybrid`, below.
+@pytest.mark.full
 def test_a_ring_with_fewer_slots_than_heads_that_share_a_key_is_lowered() -> None:
     """A fold of 8 needs 8 slots, and no form of attention can be traced that reads more slots than there are."""
     model = tiny_model("mistral", num_attention_heads=32, num_hidden_layers=1, sliding_window=7)

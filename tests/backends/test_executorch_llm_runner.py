@@ -1,8 +1,6 @@
 """ExecuTorch's own `TextLLMRunner` generates from our file with our tokenizer, as our session does."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -21,6 +19,7 @@ from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
+from ..support.forked import run_python
 from ..support.models import tokens
 from ..support.multimodal import tiny_multimodal
 from ..support.oracle import difference, reference_logits
@@ -60,10 +59,7 @@ def test_the_official_runner_answers_as_the_session_does(demo_bundle: Path, file
     assert set(bundle.manifest.program.methods) == {"forward"}
     session = load(bundle.path)
     questions = make_questions(3, seed=77, min_distance=16, tokens=(260, 400))
-    ran = subprocess.run(
-        [sys.executable, "-c", RUNNER, str(files), *(question.prompt for question in questions)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    ran = run_python(RUNNER, files, *(question.prompt for question in questions))
     answers = [line.removeprefix("ANSWER") for line in ran.stderr.splitlines() if line.startswith("ANSWER")]
     assert len(answers) == 3, ran.stderr[-2000:]
     for question, answer in zip(questions, answers, strict=True):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +16,10 @@ from . import fuzz
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork") or not os.path.isdir("/proc/self"), reason="forks this process")
 
 
-def test_mutations_are_refused_or_harmless() -> None:
+def test_mutations_are_refused_or_harmless(pt2_bundle: Path, tmp_path: Path) -> None:
     found: list[tuple[str, int, str, str]] = []
-    counts = fuzz.fuzz(5, seed=3, targets=["pt2"], keep=lambda *what: found.append(what))
+    shutil.copytree(pt2_bundle, tmp_path / "pt2")
+    counts = fuzz.fuzz(5, seed=3, targets=["pt2"], keep=lambda *what: found.append(what), bundles=tmp_path)
     bad = [what for what in found if what[2] in (fuzz.RAW, fuzz.CRASH, fuzz.CODE)]
     assert bad == []
     unsealed = counts["pt2, any file, unsealed"]

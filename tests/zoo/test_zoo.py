@@ -163,14 +163,14 @@ def test_an_encoder_of_windows_is_one_graph() -> None:
 
 def test_a_row_tells_processor_seconds_of_children_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(*args: Any) -> Outcome:
-        subprocess.run([sys.executable, "-c", "sum(range(20_000_000))"], check=True)
-        time.sleep(1)
+        subprocess.run([sys.executable, "-c", "sum(range(10_000_000))"], check=True)
+        time.sleep(0.3)
         return Outcome("pass", 0.0)
 
     monkeypatch.setattr("tests.zoo.check._run", busy)
     found = outcomes("llama", ["eager"])
     seconds, processor = (found["targets"]["eager"][name] for name in ("seconds", "processor_seconds"))
-    assert 0.1 < processor < seconds - 0.9, found
+    assert 0.1 < processor < seconds - 0.25, found
     assert found["model processor seconds"] > 0
 
 
