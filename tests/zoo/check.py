@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import PreTrainedModel
@@ -23,13 +24,13 @@ from exportable_cache.backends import backend_for
 from exportable_cache.backends.base import Backend, LoweredFile
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cache.attention.implementation import Implementations
-from exportable_cache.errors import ExportableCacheError, VerificationError
+from exportable_cache.errors import ExportableCacheError, InputError, VerificationError
 from exportable_cache.models.layers.specs import vocab_size_of
 from exportable_cache.models.patches.mechanisms.rope import fix_rope
 from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.models.positions import rope_rule
 from exportable_cache.models.quantization.quantize import quantize
-from exportable_cache.models.quantization.spec import Quantization
+from exportable_cache.models.quantization.spec import DEFAULT_GROUP_SIZE, Quantization
 from exportable_cache.pipeline.recipes import EXACT, fill_options
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
@@ -52,6 +53,7 @@ from .build import (
 )
 from .conditioning import TOLERANCE
 from .extended import Extended
+from .shrink import SIZES
 
 TARGETS = ("eager", "compiled", "pt2", "executorch", "tensorrt", "coreai")
 #: Programs of target `executorch` for devices, by their options. They are asked by name (`--targets static,openvino`).
@@ -71,6 +73,8 @@ QUANTIZED = {
 #: Bundles that `export` writes for target `executorch` with nothing said, and with `--recipe fast`, asked by name too: it
 #: fills in the recipe, quantises, lowers with this package's native operators, opens the bundle and verifies it.
 RECIPES = {"executorch-native": EXACT, "executorch-fast": "fast"}
+#: Sizes of tiny models that groups of 4-bit weights do not divide.
+WIDE_RANKS = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), DEFAULT_GROUP_SIZE)
 #: What transformers itself has for the same, see `peers.py`.
 PEERS = ("static_cache", "exporter", "dynamo")
 #: Its exporters for devices, asked by name too.
@@ -167,7 +171,22 @@ def _found(
             return _extended(architecture, model, facts)
         return run_case(model, target, case, facts)
     except Exception as error:  # any model's code runs here
+        if target in RECIPES and isinstance(error, InputError) and str(error).startswith("group_size must divide"):
+            return _with_wide_ranks(architecture, target)
         return _outcome_of(error)
+
+
+def _with_wide_ranks(architecture: Architecture, column: str) -> Outcome:
+    """The same for a model whose low ranks are multiples of a group, as those of the true sizes are."""
+    try:
+        with mock.patch.dict(SIZES, WIDE_RANKS):
+            model = tiny_model(architecture)
+        ids, inputs = tokens(model), encoder_inputs(model)
+        outcome = _exported(model, column, (ids, inputs, _references(model, ids, inputs, {})))
+    except Exception as error:
+        return _outcome_of(error)
+    outcome.reason = ", ".join(filter(None, (outcome.reason, f"with ranks of {DEFAULT_GROUP_SIZE}")))
+    return outcome
 
 
 def _timed(find: Callable[[], Outcome]) -> Outcome:
