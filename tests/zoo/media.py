@@ -29,6 +29,7 @@ from unittest import mock
 
 import torch
 import transformers
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import DynamicCache, PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
@@ -142,7 +143,12 @@ def with_weights_of(model: PreTrainedModel, target: str) -> PreTrainedModel:
     quantized = quantize(model, quantization).model
     for module in quantized.modules():
         if isinstance(module, torch.nn.Embedding) and is_quantized(module.weight):
-            module.weight = torch.nn.Parameter(module.weight.dequantize(), requires_grad=False)
+            rows = module.weight.dequantize()
+            if is_parametrized(module, "weight"):
+                module.__class__ = type(module).__base__
+            else:
+                del module.weight
+            module.weight = rows
     return quantized
 
 
