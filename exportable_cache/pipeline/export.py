@@ -317,7 +317,7 @@ def preview(spec: ExportSpec) -> DryRun:
     if made.cache_bytes is None:
         raise UnsupportedModelError(made.refusal)
     # Shapes only, also for a live model, so that no tensor is copied. An export writes the encoders of images, too.
-    model: Any = model_without_weights(config, whole=True)
+    model: Any = model_without_weights(config, whole=True, items=bool(spec.modalities))
     kept = vocabulary_of(spec)
     if kept is not None and model is not None:
         model = keep_tokens(model, kept, _ends_of(spec, vocab_size_of(model)))

@@ -295,13 +295,15 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
         )
     if spec.quantization is not None:
         keep = spec.quantization.linear == KEEP_SCHEME
-        loaded = load_to_quantise(given, lora=adapters_of(spec), progress=progress, keep=keep)
+        loaded = load_to_quantise(
+            given, lora=adapters_of(spec), progress=progress, keep=keep, whole=bool(spec.modalities)
+        )
         if keep and not loaded.integers:
             remarks = "; ".join(loaded.remarks)
             raise InputError(NOTHING_TO_KEEP.format(f"none ({remarks})" if remarks else "none"))
     else:
         wanted = spec.dtype if resolved.dtype is None else resolved.dtype.chosen
-        loaded = load_model(given, wanted, lora=adapters_of(spec), progress=progress)
+        loaded = load_model(given, wanted, lora=adapters_of(spec), progress=progress, whole=bool(spec.modalities))
     if spec.tokenizer is not None:
         loaded = replace(loaded, tokenizer=spec.tokenizer)
     model = loaded.model
@@ -521,7 +523,10 @@ def measure(resolved: Resolved, bundle: Bundle, fed: list[FedPrompt], progress: 
     assert manifest.stored_dtype is not None
     assert manifest.verification is not None
     if lora or not isinstance(given, PreTrainedModel):
-        loaded = load_model(given, getattr(torch, manifest.stored_dtype), lora=lora, progress=progress)
+        # Whole, because a decoder without its encoders has another class.
+        whole = bool(resolved.spec.modalities)
+        dtype = getattr(torch, manifest.stored_dtype)
+        loaded = load_model(given, dtype, lora=lora, progress=progress, whole=whole)
     else:
         loaded = load_model(given)
     stored = with_rope_length(reduced(loaded, vocabulary_of(resolved.spec)), resolved.spec.rope_length).model

@@ -160,7 +160,7 @@ def open_model(
         check_head_name(use.head)
     adapters = [read_lora(path) for path in paths]
     compiles = options.compile and _can_compile(device, use.waits)
-    loaded = load_model(name, options.dtype, progress=progress)
+    loaded = load_model(name, options.dtype, progress=progress, whole=bool(use.kinds))
     model, proposed = loaded.model, use.lookup
     if use.head is not None:
         attach_head(model, use.head)

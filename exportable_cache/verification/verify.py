@@ -98,13 +98,14 @@ def verify(
     )
     manifest = bundle.manifest
     _check_calibrate(None if manifest.quantization is None else manifest.quantization.calibration, calibrate)
+    whole = any(name.startswith("encode_") for name in manifest.program.methods)
     if manifest.quantization is None:
-        loaded = load_model(model_or_path, manifest.dtype, lora=lora, progress=progress)
+        loaded = load_model(model_or_path, manifest.dtype, lora=lora, progress=progress, whole=whole)
     else:
         from ..models.quantization.spec import KEEP_SCHEME
 
         keep = manifest.quantization.linear == KEEP_SCHEME
-        loaded = load_to_quantise(model_or_path, lora=lora, progress=progress, keep=keep)
+        loaded = load_to_quantise(model_or_path, lora=lora, progress=progress, keep=keep, whole=whole)
     model = loaded.model
     if model.config.model_type != manifest.model_type:
         raise InputError(

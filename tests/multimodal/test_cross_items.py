@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,12 +17,16 @@ from transformers import (
 )
 from transformers.models.mllama import modeling_mllama
 
-from exportable_cache import ExportableCache, Session
+from exportable_cache import ExportableCache, Session, export
 from exportable_cache.backends.tensorrt.kv_cache import engine_layers
 from exportable_cache.cache.attention.implementation import attention_of
+from exportable_cache.cache.spec import CacheSpec
 from exportable_cache.common.patch import ORIGINAL
 from exportable_cache.errors import InputError, UnsupportedModelError
+from exportable_cache.pipeline.steps import load, resolve
+from exportable_cache.pipeline.spec import ExportSpec
 from exportable_cache.program.program import Program
+from exportable_cache.session.opening import ModelOptions, Use, open_model
 
 from ..support.models import tokens
 from ..zoo.media_items import seen_by
@@ -58,7 +63,8 @@ def model(crossing: tuple[int, ...] = (1,)) -> PreTrainedModel:
             "intermediate_size": 64,
             "cross_attention_layers": list(crossing),
             "max_position_embeddings": 256,
-            "pad_token_id": 0,
+            # The defaults are outside of this vocabulary.
+            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
         image_token_index=PICTURE,
@@ -215,3 +221,18 @@ def test_the_mask_over_slots_still_needs_its_patch() -> None:
     assert rows.flatten().tolist() == [1, 0, 0]
     with pytest.raises(IndexError):
         getattr(patched, ORIGINAL)(seen, 2, torch.float32)
+
+
+def test_a_folder_is_loaded_with_its_encoder_if_images_are_asked_for(tmp_path: Path) -> None:
+    """transformers lists the text decoder alone as its causal LM, so `--modalities image` was refused."""
+    folder = str(tmp_path / "model")
+    model().save_pretrained(folder)
+    options = ModelOptions(device="cpu", max_cache_len=24, compile=False)
+    session, loaded = open_model(folder, options, Use(("image",)))
+    assert "encode_image" in session.runner.methods
+    assert type(open_model(folder, options)[1].model) is MllamaForCausalLM
+    spec = ExportSpec(folder, "pt2", tmp_path / "bundle", cache=CacheSpec(24), modalities=["image"])
+    assert type(load(resolve(spec)).model) is MllamaForConditionalGeneration
+    size = sum(one.nbytes for one in loaded.model.parameters())
+    written = export(folder, "pt2", 24, tmp_path / "bundle", modalities=["image"], dry_run=True)
+    assert written.weights_bytes == size

@@ -67,8 +67,14 @@ if TYPE_CHECKING:
 MULTIMODAL = ("llava", "smolvlm", "idefics3", "voxtral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
-def auto_class(config: PreTrainedConfig) -> type[Any] | None:
-    """Return the auto class that loads the generating model of a config, or None."""
+def auto_class(config: PreTrainedConfig, whole: bool = False) -> type[Any] | None:
+    """Return the auto class that loads the generating model of a config, or None.
+
+    Args:
+        config: The config.
+        whole: True to load the encoders of images, video and audio, too, where transformers also has the text decoder
+            alone (Llama 3.2 Vision, Llama 4).
+    """
     kind = type(config)
     if getattr(config, "is_encoder_decoder", False):
         speech_model: Any = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING.get(kind, None)
@@ -81,7 +87,7 @@ def auto_class(config: PreTrainedConfig) -> type[Any] | None:
         if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING:
             # Encoders of images: Florence-2, Pix2Struct, TrOCR and Donut.
             return AutoModelForMultimodalLM
-    elif config.model_type in MULTIMODAL:
+    elif config.model_type in MULTIMODAL or (whole and kind in MODEL_FOR_MULTIMODAL_LM_MAPPING):
         return AutoModelForMultimodalLM
     elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING:
@@ -150,6 +156,7 @@ def load_model(
     lora: Sequence[str | os.PathLike] = (),
     progress: Progress = silent,
     keep: bool = False,
+    whole: bool = False,
 ) -> LoadedModel:
     """Load a causal LM with its tokenizer, in eval mode, without running code from the checkpoint.
 
@@ -160,6 +167,7 @@ def load_model(
         lora: Folder of an adapter to merge into the weights; at most one.
         progress: Called with a message, the amount done and the total.
         keep: True to return the integers of quantised weights, too.
+        whole: See `auto_class`.
 
     Raises:
         InputError: If there is no such folder or hub id, its files cannot be read, or a model object is in training
@@ -173,7 +181,7 @@ def load_model(
     if isinstance(model_or_path, PreTrainedModel) or is_peft(model_or_path):
         loaded = _from_model(model_or_path, wanted, progress)
     else:
-        loaded = _from_checkpoint(locate(model_or_path), wanted, progress, keep and not folders)
+        loaded = _from_checkpoint(locate(model_or_path), wanted, progress, keep and not folders, whole)
     for folder in folders:
         progress(f"merging {folder}", 0, None)
         with quiet():
@@ -190,6 +198,7 @@ def load_to_quantise(
     lora: Sequence[str | os.PathLike] = (),
     progress: Progress = silent,
     keep: bool = False,
+    whole: bool = False,
 ) -> LoadedModel:
     """Load a model to quantise, in float32 if that takes at most `MOST_WIDENED_BYTES`, else in the stored dtype.
 
@@ -202,21 +211,22 @@ def load_to_quantise(
         lora: See `load_model`.
         progress: See `load_model`.
         keep: See `load_model`.
+        whole: See `auto_class`.
 
     Raises:
         InputError, UnsupportedModelError: See `load_model`.
     """
     if lora or is_peft(model_or_path):
-        return load_model(model_or_path, torch.float32, lora=lora, progress=progress)
-    loaded = load_model(model_or_path, progress=progress, keep=keep)
+        return load_model(model_or_path, torch.float32, lora=lora, progress=progress, whole=whole)
+    loaded = load_model(model_or_path, progress=progress, keep=keep, whole=whole)
     small = 4 * loaded.model.num_parameters() <= MOST_WIDENED_BYTES
     if small and loaded.model.dtype != torch.float32:
-        return load_model(model_or_path, torch.float32, progress=progress, keep=keep)
+        return load_model(model_or_path, torch.float32, progress=progress, keep=keep, whole=whole)
     return loaded
 
 
 def _from_checkpoint(
-    location: Location, wanted: torch.dtype | None, progress: Progress, keep: bool = False
+    location: Location, wanted: torch.dtype | None, progress: Progress, keep: bool = False, whole: bool = False
 ) -> LoadedModel:
     progress(f"loading {location.source}", 0, None)
     with quiet():
@@ -232,7 +242,7 @@ def _from_checkpoint(
 
             reading = dequantised_by_us(config, location, keep)
         quantization = {"quantization_config": GgufConfig(dequantize=True)} if location.gguf else {}
-        kind = auto_class(config)
+        kind = auto_class(config, whole)
         assert kind is not None
         if wanted is not None and stored is None:
             _check_memory(location, stored_dtype(config), wanted)

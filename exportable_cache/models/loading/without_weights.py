@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 def model_without_weights(
-    config: PreTrainedConfig, device: str = "meta", whole: bool = False
+    config: PreTrainedConfig, device: str = "meta", whole: bool = False, items: bool = False
 ) -> PreTrainedModel | None:
     """Build the text decoder of a config without weights, together with the encoder of an encoder-decoder.
 
@@ -35,13 +35,14 @@ def model_without_weights(
         config: The model's config.
         device: "meta", or any device inside `fake_tensors`.
         whole: Build the model that a checkpoint is loaded as, with the encoders of images, video and audio.
+        items: With `whole`, build these encoders also where a checkpoint is loaded as its text decoder by default.
 
     Returns:
         The model, or None if its code cannot be built so.
     """
     whole = whole or getattr(config, "is_encoder_decoder", False)
     probe = copy.deepcopy(config if whole else config.get_text_config(decoder=True))
-    model = _built(auto_class(probe) or AutoModelForCausalLM, probe, device)
+    model = _built(auto_class(probe, items) or AutoModelForCausalLM, probe, device)
     if model is None:
         model = _built(AutoModelForMultimodalLM, copy.deepcopy(config), device)
     if model is None:
