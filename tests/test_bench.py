@@ -12,7 +12,8 @@ from exportable_cache.errors import InputError
 from exportable_cache.pipeline import bench as module
 from exportable_cache.pipeline.bench import bench, bench_rows, peak_rss_bytes
 
-from .support.models import tiny_model
+from .support.models import VOCAB, tiny_model
+from .support.multimodal import PLACEHOLDER, tiny_multimodal
 from .support.seq2seq import tiny_seq2seq
 
 LIMIT = 64
@@ -48,6 +49,15 @@ def test_bench_turns_seconds_into_rates(ticking):
     assert [(row.position, row.steps) for row in report.decode] == [(0, 4), (20, 4)]
     assert [(row.median_ms, row.p90_ms) for row in report.decode] == [(pytest.approx(1.0), pytest.approx(1.0))] * 2
     assert (report.batch_size, report.prompt_length) == (2, 16)
+
+
+def test_bench_draws_no_placeholders_of_images():
+    """They stand for images that a random prompt does not have, so a session refuses them."""
+    model = tiny_multimodal("llava")
+    cache = ExportableCache.from_model(model, 2 * VOCAB)
+    session = Session.from_model(model, cache, prefill_chunk=64, modalities=["image"])
+    assert PLACEHOLDER in torch.randint(VOCAB, (1, 2 * VOCAB - 8), generator=torch.Generator().manual_seed(0))
+    bench(session, positions=[2 * VOCAB - 8], steps=1, prompt_length=64)
 
 
 def test_bench_decodes_at_the_positions_it_reports():

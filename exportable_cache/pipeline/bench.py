@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..common.progress import silent
 from ..errors import InputError
 from ..generation.sampling_options import check_seed
+from ..program.inputs.kinds import text_after
 from ..session.native import NativeSession
 
 if TYPE_CHECKING:
@@ -299,10 +300,9 @@ class _Torch:
         self.chunk = max(method.max_length for method in methods.values() if method.is_step)
 
     def tokens(self, count: int) -> torch.Tensor:
-        import torch
+        from ..verification.prompts import random_text
 
-        tokens = torch.randint(0, self._session.vocab_size, (self.batch_size, count), generator=self._generator)
-        return tokens.to(self._session.device)
+        return random_text(self._session, count, self._generator).to(self._session.device)
 
     def restart(self) -> None:
         from ..verification.references import encoder_lengths, random_inputs
@@ -351,10 +351,14 @@ class _Native:
         self._session, self._random = session, random.Random(seed)
         self.max_length, self.chunk = session.max_length, session.longest_chunk
         self.restart = self.reset = session.reset
+        methods = session.fields["program"]["methods"].values()
+        self._items = {method["item"]["token_id"] for method in methods if method.get("item")}
         self.prefill = self.decode = session.prefill
 
     def tokens(self, count: int) -> list[int]:
-        return [self._random.randrange(self._session.vocab_size) for _ in range(count)]
+        words = self._session.vocab_size
+        drawn = (self._random.randrange(words) for _ in range(count))
+        return [token if token not in self._items else text_after(token, self._items) % words for token in drawn]
 
     def threads(self) -> None:
         return None

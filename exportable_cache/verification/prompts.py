@@ -12,6 +12,7 @@ from ..cache.policies import SinkPolicy
 from ..cache.spec import Sinks
 from ..errors import InputError
 from ..models.positions import position_limit
+from ..program.inputs.kinds import text_after
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,7 +124,7 @@ def random_text(session: Session, length: int, generator: torch.Generator) -> to
     """Return random tokens int64 [batch, length] without placeholders, which would need images or audio."""
     ids = torch.randint(session.vocab_size, (session.batch_size, length), generator=generator)
     for token in session.placeholders:
-        ids[ids == token] = (token + 1) % session.vocab_size
+        ids[ids == token] = text_after(token, session.placeholders) % session.vocab_size
     return ids
 
 

@@ -23,8 +23,8 @@ from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.cache.spec import CacheSpec
 from exportable_cache.common.patch import ORIGINAL
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.pipeline.steps import load, resolve
 from exportable_cache.pipeline.spec import ExportSpec
+from exportable_cache.pipeline.steps import load, resolve
 from exportable_cache.program.program import Program
 from exportable_cache.session.opening import ModelOptions, Use, open_model
 

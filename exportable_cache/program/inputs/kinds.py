@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ...errors import InputError
@@ -16,6 +17,11 @@ def kinds_in(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [str(part.get("type")) for part in parts if part.get("type") != "text"]
+
+
+def text_after(token: int, placeholders: Collection[int]) -> int:
+    """Return the next larger token id that is not a placeholder of images or audio."""
+    return next(other for other in itertools.count(token + 1) if other not in placeholders)
 
 
 def check_kinds(modalities: Sequence[str] | Mapping[str, Any]) -> None:

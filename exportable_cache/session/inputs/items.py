@@ -90,9 +90,13 @@ class ItemStage:
         count = int(rows.mask_of(self.token).sum())
         embeddings = self.tokens_per_item * len(items)
         if count != embeddings:
+            kind = self.method.name.removeprefix("encode_")
+            remedy = "build the prompt with the model's own processor"
+            if not items:
+                remedy = f"pass the {kind}s (--{kind} FILE), or leave their placeholders out of the text"
             raise InputError(
                 f"the prompt has {count} tokens of id {self.token}, {self.method.name} gives {embeddings} embeddings "
-                "for them; build the prompt with the model's own processor"
+                f"for them; {remedy}"
             )
         return {self.method.name: items} if items else {}
 
