@@ -118,7 +118,7 @@ class CheckpointSettings:
             repetition_penalty=rules.pop("repetition_penalty", None),
             rules=rules,
             renormalizes=getattr(config, "renormalize_logits", None) is True,
-            length_penalty=_length_penalty(config),
+            length_penalty=_from(config, "length_penalty", 1.0, -math.inf, math.inf, "a number"),
             sampling=_sampling(config) if samples else SamplingOptions(),
             unheeded=unheeded,
             unknown=tuple(name for name in sorted(_names(config)) if name not in _KNOWN and not name.startswith("_")),
@@ -282,10 +282,6 @@ def _count(config: GenerationConfig, name: str, least: int) -> int | None:
     if value is not None and (not _is_int(value) or value < least):
         raise InputError(_wrong(name, f"an int of at least {least}", value))
     return value
-
-
-def _length_penalty(config: GenerationConfig) -> float:
-    return _from(config, "length_penalty", 1.0, -math.inf, math.inf, "a number")
 
 
 def _from(config: GenerationConfig, name: str, default: float, least: float, most: float, constraint: str) -> float:

@@ -125,7 +125,7 @@ def package(
     try:
         with atomic_folder(folder) as made:
             _copy(made, bundle, program, reference)
-            ran = platform == _here()
+            ran = platform == f"{host.system().lower()}-{host.machine()}"
             if ran:
                 progress("running the check", 0, None)
                 _run_check(made)
@@ -276,10 +276,6 @@ def _write_inputs(folder: Path, reference: ReferencePrompt) -> str:
         (folder / file).write_bytes(content)
         arguments += f' --input "{name}=$here/{file}"'
     return arguments
-
-
-def _here() -> str:
-    return f"{host.system().lower()}-{host.machine()}"
 
 
 def _run_check(folder: Path) -> None:

@@ -332,7 +332,8 @@ _INT4 = (-8, 7)
 def dequantized_lookups(program: ExportedProgram) -> list[Node]:
     """Return the lookups in dequantized tables."""
     lookups = program.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
-    return [node for node in lookups if _is_dequantize(node.args[0])]
+    dequantize = torch.ops.torchao.dequantize_affine.default
+    return [node for node in lookups if isinstance(node.args[0], Node) and node.args[0].target == dequantize]
 
 
 def fuse_quantized_embeddings(program: ExportedProgram) -> ExportedProgram:
@@ -375,7 +376,3 @@ def pack_int4(integers: torch.Tensor) -> torch.Tensor:
     """
     shifted = (integers + 8).to(torch.uint8)
     return (shifted[:, 0::2] << 4) | shifted[:, 1::2]
-
-
-def _is_dequantize(node: object) -> bool:
-    return isinstance(node, Node) and node.target == torch.ops.torchao.dequantize_affine.default

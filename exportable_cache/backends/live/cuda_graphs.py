@@ -82,7 +82,7 @@ class CudaGraphs:
         if not self._is_same_model():
             self.clear()
             self._parts, self._addresses = parts, self._current_addresses(parts)
-        form = _form_of(inputs)
+        form = tuple((tuple(one.shape), one.stride(), one.dtype, one.is_inference()) for one in inputs)
         if self._called.get(key) != (call, form):
             result = call(*inputs)
             self._called[key] = call, form
@@ -159,7 +159,3 @@ class _CapturedStep:
                 own.copy_(tensor)
         self._graph.replay()
         return tree_map(torch.Tensor.clone, self._results)
-
-
-def _form_of(inputs: Sequence[torch.Tensor]) -> Form:
-    return tuple((tuple(one.shape), one.stride(), one.dtype, one.is_inference()) for one in inputs)

@@ -122,7 +122,8 @@ def regions_of(module: GraphModule, local_sizes: bool = False) -> list[Region]:
     for node in list(graph.nodes):
         if getattr(node.target, "__name__", "") == "_log_api_usage_once":
             graph.erase_node(node)
-    if any(node.op in ("get_attr", "call_module") or _is_mode(node) for node in graph.nodes):
+    names = (getattr(node.target, "__name__", "") for node in graph.nodes)
+    if any(node.op in ("get_attr", "call_module") for node in graph.nodes) or any(name in _MODES for name in names):
         return []
     found = _runs(graph)
     if local_sizes:
@@ -151,10 +152,6 @@ def _sizes(graph: Graph) -> dict[str, Node]:
             if isinstance(size, torch.SymInt):
                 sizes[str(size)] = node
     return sizes
-
-
-def _is_mode(node: Node) -> bool:
-    return getattr(node.target, "__name__", "") in _MODES
 
 
 def layer_of(node: Node) -> str | None:

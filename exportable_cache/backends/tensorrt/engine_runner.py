@@ -74,10 +74,10 @@ class EngineRunner:
             for tensor in first.lora
         }
         shared = {**self.state, **self.lora}
-        self.steps = {
-            name: EngineStep(record, contexts[name], shared, device, captured=_is_fixed(record))
-            for name, record in self.records.items()
-        }
+        self.steps = {}
+        for name, record in self.records.items():
+            has_fixed_inputs = all(tensor.min_shape == tensor.max_shape for tensor in record.inputs)
+            self.steps[name] = EngineStep(record, contexts[name], shared, device, captured=has_fixed_inputs)
         for name, step in self.steps.items():
             step.scores = methods[name].scored_tokens > 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -259,7 +259,3 @@ def _allocate(tensor: Output, device: torch.device) -> torch.Tensor:
     if -1 in tensor.shape:
         raise BundleError(f"output {tensor.name!r} must have static sizes, got {tensor.shape}; export the model again")
     return torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
-
-
-def _is_fixed(record: EngineRecord) -> bool:
-    return all(tensor.min_shape == tensor.max_shape for tensor in record.inputs)

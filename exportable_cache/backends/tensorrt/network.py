@@ -133,8 +133,11 @@ class NetworkInterpreter(TRTInterpreter):
 
     def build_plan(self, capabilities: Sequence[int], profiles: Sequence[Sequence[InputSpec]]) -> bytes:
         """See `Network.build_plan`."""
+        net = self.ctx.net
         self.optimization_profiles = [
-            self._profile(inputs) for inputs in profiles if _has_dynamic(inputs, self.ctx.net)
+            self._profile(inputs)
+            for inputs in profiles
+            if any(-1 in tuple(net.get_input(index).shape) for index in range(len(inputs)))
         ]
         config = builder_config(self)
         if capabilities:
@@ -155,10 +158,6 @@ class NetworkInterpreter(TRTInterpreter):
         for spec in inputs:
             profile.set_shape(spec.name, spec.min_shape, spec.opt_shape, spec.max_shape)
         return profile
-
-
-def _has_dynamic(inputs: Sequence[InputSpec], network: trt.INetworkDefinition) -> bool:
-    return any(-1 in tuple(network.get_input(index).shape) for index in range(len(inputs)))
 
 
 _REMEDY = "export for another target, or report it with the model type"

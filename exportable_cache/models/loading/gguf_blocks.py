@@ -177,7 +177,9 @@ def integers_of_blocks(name: str, kind: str, rows: torch.Tensor) -> tuple[Intege
         InputError: If scales are not finite.
     """
     bits, least, read = TYPES[kind]
-    block_bytes = _block_bytes(kind)
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
     integers, scales, minimums = read(rows.reshape(-1, block_bytes))
     if not scales.isfinite().all() or (minimums is not None and not minimums.isfinite().all()):
         raise InputError(
@@ -202,12 +204,6 @@ def integers_of_blocks(name: str, kind: str, rows: torch.Tensor) -> tuple[Intege
         integers.to(torch.int8).reshape(len(rows), -1), scales.reshape(len(rows), -1), zeros, None, bits, size
     )
     return found, weight.reshape(len(rows), -1)
-
-
-def _block_bytes(kind: str) -> int:
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    return GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
 
 
 def kept_blocks(path: Path, model: PreTrainedModel) -> tuple[dict[str, IntegerWeight], str]:

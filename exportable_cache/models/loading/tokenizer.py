@@ -175,14 +175,14 @@ def _gguf_eos_tokens(path: Path) -> list[int]:
     reader = GGUFReader(path)
     ends = [int(reader.fields[name].contents()) for name in _GGUF_ENDS if name in reader.fields]
     texts, types = (_strings(reader, "tokens"), _strings(reader, "token_type"))
-    by_text = [index for index, text in enumerate(texts) if text in _GGUF_END_TEXTS and _is_control(types, index)]
+    by_text = [
+        index
+        for index, text in enumerate(texts)
+        if text in _GGUF_END_TEXTS and (index >= len(types) or types[index] in _GGUF_CONTROL)
+    ]
     return list(dict.fromkeys([*ends, *by_text]))
 
 
 def _strings(reader: GGUFReader, name: str) -> list[Any]:
     field = reader.fields.get(f"tokenizer.ggml.{name}")
     return [] if field is None else list(field.contents())
-
-
-def _is_control(types: list[Any], index: int) -> bool:
-    return index >= len(types) or types[index] in _GGUF_CONTROL

@@ -45,22 +45,16 @@ def over_our_cache(replacement: Callable) -> Callable[[Callable], Callable]:
     Args:
         replacement: Function with the method's arguments, and the method itself as `original`.
     """
-    replacement = with_new_names(replacement)
 
-    def patch(original: Callable) -> Callable:
-        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
-            if cache is None:
-                cache = next((one for one in args if isinstance(one, Cache)), None)
-            if getattr(cache, "is_probe", False) or any(
-                isinstance(layer, CacheLayer) for layer in getattr(cache, "layers", ())
-            ):
-                return replacement(self, *args, original=original, **kwargs)
-            return original(self, *args, **kwargs)
+    def applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
+        if cache is None:
+            cache = next((one for one in args if isinstance(one, Cache)), None)
+        return getattr(cache, "is_probe", False) or any(
+            isinstance(layer, CacheLayer) for layer in getattr(cache, "layers", ())
+        )
 
-        return method
-
-    return patch
+    return _where(applies, replacement)
 
 
 def only_traced(replacement: Callable) -> Callable[[Callable], Callable]:
@@ -69,21 +63,30 @@ def only_traced(replacement: Callable) -> Callable[[Callable], Callable]:
     Args:
         replacement: Function with the method's arguments, and the method itself as `original`.
     """
+
+    def applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return torch.compiler.is_compiling() or any(
+            isinstance(one, torch.Tensor) and one.device.type == "meta" for one in args
+        )
+
+    return _where(applies, replacement)
+
+
+def _where(
+    applies: Callable[[tuple[Any, ...], dict[str, Any]], bool], replacement: Callable
+) -> Callable[[Callable], Callable]:
+    """Create a patch of a method that applies where a function of the arguments and keyword arguments is True."""
     replacement = with_new_names(replacement)
 
     def patch(original: Callable) -> Callable:
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or _without_values(args):
+            if applies(args, kwargs):
                 return replacement(self, *args, original=original, **kwargs)
             return original(self, *args, **kwargs)
 
         return method
 
     return patch
-
-
-def _without_values(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(one, torch.Tensor) and one.device.type == "meta" for one in args)
 
 
 def step_mask(layer: Any, hidden_states: torch.Tensor, window: int | None = None) -> torch.Tensor | None:

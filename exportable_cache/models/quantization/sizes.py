@@ -152,18 +152,13 @@ def _forms(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtyp
     return forms
 
 
-def _expert_weights(model: nn.Module) -> Iterator[nn.Parameter]:
-    for _, module in experts_of(model):
-        for name in projections(module):
-            yield getattr(module, name)
-
-
 def _layer_weights(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the weights that native operators store in 16 bits if these are exact."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             yield module.weight
-    yield from _expert_weights(model)
+    for _, experts in experts_of(model):
+        yield from (getattr(experts, name) for name in projections(experts))
 
 
 def quantized_bytes(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype = torch.float32) -> int:
