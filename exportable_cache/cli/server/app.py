@@ -33,18 +33,11 @@ from ...generation.tool_calls import Dialect, ResponseParser
 from ...models.tokenizers.text import LONG_TEXT, tokenizer_errors
 from ...program.inputs.kinds import kinds_in
 from .engine import METRICS_TYPE, Busy, Counts, Engine, metrics_text
+from .fields import message_of
 from .items import Items, ItemsRequest
 from .origins import AllowedOrigins, OriginGuard
 from .responses import Answer, Parser, Response, error_of
-from .schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    default_sampling,
-    field_of,
-    message_of,
-)
+from .schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, default_sampling, field_of
 
 Result = TypeVar("Result")
 

@@ -16,8 +16,9 @@ from pydantic import PlainValidator, ValidationError
 from ...decoding.completion import Completion
 from ...errors import InputError
 from ...generation.tool_calls import Part
+from .fields import Limit, message_of, only, refuse
 from .responses import Answer, call_id, usage_of
-from .schema import ChatRequest, Fields, Limit, Number, StreamOptions, message_of, only, refuse
+from .schema import BaseRequest, ChatRequest
 
 _TEXTS = ("input_text", "output_text", "text")
 
@@ -61,21 +62,16 @@ def _text(content: Any, at: str) -> Any:
     return "".join(part["text"] for part in parts)
 
 
-class ItemsRequest(Fields):
+class ItemsRequest(BaseRequest):
     """A request of `POST /v1/responses`."""
 
-    model: str
     input: Annotated[Any, PlainValidator(_items)]
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
-    temperature: Number = None
-    top_p: Number = None
     max_output_tokens: Limit = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
     previous_response_id: Annotated[Any, only(fix="responses are not stored, so send the whole conversation")] = None
     conversation: Annotated[Any, only(fix="conversations are not stored, so send the whole conversation")] = None
     background: Annotated[Any, only(False, fix="responses are not stored, so leave it out")] = None
@@ -86,12 +82,6 @@ class ItemsRequest(Fields):
     include: Any = None
     reasoning: Any = None
     metadata: Any = None
-    user: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
     top_logprobs: Annotated[Any, only(0, fix="use /v1/chat/completions for log probabilities")] = None
     max_tool_calls: Any = None
 

@@ -1,4 +1,4 @@
-"""Fields of requests, by the reference of OpenAI's API, and the error messages for those that are not supported.
+"""Requests by the reference of OpenAI's API, and the error messages for fields that are not supported.
 
 https://platform.openai.com/docs/api-reference/chat/create and .../completions/create. `top_k`, `min_p` and
 `repetition_penalty` are additional fields, as other servers have them.
@@ -9,149 +9,17 @@ from __future__ import annotations
 import base64
 import json
 import re
-import reprlib
-from collections.abc import Collection, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
 from ...decoding.completion import CompletionOptions
 from ...errors import InputError
 from ...generation.checkpoint_settings import CheckpointSettings
 from ...generation.constraint import Constraint
 from ...generation.sampling_options import SamplingOptions
-
-_REFUSED = "refused"
-_BODY = "the body"
-#: Constraint of a value, by the type of pydantic's error.
-_MUST: Mapping[str, str] = {
-    "string_type": "text",
-    "string_unicode": "text in UTF-8",
-    "string_too_short": "text of at least {min_length} characters",
-    "string_too_long": "text of at most {max_length} characters",
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_parsing_size": "a whole number of fewer digits",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-    "literal_error": "{expected}",
-    "greater_than_equal": "at least {ge}",
-    "less_than_equal": "at most {le}",
-    "too_short": "a list of at least {min_length}",
-    "too_long": "a list of at most {max_length}",
-}
-
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 80
-_short.maxlevel, _short.maxdict, _short.maxlist = 3, 4, 4
-
-
-def shown(value: Any) -> str:
-    """Return a request's value as text for an error message, shortened."""
-    return _short.repr(value)
-
-
-def refuse(must: str, value: Any, fix: str, at: str = "") -> NoReturn:
-    """Refuse the value of a validator.
-
-    Args:
-        must: Constraint of the value.
-        value: The value.
-        fix: Remedy.
-        at: Path within the value, such as ".0.type".
-
-    Raises:
-        PydanticCustomError: Always.
-    """
-    # pydantic encodes it as UTF-8, which lone surrogates do not allow.
-    at = at.encode("utf-8", "backslashreplace").decode()
-    raise PydanticCustomError(_REFUSED, "{must}", {"must": must, "got": shown(value), "fix": fix, "at": at})
-
-
-def message_of(error: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the message for one of pydantic's errors, and the name of its field.
-
-    Args:
-        error: An error from `ValidationError.errors()`, with a `loc` that begins with "body".
-
-    Returns:
-        The message, and the field as the API's `param`; None for the whole body.
-    """
-    context = error.get("ctx", {})
-    # The first is "body".
-    field = ".".join(str(part) for part in error["loc"][1:]) + context.get("at", "")
-    field = field.removeprefix(".")[:200]
-    name = field or _BODY
-    if error["type"] == _REFUSED:
-        return f"{name} must be {context['must']}, got {context['got']}; {context['fix']}", field or None
-    if error["type"] == "missing":
-        return f"{name} must be given, got nothing; send it", field or None
-    must = _MUST.get(error["type"], "a value of another kind").format(**context)
-    return f"{name} must be {must}, got {shown(error.get('input'))}; change it", field or None
-
-
-def field_of(message: str) -> str | None:
-    """Return the field of a request that an error message begins with; None if it names none."""
-    found = re.match(r"([a-z_]+)(\.[\w.]+)? (must|requires)", message)
-    known = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
-    return found[1] + (found[2] or "") if found and found[1] in known else None
-
-
-class Fields(BaseModel):
-    """An object that refuses unknown fields by name."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _are_known(cls, given: Any) -> Any:
-        # Checked here, because pydantic would list every one of a million fields.
-        if isinstance(given, dict) and cls.model_config["extra"] == "forbid":
-            known = [field.alias or name for name, field in cls.model_fields.items()]
-            for name in given:
-                if name not in known:
-                    near = get_close_matches(str(name)[:80], known, 1)
-                    fix = f"there is no such field; did you mean {near[0]}?" if near else "there is no such field"
-                    refuse("left out", given[name], fix, at=f".{str(name)[:80]}")
-        return given
-
-
-def only(*harmless: Any, fix: str) -> PlainValidator:
-    """Return a validator for a field that only accepts values without an effect.
-
-    Args:
-        harmless: Accepted values besides null.
-        fix: Remedy for other values.
-    """
-    return PlainValidator(lambda value: _harmless(value, harmless, fix))
-
-
-def _harmless(value: Any, harmless: Collection[Any], fix: str) -> None:
-    if value is not None and not any(value == one for one in harmless):
-        refuse(" or ".join(map(json.dumps, [*harmless, None])), value, fix)
-
-
-def not_bool(value: Any) -> Any:
-    """Refuse true and false for a number, because pydantic converts them to 1 and 0."""
-    if isinstance(value, bool):
-        refuse("a number", value, "send a number, or leave it out")
-    return value
-
-
-#: Numbers; pydantic would also accept true and false.
-Whole = Annotated[int | None, BeforeValidator(not_bool)]
-Number = Annotated[float | None, BeforeValidator(not_bool)]
+from .fields import Fields, Limit, Number, Whole, not_bool, only, refuse, shown
 
 #: Sampling of requests by the API's defaults.
 DEFAULT_SAMPLING = SamplingOptions(temperature=1.0)
@@ -173,8 +41,6 @@ _NoFunctions = Annotated[Any, only([], fix="functions were replaced by tools, so
 _NoCall = Annotated[Any, only("none", "auto", fix="it was replaced by tool_choice, so send that")]
 #: A field that does not affect the response.
 _Unused = Any
-#: Limit of new tokens.
-Limit = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(not_bool)]
 _Alternatives = Annotated[int, Field(ge=0, le=_MOST_ALTERNATIVES)] | None
 
 
@@ -491,34 +357,39 @@ class ResponseFormat(Fields):
             ) from None
 
 
-class _Request(Fields):
-    """Fields of both kinds of requests.
-
-    Fields that would change the response and are not supported only accept values without an effect. Unknown fields are
-    refused, as in the API.
-    """
+class BaseRequest(Fields):
+    """Fields of all requests for a response."""
 
     model: str
     temperature: Number = None
     top_p: Number = None
-    top_k: Whole = None
-    min_p: Number = None
-    repetition_penalty: Number = None
-    seed: Whole = None
-    stop: Annotated[Any, PlainValidator(_stops)] = ()
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    max_tokens: Limit = None
-    n: _Choices = None
-    presence_penalty: _Penalty = None
-    frequency_penalty: _Penalty = None
-    logit_bias: Annotated[Any, PlainValidator(_bias)] = {}
     user: _Unused = None
     service_tier: _Unused = None
     safety_identifier: _Unused = None
     prompt_cache_key: _Unused = None
     prompt_cache_options: _Unused = None
     prompt_cache_retention: _Unused = None
+
+
+class _Request(BaseRequest):
+    """Fields of both kinds of requests for completions.
+
+    Fields that would change the response and are not supported only accept values without an effect. Unknown fields are
+    refused, as in the API.
+    """
+
+    top_k: Whole = None
+    min_p: Number = None
+    repetition_penalty: Number = None
+    seed: Whole = None
+    stop: Annotated[Any, PlainValidator(_stops)] = ()
+    max_tokens: Limit = None
+    n: _Choices = None
+    presence_penalty: _Penalty = None
+    frequency_penalty: _Penalty = None
+    logit_bias: Annotated[Any, PlainValidator(_bias)] = {}
 
     def _options(
         self, default: SamplingOptions, limit: int | None, alternatives: int | None, echo: bool = False
@@ -709,3 +580,10 @@ class DetokenizeRequest(Fields):
 
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0), BeforeValidator(not_bool)]], FailFast()]
+
+
+def field_of(message: str) -> str | None:
+    """Return the field of a request that an error message begins with; None if it names none."""
+    found = re.match(r"([a-z_]+)(\.[\w.]+)? (must|requires)", message)
+    known = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+    return found[1] + (found[2] or "") if found and found[1] in known else None
