@@ -42,6 +42,11 @@ def check(imported: Callable[[str], ModuleType]) -> Any:
 
 
 @pytest.fixture
+def sessions(imported: Callable[[str], ModuleType]) -> Any:
+    return imported("gpu_sessions")
+
+
+@pytest.fixture
 def loop(imported: Callable[[str], ModuleType]) -> Any:
     return imported("loop")
 
@@ -126,9 +131,9 @@ def test_what_needs_a_gpu_says_so(check: Any, part: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_gemma"])
-def test_sessions_are_compared_with_the_model(check: Any, model: str) -> None:
-    oracle = check.Oracle(getattr(check, model), "cpu")
-    ways = check._ways()
+def test_sessions_are_compared_with_the_model(sessions: Any, model: str) -> None:
+    oracle = sessions.Oracle(getattr(sessions, model), "cpu")
+    ways = sessions.ways()
     uncompiled = ("eager", "draft model", "saved and loaded", "token id out of range", "offloaded, 10 responses")
     for way in (*uncompiled, "forked", "beams of 3"):
         assert ways[way](oracle)[0] is True, way
@@ -139,10 +144,10 @@ def test_sessions_are_compared_with_the_model(check: Any, model: str) -> None:
     assert oracle.steps(oracle.session())[0] is False
 
 
-def test_graphs_of_the_subprocess_are_compared(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_of_the_subprocess_are_compared(sessions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row says if the subprocess gave up, because this process then compiled what is compared."""
-    run = check._ways()["compiled in the background, 4 steps a launch"]
-    oracle = check.Oracle(check.tiny_llama, "cpu")
+    run = sessions.ways()["compiled in the background, 4 steps a launch"]
+    oracle = sessions.Oracle(sessions.tiny_llama, "cpu")
     with compiling_with("aot_eager"):
         passed, said = run(oracle)
     assert passed is None and "backend is 'aot_eager'" in said
@@ -239,23 +244,23 @@ def test_memory_of_a_response_is_judged(check: Any, loop: Any, peak: int | None,
     assert check._answer(loop.Answer("x", "theirs", None, 2.0, 3.0, 4.0, peak, None))[0] is None
 
 
-def test_host_waits_are_counted_over_the_steps_alone(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_waits_are_counted_over_the_steps_alone(sessions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU never waits; the steps run as they do on a GPU."""
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    assert check._waits(check.Oracle(check.tiny_llama, "cpu")) == (True, "0 in 9 steps ")
+    assert sessions.waits(sessions.Oracle(sessions.tiny_llama, "cpu")) == (True, "0 in 9 steps ")
     assert modes == ["warn", "default"]
 
 
-def test_a_host_wait_is_told_from_other_warnings(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_wait_is_told_from_other_warnings(sessions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch warns that the mode is a prototype, too."""
-    oracle, said = check.Oracle(check.tiny_llama, "cpu"), ["Synchronization debug mode is a prototype feature"]
+    oracle, said = sessions.Oracle(sessions.tiny_llama, "cpu"), ["Synchronization debug mode is a prototype feature"]
     monkeypatch.setattr(
         torch.cuda, "set_sync_debug_mode", lambda mode: [warnings.warn(one, stacklevel=1) for one in said]
     )
-    assert check._waits(oracle) == (True, "0 in 9 steps ")
+    assert sessions.waits(oracle) == (True, "0 in 9 steps ")
     said.append("called a synchronizing CUDA operation")
-    passed, result = check._waits(oracle)
+    passed, result = sessions.waits(oracle)
     assert not passed and result.startswith("2 in 9 steps test_gpu_check.py:")
 
 
