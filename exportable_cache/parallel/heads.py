@@ -299,7 +299,7 @@ def weights_of_rank(
     plan, count = model.tp_plan, 0
     for name, parameter in model.named_parameters():
         module, _, last = name.rpartition(".")
-        style = plan.get(_wild(name), plan.get(_wild(module)))
+        style = plan.get(name_in_plan(name), plan.get(name_in_plan(module)))
         parts = ranks
         if style == "colwise" and module.rsplit(".", 1)[-1] in ("k_proj", "v_proj") and heads:
             parts = min(ranks, heads)
@@ -339,11 +339,11 @@ def _planned(model: PreTrainedModel) -> Iterator[tuple[str, str, nn.Module | nn.
     """Modules and parameters that the plan names, with their style."""
     plan = model.tp_plan
     for name, part in (*model.named_modules(), *model.named_parameters()):
-        style = plan.get(_wild(name))
+        style = plan.get(name_in_plan(name))
         if style is not None:
             yield name, style, part
 
 
-def _wild(name: str) -> str:
+def name_in_plan(name: str) -> str:
     """Return a name in the form of plans: `model.layers.*.mlp`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

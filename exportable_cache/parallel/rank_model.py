@@ -8,7 +8,6 @@ one. Gathers are sums over zeros as well, since AOTInductor has no other collect
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from torch import nn
 
 from ..common.compat.torch_distributed import sum_in_graph
 from ..errors import UnsupportedModelError
+from .heads import name_in_plan
 from .ranks import PartOf
 
 if TYPE_CHECKING:
@@ -76,11 +76,11 @@ def part_of_model(model: PreTrainedModel, one: RankOf) -> PreTrainedModel:
     part = copy.deepcopy(model, shared)
     plan, cut = dict(model.tp_plan), _Cutter(one)
     for name, module in part.named_modules():
-        style = plan.get(_wild(name))
+        style = plan.get(name_in_plan(name))
         # Counted before the weight is cut, because the bias is cut after it, into the same heads.
         whole_heads = _heads(part, name)
         for field, parameter in list(module.named_parameters(recurse=False)):
-            of_parameter = plan.get(_wild(f"{name}.{field}"), style)
+            of_parameter = plan.get(name_in_plan(f"{name}.{field}"), style)
             if of_parameter in _CUTS:
                 heads = whole_heads if of_parameter == "colwise" else None
                 own = cut.parameter(parameter, of_parameter, field == "bias", heads)
@@ -90,11 +90,6 @@ def part_of_model(model: PreTrainedModel, one: RankOf) -> PreTrainedModel:
         if style is not None:
             _wrap(name, module, style, one)
     return part
-
-
-def _wild(name: str) -> str:
-    """Return a name in the form of plans: `model.layers.*.mlp`."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _heads(model: nn.Module, name: str) -> int | None:
