@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -25,12 +25,11 @@ from .options import (
     SplitSpecialTokensOption,
     number,
 )
-from .runtime import Opening, open_session, opens
+from .runtime import Opened, Opening, open_session, opens
 from .terminal import Terminal
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import ProcessorMixin
 
     from ..decoding.completion import CompletionOptions
     from ..generation.checkpoint_settings import CheckpointSettings
@@ -108,59 +107,18 @@ def generate(
     files = {"image": image or (), "audio": audio or ()}
     kinds = tuple(kind for kind, paths in files.items() if paths)
     use = Use(kinds, prompt_lookup or 0, draft, draft_model, adapter=adapter)
+    asked = _Asked(
+        text, files, chat, split_special_tokens, form, tuple(stop or ()), max_new_tokens, prompt_lookup or 0, given
+    )
     opened = open_session(terminal, folder, opening, use)
-    session = opened.session
     from ..session.native import NativeSession
 
-    timed: _Timed
-    if isinstance(session, NativeSession):
-        native = session
-        settings = native.settings
-        from ..generation.text import encode_ids
-
-        messages = [{"role": "user", "content": text}]
-        ids = encode_ids(native.text_tokenizer, messages if chat else text, split_special_tokens=split_special_tokens)
-        # The decoder of an encoder-decoder is fed one token.
-        fed = len(ids) if native.start_token is None else 1
-        most = max_new_tokens or _default_new_tokens(settings, native.max_length, fed)
-        timed = _Timed(len(ids), fed)
-        how = {
-            "stop": stop or (),
-            "continues": not chat or (form is None and not split_special_tokens),
-            "max_new_tokens": most,
-            "sampling": given.over(settings.sampling),
-            "prompt_lookup": prompt_lookup or 0,
-            "draft_tokens": opened.draft_tokens if not prompt_lookup and form is None else 0,
-        }
-        run = partial(_run_native, timed, native, ids, form, how)
-    else:
-        from ..generation.speculative import PromptLookup
-
-        prepared = _prompt_of(opened.processor, session, text, files, chat, split_special_tokens)
-        settings = session.generation_settings
-        tokenised = _tokenised(session, prepared, split_special_tokens)
-        prompt_tokens, fed_tokens = _counts(session, tokenised)
-        room = None if session.room is None else int(session.room)
-        most = max_new_tokens or _default_new_tokens(settings, room, fed_tokens)
-        if form is None:
-            proposer = PromptLookup(prompt_lookup) if prompt_lookup else opened.draft
-            # Messages are tokenised again, because the response to them is a separate text and does not continue
-            # theirs.
-            prepared = prepared if chat and split_special_tokens else tokenised
-            choice = asdict(given.over(settings.sampling))
-            pieces = session.stream_text(prepared, most, **choice, stop=stop or None, draft=proposer)
-        else:
-            # Imported here, because generation without a constraint starts sooner without them.
-            from ..decoding.completion import CompletionOptions
-
-            sampling = given.over(settings.sampling)
-            options = CompletionOptions(sampling, most, tuple(stop or ()), constraint=form, continues=not chat)
-            pieces = _constrained_text(session, tokenised, options)
-        timed = _Timed(prompt_tokens, fed_tokens, lambda: int(session.length[0]))
-        run = partial(_run_pieces, timed, pieces)
+    start = _over_native if isinstance(opened.session, NativeSession) else _over_torch
+    settings, most, timed, run = start(opened, asked)
     terminal.note_all([*settings.remarks(), *given.lines(settings, max_new_tokens)])
     try:
-        run(terminal.generated if not json else _nothing)
+        # With --json, the whole text is printed at the end.
+        run(terminal.generated if not json else lambda piece: None)
     finally:
         # End the line of an interrupted response.
         if not json and timed.text and not timed.text.endswith("\n"):
@@ -172,8 +130,101 @@ def generate(
         terminal.note(str(timed))
 
 
-def _nothing(piece: str) -> None:
-    """Print nothing, because --json prints the whole text at the end."""
+@dataclass(frozen=True)
+class _Asked:
+    """What a generation is asked for.
+
+    Attributes:
+        text: The prompt.
+        files: Files of each kind for the prompt.
+        is_chat: True if the prompt is a message.
+        splits: True to encode control tokens of the prompt as plain text.
+        form: Constraint of the response, or None.
+        stop: Texts that end the response.
+        most: Most tokens to generate, if the user gave a limit.
+        lookup: Tokens that prompt lookup proposes at once; 0 for none.
+        sampling: Options of sampling.
+    """
+
+    text: str
+    files: Mapping[str, Sequence[Path]]
+    is_chat: bool
+    splits: bool
+    form: Constraint | None
+    stop: tuple[str, ...]
+    most: int | None
+    lookup: int
+    sampling: SeededSampling
+
+    @property
+    def prompt(self) -> str | list[dict[str, str]]:
+        """The prompt as text, or as messages."""
+        return [{"role": "user", "content": self.text}] if self.is_chat else self.text
+
+
+class _Started(NamedTuple):
+    """A generation that can run.
+
+    Attributes:
+        settings: Settings of the checkpoint.
+        most: Most tokens to generate; None for the checkpoint's limit, or what fits.
+        timed: The response and its timing.
+        run: Runs it, and gives the text in pieces.
+    """
+
+    settings: CheckpointSettings
+    most: int | None
+    timed: _Timed
+    run: Callable[[Callable[[str], object]], None]
+
+
+def _over_native(opened: Opened, asked: _Asked) -> _Started:
+    """Start a generation in the native runner."""
+    from ..generation.text import encode_ids
+
+    session = opened.session
+    settings = session.settings
+    ids = encode_ids(session.text_tokenizer, asked.prompt, split_special_tokens=asked.splits)
+    # The decoder of an encoder-decoder is fed one token.
+    fed = len(ids) if session.start_token is None else 1
+    most = asked.most or _default_new_tokens(settings, session.max_length, fed)
+    timed = _Timed(len(ids), fed)
+    how = {
+        "stop": asked.stop,
+        "continues": not asked.is_chat or (asked.form is None and not asked.splits),
+        "max_new_tokens": most,
+        "sampling": asked.sampling.over(settings.sampling),
+        "prompt_lookup": asked.lookup,
+        "draft_tokens": opened.draft_tokens if not asked.lookup and asked.form is None else 0,
+    }
+    return _Started(settings, most, timed, partial(_run_native, timed, session, ids, asked.form, how))
+
+
+def _over_torch(opened: Opened, asked: _Asked) -> _Started:
+    """Start a generation in torch's runtime."""
+    from ..generation.speculative import PromptLookup
+
+    session = opened.session
+    prepared = _prompt_of(opened, asked)
+    settings = session.generation_settings
+    tokenised = _tokenised(session, prepared, asked.splits)
+    prompt_tokens, fed_tokens = _counts(session, tokenised)
+    room = None if session.room is None else int(session.room)
+    most = asked.most or _default_new_tokens(settings, room, fed_tokens)
+    sampling = asked.sampling.over(settings.sampling)
+    if asked.form is None:
+        proposer = PromptLookup(asked.lookup) if asked.lookup else opened.draft
+        # Messages are tokenised again, because the response to them is a separate text and does not continue theirs.
+        prepared = prepared if asked.is_chat and asked.splits else tokenised
+        pieces = session.stream_text(prepared, most, **asdict(sampling), stop=asked.stop or None, draft=proposer)
+    else:
+        # Imported here, because generation without a constraint starts sooner without them.
+        from ..decoding.completion import CompletionOptions
+
+        options = CompletionOptions(sampling, most, asked.stop, constraint=asked.form, continues=not asked.is_chat)
+        pieces = _constrained_text(session, tokenised, options)
+    timed = _Timed(prompt_tokens, fed_tokens, lambda: int(session.length[0]))
+    return _Started(settings, most, timed, partial(_run_pieces, timed, pieces))
 
 
 def _run_pieces(timed: _Timed, pieces: Iterator[str], give: Callable[[str], object]) -> None:
@@ -278,21 +329,15 @@ class _Timed:
         )
 
 
-def _prompt_of(
-    processor: Callable[[], ProcessorMixin],
-    session: Session,
-    text: str,
-    files: Mapping[str, Sequence[Path]],
-    chat: bool,
-    split_special_tokens: bool,
-) -> str | list[dict[str, str]] | dict[str, Tensor]:
+def _prompt_of(opened: Opened, asked: _Asked) -> str | list[dict[str, str]] | dict[str, Tensor]:
     """Return the prompt as `Session.stream_text` takes it."""
-    _check_kinds(session, files)
-    if not any(files.values()):
-        return [{"role": "user", "content": text}] if chat else text
+    _check_kinds(opened.session, asked.files)
+    if not any(asked.files.values()):
+        return asked.prompt
     from ..session.inputs.prompt import prompt_inputs
 
-    return prompt_inputs(processor(), session.runner.methods, text, files, chat, split_special_tokens)
+    methods = opened.session.runner.methods
+    return prompt_inputs(opened.processor(), methods, asked.text, asked.files, asked.is_chat, asked.splits)
 
 
 def _check_kinds(session: Session, files: Mapping[str, Sequence[Path]]) -> None:
