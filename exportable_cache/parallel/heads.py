@@ -16,7 +16,7 @@ from torch import nn
 
 from ..common.compat.transformers import is_split_by_transformers
 from ..errors import InputError, UnsupportedModelError
-from .ranks import PartOf, is_split, part_of, split_tensor, whole_shape
+from .ranks import PartOf, is_split, name_in_plan, part_of, split_tensor, whole_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -342,8 +342,3 @@ def _planned(model: PreTrainedModel) -> Iterator[tuple[str, str, nn.Module | nn.
         style = plan.get(name_in_plan(name))
         if style is not None:
             yield name, style, part
-
-
-def name_in_plan(name: str) -> str:
-    """Return a name in the form of plans: `model.layers.*.mlp`."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -17,8 +17,7 @@ from torch import nn
 
 from ..common.compat.torch_distributed import sum_in_graph
 from ..errors import UnsupportedModelError
-from .heads import name_in_plan
-from .ranks import PartOf
+from .ranks import PartOf, name_in_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

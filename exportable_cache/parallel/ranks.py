@@ -65,6 +65,11 @@ def is_split(tensor: torch.Tensor) -> bool:
     return not all(placement.is_replicate() for placement in split.placements)
 
 
+def name_in_plan(name: str) -> str:
+    """Return a name in the form of plans: `model.layers.*.mlp`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
 def part_of(tensor: torch.Tensor) -> PartOf | None:
     """Return the description of a part of a tensor, or None."""
     return getattr(tensor, "part_of", None)
