@@ -132,7 +132,7 @@ def generate(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a generation is asked for.
+    """A request for a generation.
 
     Attributes:
         text: The prompt.
