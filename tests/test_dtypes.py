@@ -200,7 +200,7 @@ def dtypes_of(model: PreTrainedModel) -> dict[str, torch.dtype]:
 
 def test_quantisation_starts_from_bfloat16(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    tiny_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=1).save_pretrained(tmp_path / "model")
     bundle = export(tmp_path / "model", "pt2", CAPACITY, tmp_path / "out", quantize="8w", prefill_chunk=8)
     assert (bundle.manifest.dtype, bundle.manifest.stored_dtype) == ("float32", "bfloat16")
     assert bundle.manifest.verification["passed"]

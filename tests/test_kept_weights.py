@@ -234,7 +234,7 @@ def test_an_adapter_cannot_be_merged_into_kept_integers(tmp_path: Path) -> None:
 
 def test_pt2_programs_keep_the_integers(tmp_path: Path) -> None:
     """Export zero points and act-order to `pt2`, compare with the dequantised model, and verify again."""
-    checkpoints.write_gptq(tmp_path / "model", sym=False, act_order=True)
+    checkpoints.write_gptq(tmp_path / "model", checkpoints.wide_model(num_hidden_layers=1), sym=False, act_order=True)
     bundle = export(tmp_path / "model", "pt2", CAPACITY, tmp_path / "out", quantize="keep")
     assert (bundle.manifest.quantization.linear, bundle.manifest.quantization.kept) == ("keep", "affine")
     assert bundle.manifest.quantization.max_difference <= 1e-5

@@ -264,7 +264,7 @@ def test_a_program_is_judged_by_the_quantised_model() -> None:
 
 
 def test_the_bundle_records_scheme_error_and_bytes(tmp_path: Path) -> None:
-    model = model_of(tied=True, vocab_size=2048)
+    model = model_of(tied=True, vocab_size=2048, num_hidden_layers=1)
     model.save_pretrained(tmp_path / "model")
     bundle = export(tmp_path / "model", "pt2", 64, tmp_path / "out", quantize="8w", prefill_chunk=16)
     recorded = Manifest.read(bundle.path).quantization

@@ -45,6 +45,33 @@ def test_weights_are_the_same_there(tmp_path: Path, scheme: Quantization) -> Non
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
+def test_packed_weights_lie_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lower two layers with their weights in memory and in files, which gives the same bytes."""
+    pytest.importorskip("executorch", reason="the executorch extra is not installed")
+    from exportable_cache.backends.executorch import graph_edits
+    from exportable_cache.backends.executorch.lowering.lower import lower_programs
+    from exportable_cache.backends.executorch.quantized import FoldedLinears
+
+    model = tiny_model("llama", hidden_size=64, head_dim=16, num_hidden_layers=1)
+    mlp = quantize(model, Quantization("8da4w", 32, "8w")).model.model.layers[0].mlp
+    layers = torch.nn.Sequential(mlp.up_proj, mlp.down_proj)
+    shapes: list[tuple[int, ...]] = []
+    empty = Scratch.empty
+    monkeypatch.setattr(Scratch, "empty", lambda *args: shapes.append(tuple(args[1])) or empty(*args))
+
+    def lowered() -> bytes:
+        with FoldedLinears(layers), torch.no_grad():
+            program = torch.export.export(layers, (torch.zeros(1, 3, 64),))
+        return lower_programs({"forward": program}, native=True, scratch=Scratch(tmp_path)).buffer
+
+    # None of these weights is large.
+    in_memory = lowered()
+    assert not shapes
+    monkeypatch.setattr(graph_edits, "_MIN_BYTES_IN_FILES", 0)
+    assert lowered() == in_memory and len(shapes) == 2
+
+
+@pytest.mark.full
 def test_packed_weights_lie_in_files_and_give_the_same_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     from exportable_cache.backends.executorch import graph_edits

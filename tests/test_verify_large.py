@@ -323,6 +323,13 @@ def wrong_rotary(border: int):
 
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}])
+def test_a_right_program_passes(options: dict[str, Any]) -> None:
+    model = tiny_model("gemma3_text")
+    assert verify_session(session_of(model, **options), model).passed
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}])
 @pytest.mark.parametrize(
     ("faulty", "right"),
     [
@@ -336,7 +343,6 @@ def wrong_rotary(border: int):
 )
 def test_faults_are_found(faulty: Any, right: list[int], options: dict[str, Any]) -> None:
     model = tiny_model("gemma3_text")
-    assert verify_session(session_of(model, **options), model).passed
     report = verify_session(faulty(model, **options), model)
     assert report.at_once and not report.passed
     assert {prompt.length for prompt in report.prompts if prompt.max_difference <= report.tolerance} >= set(right)

@@ -165,7 +165,7 @@ def test_an_operator_without_a_form_is_named(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(
         UnsupportedModelError, match="Core AI's converter refuses method 'decode': .*; export for another"
     ):
-        export(tiny_model("llama"), target="coreai", max_cache_len=32, output_dir=tmp_path / "b")
+        export(tiny_model("llama", num_hidden_layers=1), target="coreai", max_cache_len=32, output_dir=tmp_path / "b")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from exportable_cache.models.quantization.quantize import quantize
 from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.verification.verify import verify
 
-from ..support.models import tiny_model
+from ..support.models import hybrid_model, tiny_model
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
@@ -27,15 +27,17 @@ needs_mlx = pytest.mark.skipif(not HAS_MLX, reason="the mlx extra is not install
 FAMILY = "gemma3_text"
 
 
-#: A hybrid, or a ring alone where MLX is not installed.
-LAYERS: dict[str, Any] = {} if HAS_MLX else {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+def whole() -> PreTrainedModel:
+    """Return a hybrid, or a ring with the fewest operators where MLX is not installed."""
+    ring = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    return tiny_model(FAMILY) if HAS_MLX else hybrid_model(**ring)
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """Return a bundle that was not verified."""
     folder = tmp_path_factory.mktemp("mlx") / "bundle"
-    return export(tiny_model(FAMILY, **LAYERS), "executorch", 48, folder, delegate="mlx", prefill_chunk=8, verify=False)
+    return export(whole(), "executorch", 48, folder, delegate="mlx", prefill_chunk=8, verify=False)
 
 
 def test_the_delegate_has_the_whole_method_and_its_state(bundle: Bundle) -> None:
@@ -67,7 +69,7 @@ def test_without_mlx_nothing_is_verified(bundle: Bundle, monkeypatch: pytest.Mon
     monkeypatch.setattr(table.metadata, "version", missing)
     monkeypatch.setattr("exportable_cache.common.compat.executorch.available_backends", set)
     with pytest.raises(MissingDependencyError, match=r"needs mlx<1,>=0.29, .*pip install 'exportable-cache\[mlx\]'"):
-        verify(bundle, tiny_model(FAMILY, **LAYERS))
+        verify(bundle, whole())
 
 
 @needs_mlx

@@ -13,7 +13,7 @@ from exportable_cache.models.quantization.spec import Quantization
 
 from ..support.forked import run_python
 from ..support.models import tiny_model
-from ..support.sessions import exported_bundle, folded_bundle, lowered, quantized_model, split_bundle
+from ..support.sessions import PREFILL, exported_bundle, folded_bundle, lowered, quantized_model, split_bundle
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "bundles.md"
 
@@ -52,7 +52,8 @@ def test_exported_programs_open_by_these_lines(run_inspect) -> None:
         exported_bundle(tiny_model("llama", **small), "pt2", **options, **more)
         for more in ({"quantize": "8w"}, {"form": "explicit"})
     ]
-    plain = exported_bundle(tiny_model("llama", **small), "pt2", **options)
+    # As other files export it.
+    plain = exported_bundle(tiny_model("llama"), "pt2", prefill_chunk=PREFILL)
     lines = [(folder, run_inspect(folder)) for folder in bundles]
     run([*lines, (plain, of_document("load_pt2"))], "assert {'decode', 'prefill', 'model'} <= set(programs)")
 

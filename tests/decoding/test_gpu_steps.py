@@ -20,7 +20,7 @@ from exportable_cache.models.patches.registry import patch_types
 from exportable_cache.program.program import ResidentModule, program_methods
 from exportable_cache.program.spec import ProgramSpec
 
-from ..support.models import tiny_model
+from ..support.models import hybrid_model, tiny_model
 
 CLEAN = {"plain": "clean", "traced": "clean"}
 
@@ -169,7 +169,7 @@ def chosen(greedy: bool, penalised: bool) -> tuple[list[int], list[str]]:
 
     from ..support.fake_gpu import DEVICE, FakeGpu, nodes_elsewhere, waiting_nodes
 
-    model = tiny_model("gemma3_text")
+    model = hybrid_model()
     cache = ExportableCache.from_model(model, 64, rollback_slots=1)
     decode = program_methods(model, cache, ProgramSpec())["decode"]
     steps, gpu = ChoosingSteps(ResidentModule(model, cache, decode), greedy, penalised, 2), FakeGpu()

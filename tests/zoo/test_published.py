@@ -219,6 +219,7 @@ def test_every_fact_has_a_source_and_changes_the_config() -> None:
         assert row.config().to_dict() != default.to_dict(), row.checkpoint
 
 
+@pytest.mark.project
 def test_every_checkpoint_is_loaded_as_the_class_of_its_row() -> None:
     for row in checkpoints():
         config = row.config()
