@@ -308,7 +308,7 @@ def engine_table(files: Mapping[str, File]) -> Table:
             str(layers.get("KV_CACHE_UPDATE", 0)),
             str(layers.get("ATTENTION_INPUT", 0)),
             "TF32" if record.get("products") == "tf32" else "stored dtype",
-            f"{len(record['aliases'])} of {len(state)} tensors",
+            f"{len(record['aliases'])} of {len(state)} tensors" if state else "-",
         )
     return table
 
@@ -319,7 +319,9 @@ def engines(files: Mapping[str, File]) -> list[dict[str, Any]]:
 
 
 def _profile(inputs: list[Mapping[str, Any]]) -> str:
-    """Return the sizes of the token ids, such as `2/256/256`."""
-    ids = next(tensor for tensor in inputs if tensor["name"] == "input_ids")
+    """Return the numbers of tokens, such as `2/256/256`; "-" for an encoder of items, whose inputs have one size."""
+    ids = next((tensor for tensor in inputs if tensor["name"] in ("input_ids", "inputs_embeds")), None)
+    if ids is None:
+        return "-"
     sizes = [ids[shape][1] for shape in ("min_shape", "opt_shape", "max_shape")]
     return str(sizes[0]) if len(set(sizes)) == 1 else "/".join(map(str, sizes))

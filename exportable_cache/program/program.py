@@ -468,8 +468,9 @@ class Program:
         checked_prefill_chunk(cache, spec.prefill_chunk)
         if not any(isinstance(modality, CrossModality) for modality in self.modalities):
             cache = without_items(cache)
-        # A target's operators support causal attention only, not images whose tokens see each other.
-        if spec.adapt is not None and not any(modality.facts.sees for modality in self.modalities):
+        # Other operators support causal attention only, not images whose tokens see each other.
+        sees = any(modality.facts.sees for modality in self.modalities)
+        if spec.adapt is not None and (spec.adapts_items or not sees):
             cache = spec.adapt(model, cache)
         self.methods = program_methods(model, cache, spec.decided(cache))
         self.lora = slots_of(model)

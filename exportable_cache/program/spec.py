@@ -64,6 +64,7 @@ class ProgramSpec:
         takes_lengths: If True, each step takes the lengths that select RoPE factors, if these change within the
             capacity. Only sessions of this package provide them.
         adapt: Function `(model, cache) -> cache` that converts layers to the layout of a target's operators.
+        adapts_items: True if these operators take any mask, so that tokens of an item may see each other.
         lora_slots: Number of LoRA adapters that the program holds at once, see `models.lora`; 0 for none. Each step
             then has a second method, such as `adapted_decode`, which takes the slot of each row.
         lora_inputs: If True, the slots' tensors are inputs of every step, after the cache; for explicit programs. All
@@ -97,6 +98,7 @@ class ProgramSpec:
     shift: bool = False
     takes_lengths: bool = False
     adapt: Callable[[PreTrainedModel, ExportableCache], ExportableCache] | None = None
+    adapts_items: bool = False
     lora_slots: int = setting(
         0,
         "Slots for N LoRA adapters that a session can switch.",

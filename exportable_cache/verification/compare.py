@@ -33,12 +33,14 @@ from .prompts import (
 from .references import (
     Reference,
     encoder_lengths,
+    example_item,
     is_large,
     logits_by_step,
     logits_of_beginnings,
     parameters_of,
     place,
     random_inputs,
+    random_item,
     takes_no_cache,
 )
 from .report import (
@@ -58,8 +60,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..common.progress import Progress
-    from ..common.tensors import TensorSpec
-    from ..program.methods import ProgramMethod
     from ..session.session import Session
 
 
@@ -89,10 +89,10 @@ def verify_encoders(
         method = session.runner.methods.get(f"encode_{kind}")
         if method is None:
             continue
-        (modality,) = modalities_of(model, {kind: _example(method)})
+        (modality,) = modalities_of(model, {kind: example_item(method)})
         differences, largest = [], 0.0
         for _ in range(_ITEMS):
-            item = [_random(spec, generator) for spec in method.inputs]
+            item = [random_item(spec, generator) for spec in method.inputs]
             with attention_of(model, "eager"):
                 given = [tensor.to(model.device) for tensor in item]
                 expected = features_of(model, modality, *given).float().clone()
@@ -102,23 +102,6 @@ def verify_encoders(
         limit = max(default_tolerance(rounded or model.dtype, largest), tolerance or 0.0)
         verified.append(VerifiedEncoder(method.name, torch.stack(differences).max().item(), limit))
     return tuple(verified)
-
-
-def _example(method: ProgramMethod) -> dict[str, torch.Tensor]:
-    """Return a random item of the method's sizes."""
-    fixed = {} if method.item is None else {name: one.tensor() for name, one in method.item.fixed.items()}
-    if method.grid is not None:
-        # Older bundles record only the grid.
-        fixed.setdefault("image_grid_thw", torch.tensor([method.grid]))
-    return {**{spec.name: _random(spec) for spec in method.inputs}, **fixed}
-
-
-def _random(spec: TensorSpec, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Return random pixels or samples; ones for integer inputs, because 0 means none."""
-    dtype = getattr(torch, spec.dtype)
-    if not dtype.is_floating_point:
-        return torch.ones(spec.sizes({}), dtype=dtype)
-    return torch.randn(spec.sizes({}), generator=generator).to(dtype)
 
 
 # Longest prompt that the model without rounding computes, too, if there are shorter ones.

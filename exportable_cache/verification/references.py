@@ -23,11 +23,13 @@ from ..cache.policies import FullPolicy, NoPolicy, RecurrentPolicy, RingPolicy
 from ..common.compat.transformers import cache_argument
 from ..common.progress import silent
 from ..errors import UnsupportedModelError
-from ..models.cache_factory import ExportableCache
-from ..models.layers.encoder import EncoderStates
+from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
+from ..models.layers.encoder import EncoderStates, encoder_of
 from ..models.loading.support import RIGHT_BY_TOKEN, WITHOUT_DYNAMIC_CACHE
 from ..models.positions import lengths_forgotten, rope_rule, takes_positions, text_model_of
 from ..models.quantized_rows import ExactActivations, QuantizedRows
+from ..program.inputs.kinds import KINDS
+from ..program.inputs.modalities import modalities_of
 from ..program.program import Program
 from ..program.spec import ProgramSpec
 from ..session.persistence import put_rows
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from ..cache.spec import Sinks
     from ..cache.storage import Storage
     from ..common.progress import Progress
+    from ..common.tensors import TensorSpec
     from ..program.methods import ProgramMethod
 
 
@@ -601,20 +604,46 @@ class OpenedLater:
         return self._runner.state_tensor(name) if isinstance(self._runner, GivesTensors) else None
 
 
+def example_item(method: ProgramMethod) -> dict[str, torch.Tensor]:
+    """Return a random item of the sizes of a method that encodes images, video or audio."""
+    fixed = {} if method.item is None else {name: one.tensor() for name, one in method.item.fixed.items()}
+    if method.grid is not None:
+        # Older bundles record only the grid.
+        fixed.setdefault("image_grid_thw", torch.tensor([method.grid]))
+    return {**{spec.name: random_item(spec) for spec in method.inputs}, **fixed}
+
+
+def random_item(spec: TensorSpec, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Return random pixels or samples; ones for integer inputs, because 0 means none."""
+    dtype = getattr(torch, spec.dtype)
+    if not dtype.is_floating_point:
+        return torch.ones(spec.sizes({}), dtype=dtype)
+    return torch.randn(spec.sizes({}), generator=generator).to(dtype)
+
+
 def program_of(manifest: Manifest, model: PreTrainedModel) -> Program:
     """Make the program that a manifest describes from its model, with layers in the target's layout."""
-    methods = manifest.program.methods
+    description = manifest.description()
+    methods = description.methods
     anywhere = [
         method
         for method in methods.values()
         if method.is_step and method.kv_read_len is None and not method.only_scores
     ]
     backend = backend_for(manifest.target)
-    asked = ProgramSpec(max(method.max_length for method in anywhere))
+    items = {kind: example_item(methods[f"encode_{kind}"]) for kind in KINDS if f"encode_{kind}" in methods}
+    asked = ProgramSpec(
+        max(method.max_length for method in anywhere), modalities=modalities_of(model, items) if items else ()
+    )
     if manifest.program.lora is not None:
         slots = manifest.program.lora.described()
         names = tuple(one.name for one in slots.targets)
         asked = replace(asked, lora_slots=slots.slots, lora_rank=slots.rank, lora_targets=names)
     spec = backend.program_spec(asked, backend.options.parse(manifest.options))
     spec = replace(spec, forward="forward" in methods, split="decode" in methods)
-    return Program(model, ExportableCache(empty_layers(manifest.description())), spec)
+    layers = empty_layers(description)
+    if "encode" not in methods:
+        return Program(model, ExportableCache(layers), spec)
+    cache = ExportableEncoderDecoderCache(layers)
+    cache.encoder = encoder_of(model, methods["encode"].max_length, description.batch_size)
+    return Program(model, cache, spec)

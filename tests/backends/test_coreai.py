@@ -28,8 +28,10 @@ from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.program.program import Program
 
 from ..support.models import hybrid_model, tiny_model, tokens
+from ..support.multimodal import tiny_multimodal
 from ..support.seq2seq import tiny_seq2seq
 from ..support.sessions import quantized_model
+from ..test_multimodal import largest_difference, options_of
 
 HAS_COREAI = importlib.util.find_spec("coreai_torch") is not None
 needs_coreai = pytest.mark.skipif(not HAS_COREAI, reason="the coreai extra is not installed")
@@ -193,6 +195,33 @@ def test_the_extra_is_named(tmp_path: Path) -> None:
         export(tiny_model("llama"), target="coreai", max_cache_len=32, output_dir=tmp_path / "b")
 
 
+# Each takes some 10 s.
+@needs_coreai
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "voxtral"])
+def test_images_and_audio_equal_the_whole_model(family: str, tmp_path: Path) -> None:
+    """Encoders are functions without states; prompts with one and two items."""
+    model = tiny_multimodal(family)
+    model.save_pretrained(tmp_path / family)
+    bundle = export(tmp_path / family, "coreai", 96, tmp_path / "bundle", **options_of(family))
+    with load(bundle.path, trust=True) as session:
+        assert largest_difference(session, model, family) <= 1e-4
+
+
+@needs_coreai
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["whisper", "t5"])
+def test_encoder_decoders_keep_what_a_prompt_wrote(family: str, tmp_path: Path) -> None:
+    """Export compares every step with the model; a state has lengths of the encoder as int64."""
+    longest = {} if family == "whisper" else {"max_encoder_len": 16}
+    model = tiny_seq2seq(family)
+    bundle = export(model, "coreai", 32, tmp_path / "bundle", prefill_chunk=8, **longest)
+    assert bundle.manifest.verification["max_difference"] <= 1e-4
+    with load(bundle.path, trust=True) as session:
+        lengths = session.runner.state["layers.3.encoder_length"]
+        assert lengths.dtype == torch.int64 and lengths.tolist() == [0]
+
+
 # -- what the converter gets -------------------------------------------------------------------------------------------
 
 
@@ -213,15 +242,17 @@ def test_a_gather_writes_as_the_portable_layout_does(start: int) -> None:
 
 
 def test_layers_without_keys_stay_as_they_are() -> None:
-    """Recurrent states have no slots; encoder-decoders are refused."""
+    """Recurrent states have no slots; a cache of an encoder-decoder remains one."""
     model = tiny_model("llama")
     cache = ExportableCache([CacheLayer(NoPolicy()), *ExportableCache.from_model(model, 32).layers])
     adapted = gathered_layers(model, cache).layers
     assert adapted[0] is cache.layers[0]
     assert [type(layer.layout) for layer in adapted[1:]] == [GatheredLayout] * 2
     model = tiny_seq2seq("t5")
-    with pytest.raises(UnsupportedModelError, match="keeps an encoder's output, which target coreai"):
-        gathered_layers(model, ExportableCache.from_model(model, 32, max_encoder_len=8))
+    cache = ExportableCache.from_model(model, 32, max_encoder_len=8)
+    crossed = gathered_layers(model, cache)
+    assert type(crossed) is type(cache) and crossed.encoder is cache.encoder
+    assert {type(layer.layout) for layer in crossed.layers} == {GatheredLayout}
 
 
 @pytest.mark.parametrize("source", [1.0, torch.arange(12.0).reshape(2, 3, 2)])
@@ -420,6 +451,35 @@ def test_a_cache_tensor_that_is_only_read_is_refused() -> None:
     program = torch.export.export(Reads(), (torch.zeros(2),))
     with pytest.raises(UnsupportedModelError, match="method 'decode' reads the cache tensor layers_0_keys without"):
         convert_file._states(program, "decode")
+    convert_file.write_states(program)
+    assert convert_file._states(program, "decode") == ["layers_0_keys"]
+
+
+def test_states_that_a_step_only_reads_are_written_in_the_order_of_the_inputs() -> None:
+    """The converter names states by their order."""
+
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("layers_0_keys", "layers_1_keys", "layers_2_keys"):
+                self.register_buffer(name, torch.ones(2))
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            """Write the second buffer and read the first and the second."""
+            self.layers_1_keys.add_(given)
+            return self.layers_0_keys + self.layers_1_keys
+
+    program = torch.export.export(Step(), (torch.arange(2.0),)).run_decompositions()
+    convert_file.write_states(program)
+    names = ["layers_0_keys", "layers_1_keys", "layers_2_keys"]
+    assert list(program.graph_signature.buffers_to_mutate.values()) == convert_file._states(program, "decode") == names
+    module = program.module()
+    assert torch.equal(module(torch.arange(2.0)), torch.tensor([2.0, 3.0]))
+    assert {name: tensor.tolist() for name, tensor in module.named_buffers()} == {
+        "layers_0_keys": [1, 1],
+        "layers_1_keys": [1, 2],
+        "layers_2_keys": [1, 1],
+    }
 
 
 def test_options_are_checked() -> None:

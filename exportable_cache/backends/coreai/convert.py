@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 
 from ...cache.layers import CacheLayer
 from ...cache.layout import PORTABLE, PortableLayout
 from ...cache.policies import is_one
 from ...cache.slots import read_slots
 from ...common.compat.coreai import dequantized_weight
+from ...common.compat.torch import OpOverload, writes_in_place
 from ...common.tensors import wide_buffer
 from ...errors import UnsupportedModelError, describe_trace_error
-from ...models.cache_factory import ExportableCache
+from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ...models.quantized_rows import is_quantized
-from ..base import check_decoder
 from ..decompositions import scatter_by_comparisons
 
 if TYPE_CHECKING:
@@ -58,13 +59,11 @@ class GatheredLayout(PortableLayout, kind="gathered"):
 
 
 def gathered_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCache:
-    """Return the cache with layers as Core AI programs keep them, and the same contents.
-
-    Raises:
-        UnsupportedModelError: If the model is an encoder-decoder.
-    """
-    check_decoder(model, cache, "target coreai", "another target")
-    return ExportableCache([_gathered(layer) for layer in cache.layers])
+    """Return the cache with layers as Core AI programs keep them, and the same contents."""
+    gathered = type(cache)([_gathered(layer) for layer in cache.layers])
+    if isinstance(cache, ExportableEncoderDecoderCache):
+        gathered.encoder = cache.encoder
+    return gathered
 
 
 def _gathered(layer: CacheLayer) -> CacheLayer:
@@ -105,9 +104,11 @@ def convert(exported: Mapping[str, ExportedProgram], methods: Mapping[str, Progr
     try:
         for name, program in exported.items():
             program = program.run_decompositions(_decompositions())
+            if methods[name].is_step:
+                write_states(program)
+            _fold_numbers(program, 1 if methods[name].is_step else _MOST_FOLDED)
             drop_unused(program)
             check_complex(program, name)
-            _fold_numbers(program)
             _align_ranks(program.graph_module)
             _state_sizes(program)
             method = methods[name]
@@ -125,6 +126,31 @@ def convert(exported: Mapping[str, ExportedProgram], methods: Mapping[str, Progr
         raise UnsupportedModelError(
             f"Core AI's converter refuses method {name!r}: {describe_trace_error(error)}; export for another target"
         ) from error
+
+
+def write_states(program: ExportedProgram) -> None:
+    """Write each cache tensor that a step only reads, such as the keys of cross-attention, in place.
+
+    A tensor that is not written would be a constant of the Core AI program.
+    """
+    signature, graph = program.graph_signature, program.graph
+    written, output = set(signature.buffers_to_mutate.values()), graph.output_node()
+    results = list(zip(signature.output_specs, output.args[0], strict=True))
+    order = {}
+    for node in graph.find_nodes(op="placeholder"):
+        target = signature.inputs_to_buffers.get(node.name, "")
+        order[target] = len(order)
+        if not target.startswith("layers_") or target in written:
+            continue
+        with graph.inserting_before(output):
+            same = graph.call_function(aten.clone.default, (node,))
+        same.meta["val"] = node.meta["val"]
+        results.append((OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(name=same.name), target), same))
+    # Written buffers come before results, in the order of the inputs, by which the converter names them.
+    results.sort(key=lambda one: order[one[0].target] if one[0].kind is OutputKind.BUFFER_MUTATION else len(order))
+    output.args = (tuple(node for _, node in results),)
+    signature.output_specs[:] = [spec for spec, _ in results]
+    program.graph_module.recompile()
 
 
 def drop_unused(program: ExportedProgram) -> None:
@@ -288,37 +314,76 @@ def _attention(
     return scores.softmax(-1) @ value
 
 
-def _fold_numbers(program: ExportedProgram) -> None:
-    """Replace what is computed from constants of one element, such as a quantile, by its value."""
+def _fold_numbers(program: ExportedProgram, largest: int = 1) -> None:
+    """Replace what is computed from constants alone, such as a quantile, by its value.
+
+    Args:
+        program: Program to change.
+        largest: Most elements of a value. Encoders compute positions and masks of items of one size by operators that
+            the converter lacks, such as `sort`.
+    """
+    signature, graph = program.graph_signature, program.graph
+    kinds = (InputKind.CONSTANT_TENSOR,) if largest == 1 else (InputKind.CONSTANT_TENSOR, InputKind.BUFFER)
+    stored = {**program.state_dict, **program.constants}
     constants = {
-        spec.arg.name: program.constants[spec.target]
-        for spec in program.graph_signature.input_specs
-        if spec.kind is InputKind.CONSTANT_TENSOR and spec.target in program.constants
+        spec.arg.name: stored[spec.target]
+        for spec in signature.input_specs
+        if spec.kind in kinds and isinstance(stored.get(spec.target or ""), torch.Tensor)
     }
     known = {
         node: constants[node.name]
-        for node in program.graph.find_nodes(op="placeholder")
-        if node.name in constants and constants[node.name].numel() == 1
+        for node in graph.find_nodes(op="placeholder")
+        if node.name in constants and constants[node.name].numel() <= largest
     }
-    graph = program.graph
-    for node in list(graph.nodes):
-        if (
-            node.op != "call_function"
-            or not node.all_input_nodes
-            or any(one not in known for one in node.all_input_nodes)
-        ):
+    for node in graph.nodes:
+        if node.op != "call_function" or not (node.all_input_nodes or largest > 1):
+            continue
+        if any(one not in known for one in node.all_input_nodes) or not _is_pure(node.target):
             continue
         value = node.target(*torch.fx.map_arg(node.args, known.get), **torch.fx.map_arg(node.kwargs, known.get))
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        if not isinstance(value, torch.Tensor) or value.numel() <= largest:
+            known[node] = value
+    for node, value in reversed(known.items()):
+        if node.op != "call_function":
             continue
-        with graph.inserting_before(node):
-            options = {"dtype": value.dtype, "device": value.device}
-            folded = graph.call_function(aten.full.default, (list(value.shape), value.item()), options)
-        folded.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(folded)
-        graph.erase_node(node)
-        known[folded] = value
+        if isinstance(value, torch.Tensor) and any(user not in known for user in node.users):
+            with graph.inserting_before(node):
+                folded = _constant(program, f"{node.name}_value", value)
+            folded.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(folded)
+        if not node.users:
+            graph.erase_node(node)
     program.graph_module.recompile()
+
+
+#: Most elements of a value that is folded in an encoder.
+_MOST_FOLDED = 2**22
+
+
+def _is_pure(target: Any) -> bool:
+    """Return True if an operator has the same result each time."""
+    tags = getattr(target, "tags", ())
+    return target is operator.getitem or (
+        isinstance(target, OpOverload)
+        and target.namespace == "aten"
+        and not writes_in_place(target)
+        and torch.Tag.nondeterministic_seeded not in tags
+    )
+
+
+def _constant(program: ExportedProgram, name: str, value: torch.Tensor) -> torch.fx.Node:
+    """Insert a constant: a call for one number, else an input that the program stores."""
+    graph = program.graph
+    if value.numel() == 1:
+        return graph.call_function(
+            aten.full.default, (list(value.shape), value.item()), {"dtype": value.dtype, "device": value.device}
+        )
+    with graph.inserting_before(next(iter(graph.nodes))):
+        node = graph.placeholder(name)
+    spec = InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(name=node.name), node.name)
+    program.graph_signature.input_specs.insert(0, spec)
+    program.constants[node.name] = value.detach().clone().contiguous()
+    return node
 
 
 def _align_ranks(module: torch.fx.GraphModule) -> None:

@@ -45,9 +45,9 @@ def zeros(described):
 async def main():
     async with AIModelAsset.load(path).executable() as model:
         kept = zeros(states)
-        for name, inputs in calls:
+        for name, inputs, has_state in calls:
             print(name, flush=True)
-            await model.load_function(name)(zeros(inputs), kept)
+            await model.load_function(name)(zeros(inputs), *([kept] if has_state else []))
 
 asyncio.run(main())
 """
@@ -91,6 +91,7 @@ class CoreAIRunner:
             ) from error
         #: Name of a cache tensor -> its array, which steps write in place.
         self._states: dict[str, Any] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         #: Copies of the states that were given out since the last step. The next step begins with their contents.
         self._given: dict[str, torch.Tensor] | None = None
         for index, layer in enumerate(description.layers):
@@ -99,12 +100,14 @@ class CoreAIRunner:
                     continue
                 zeros = torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
                 self._states[f"layers.{index}.{name}"] = NDArray(_numpy(zeros))
+                self._dtypes[f"layers.{index}.{name}"] = zeros.dtype
 
     @property
     def state(self) -> Mapping[str, torch.Tensor]:
         """See `HasState.state`. The tensors are copies, because the runtime moves its arrays and shares no memory."""
         if self._given is None:
-            self._given = {name: _tensor(array).clone() for name, array in self._states.items()}
+            # Lengths of encoders are int32 in a program.
+            self._given = {name: _tensor(array).clone().to(self._dtypes[name]) for name, array in self._states.items()}
         return self._given
 
     @torch.no_grad()
@@ -115,9 +118,11 @@ class CoreAIRunner:
         if self._given is not None:
             self._states = {name: self._array(_numpy(tensor)) for name, tensor in self._given.items()}
             self._given = None
+        # The runtime refuses states that a function does not have, such as that of an encoder.
         states = {name.replace(".", "_"): array for name, array in self._states.items()}
+        given = (arrays, states) if self.methods[method].is_step else (arrays,)
         try:
-            results = self._wait(self._functions[method](arrays, states))
+            results = self._wait(self._functions[method](*given))
         except RuntimeError as error:
             raise BundleError(
                 f"Core AI's runtime cannot run {method!r}: {first_line(error)}; export for another target"
@@ -180,8 +185,8 @@ def check_calls(path: Path, program: Program) -> None:
     for name, method in program.methods.items():
         smallest = smallest_inputs(method, program.batch_size, program.cache.device)
         for inputs in (*smallest, program.example_inputs(method)):
-            calls.append((name, _described(zip(method.input_names, inputs, strict=True))))
-    module = next(iter(program.modules.values()))
+            calls.append((name, _described(zip(method.input_names, inputs, strict=True)), method.is_step))
+    module = next(program.modules[name] for name, method in program.methods.items() if method.is_step)
     states = _described((name, tensor) for name, tensor in module.named_buffers() if name.startswith("layers_"))
     done = subprocess.run(
         [sys.executable, "-c", _CHILD],

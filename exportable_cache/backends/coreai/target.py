@@ -49,6 +49,7 @@ class CoreAIBackend:
             experts="batched_mm",
             takes_lengths=True,
             adapt=gathered_layers,
+            adapts_items=True,
         )
 
     def lower(self, program: Program, folder: Path, options: CoreAIOptions) -> list[LoweredFile]:

@@ -5,8 +5,8 @@ The record is needed because a plan shows none of this without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch.fx import GraphModule
 
+    from ...program.methods import ProgramMethod
     from ...program.program import Program
 
 
@@ -28,6 +29,8 @@ STATE_IN, STATE_OUT = "cache.", "next."
 #: Prefix of the slots' tensors for adapters, such as `lora.0` and `lora.1` of the first layer.
 LORA_IN = "lora."
 LOGITS, NEXT_POS = "logits", "next_pos"
+#: Name of a step's input with embeddings instead of token ids.
+EMBEDS = "inputs_embeds"
 
 _LENGTH = ".cumulative_length"
 
@@ -65,6 +68,9 @@ class EngineIO:
         scored_tokens: See `ProgramMethod.scored_tokens`.
         empty: Names of empty state tensors, such as rotated keys of a model without rotation.
         lora: Names of the slots' tensors for adapters.
+        results: Largest shape of each output by its name, for a method that is not a step and has no state.
+        shapes: Shapes of the inputs by name, with the names of sizes.
+        ranges: Least, expected and largest of each named size except "length".
     """
 
     inputs: tuple[str, ...]
@@ -73,6 +79,9 @@ class EngineIO:
     empty: frozenset[str] = frozenset()
     scored_tokens: int = 0
     lora: tuple[str, ...] = ()
+    results: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    ranges: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
     @property
     def kept_state(self) -> tuple[str, ...]:
@@ -85,16 +94,19 @@ class EngineIO:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the engine's outputs, in order: logits, the next position, the next state."""
+        """Names of all outputs, in order: logits, the next position, the next state; or the results."""
+        if self.results:
+            return tuple(self.results)
         return (LOGITS, NEXT_POS, *(STATE_OUT + name for name in self.kept_state))
 
-    def bind(self, graph: GraphModule) -> tuple[InputSpec, ...]:
-        """Remove lengths and empty state from a lowered graph, in place.
+    def bind(self, graph: GraphModule) -> tuple[tuple[InputSpec, ...], tuple[str, ...]]:
+        """Remove lengths, empty state, and outputs of unchanged state from a lowered graph, in place.
 
-        As inputs they are never read, and as outputs all lengths are equal.
+        As inputs, lengths are never read, and as outputs all of them are equal. A step of a decoder leaves the keys and
+        values of cross-attention unchanged.
 
         Returns:
-            The remaining inputs, in order.
+            The remaining inputs and the names of the remaining outputs, in order.
 
         Raises:
             UnsupportedModelError: If the graph reads a length or an empty tensor.
@@ -102,17 +114,25 @@ class EngineIO:
         # Imported here, because runners without torch read records, too.
         from ...common.compat.torch import reset_signature
 
-        output = next(node for node in graph.graph.nodes if node.op == "output")
-        given = dict(zip((LOGITS, *self.state), output.args[0], strict=True))
-        position = given[next(name for name in self.state if name.endswith(_LENGTH))]
-        output.args = ((given[LOGITS], position, *(given[name] for name in self.kept_state)),)
-        output.meta.pop("val", None)
-        graph.graph.eliminate_dead_code()
-        kept, specs = {STATE_IN + name for name in self.kept_state}.union(self.inputs, self.lora), []
+        outputs, unchanged = self.outputs, set[str]()
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         names = (*self.inputs, *(STATE_IN + name for name in self.state), *self.lora)
-        for node, name in zip(placeholders, names, strict=True):
-            if name in kept:
+        taken = dict(zip(names, placeholders, strict=True))
+        if not self.results:
+            output = next(node for node in graph.graph.nodes if node.op == "output")
+            given = dict(zip((LOGITS, *self.state), output.args[0], strict=True))
+            position = given[next(name for name in self.state if name.endswith(_LENGTH))]
+            results = {LOGITS: given[LOGITS], NEXT_POS: position}
+            results |= {STATE_OUT + name: given[name] for name in self.kept_state}
+            unchanged = {name for name in self.kept_state if given[name] is taken[STATE_IN + name]}
+            outputs = tuple(name for name in outputs if name.removeprefix(STATE_OUT) not in unchanged)
+            output.args = (tuple(results[name] for name in outputs),)
+            output.meta.pop("val", None)
+        graph.graph.eliminate_dead_code()
+        kept, specs = {STATE_IN + name for name in self.kept_state}.union(self.inputs, self.lora), []
+        for name, node in taken.items():
+            # TensorRT does not keep inputs that nothing reads.
+            if name in kept and (node.users or name.removeprefix(STATE_IN) not in unchanged):
                 specs.append(self._spec(name, node.meta["val"]))
                 continue
             if node.users:
@@ -124,11 +144,16 @@ class EngineIO:
             graph.graph.erase_node(node)
         reset_signature(graph.graph)
         graph.recompile()
-        return tuple(specs)
+        return tuple(specs), outputs
 
     def _spec(self, name: str, traced: torch.Tensor) -> InputSpec:
-        shapes = (tuple(size if isinstance(size, int) else length for size in traced.shape) for length in self.lengths)
-        return InputSpec(name, traced.dtype, *shapes)
+        named: Sequence[int | str] = self.shapes.get(name, traced.shape)
+        ranges = [
+            (size,) * 3 if isinstance(size, int) else self.ranges.get(str(label), self.lengths)
+            for label, size in zip(named, traced.shape, strict=True)
+        ]
+        least, expected, most = (tuple(one[index] for one in ranges) for index in range(3))
+        return InputSpec(name, traced.dtype, least, expected, most)
 
 
 def engine_io_of(program: Program, method: str, opt_length: int | None = None) -> EngineIO:
@@ -141,11 +166,65 @@ def engine_io_of(program: Program, method: str, opt_length: int | None = None) -
     """
     described = program.methods[method]
     lengths = (described.min_length, opt_length or described.max_length, described.max_length)
+    shapes = {spec.name: spec.shape for spec in described.inputs}
+    ranges = {name: (least, most, most) for name, (least, most) in described.ranges.items()}
+    if not described.is_step:
+        sizes = {"batch": program.batch_size, "length": described.max_length}
+        sizes |= {name: most for name, (_, most) in described.ranges.items()}
+        results = {spec.name: tuple(spec.sizes(sizes)) for spec in described.outputs}
+        return EngineIO(described.input_names, (), lengths, results=results, shapes=shapes, ranges=ranges)
     state = dict(program.cache.named_state())
     empty = frozenset(name for name, tensor in state.items() if tensor.numel() == 0)
     count = 0 if program.lora is None else 2 * len(program.lora.targets)
     lora = tuple(f"{LORA_IN}{index}" for index in range(count))
-    return EngineIO(described.input_names, tuple(state), lengths, empty, described.scored_tokens, lora)
+    return EngineIO(
+        described.input_names,
+        tuple(state),
+        lengths,
+        empty,
+        described.scored_tokens,
+        lora,
+        shapes=shapes,
+        ranges=ranges,
+    )
+
+
+def engine_inputs(
+    methods: Mapping[str, ProgramMethod],
+    method: str,
+    names: Sequence[str],
+    inputs: Sequence[torch.Tensor],
+    embed: Callable[[torch.Tensor], torch.Tensor],
+) -> list[torch.Tensor]:
+    """Return the inputs of a method's engine, which may be that of a method that takes embeddings.
+
+    Args:
+        methods: Methods of the program.
+        method: Name of the method.
+        names: Names of the engine's inputs without state, in order.
+        inputs: Inputs of the method.
+        embed: Function from ids to embeddings, the method `embed`.
+    """
+    specs = methods[method].inputs
+    given = dict(zip((spec.name for spec in specs), inputs, strict=True))
+    if EMBEDS not in names or EMBEDS in given:
+        return [given[name] for name in names]
+    import torch
+
+    from ...program.inputs.multimodal import IMAGE_IDS
+    from ...program.methods import POSITIONS, ROPE_DELTAS
+
+    ids = given["input_ids"]
+    given[EMBEDS] = embed(ids)
+    given[IMAGE_IDS.name] = torch.full_like(ids, -1)
+    whole = next(one for one in methods.values() if one.is_step and not one.takes_ids)
+    axes = next((spec.shape[0] for spec in whole.inputs if spec.name == POSITIONS), 0)
+    if axes:
+        # All axes of text are equal.
+        first = given["input_pos"] + given[ROPE_DELTAS.name]
+        positions = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
+        given[POSITIONS] = positions.expand(int(axes), *positions.shape)
+    return [given[name] for name in names]
 
 
 #: Field of a file's details that lists its engines.

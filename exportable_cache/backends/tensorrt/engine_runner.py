@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,13 +11,22 @@ import torch
 
 from ...errors import BundleError, first_line
 from ...models.lora import WRITE_ADAPTER, write_slot
-from .engine_io import LOGITS, STATE_IN, STATE_OUT, check_computes, check_fits, load_error, records_of
+from .engine_io import (
+    LOGITS,
+    STATE_IN,
+    STATE_OUT,
+    check_computes,
+    check_fits,
+    engine_inputs,
+    load_error,
+    records_of,
+)
 from .options import loads_on
 
 if TYPE_CHECKING:
     from ...program.methods import ProgramMethod
     from ..base import ProgramDescription
-    from .engine_io import EngineRecord, Output
+    from .engine_io import EngineRecord, Input, Output
 
 
 class ExecutionContext(Protocol):
@@ -28,6 +37,9 @@ class ExecutionContext(Protocol):
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         """Set the shape of a dynamic input."""
+
+    def get_tensor_shape(self, name: str) -> Sequence[int]:
+        """Return the shape of a tensor for the shapes of the inputs."""
 
     def execute_async_v3(self, stream_handle: int) -> bool:
         """Enqueue the engine on a CUDA stream."""
@@ -63,15 +75,15 @@ class EngineRunner:
         #: See `RoundsProducts`: float16 has as many bits as TF32.
         self.products = torch.float16 if any(record.products == "tf32" for record in records.values()) else None
         self._contexts = contexts
-        first = next(iter(self.records.values()))
+        state, lora = _kept(self.records.values())
         self.state = {
-            tensor.name: torch.zeros(tensor.max_shape, dtype=getattr(torch, tensor.dtype), device=device)
-            for tensor in first.state
+            name: torch.zeros(tensor.max_shape, dtype=getattr(torch, tensor.dtype), device=device)
+            for name, tensor in state.items()
         }
         #: Slots for adapters, which all engines read at one address.
         self.lora = {
-            tensor.name: torch.zeros(tensor.max_shape, dtype=getattr(torch, tensor.dtype), device=device)
-            for tensor in first.lora
+            name: torch.zeros(tensor.max_shape, dtype=getattr(torch, tensor.dtype), device=device)
+            for name, tensor in lora.items()
         }
         shared = {**self.state, **self.lora}
         self.steps = {}
@@ -83,19 +95,24 @@ class EngineRunner:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @torch.no_grad()
-    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
-        """Run one step and return logits [batch, vocab], or write an adapter."""
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run one step and return logits [batch, vocab], return all outputs of another method, or write an adapter."""
         if method == WRITE_ADAPTER:
             # Steps wait for this stream.
             return write_slot(list(self.lora.values()), *inputs)
         step = self.steps[method]
+        inputs = tuple(engine_inputs(self.methods, method, tuple(step.inputs), inputs, self._embedded))
         if self._stream is None:
             return step.run(inputs, None)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            logits = step.run(inputs, self._stream)
+            outputs = step.run(inputs, self._stream)
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        return logits
+        return outputs
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of ids."""
+        return self.run("embed", ids.to(self.device))[0]
 
 
 class EngineStep:
@@ -146,11 +163,12 @@ class EngineStep:
             # The network's shapes are open, also those of a method whose inputs have one shape.
             for given in inputs:
                 context.set_input_shape(given.name, tuple(given.max_shape))
-        for name, tensor in {**state, **self.inputs, **self.outputs}.items():
+        read = {tensor.name: state[tensor.name] for tensor in record.inputs if tensor.name in state}
+        for name, tensor in {**read, **self.inputs, **self.outputs}.items():
             if not context.set_tensor_address(name, tensor.data_ptr()):
                 raise BundleError(f"the engine of {record.method!r} has no tensor {name!r}; export the model again")
 
-    def run(self, inputs: tuple[torch.Tensor, ...], stream: Any) -> torch.Tensor:
+    def run(self, inputs: tuple[torch.Tensor, ...], stream: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run one step.
 
         Args:
@@ -158,7 +176,8 @@ class EngineStep:
             stream: The current CUDA stream; None on a CPU.
 
         Returns:
-            Logits [batch, vocab], or of several tokens if it `scores`; a copy.
+            Logits [batch, vocab], or of several tokens if it `scores`; or all outputs of a method without logits.
+            They are copies.
         """
         for (name, buffer), given in zip(self.inputs.items(), inputs, strict=True):
             buffer.view(-1)[: given.numel()].copy_(given.reshape(-1), non_blocking=True)
@@ -174,6 +193,8 @@ class EngineStep:
                 with torch.cuda.graph(self._graph, stream=stream):
                     self._execute(stream.cuda_stream)
             self._graph.replay()
+        if LOGITS not in self.outputs:
+            return tuple(self._front(name, tensor).clone() for name, tensor in self.outputs.items())
         logits = self.outputs[LOGITS]
         if logits.dim() == 2:
             return logits.clone()
@@ -182,6 +203,11 @@ class EngineStep:
         count = min(most, inputs[0].shape[1])
         logits = logits.view(-1)[: rows * count * vocab].view(rows, count, vocab)
         return logits.clone() if self.scores else logits[:, -1].clone()
+
+    def _front(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a tensor of the largest shape that the engine wrote."""
+        shape = tuple(self._context.get_tensor_shape(name))
+        return tensor.view(-1)[: math.prod(shape)].view(shape)
 
     def _execute(self, stream: int) -> None:
         if not self._context.execute_async_v3(stream):
@@ -209,9 +235,10 @@ def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
     from .upstream import collected_errors, trt
 
     major, minor = torch.cuda.get_device_capability()
-    here, first = 10 * major + minor, next(iter(records.values()))[1]
+    here = 10 * major + minor
     plans = {file: (folder / file).stat().st_size for file, _ in records.values()}
-    cache = sum(math.prod(one.max_shape) * getattr(torch, one.dtype).itemsize for one in (*first.state, *first.lora))
+    kept = [tensor for part in _kept(record for _, record in records.values()) for tensor in part.values()]
+    cache = sum(math.prod(one.max_shape) * getattr(torch, one.dtype).itemsize for one in kept)
     check_fits(sum(plans.values()), cache, *torch.cuda.mem_get_info())
     runtime = trt.Runtime(TRT_LOGGER)
     contexts = {}
@@ -253,6 +280,16 @@ def runs_here(records: Iterable[EngineRecord]) -> bool:
         return False
     major, minor = torch.cuda.get_device_capability()
     return all(loads_on(10 * major + minor, record.capabilities) for record in records)
+
+
+def _kept(records: Iterable[EngineRecord]) -> tuple[dict[str, Input], dict[str, Input]]:
+    """Return the inputs that hold the cache, and those that hold slots for adapters, of all engines by name."""
+    state: dict[str, Input] = {}
+    lora: dict[str, Input] = {}
+    for record in records:
+        state |= {tensor.name: tensor for tensor in record.state}
+        lora |= {tensor.name: tensor for tensor in record.lora}
+    return state, lora
 
 
 def _allocate(tensor: Output, device: torch.device) -> torch.Tensor:

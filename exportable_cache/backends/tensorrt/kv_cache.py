@@ -21,8 +21,7 @@ from ...cache.layout import PORTABLE, Layout
 from ...cache.policies import CircularPolicy, is_one
 from ...common.compat.torch import check
 from ...errors import UnsupportedModelError
-from ...models.cache_factory import ExportableCache
-from ..base import check_decoder
+from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ..probe_attention import probe_attention
 from .quantized import check_weights
 
@@ -57,8 +56,8 @@ def tensorrt_attention(
     - if values are shorter than keys (MLA), the scores of the dimensions that only keys have, because the layer
       requires both to have one shape ("Key and Value must have the same shape").
 
-    `matmul_attention` serves soft-capping, a position bias, values longer than keys, and calls without a mask: the
-    layer drops a mask that comes with `causal`, and its causal form does not know a cache.
+    `matmul_attention` serves soft-capping, a position bias, values longer than keys, and calls of several queries
+    without a mask: the layer drops a mask that comes with `causal`, and its causal form does not know a cache.
 
     Args:
         module: Attention module of the model.
@@ -73,6 +72,9 @@ def tensorrt_attention(
     Returns:
         [batch, q_length, heads, value_head_dim], and None for the weights.
     """
+    if attention_mask is None and is_one(query.shape[2]):
+        # Because TensorRT-RTX 1.5 cannot build plain products of one query, of a step's cross-attention over all slots.
+        attention_mask = query.new_zeros(1, 1, 1, key.shape[2])
     sinks = sinks_of(query, kwargs)
     lacks_slot = sinks is not None and attention_mask is not None and key.shape[2] != attention_mask.shape[-1] + 1
     if lacks_slot or not is_expressible(query, key, value, attention_mask, kwargs):
@@ -235,11 +237,10 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
     Layers of other kinds are unchanged: if their operators convert, their state is copied in every step.
 
     Raises:
-        UnsupportedModelError: If the model is an encoder-decoder or keeps images in its cache, if the cache is
-            quantized, or for weights, see `check_weights`.
+        UnsupportedModelError: If the model keeps images in its cache, if the cache is quantized, or for weights, see
+            `check_weights`.
     """
     check_weights(model)
-    check_decoder(model, cache, "target tensorrt", "another target")
     if any(isinstance(layer, ItemsLayer) for layer in cache.layers):
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps images in cross-attention layers, which target tensorrt does not support; "
@@ -253,13 +254,17 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
         )
     if not any(keeps_tokens_alone(layer) for layer in cache.layers):
         return cache
-    sinks = layers_with_sinks(model)
-    return ExportableCache(
+    # The probe feeds a text decoder, and encoder-decoders have no sinks.
+    sinks = set[int]() if isinstance(cache, ExportableEncoderDecoderCache) else layers_with_sinks(model)
+    adapted = type(cache)(
         [
             EngineLayout(null_slots=int(index in sinks)).engine_layer(layer) if keeps_tokens_alone(layer) else layer
             for index, layer in enumerate(cache.layers)
         ]
     )
+    if isinstance(cache, ExportableEncoderDecoderCache):
+        adapted.encoder = cache.encoder
+    return adapted
 
 
 def keeps_tokens_alone(layer: CacheLayer) -> bool:

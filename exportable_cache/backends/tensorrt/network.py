@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +47,7 @@ class Network:
         outputs: Names of the outputs, in order.
         aliases: Names of inputs by the output that is written over them.
         scored_tokens: Most tokens that have logits, if the second dimension of the logits is that of tokens; else 0.
+        results: Largest shape of each output of a method that is not a step.
         digest: sha256 of what the network was made from: lowered operators, their order and connections, and all
             constants.
         interpreter: Interpreter that built the network; it owns builder and weights.
@@ -59,6 +60,7 @@ class Network:
     digest: str
     interpreter: NetworkInterpreter
     scored_tokens: int = 0
+    results: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
@@ -183,7 +185,7 @@ def build_network(
         # Deprecations inside torch_tensorrt, which callers cannot change.
         warnings.simplefilter("ignore")
         graph = _lowered(program, settings, in_place, joined)
-        inputs = signature.bind(graph)
+        inputs, outputs = signature.bind(graph)
         _check_convertible(graph)
         interpreter = NetworkInterpreter(
             graph, [_trt_input(spec) for spec in inputs], infer_module_output_dtypes(graph), settings
@@ -194,11 +196,11 @@ def build_network(
         construct_network(interpreter)
     _check_weights(interpreter)
     network = interpreter.ctx.net
-    _check_outputs(graph, network, signature.outputs)
-    _rename(network, inputs, signature.outputs)
+    _check_outputs(graph, network, outputs)
+    _rename(network, inputs, outputs)
     aliases = _aliases(network)
     digest = _digest(graph, interpreter)
-    return Network(network, inputs, signature.outputs, aliases, digest, interpreter, signature.scored_tokens)
+    return Network(network, inputs, outputs, aliases, digest, interpreter, signature.scored_tokens, signature.results)
 
 
 def _settings() -> CompilationSettings:

@@ -105,6 +105,11 @@ def add_constant(
     return shared[key]
 
 
+def as_tensor(ctx: ConversionContext, value: Any, name: str) -> trt.ITensor:
+    """Return a tensor of the network; a constant of the graph, such as a table of an encoder's positions, is added."""
+    return value if isinstance(value, trt.ITensor) else add_constant(ctx, value, f"{name}_constant")
+
+
 def has_constant(ctx: ConversionContext, tensor: torch.Tensor) -> bool:
     """Return True if a large tensor is a constant of the network already, in its own shape."""
     key = (TRT_DTYPES.get(tensor.dtype), tuple(tensor.shape), tensor.data_ptr())
@@ -192,7 +197,8 @@ def _is_square(node: Any, settings: Any = None) -> bool:
 @converts(_aten.pow.Tensor_Scalar, _is_square)
 def _square(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert a square to a product, as torch computes it."""
-    return ctx.net.add_elementwise(args[0], args[0], trt.ElementWiseOperation.PROD)
+    source = as_tensor(ctx, args[0], name)
+    return ctx.net.add_elementwise(source, source, trt.ElementWiseOperation.PROD)
 
 
 def _keeps_one_unknown(node: Any, settings: Any = None) -> bool:
@@ -204,8 +210,7 @@ def _keeps_one_unknown(node: Any, settings: Any = None) -> bool:
 def _unsqueeze(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to a reshape."""
     sizes = [size if isinstance(size, int) else -1 for size in ctx.current_node.meta["val"].shape]
-    source = args[0] if isinstance(args[0], trt.ITensor) else add_constant(ctx, args[0], f"{name}_constant")
-    layer = ctx.net.add_shuffle(source)
+    layer = ctx.net.add_shuffle(as_tensor(ctx, args[0], name))
     layer.reshape_dims = sizes
     return layer
 
@@ -214,7 +219,7 @@ def _unsqueeze(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str,
 def _shuffled(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to a SHUFFLE layer."""
     source, before, sizes, after = args
-    layer = ctx.net.add_shuffle(source)
+    layer = ctx.net.add_shuffle(as_tensor(ctx, source, name))
     layer.first_transpose, layer.reshape_dims, layer.second_transpose = before, sizes, after
     return layer
 
@@ -222,7 +227,7 @@ def _shuffled(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, 
 @converts(torch.ops.exportable_cache.swapped_halves.default)
 def _swapped_halves(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to a gather of halves: [..., 2, dim / 2] in the order 1, 0."""
-    source = args[0]
+    source = as_tensor(ctx, args[0], name)
     half = source.shape[-1] // 2
     layer = ctx.net.add_slice(source, (half,), (2 * half,), (1,))
     layer.axes = (len(source.shape) - 1,)
@@ -233,8 +238,8 @@ def _swapped_halves(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping
 @converts(torch.ops.exportable_cache.rotated.default)
 def _rotated(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to a ROTARY_EMBEDDING layer of halves, over all of the last dimension."""
-    source, cos, sin = args
-    return ctx.net.add_rotary_embedding(source, cos, sin, False, 0)
+    tensors = (as_tensor(ctx, one, f"{name}_{of}") for one, of in zip(args, ("source", "cos", "sin"), strict=True))
+    return ctx.net.add_rotary_embedding(*tensors, False, 0)
 
 
 @converts(torch.ops.exportable_cache.negated_first_half.default)
@@ -242,7 +247,7 @@ def _negated_first_half(
     ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> trt.ILayer:
     """Convert to a product with -1 and 1."""
-    source, result = args[0], ctx.current_node.meta["val"]
+    source, result = as_tensor(ctx, args[0], name), ctx.current_node.meta["val"]
     signs = torch.ones(result.shape[-1], dtype=result.dtype)
     signs[: len(signs) // 2] = -1
     right = add_constant(ctx, signs, f"{name}_signs", [*[1] * (result.dim() - 1), len(signs)])
@@ -263,8 +268,7 @@ def _is_static_slice(node: Any, settings: Any = None) -> bool:
 def _slice(ctx: ConversionContext, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ILayer:
     """Convert to a SLICE layer along one dimension."""
     source, dim, start, end, step = slice_arguments(args)
-    if not isinstance(source, trt.ITensor):
-        source = add_constant(ctx, source, f"{name}_constant")
+    source = as_tensor(ctx, source, name)
     dim, size = dim % len(source.shape), source.shape[dim]
     first = slice(start, end).indices(size)[0]
     layer = ctx.net.add_slice(source, (first,), (ctx.current_node.meta["val"].shape[dim],), (step,))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,8 @@ _QUANTIZED = (
     torch.ops.exportable_cache.float8_weight.default,
     torch.ops.exportable_cache.float4_weight.default,
 )
+#: A number that float32 and the integers of 32 and 64 bits have.
+_LEAST_INTEGER = -float(2**31)
 #: Order of dimensions from [batch, length, heads, dim] to [batch, heads, length, dim] and back.
 _HEADS_FIRST = [0, 2, 1, 3]
 
@@ -115,7 +118,7 @@ def simplify(module: GraphModule, joined: JoinedWeights | None = None) -> None:
     _remove_repeated(graph)
     _merge_products(module, joined or JoinedWeights())
     # Rotations first, because other replacements change the operators they consist of.
-    for replacements in ((_rotary,), (_rotation, _division, _shuffle)):
+    for replacements in ((_rotary,), (_rotation, _division, _shuffle, _cast_logarithm)):
         for node in list(graph.nodes):
             for replace in replacements:
                 if replace(graph, node):
@@ -395,6 +398,23 @@ def _division(graph: Graph, node: Any) -> bool:
         if _is(root, _aten.sqrt.default) and value is not None and value.dtype == _value(root).dtype:
             return _replace(node, _call(graph, node, _value(node), _aten.div.Tensor, source, root))
     return False
+
+
+def _cast_logarithm(graph: Graph, node: Any) -> bool:
+    """Limit a logarithm that is cast to integers, because of log(0), which TensorRT casts to an undefined number.
+
+    Models of T5's family discard it afterwards.
+    """
+    value, source = _value(node), node.args[0] if _is(node, TO_COPY) else None
+    if value is None or _value(source) is None or value.is_floating_point() or not _value(source).is_floating_point():
+        return False
+    origin: Any = source
+    while any(map(partial(_is, origin), (_aten.mul.Tensor, _aten.div.Tensor))) and not isinstance(origin.args[1], Node):
+        origin = origin.args[0]
+    if not _is(origin, _aten.log.default):
+        return False
+    node.args = (_call(graph, node, _value(source), _aten.clamp.default, source, _LEAST_INTEGER), *node.args[1:])
+    return True
 
 
 def _shuffle(graph: Graph, node: Any) -> bool:

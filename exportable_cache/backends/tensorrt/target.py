@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from ...errors import InputError, UnsupportedModelError, VerificationError
 from ...models.lora import WRITE_ADAPTER
+from ...program.methods import DRAFT, SHIFT
 from ...program.spec import Form
 from ..base import LoweredFile, StandIn
 from .engine_io import EngineRecord, Input, Output, details_of, records_of
@@ -101,6 +102,7 @@ def engine_program_spec(asked: ProgramSpec) -> ProgramSpec:
         # Batched products, because TensorRT has no grouped expert kernels.
         experts=register_slot_experts(),
         adapt=engine_layers,
+        adapts_items=True,
         # A plan's weights are constant, so adapters come in at an address.
         lora_inputs=bool(asked.lora_slots),
     )
@@ -128,12 +130,12 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
     for name, method in program.methods.items():
         if name == WRITE_ADAPTER:
             continue
-        if not method.is_step or method.kv_read_len is not None:
+        if name in (SHIFT.name, DRAFT.name) or method.kv_read_len is not None:
             raise UnsupportedModelError(
                 f"method {name!r} of {type(program.model).__name__} is not supported: TensorRT programs have prefill "
-                "and decode over the whole cache only; export for another target"
+                "and decode over the whole cache, and encoders; export for another target"
             )
-        expected = opt_length if method.min_length != method.max_length else None
+        expected = opt_length if method.is_step and method.min_length != method.max_length else None
         if method.scored_tokens:
             expected = method.scored_tokens
         if expected is not None and not method.min_length <= expected <= method.max_length:
@@ -142,23 +144,27 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
                 "change it, or pass a longer prefill_chunk"
             )
         usual[name] = expected
+    networks: dict[str, Network] = {}
     exported = {}
     # Options of plans inside a `.pte` have no `engines`, because each of its methods has a plan.
     if in_place and getattr(options, "engines", "separate") == "shared" and _can_share(program):
-        whole = _FORWARD if _FORWARD in program.methods else _PREFILL
+        whole = next(name for name in (_FORWARD, _PREFILL_EMBEDS, _PREFILL) if name in program.methods)
         exported[whole] = program.export(whole)
         # Raised by `export` if the model's code needs longer prompts, so that one token cannot go through it.
         if program.methods[whole].min_length <= _FEWEST:
-            return _shared_network(program, exported[whole], usual)
-    networks, joined = {}, JoinedWeights()
+            steps = {name: length for name, length in usual.items() if program.methods[name].is_step}
+            networks = _shared_network(program, exported[whole], whole, steps)
+    joined = JoinedWeights()
     for name, expected in usual.items():
+        if name in networks:
+            continue
         traced = exported.pop(name, None) or program.export(name)
         signature = engine_io_of(program, name, expected)
         networks[name] = build_network(traced, signature, in_place=in_place, joined=joined)
     return networks
 
 
-_DECODE, _PREFILL, _FORWARD = "decode", "prefill", "forward"
+_DECODE, _PREFILL, _FORWARD, _PREFILL_EMBEDS = "decode", "prefill", "forward", "prefill_embeds"
 #: Fewest new tokens of a prefill whose graph also computes a single token.
 _FEWEST = 2
 
@@ -166,26 +172,31 @@ _FEWEST = 2
 def _can_share(program: Program) -> bool:
     """Return True if the graph of a prompt also computes single tokens as fast: layers keep keys and values alone.
 
-    Convolutions and recurrent states have a scan over the prompt, which for one token takes longer than a step.
+    Convolutions and recurrent states have a scan over the prompt, which for one token takes longer than a step. The
+    graph of embeddings also serves methods of token ids, which another engine embeds, see `engine_inputs`.
     """
     names = {name: method.input_names for name, method in program.methods.items() if method.is_step}
-    alike = names.keys() - {_FORWARD} == {_PREFILL, _DECODE} and len(set(names.values())) == 1
-    return alike and all(keeps_tokens_alone(layer) for layer in program.cache.layers)
+    embeds = names.pop(_PREFILL_EMBEDS, None)
+    fits = names.keys() - ({_FORWARD} if embeds is None else set()) == {_PREFILL, _DECODE}
+    return fits and len(set(names.values())) == 1 and all(keeps_tokens_alone(layer) for layer in program.cache.layers)
 
 
-def _shared_network(program: Program, exported: ExportedProgram, usual: Mapping[str, int | None]) -> dict[str, Network]:
+def _shared_network(
+    program: Program, exported: ExportedProgram, name: str, usual: Mapping[str, int | None]
+) -> dict[str, Network]:
     """Return one network under the names of all methods, with the inputs of each.
 
     Args:
         program: The program.
         exported: The method whose graph serves all of them.
+        name: Its name.
         usual: New tokens that TensorRT should expect of each method; None for the most.
     """
     from .engine_io import engine_io_of
     from .network import build_network
 
     signatures = {name: engine_io_of(program, name, expected) for name, expected in usual.items()}
-    most = max(signatures.values(), key=lambda one: (one.scored_tokens, one.lengths[2]))
+    most = signatures[name]
     whole = build_network(exported, replace(most, lengths=(1, *most.lengths[1:])))
     return {
         method: replace(whole, inputs=tuple(spec.for_lengths(one.lengths) for spec in whole.inputs))
@@ -263,7 +274,8 @@ def record_of(method: str, network: Network, capabilities: tuple[int, ...], prof
                 dtype=str(TORCH_DTYPES[tensor.dtype]).removeprefix("torch."),
                 # Of the logits of several tokens, the most.
                 shape=[
-                    network.scored_tokens if size == -1 and network.scored_tokens else size for size in tensor.shape
+                    network.scored_tokens if size == -1 and network.scored_tokens else size
+                    for size in network.results.get(tensor.name, tensor.shape)
                 ],
             )
             for tensor in outputs

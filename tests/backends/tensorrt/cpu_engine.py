@@ -33,6 +33,7 @@ class CpuContext:
         self.runs = 0
         self._addresses: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._results: dict[str, tuple[int, ...]] = {}
 
     def set_tensor_address(self, name: str, address: int) -> bool:
         self._addresses[name] = address
@@ -45,6 +46,9 @@ class CpuContext:
         self._shapes[name] = shape
         return True
 
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return self._results[name]
+
     def execute_async_v3(self, stream_handle: int) -> bool:
         self.runs += 1
         inputs = {
@@ -52,6 +56,7 @@ class CpuContext:
             for name, spec in self.evaluator.inputs.items()
         }
         for name, result in self.evaluator.run(inputs).items():
+            self._results[name] = tuple(result.shape)
             bound = _tensor_at(self._addresses[name], tuple(result.shape), result.dtype)
             source = self.evaluator.aliases.get(name)
             if source is None:

@@ -20,6 +20,8 @@ from torch import nn
 from torch.export import Dim
 
 from ....common.compat.executorch import deserialized_program, edge_config
+from ....errors import UnsupportedModelError
+from ....models.lora import WRITE_ADAPTER
 from ...base import LoweredFile
 from ...tensorrt.engine_io import details_of
 from ...tensorrt.target import program_networks, record_of
@@ -99,6 +101,12 @@ def lower_to_plans(program: Program, folder: Path, file: str, options: Executorc
 
     Caches are inputs and outputs of each method. If the delegate takes aliases, it writes new tokens into the inputs.
     """
+    encoders = [name for name, method in program.methods.items() if not method.is_step and name != WRITE_ADAPTER]
+    if encoders:
+        raise UnsupportedModelError(
+            f"delegate 'tensorrt' takes decoders of text alone, and the program has {', '.join(encoders)}; export for "
+            "target 'tensorrt'"
+        )
     capabilities = options.capabilities
     records, exported = [], {}
     for method, network in program_networks(program, options, in_place=takes_aliases()).items():

@@ -12,7 +12,7 @@ import torch
 
 from ....errors import InputError, VerificationError
 from ....models.lora import WRITE_ADAPTER, write_slot
-from ..engine_io import LOGITS, LORA_IN, STATE_IN, STATE_OUT
+from ..engine_io import LOGITS, LORA_IN, STATE_IN, STATE_OUT, engine_inputs
 from .layer import KINDS, read_layer, read_tensor
 from .products import check_aliases
 
@@ -144,26 +144,34 @@ class NetworkRunner:
             name: NetworkEvaluator(network.definition, network.constants) for name, network in networks.items()
         }
         self._scores = {name: network.scored_tokens > 0 for name, network in networks.items()}
-        first = next(iter(networks.values()))
-        self._state = {
-            spec.name: torch.zeros(spec.min_shape, dtype=spec.dtype)
-            for spec in first.inputs
-            if spec.name.startswith(STATE_IN)
-        }
-        self._lora = {
-            spec.name: torch.zeros(spec.min_shape, dtype=spec.dtype)
-            for spec in first.inputs
-            if spec.name.startswith(LORA_IN)
-        }
+        specs = {spec.name: spec for network in networks.values() for spec in network.inputs}
+        self._state, self._lora = (
+            {
+                name: torch.zeros(spec.min_shape, dtype=spec.dtype)
+                for name, spec in specs.items()
+                if name.startswith(prefix)
+            }
+            for prefix in (STATE_IN, LORA_IN)
+        )
 
-    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
-        """Run one step and return its logits, or write an adapter."""
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run one step and return its logits, return all outputs of another method, or write an adapter."""
         if method == WRITE_ADAPTER:
             return write_slot(list(self._lora.values()), *inputs)
-        own = (name for name in self._inputs[method] if not name.startswith((STATE_IN, LORA_IN)))
-        given = dict(zip(own, inputs, strict=True))
-        outputs = self._evaluators[method].run({**given, **self._state, **self._lora})
-        self._state = {name: outputs[STATE_OUT + name.removeprefix(STATE_IN)] for name in self._state}
+        own = [name for name in self._inputs[method] if not name.startswith((STATE_IN, LORA_IN))]
+        given = dict(zip(own, engine_inputs(self.methods, method, own, inputs, self._embedded), strict=True))
+        kept = {**self._state, **self._lora}
+        given |= {name: kept[name] for name in self._inputs[method] if name in kept}
+        outputs = self._evaluators[method].run(given)
+        if not self.methods[method].is_step:
+            return tuple(outputs.values())
+        # A step leaves the part of an encoder unchanged.
+        for name in self._state:
+            self._state[name] = outputs.get(STATE_OUT + name.removeprefix(STATE_IN), self._state[name])
         logits = outputs[LOGITS]
         # A network that methods share returns logits of several tokens; a third dimension may also be of codebooks.
         return logits[:, -1] if self._scores[method] and not self.methods[method].scored_tokens else logits
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of ids."""
+        return self.run("embed", ids)[0]

@@ -1,7 +1,7 @@
 """Evaluate layers that sum over dimensions, among them attention, and KV_CACHE_UPDATE.
 
-They are MATRIX_MULTIPLY, EINSUM, REDUCE, TOPK, SOFTMAX, CUMULATIVE, NORMALIZATION, CONVOLUTION, ROTARY_EMBEDDING,
-ATTENTION_INPUT and ATTENTION_OUTPUT.
+They are MATRIX_MULTIPLY, EINSUM, REDUCE, TOPK, SOFTMAX, CUMULATIVE, NORMALIZATION, CONVOLUTION, POOLING,
+ROTARY_EMBEDDING, ATTENTION_INPUT and ATTENTION_OUTPUT.
 """
 
 from __future__ import annotations
@@ -209,6 +209,35 @@ def _weights(layer: NetworkLayer, which: str) -> torch.Tensor:
     if tensor.numel() and tensor.dtype != dtype:
         raise layer.wrong(f"has a {which} of {tensor.dtype} for an input of {dtype}")
     return tensor
+
+
+_POOLS: dict[int, tuple[Compute, Compute]] = {2: (F.avg_pool2d, F.max_pool2d), 3: (F.avg_pool3d, F.max_pool3d)}
+
+
+@layer_kind(
+    "POOLING",
+    "IPoolingLayer",
+    honours=(
+        "type", "window_size_nd", "stride_nd", "padding_nd", "pre_padding", "post_padding",
+        "average_count_excludes_padding",
+    ),
+    expects={"padding_mode": "EXPLICIT_ROUND_DOWN", "blend_factor": 0.0},
+)  # fmt: skip
+def pooling(layer: NetworkLayer) -> Compute:
+    """Evaluate POOLING of [batch, channels, sizes ...]: the mean in float32, or the maximum, of each window."""
+    size, stride, padding = layer["window_size_nd"], layer["stride_nd"], layer["padding_nd"]
+    if padding != layer["pre_padding"] or padding != layer["post_padding"]:
+        raise layer.unsupported(f"is padded by {layer['pre_padding']} before and {layer['post_padding']} after")
+    if len(size) not in _POOLS:
+        raise layer.unsupported(f"goes over {len(size)} dimensions")
+    average, maximum = _POOLS[len(size)]
+    counts = not layer["average_count_excludes_padding"]
+    formulas: dict[str, Compute] = {
+        "AVERAGE": lambda x: average(x, size, stride, padding, count_include_pad=counts),
+        "MAX": lambda x: maximum(x, size, stride, padding),
+    }
+    pool = layer.choose("type", formulas)
+    return lambda x: pool(widened(x)).to(x.dtype)
 
 
 @layer_kind(

@@ -44,6 +44,29 @@ def test_convolution(dtype: torch.dtype):
     assert_caught(evaluate(convolve(kernel.flip(2).contiguous(), bias, **settings), x), expected)
 
 
+def pool(kind: str, window=(3, 2), *, stride=(2, 1), padding=(1, 1), excludes=False):
+    def build(net, x):
+        layer = net.add_pooling_nd(x, getattr(trt.PoolingType, kind), window)
+        layer.stride_nd, layer.padding_nd, layer.average_count_excludes_padding = stride, padding, excludes
+        return layer
+
+    return build
+
+
+@pytest.mark.parametrize("excludes", [True, False])
+def test_pooling(excludes: bool):
+    x = random(2, 4, 9, 5)
+    settings = {"stride": (2, 1), "padding": (1, 1)}
+    expected = F.avg_pool2d(x, (3, 2), **settings, count_include_pad=not excludes)
+    assert_same(evaluate(pool("AVERAGE", excludes=excludes), x), expected)
+    assert_same(evaluate(pool("MAX"), x), F.max_pool2d(x, (3, 2), **settings))
+    for other in ({"excludes": not excludes}, {"stride": (1, 1)}, {"padding": (0, 1)}, {"window": (2, 3)}):
+        assert_caught(evaluate(pool("AVERAGE", **{"excludes": excludes, **other}), x), expected)
+    assert_caught(evaluate(pool("MAX"), x), expected)
+    with pytest.raises(VerificationError, match="has type MAX_AVERAGE_BLEND"):
+        evaluate(pool("MAX_AVERAGE_BLEND"), x)
+
+
 def test_each_channel_for_itself():
     x, kernel = random(1, 4, 7, 1), random(4, 1, 3, 1, seed=1)
     assert_same(evaluate(convolve(kernel, groups=4, padding=(2, 0)), x), F.conv2d(x, kernel, groups=4, padding=(2, 0)))
