@@ -23,7 +23,9 @@ from .files import (
     TOKENIZER_FILE,
     TOKENIZER_FOLDER,
     check_listed,
+    folder_of,
     rank_folder,
+    read_signed,
     untrusted,
 )
 from .files import check_files as check_digests
@@ -97,18 +99,10 @@ class Bundle:
                 given without `check_files`.
             MissingDependencyError: If the target or the check of a signature needs a package that is not installed.
         """
-        if not os.fspath(path):
-            # As a path, "" would mean the working folder.
-            raise InputError("path must be a folder that export wrote, got an empty name; pass its path")
-        folder, signed_by = Path(path), None
-        if key is None:
-            manifest = Manifest.read(folder)
-        else:
-            if not check_files:
-                raise InputError("key cannot be combined with check_files=False, because a signature covers checksums")
-            public = signing.public_key(key)
-            manifest = Manifest.read(folder, lambda content: signing.check(folder, content, public))
-            signed_by = signing.fingerprint(public)
+        folder = folder_of(path)
+        if key is not None and not check_files:
+            raise InputError("key cannot be combined with check_files=False, because a signature covers checksums")
+        manifest, signed_by = read_signed(folder, key, Manifest.read)
         check_listed(folder, manifest)
         if check_versions:
             check_installed(manifest.packages, backend_for(manifest.target).packages)

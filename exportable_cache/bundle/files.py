@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..backends.registry import TARGETS, check_target
 from ..common.fs.files import PARTIAL, atomic_path, retired_folder
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ..common.progress import Progress
     from ..models.tokenizers.text import TextTokenizer
 
+#: What is read from a manifest: its fields, or a `Manifest`.
+_Read = TypeVar("_Read")
 # Version 2 describes layers by their parts instead of a class name.
 SCHEMA_VERSION = 2
 MANIFEST_FILE = "manifest.json"
@@ -103,6 +105,42 @@ def other_export(folder: Path) -> str | None:
             "program with the runner that it was made for"
         )
     return None
+
+
+def folder_of(path: str | os.PathLike) -> Path:
+    """Return the folder of a bundle that a path names.
+
+    Raises:
+        InputError: If the path is empty.
+    """
+    if not os.fspath(path):
+        # As a path, "" would mean the working folder.
+        raise InputError("path must be a folder that export wrote, got an empty name; pass its path")
+    return Path(path)
+
+
+def read_signed(
+    folder: Path, key: str | os.PathLike | None, read: Callable[[Path, Callable[[bytes], None] | None], _Read]
+) -> tuple[_Read, str | None]:
+    """Read the manifest of a folder, and check its signature if a key is given.
+
+    Args:
+        folder: The bundle.
+        key: File of the public key that must have signed it; None to skip the check.
+        read: Reads the manifest of a folder, and calls a function with the file's bytes before they are parsed.
+
+    Returns:
+        What was read, and the fingerprint of the key, or None.
+
+    Raises:
+        BundleError: As `read` does; or if the signature is not valid.
+        InputError: If the key cannot be read.
+        MissingDependencyError: If the check of a signature needs a package that is not installed.
+    """
+    if key is None:
+        return read(folder, None), None
+    public = signing.public_key(key)
+    return read(folder, lambda content: signing.check(folder, content, public)), signing.fingerprint(public)
 
 
 def read_fields(folder: Path, check: Callable[[bytes], None] | None = None) -> dict[str, Any]:
@@ -499,16 +537,8 @@ class CheckedBundle:
             InputError: If the key cannot be read.
             MissingDependencyError: If the check of a signature needs a package that is not installed.
         """
-        if not os.fspath(path):
-            # As a path, "" would mean the working folder.
-            raise InputError("path must be a folder that export wrote, got an empty name; pass its path")
-        folder, signed_by = Path(path), None
-        if key is None:
-            fields = read_fields(folder)
-        else:
-            public = signing.public_key(key)
-            fields = read_fields(folder, lambda content: signing.check(folder, content, public))
-            signed_by = signing.fingerprint(public)
+        folder = folder_of(path)
+        fields, signed_by = read_signed(folder, key, read_fields)
         return cls(folder, fields, _files_of(folder, fields), signed_by)
 
     def check(self, versions: bool = True, known: bool = False, progress: Progress = silent) -> None:

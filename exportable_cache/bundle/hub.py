@@ -20,7 +20,7 @@ from ..common.fs.files import atomic_path, retired_folder
 from ..common.fs.user_files import home_folder
 from ..common.progress import silent
 from ..errors import BundleError, InputError, first_line
-from .files import MANIFEST_FILE
+from .files import MANIFEST_FILE, folder_of
 from .signing import SIGNATURE_FILE
 
 if TYPE_CHECKING:
@@ -76,10 +76,7 @@ def local_folder(name: str | os.PathLike, choice: HubChoice, progress: Progress 
                 f"{option} must be left out for the path {os.fspath(name)!r}; it is for a repository of the hub such "
                 "as 'user/name'"
             )
-    if not os.fspath(name):
-        # As a path, "" would mean the working folder.
-        raise InputError("path must be a folder that export wrote, got an empty name; pass its path")
-    return Path(name)
+    return folder_of(name)
 
 
 def bundle_of(name: str, choice: HubChoice, progress: Progress = silent) -> str:

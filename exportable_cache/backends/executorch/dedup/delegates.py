@@ -41,6 +41,7 @@ from .segments import (
     repeated_segments,
     segment_program,
     source_of_size,
+    tensor_names,
     tensor_of,
     traced_order,
 )
@@ -386,12 +387,7 @@ class ClonedSegments:
 
     def _lowered(self, program: ExportedProgram, weights: int) -> SegmentTemplate:
         edge = self.lower(program)
-        signature = edge.graph_signature
-        names = {
-            **signature.inputs_to_parameters,
-            **signature.inputs_to_buffers,
-            **signature.inputs_to_lifted_tensor_constants,
-        }
+        names = tensor_names(edge)
         read = [node for node in edge.graph.find_nodes(op="placeholder") if node.name in names]
         added = {
             names[node.name]: tensor_of(edge, node)

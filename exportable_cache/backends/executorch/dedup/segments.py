@@ -125,14 +125,8 @@ class _Reader:
     """Makes segments from runs of operators."""
 
     def __init__(self, program: ExportedProgram) -> None:
-        signature = program.graph_signature
         self._tensors = {**program.state_dict, **program.constants}
-        self._names = {
-            **signature.inputs_to_parameters,
-            **signature.inputs_to_buffers,
-            **signature.inputs_to_lifted_tensor_constants,
-        }
-        self._parameters = signature.inputs_to_parameters
+        self._names, self._parameters = tensor_names(program), program.graph_signature.inputs_to_parameters
 
     def segment(self, run: Sequence[Node]) -> Segment | None:
         """Return the segment, or None if the run is too short or a size in it is not a size of its inputs."""
@@ -279,15 +273,19 @@ def _check_sizes(segment: Segment, traced: ExportedProgram) -> None:
                 raise CannotClone(f"torch.export specialized size {size} of {name} to {other}")
 
 
-def tensor_of(program: ExportedProgram, node: Node) -> torch.Tensor:
-    """Return the value of a parameter, buffer or constant of a program."""
+def tensor_names(program: ExportedProgram) -> dict[str, str]:
+    """Return the names of parameters, buffers and constants, by those of their placeholders."""
     signature = program.graph_signature
-    names = {
+    return {
         **signature.inputs_to_parameters,
         **signature.inputs_to_buffers,
         **signature.inputs_to_lifted_tensor_constants,
     }
-    name = names[node.name]
+
+
+def tensor_of(program: ExportedProgram, node: Node) -> torch.Tensor:
+    """Return the value of a parameter, buffer or constant of a program."""
+    name = tensor_names(program)[node.name]
     return program.state_dict[name] if name in program.state_dict else program.constants[name]
 
 
