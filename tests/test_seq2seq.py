@@ -15,6 +15,7 @@ from exportable_cache.models.cache_factory import ExportableEncoderDecoderCache
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 from exportable_cache.verification.compare import compare
+from exportable_cache.verification.prompts import random_text
 from exportable_cache.verification.spec import VerifySpec
 
 from .support.models import among, tokens
@@ -373,6 +374,17 @@ def test_keys_in_8_bits_are_those_of_self_attention(family: str) -> None:
     report = compare(session, model, VerifySpec(prompts=(5,), decode_steps=STEPS))
     assert report.passed and report.rounding is not None, report
     assert report.rounding.effect > max(10 * TOLERANCE, 4 * report.max_difference), report
+
+
+def test_verification_feeds_no_padding() -> None:
+    """M2M100 counts positions without it in each call, so that its own logits depend on where a prompt is cut."""
+    model = zoo_model(next(row for row in architectures() if row.model_type == "m2m_100"))
+    cache = ExportableCache.from_model(model, 64, max_encoder_len=9)
+    session = Session.from_model(model, cache, prefill_chunk=64)
+    text = random_text(session, 500, torch.Generator().manual_seed(0))
+    assert model.config.pad_token_id in text
+    assert model.config.pad_token_id not in random_text(session, 500, torch.Generator(), model.config.pad_token_id)
+    assert compare(session, model).passed
 
 
 def test_refused_allocations() -> None:

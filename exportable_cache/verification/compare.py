@@ -171,13 +171,14 @@ def compare(
     seen.roundings = Roundings(rounded or model.dtype) if len(references) > 1 else None
     # The prompt that fills a long cache would take most of the time.
     shorter = plan if ends else [prompt for prompt in plan if prompt[0] <= _MOST_WITHOUT_ROUNDING] or plan[:1]
+    padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
     if at_once:
-        sequence = random_text(session, max([longest, *ends]), generator)
+        sequence = random_text(session, max([longest, *ends]), generator, padding)
         progress("running the model", 0, None)
         for reference, beginnings in zip(references, (plan, shorter), strict=False):
             reference.run(sequence, beginnings)
     for index, (length, steps) in enumerate(reversed(plan)):
-        ids = sequence[:, : length + steps] if at_once else random_text(session, length + steps, generator)
+        ids = sequence[:, : length + steps] if at_once else random_text(session, length + steps, generator, padding)
         encoder_inputs = None
         if encode is not None:
             lengths = encoder_lengths(encode)
@@ -196,7 +197,7 @@ def compare(
         if at_once and index:
             # Beginnings of one sequence: a write that fails would leave what it should have written.
             session.reset()
-            session.prefill(random_text(session, length + steps, generator).to(session.device))
+            session.prefill(random_text(session, length + steps, generator, padding).to(session.device))
         kept = seen.compare(session, ids.to(session.device), length, expected, exact)
         if seen.roundings is not None and (length, steps) == shorter[-1]:
             seen.roundings.add_layers(session, references[0], references[1])

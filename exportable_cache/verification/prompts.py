@@ -120,11 +120,19 @@ def read_and_placed(
     return read, sorted(end for end in ends if end > reached)
 
 
-def random_text(session: Session, length: int, generator: torch.Generator) -> torch.Tensor:
-    """Return random tokens int64 [batch, length] without placeholders, which would need images or audio."""
+def random_text(session: Session, length: int, generator: torch.Generator, padding: int | None = None) -> torch.Tensor:
+    """Return random tokens int64 [batch, length] without placeholders, which would need images or audio.
+
+    Args:
+        session: The session that they are for.
+        length: Number of tokens.
+        generator: Chooses them.
+        padding: The token of padding, which is left out, too: M2M100 counts positions without it in each call.
+    """
     ids = torch.randint(session.vocab_size, (session.batch_size, length), generator=generator)
-    for token in session.placeholders:
-        ids[ids == token] = text_after(token, session.placeholders) % session.vocab_size
+    avoided = {*session.placeholders, *([] if padding is None else [padding])}
+    for token in avoided:
+        ids[ids == token] = text_after(token, avoided) % session.vocab_size
     return ids
 
 
