@@ -21,12 +21,17 @@ from exportable_cache.models.quantization.quantize import check_quantizable, qua
 from exportable_cache.models.quantization.sizes import coverage_of, is_tied, quantizable_linears, quantized_bytes
 from exportable_cache.models.quantization.spec import Quantization, quantization_of
 from exportable_cache.models.quantized_rows import QuantizedRows
+from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.verification.verify import verify, verify_session
 
 from .support.kinds import kind_model
 from .support.models import VOCAB, tiny_model, tokens
 from .support.multimodal import tiny_multimodal
 from .support.seq2seq import tiny_seq2seq
+from .zoo.architectures import architectures
+from .zoo.build import tiny_model as zoo_model
+from .zoo.media import media_rows, tiny_media_model
+from .zoo.media_items import item
 
 pytest.importorskip("torchao", reason="the executorch extra is not installed")
 
@@ -344,6 +349,37 @@ def test_gemma_3n_has_a_second_table_and_layers_of_four_inputs(scheme: str) -> N
     error = (tables[0](ids) - plain(ids)).abs().amax()
     assert 0 < error <= 0.51 / 127 * plain(ids).abs().amax()
     assert "embed_tokens_per_layer" not in coverage_of(model, quantization).remark
+
+
+@pytest.mark.parametrize(
+    ("model_type", "left"),
+    [
+        ("longcat_flash", "mlp.router.classifier"),
+        ("nllb-moe", "ffn.router.classifier"),
+        ("llama", "attention.out_proj"),
+    ],
+)
+def test_layers_whose_weight_is_converted_or_passed_on_stay_in_float(model_type: str, left: str) -> None:
+    """LongCat's router converts its weight, NLLB-MoE's its layer; torch's attention multiplies its output itself."""
+    if model_type == "llama":
+        layers = torch.nn.ModuleDict({"attention": torch.nn.MultiheadAttention(64, 2), "fc": torch.nn.Linear(64, 64)})
+        model = model_of()
+        model.model.tower = layers
+    else:
+        model = zoo_model(next(row for row in architectures() if row.model_type == model_type))
+    paths = quantizable_linears(model)
+    assert not any(path.endswith(left) for path in paths), paths
+    assert any(path.endswith(("fc", "down_proj", "fc2")) for path in paths)
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("gemma4", "image"), ("audioflamingo3", "audio")])
+def test_items_of_a_quantized_model_are_found_as_those_of_the_model(model_type: str, kind: str) -> None:
+    """Gemma 4 indexes its table; rounded activations of Audio Flamingo 3 depend on what else a call computes."""
+    model = tiny_media_model(next(row for row in media_rows() if row.model_type == model_type))
+    example = {kind: item(model, kind)}
+    (expected,) = modalities_of(model, example)
+    (found,) = modalities_of(quantize(model, Quantization("8da8w", embeddings="8w")).model, example)
+    assert found == expected
 
 
 def test_layers_of_a_tower_that_groups_do_not_divide_stay_in_float() -> None:

@@ -70,7 +70,24 @@ class OrderedLinear(nn.Linear):
         return functional.linear(input.index_select(-1, self.order), self.weight, self.bias)
 
 
-class QuantizedRows(TorchFunctionMode):
+class IndexedTables(TorchFunctionMode):
+    """A context manager in which rows of torchao's quantised tables can be indexed, as Gemma 4 does for its padding."""
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__getitem__ and is_quantized(args[0]):
+            first, *rest = args[1] if isinstance(args[1], tuple) else (args[1],)
+            is_row = isinstance(first, int)
+            if is_row:
+                first %= args[0].shape[0]
+            rows = rows_of(args[0], slice(first, first + 1) if is_row else first).dequantize()
+            index = (0 if is_row else slice(None), *rest)
+            return rows[index]
+        return func(*args, **(kwargs or {}))
+
+
+class QuantizedRows(IndexedTables):
     """A context manager that computes torchao's quantised linear layers and embeddings a few rows at a time."""
 
     def __init__(self) -> None:
@@ -92,7 +109,7 @@ class QuantizedRows(TorchFunctionMode):
         if func is functional.embedding and is_quantized(args[1]):
             ids = args[0]
             return rows_of(args[1], ids.flatten()).dequantize().view(*ids.shape, -1)
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _rounding(self, source: torch.Tensor) -> torch.Tensor:
         if source is not self._source or source._version != self._version or self._rounded is None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _BFLOAT16 = 2
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
+#: A product with a weight (Mamba), a copy of it (LongCat's router), and a copy of its layer (NLLB-MoE's router).
+_DIRECTLY = re.compile(r"self\.(\w+)\.weight(?:\s*@|\.type\()|self\.(\w+) = self\.\w+\.to\(")
 #: Share of quantised weights below which `Coverage.remark` names the others.
 LEAST_SHARE = 0.8
 #: Number of modules that a message names.
@@ -49,11 +51,14 @@ class _Form(NamedTuple):
 
 @functools.cache
 def _multiplied_directly(kind: Hashable) -> frozenset[str]:
-    """Return the names of submodules whose weight a class multiplies itself, in place of calling the layer."""
+    """Return the names of submodules whose weight a class multiplies itself, or converts in each call."""
+    if issubclass(cast("type[nn.Module]", kind), nn.MultiheadAttention):
+        return frozenset({"out_proj"})
     try:
-        return frozenset(re.findall(r"self\.(\w+)\.weight\s*@", inspect.getsource(cast("type[nn.Module]", kind))))
+        found = _DIRECTLY.findall(inspect.getsource(cast("type[nn.Module]", kind)))
     except (OSError, TypeError):
         return frozenset()
+    return frozenset(name for names in found for name in names if name)
 
 
 @functools.cache
@@ -94,9 +99,10 @@ _SHORTEST_ROW = 16
 def quantizable_linears(model: PreTrainedModel, block: int | None = None) -> dict[str, nn.Linear]:
     """Return the linear layers that a scheme quantizes, by path; a tied head belongs to the embedding table.
 
-    Layers whose weight their module multiplies itself are left out, such as `dt_proj` of Mamba, because quantized
-    weights are only computed by their layers. So are layers that reshape their weight, and those with short rows, such
-    as the 4 weights of Gemma 3n's `correction_coefs`, because scales would take what integers save.
+    Layers whose weight their module multiplies itself are left out, such as `dt_proj` of Mamba and the output of
+    torch's `MultiheadAttention`, because quantized weights are only computed by their layers. So are layers that
+    reshape their weight, and those with short rows, such as the 4 weights of Gemma 3n's `correction_coefs`, because
+    scales would take what integers save.
 
     Args:
         model: The model.

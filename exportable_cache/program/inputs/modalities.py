@@ -10,7 +10,7 @@ In Florence-2, items are among the text of an encoder-decoder's encoder: embeddi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from ...errors import InputError, UnsupportedModelError
 from ...models.layers.encoder import run_encoder
 from ...models.layers.specs import item_slots_of, tiles_of
 from ...models.patches.registry import patch_model
+from ...models.quantized_rows import ExactActivations, rounds_inputs
 from ..methods import CROSS_MASK, ITEM_STATES, ITEMS_SEEN, ItemFacts, ProgramMethod
 from .examples import checked_example, example_of, placeholders_of
 from .front import handed_to_decoder
@@ -339,26 +340,34 @@ def modalities_of(
         raise InputError(
             f"image_size is only used for images, got {image_size!r}; pass modalities=['image'] too, or leave it out"
         )
-    found: list[Modality] = []
+    # Without rounded activations, whose last bits depend on what else a call computes.
+    with ExactActivations() if rounds_inputs(model) else nullcontext():
+        return tuple(_found(model, kinds, image_size))
+
+
+def _found(
+    model: PreTrainedModel,
+    kinds: Sequence[str] | Mapping[str, Mapping[str, Any] | None],
+    image_size: int | Sequence[int] | None,
+) -> Iterator[Modality]:
     crosses = item_slots_of(model.config) > 0
+    found: Modality
     for kind in kinds:
         given = kinds[kind] if isinstance(kinds, Mapping) else None
         if crosses and image_size is None:
             with attention_of(model, "eager"):
-                found.append(cross_modality(model, kind, given))
-            continue
-        if takes_encoder_items(model):
-            found.append(encoder_modality(model, kind, given, image_size))
-            continue
-        if given is not None:
-            found.append(modality_of(model, kind, given))
-            continue
-        example = example_of(model, kind, image_size)
-        try:
-            found.append(modality_of(model, kind, example))
-        except UnsupportedModelError:
-            # Models that split images into tiles take them per prompt, [batch, images, ...].
-            if "pixel_attention_mask" not in inspect.signature(model.forward).parameters:
-                raise
-            found.append(modality_of(model, kind, {name: value[None] for name, value in example.items()}))
-    return tuple(found)
+                found = cross_modality(model, kind, given)
+        elif takes_encoder_items(model):
+            found = encoder_modality(model, kind, given, image_size)
+        elif given is not None:
+            found = modality_of(model, kind, given)
+        else:
+            example = example_of(model, kind, image_size)
+            try:
+                found = modality_of(model, kind, example)
+            except UnsupportedModelError:
+                # Models that split images into tiles take them per prompt, [batch, images, ...].
+                if "pixel_attention_mask" not in inspect.signature(model.forward).parameters:
+                    raise
+                found = modality_of(model, kind, {name: value[None] for name, value in example.items()})
+        yield found
