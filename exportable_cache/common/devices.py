@@ -150,9 +150,16 @@ def memory_errors(
     try:
         yield
     except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise out_of_memory(torch.device(device), needed(), during) from error
+        refuse_out_of_memory(error, torch.device(device), needed, during)
+        raise
+
+
+def refuse_out_of_memory(
+    error: RuntimeError, device: torch.device, needed: Callable[[], Mapping[str, int]], during: str
+) -> None:
+    """Raise the error of `memory_errors` if `error` means that a device has not enough memory."""
+    if is_out_of_memory(error):
+        raise out_of_memory(device, needed(), during) from error
 
 
 def out_of_memory(device: torch.device, needed: Mapping[str, int], during: str = "") -> DeviceMemoryError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -185,17 +186,17 @@ class ProgramMethod:
         if not self.inputs:
             object.__setattr__(self, "inputs", text_inputs(self.min_length, self.max_length))
 
-    @property
+    @cached_property
     def is_step(self) -> bool:
         """True if the method feeds tokens to the decoder and returns logits."""
         return not self.outputs
 
-    @property
+    @cached_property
     def only_scores(self) -> bool:
         """True if the method only scores drafts, so that other methods feed prompts."""
         return self.scored_tokens > 0 and self.min_length > 1
 
-    @property
+    @cached_property
     def takes_ids(self) -> bool:
         """True if its tokens are ids; False for embeddings, or if it takes no tokens."""
         return self.inputs[0].name == "input_ids"
@@ -205,7 +206,7 @@ class ProgramMethod:
         """True if a session pads its input to `multiple`. Only text is padded; audio must have whole frames."""
         return self.takes_ids and self.multiple > 1
 
-    @property
+    @cached_property
     def input_names(self) -> tuple[str, ...]:
         """Names of the input tensors, in order."""
         return tuple(spec.name for spec in self.inputs)

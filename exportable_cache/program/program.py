@@ -16,6 +16,7 @@ from torch.export import Dim, ShapesCollection
 from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import attention_of
 from ..cache.attention.operators import MOST_QUERIES, finding_filled
+from ..cache.layers import LinearLayer
 from ..cache.step import StepContext, known_length
 from ..common.compat.transformers import cache_argument
 from ..common.tensors import TensorSpec, name_forward
@@ -97,6 +98,7 @@ class ProgramModule(nn.Module):
         self.cache_argument = cache_argument(text_model)
         self.takes_positions = takes_positions(model, self.positions_name)
         self.has_changing_rope = rope_rule(model) is not None
+        self.has_states = any(isinstance(layer, LinearLayer) for layer in cache.layers)
         # One that is attached later has no layers in this cache.
         self.has_draft_head = draft_head_of(model) is not None
 
@@ -156,11 +158,17 @@ class ProgramModule(nn.Module):
         if seen is not None:
             options |= {"cross_attention_mask": seen.transpose(1, 2), "cross_attention_states": states}
         options[self.cache_argument] = cache
-        with longest_step(self.method.max_length), short_masks(), adapting(slots):
-            kept = {"logits_to_keep": self._kept(tokens)} if self.keeps_last else {}
-            rope = rope_by(rope_lengths) if self.has_changing_rope else nullcontext()
-            with passing_extra_features(self.model, self.method.extra_features, options), rope:
-                logits = self._logits(input_pos, cache, {**options, **kept})
+        if self.keeps_last:
+            options["logits_to_keep"] = self._kept(tokens) if self.scored else 1
+        features = self.method.extra_features
+        with (
+            longest_step(self.method.max_length) if self.has_states else nullcontext(),
+            short_masks() if isinstance(cache, ExportableEncoderDecoderCache) else nullcontext(),
+            adapting(slots) if slots is not None else nullcontext(),
+            rope_by(rope_lengths) if self.has_changing_rope else nullcontext(),
+            passing_extra_features(self.model, features, options) if features else nullcontext(),
+        ):
+            logits = self._logits(input_pos, cache, options)
         if self.codebooks is not None:
             logits = self.codebooks.given(logits)
         if self.scored:
@@ -169,24 +177,17 @@ class ProgramModule(nn.Module):
 
     def _logits(self, input_pos: torch.Tensor, cache: ExportableCache, options: dict[str, Any]) -> torch.Tensor:
         """Run the model, and its draft head over the same tokens if it has one."""
-        head = draft_head_of(self.model)
-        if head is None or not self.has_draft_head:
-            return self._run_text(**options).logits
+        model: Any = self.model.language_model if self.has_inner_text_model else self.model
+        head = draft_head_of(self.model) if self.has_draft_head else None
+        if head is None:
+            return model(use_cache=True, **options).logits
         with collecting_hidden() as hidden:
-            logits = self._run_text(**options).logits
+            logits = model(use_cache=True, **options).logits
             head.follow(options["input_ids"], input_pos, cache, hidden)
         return logits
 
-    def _run_text(self, **options: Any) -> Any:
-        if self.has_inner_text_model:
-            inner: Any = self.model.language_model
-            return inner(use_cache=True, **options)
-        return self.model(use_cache=True, **options)
-
-    def _kept(self, tokens: torch.Tensor) -> int | torch.Tensor:
-        """Return `logits_to_keep`: 1 for the last token, or the indices of the scored tokens."""
-        if not self.scored:
-            return 1
+    def _kept(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the indices of the scored tokens."""
         length = tokens.shape[1]
         number = torch.sym_min(length, self.scored)
         return torch.arange(number, device=tokens.device) + (length - number)

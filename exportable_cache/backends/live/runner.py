@@ -15,7 +15,7 @@ from ...cache.attention import ATTENTION
 from ...cache.attention.implementation import borrow_attention
 from ...cache.attention.operators import reads_filled
 from ...common.compat import torch as private
-from ...common.devices import memory_errors, weights_bytes
+from ...common.devices import memory_errors, refuse_out_of_memory, weights_bytes
 from ...common.process.tuning import torch_threads, warn_if_threads_spin
 from ...errors import InputError, UnsupportedModelError, describe_trace_error
 from ...generation.loop import Choice, of_step
@@ -183,15 +183,15 @@ class ModuleRunner:
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run a method, see `Runner.run`."""
-        with memory_errors(self._device, self._needed, "a step"):
-            return self._run(method, inputs)
-
-    def _run(self, method: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        if self.ranks is None:
-            return self._call(StepKey(method), inputs)
-        with self.ranks.watched():
-            result = self._call(StepKey(method), inputs)
-        return self.ranks.of_first(result) if self.methods[method].is_step else result
+        try:
+            if self.ranks is None:
+                return self._call(StepKey(method), inputs)
+            with self.ranks.watched():
+                result = self._call(StepKey(method), inputs)
+            return self.ranks.of_first(result) if self.methods[method].is_step else result
+        except RuntimeError as error:
+            refuse_out_of_memory(error, self._device, self._needed, "a step")
+            raise
 
     @torch.no_grad()
     def run_and_choose(self, method: str, chooser: Sampler, *inputs: torch.Tensor, steps: int = 1) -> torch.Tensor:
@@ -256,7 +256,7 @@ class ModuleRunner:
             inputs: The method's inputs.
             further: The inputs of the choice.
         """
-        if not self.is_open:
+        if not self._restore_attention.alive:
             raise InputError("this session is closed, and the model has its own attention again; make another session")
         if self._lora is not None and key.method.startswith((ADAPTED, WRITE_ADAPTER)):
             layer, slots = self._lora
@@ -317,7 +317,8 @@ class ModuleRunner:
         return private.tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
 
     def _eager(self, key: StepKey, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]) -> Any:
-        return choosing(self.modules[key.method], key, self.ranks)(*inputs, *further)
+        module = self.modules[key.method]
+        return (module if key.greedy is None else choosing(module, key, self.ranks))(*inputs, *further)
 
     def _compile(self, graph: Graph) -> Step:
         assert self.compiler is not None
