@@ -186,8 +186,8 @@ class LayeredCache(Cache):
             InputError: If there are no new tokens.
         """
         layer = self.layers[self._counting_layer(layer_idx)]
-        # Skipped in sessions, which check it, and on other devices, because reading lengths waits for the device.
-        if layer.context.start is None or layer.device.type == "cpu":
+        # Programs are not checked, because their callers do it, without reading lengths from a device.
+        if layer.context.start is None:
             check_some(layer.cumulative_length, query_length)
             check_room(layer.cumulative_length, query_length, self.max_length)
         kv_length, offset = layer.get_mask_sizes(query_length)

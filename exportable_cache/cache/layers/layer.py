@@ -413,7 +413,7 @@ class CacheLayer(CacheLayerMixin):
         if not is_traced(self.cumulative_length):
             check_new_states(self.storage, (self.keys, self.values), (key_states, value_states))
             # Only on the CPU, because reading a length waits for other devices, and the cache has checked it already.
-            if self.max_length is not None and self.device.type == "cpu":
+            if self.context.start is None and self.device.type == "cpu":
                 check_room(self.cumulative_length, key_states.shape[2], self.max_length)
 
     def write(self, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> list[torch.Tensor]:
