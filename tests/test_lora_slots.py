@@ -162,7 +162,7 @@ def test_requests_of_a_batch_have_adapters_of_their_own(folders: dict[str, Path]
         for name, request in requests:
             assert request.tokens == expected[name]
             reused[name].append(request.reused_tokens)
-    assert [found[0] for found in reused.values()] == [0, 0, 0] and not decode.stepper.is_adapted
+    assert [found[0] for found in reused.values()] == [0, 0, 0] and not any(one.slot for one in decode.stepper.adapters)
     # With a prefill session, all are in the tree; without one, at least the rows that no other request took.
     assert all(found[-1] == PROMPT - 1 for found in reused.values()) or not has_prefill
     assert any(found[-1] == PROMPT - 1 for found in reused.values())

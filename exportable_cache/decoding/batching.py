@@ -222,13 +222,15 @@ class ContinuousBatch:
             InputError: If an argument is wrong.
             CacheFullError: If the prompt does not fit a row, or not with `max_new_tokens`.
         """
-        from ..session.generate import default_limit, sampler_after
+        from ..session.generate import sampler_after
         from ..session.rows import TokenRows
 
         self.decode.check_same("submit", input_ids=input_ids, options=(max_new_tokens, sampling, stop))
         ends = self._checked(input_ids, max_new_tokens, stop)
         rows = TokenRows.whole(input_ids)
-        longest, most = self.decode.max_length, default_limit(self.decode.generation_settings, max_new_tokens, rows)
+        longest, most = self.decode.max_length, max_new_tokens
+        if most is None:
+            most = self.decode.generation_settings.limit(input_ids.shape[1])
         if longest is not None:
             # One more, because the newest token needs no slot.
             fits = longest + 1 - input_ids.shape[1]

@@ -151,18 +151,16 @@ class CheckpointSettings:
             lines.append(f"generation_config has settings that transformers' GenerationConfig has not: {names:.200}")
         return lines
 
-    def row_rules(self, rows: Sequence[RowStart], repetition_penalty: float | None = None) -> RowRules | None:
-        """Return the rules for the rows of one generation, or None if there are none besides a repetition penalty.
+    def row_rules(self, rows: Sequence[RowStart], repetition_penalty: float | None = None) -> RowRules:
+        """Return the rules for the rows of one generation, for settings with `rules` or `processors`.
 
         Args:
             rows: The start of each row.
-            repetition_penalty: See `Sampling`; it becomes one of the rules if there are others.
+            repetition_penalty: See `Sampling`; it becomes one of the rules.
 
         Raises:
             InputError: If transformers refuses a value.
         """
-        if not self.rules and not self.processors:
-            return None
         rules = dict(self.rules)
         if repetition_penalty not in (None, 1):
             rules["repetition_penalty"] = float(repetition_penalty)

@@ -23,61 +23,6 @@ if TYPE_CHECKING:
     from .stepper import PromptStepper, Stepper
 
 
-class MultiStepDecoder:
-    """Source of the next tokens of one generation, which runs `steps_per_launch` steps at once.
-
-    Between tokens the session's length is that of plain decoding. Tokens computed ahead are dropped at no cost if the
-    generation ends or the session is used otherwise.
-
-    Args:
-        session: The session that runs the steps.
-        sampler: Chooses the tokens.
-    """
-
-    def __init__(self, session: Stepper, sampler: Sampler) -> None:
-        self.session = session
-        self.sampler = sampler
-        self._ahead: deque[torch.Tensor] = deque()
-        self._moves = session.moves
-        self._rollback = session.least_rollback[1]
-
-    def next(self, tokens: torch.Tensor, wanted: int | None, ended: torch.Tensor) -> torch.Tensor:
-        """Feed the newest tokens and choose the ones that follow.
-
-        Args:
-            tokens: int64 [batch], the newest tokens.
-            wanted: Upper bound of the tokens still needed, these included; None if there is none.
-            ended: bool [batch] on the CPU, rows that get padding. They are fed too, because a step has all rows, and
-                their length is then reset, unless a layer keeps a state or all rows must have one length.
-
-        Returns:
-            int64 [batch].
-        """
-        stays = bool(ended.any()) and self._rollback > 0 and not self.session.equal_rows
-        on: int | torch.Tensor = (~ended).to(torch.int64) if stays else 1
-        if self._ahead and self.session.moves == self._moves:
-            self.session.shift(on)
-        elif (equal := self.session.equal_steps(~ended)) == 0:
-            self._ahead = deque([self.sampler.choose(self.session.decode_for_generation(tokens, ~ended))])
-            self.session.shift(on - 1)
-            self._moves = self.session.moves
-        else:
-            one_by_one = self.session.steps_per_launch == 1 or not self.sampler.chooses_in_graph
-            steps = 1 if one_by_one else self._steps(wanted, stays, equal)
-            self._ahead = deque(self.session.decode_and_choose(tokens, self.sampler, steps).unbind(1))
-            self.session.shift(on - steps)
-            self._moves = self.session.moves
-        return self._ahead.popleft()
-
-    def _steps(self, wanted: int | None, stays: bool, equal: int) -> int:
-        # Single steps near the end, because fewer steps per launch would need another graph.
-        steps, room = self.session.steps_per_launch, self.session.room
-        if stays and self._rollback < steps:
-            # A row that has ended takes back all steps of a launch, one more than a row that ends within it.
-            return 1
-        return steps if all(limit is None or limit >= steps for limit in (wanted, room, equal)) else 1
-
-
 def check_steps_per_launch(session: PromptStepper, steps: int) -> None:
     """Check that the session can run `steps` at once and take them back after a stop.
 
@@ -220,13 +165,6 @@ class Ending:
     tokenizer: PreTrainedTokenizerBase | TextTokenizer | None = None
     after: Sequence[Sequence[int]] = ()
 
-    def texts(self, batch_size: int) -> list[TextPieces]:
-        """Return a `TextPieces` per row that finds stop strings; empty if there are no strings."""
-        if not self.strings or self.tokenizer is None:
-            return []
-        rows = self.after or [()] * batch_size
-        return [TextPieces(self.tokenizer, stop_strings=self.strings, after=row) for row in rows]
-
 
 class Chosen(NamedTuple):
     """The tokens of one step.
@@ -263,9 +201,12 @@ def decode_loop(
     tokens = sampler.choose(logits)
     batch_size = tokens.shape[0]
     ended = torch.zeros(batch_size, dtype=torch.bool)
-    texts = ending.texts(batch_size)
-    decoder = MultiStepDecoder(session, sampler)
-    count = 0
+    texts: list[TextPieces] = []
+    if ending.strings and ending.tokenizer is not None:
+        rows = ending.after or [()] * batch_size
+        texts = [TextPieces(ending.tokenizer, stop_strings=ending.strings, after=row) for row in rows]
+    ahead: deque[torch.Tensor] = deque()
+    moves, count = session.moves, 0
     while True:
         if ended.any():
             tokens = tokens.masked_fill(ended.to(tokens.device), ending.pad_token)
@@ -277,7 +218,46 @@ def decode_loop(
                 ended[row] = token in ending.tokens or bool(texts) and _completes(token, texts[row])
         if bool(ended.all()) or count == ending.limit or (session.room == 0 and not make_room()):
             return
-        tokens = decoder.next(tokens, None if ending.limit is None else ending.limit - count, ended)
+        stays = bool(ended.any()) and session.least_rollback[1] > 0 and not session.equal_rows
+        on: int | torch.Tensor = (~ended).to(torch.int64) if stays else 1
+        if not ahead or session.moves != moves:
+            wanted = None if ending.limit is None else ending.limit - count
+            ahead = deque(_launch(session, sampler, tokens, wanted, ended, stays))
+            moves, on = session.moves, on - len(ahead)
+        # Between tokens the length is that of plain decoding.
+        if isinstance(on, torch.Tensor) or on != 0:
+            session.shift(on)
+        tokens = ahead.popleft()
+
+
+def _launch(
+    session: Stepper, sampler: Sampler, tokens: torch.Tensor, wanted: int | None, ended: torch.Tensor, stays: bool
+) -> Sequence[torch.Tensor]:
+    """Feed the newest tokens, and choose those that follow: of `steps_per_launch` steps, or of one.
+
+    Tokens computed ahead are dropped at no cost if the generation ends or the session is used otherwise.
+
+    Args:
+        session: The session.
+        sampler: Chooses the tokens.
+        tokens: int64 [batch], the newest tokens.
+        wanted: Number of tokens still needed; None if there is no limit.
+        ended: bool [batch] on the CPU, rows that get padding. They are fed too, because a step has all rows.
+        stays: True if rows that ended keep their length; see `decode_loop`.
+
+    Returns:
+        int64 [batch] of each step.
+    """
+    equal = session.equal_steps(~ended)
+    if equal == 0:
+        return [sampler.choose(session.decode_for_generation(tokens, ~ended))]
+    steps = session.steps_per_launch if sampler.chooses_in_graph else 1
+    # Single steps near the end, because fewer steps per launch would need another graph. A row that has ended takes
+    # back all steps of a launch, one more than a row that ends within it.
+    limits = (wanted, session.room, equal, session.least_rollback[1] if stays else None)
+    if any(limit is not None and limit < steps for limit in limits):
+        steps = 1
+    return session.decode_and_choose(tokens, sampler, steps).unbind(1)
 
 
 def generate_tokens(

@@ -37,7 +37,11 @@ class Sampling(SamplingOptions):
         return SamplingSettings(temperature, top_k, *rest)
 
     def choose(
-        self, logits: torch.Tensor, generator: torch.Generator | None = None, seen: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        generator: torch.Generator | None = None,
+        seen: torch.Tensor | None = None,
+        settings: SamplingSettings | None = None,
     ) -> torch.Tensor:
         """Choose the next tokens.
 
@@ -45,6 +49,7 @@ class Sampling(SamplingOptions):
             logits: [batch, vocab].
             generator: Random generator on the device of `logits`; torch's global one by default.
             seen: bool [batch, vocab], tokens of the prompt and the generation so far, for the repetition penalty.
+            settings: Result of `settings`, for callers that keep it.
 
         Returns:
             int64 [batch].
@@ -55,7 +60,7 @@ class Sampling(SamplingOptions):
         uniform = None
         if not self.is_greedy:
             uniform = torch.rand(logits.shape[0], generator=generator, device=logits.device)
-        tokens, largest = choose(logits, self.settings(logits.device), uniform, seen)
+        tokens, largest = choose(logits, settings or self.settings(logits.device), uniform, seen)
         # Checking the largest is enough, because NaN is the largest of all.
         if not bool(largest.isfinite().all()):
             raise NonFiniteLogitsError("logits are not finite")
@@ -214,17 +219,14 @@ class Sampler:
         self.settings = sampling.settings(device)
         self.generator = sampling.generator(device)
         self._rules = rules
+        #: True if a graph can choose the tokens, because there are no checkpoint rules, which run outside graphs.
+        self.chooses_in_graph = rules is None
         #: bool [batch, vocab], or None if it is not needed.
         self.seen: torch.Tensor | None = None
         if sampling.repetition_penalty not in (None, 1) and rules is None:
             self.seen = torch.zeros(input_ids.shape[0], vocab_size, dtype=torch.bool, device=device).scatter_(
                 1, input_ids, True
             )
-
-    @property
-    def chooses_in_graph(self) -> bool:
-        """True if a graph can choose the tokens, because there are no checkpoint rules, which run outside graphs."""
-        return self._rules is None
 
     def choose(
         self, logits: torch.Tensor, allowed: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -239,7 +241,9 @@ class Sampler:
         Raises:
             InputError: If the rules leave no token.
         """
-        tokens = self.sampling.choose(self._allowed(logits, allowed), self.generator, self.seen)
+        if allowed is not None or self._rules is not None:
+            logits = self._allowed(logits, allowed)
+        tokens = self.sampling.choose(logits, self.generator, self.seen, self.settings)
         if self.agree is not None:
             tokens = self.agree(tokens)
         self.see(tokens)

@@ -89,7 +89,7 @@ def _checked_ids(inputs: Mapping[str, Any], session: Session) -> torch.Tensor:
         )
     ids = inputs["input_ids"]
     limits = session.stages.limits
-    check_ids("input_ids", ids, limits.dims("batch", "length"), limits)
+    check_ids("input_ids", ids, ("batch", "length"), limits)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     defaults = {"attention_mask": ("all ones", torch.ones_like(ids)), "position_ids": ("0, 1, 2, ...", positions)}
     for name, (description, default) in defaults.items():

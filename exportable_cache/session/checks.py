@@ -58,10 +58,6 @@ class ProgramLimits:
     device: torch.device
     codebooks: int | None = None
 
-    def dims(self, *names: str) -> tuple[str, ...]:
-        """Return the dimensions of a tensor of tokens: `names`, and "codebooks" if a token has several ids."""
-        return names if self.codebooks is None else (*names, "codebooks")
-
 
 def check_no_autocast(device: torch.device) -> None:
     """Check that a program runs in the dtypes that it was made with.
@@ -116,8 +112,8 @@ def check_ids(name: str, ids: torch.Tensor, dims: tuple[str, ...], limits: Progr
 
     Args:
         name: Name of the argument, for messages.
-        ids: The argument, which must be int64 with these dimensions.
-        dims: `("batch", "length")`, `("batch",)` or `("length",)`, followed by "codebooks" if a token has several ids.
+        ids: The argument, which must be int64 with these dimensions, followed by one of ids if a token has several.
+        dims: `("batch", "length")`, `("batch",)` or `("length",)`.
         limits: Limits of the program.
 
     Raises:
@@ -126,6 +122,7 @@ def check_ids(name: str, ids: torch.Tensor, dims: tuple[str, ...], limits: Progr
     import torch
 
     batch_size, vocab_size, device = limits.batch_size, limits.vocab_size, limits.device
+    dims = dims if limits.codebooks is None else (*dims, "codebooks")
     shape = f"[{', '.join(dims)}]"
     if not isinstance(ids, torch.Tensor):
         raise InputError(
@@ -355,13 +352,20 @@ class Generation:
         Raises:
             InputError: If the session was used or moved since the last item, or another generation is not finished.
         """
-        stepper, steps = self._stepper, None
+        stepper, guard, steps = self._stepper, self._stepper.guard, None
         try:
             while True:
-                with stepper.guard:
-                    self._check_unmoved(has_begun=steps is not None)
+                with guard:
+                    # This thread may move the session between the call and the first token. A move by another thread
+                    # is a mistake.
+                    may_differ = steps is None and guard.last_thread == threading.get_ident()
+                    if not may_differ and not self.is_current:
+                        raise InputError(
+                            "the session was reset, moved or used otherwise since this generator gave out its last "
+                            "token, so it cannot continue; start another one, and use fork() for several at a time"
+                        )
                     if steps is None:
-                        stepper.guard.begin(self)
+                        guard.begin(self)
                         steps = begin()
                     try:
                         tokens = next(steps)
@@ -373,16 +377,5 @@ class Generation:
             self.has_ended = True
             if steps is not None:
                 # Closed under the lock, because closing may take tokens back while another thread runs a step.
-                with stepper.guard.lock:
+                with guard.lock:
                     steps.close()
-
-    def _check_unmoved(self, has_begun: bool) -> None:
-        """Check that the session is where it was left.
-
-        Its own thread may move it between the call and the first token. A move by another thread is a mistake.
-        """
-        if not self.is_current and (has_begun or self._stepper.guard.last_thread != threading.get_ident()):
-            raise InputError(
-                "the session was reset, moved or used otherwise since this generator gave out its last token, so "
-                "it cannot continue; start another one, and use fork() for several at a time"
-            )

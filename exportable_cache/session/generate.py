@@ -25,8 +25,6 @@ from .rows import Prompt, TokenRows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..backends.base import Runner
-    from ..cache.layers import CacheLayer
     from ..generation.speculative import Draft
     from ..models.tokenizers.text import TextTokenizer
     from .inputs.stages import InputStages
@@ -47,46 +45,6 @@ class AnySession(Protocol):
     stages: InputStages
     parts_of_heads: tuple[int, ...]
     encoded_ids: tuple[torch.Tensor, list[torch.Tensor]] | None
-
-    @property
-    def runner(self) -> Runner:
-        """Runner of the program."""
-        ...
-
-    @property
-    def layers(self) -> tuple[CacheLayer, ...]:
-        """Layers of the cache."""
-        ...
-
-    @property
-    def length(self) -> torch.Tensor:
-        """Number of tokens in each row, int64 [batch]."""
-        ...
-
-    @property
-    def unfed(self) -> tuple[int | None, ...]:
-        """See `Session.unfed`."""
-        ...
-
-    @property
-    def max_length(self) -> int | None:
-        """Tokens that a row can hold, or None."""
-        ...
-
-    @property
-    def score_length(self) -> int:
-        """Most tokens that `score` takes."""
-        ...
-
-    @property
-    def codebooks(self) -> int | None:
-        """Number of ids in each token, or None."""
-        ...
-
-    @property
-    def has_encoder(self) -> bool:
-        """True for an encoder-decoder."""
-        ...
 
     @property
     def generation_settings(self) -> CheckpointSettings:
@@ -133,11 +91,11 @@ class Request:
     config: GenerationConfig | None = None
     protected: int | None = None
 
-    def shifting(self, session: AnySession, on_full: str, protected: int) -> Request:
-        """Return the request with the policy for a full cache.
+    def shifting(self, stepper: ProgramStepper, on_full: str, protected: int) -> Request:
+        """Return the request with a policy for a full cache other than "refuse".
 
         Args:
-            session: The session.
+            stepper: The session's.
             on_full: See `Session.generate`.
             protected: See `Session.generate`.
 
@@ -146,32 +104,34 @@ class Request:
             UnsupportedModelError: If the model's keys are not a rotation by their position.
         """
         check_choice("on_full", on_full, ("refuse", "shift"))
-        if on_full == "refuse" or session.max_length is None:
+        if stepper.max_length is None:
             return self
-        check_protected(protected, session.max_length)
+        check_protected(protected, stepper.max_length)
         if self.draft is not None:
             raise InputError("on_full must be 'refuse' with a draft, got 'shift'; generate without the draft")
-        session.stepper.check_shifts()
+        stepper.check_shifts()
         return replace(self, protected=protected)
 
     def check_room(self, stepper: ProgramStepper, rows: TokenRows, from_start: bool = False) -> None:
         """Check that a prompt fits, see `ProgramStepper.check_room`, if need be after a shift.
 
         Raises:
-            CacheFullError, InputError: If it does not.
+            CacheFullError, InputError: If it does not, or leaves no room for a new token of the checkpoint's limit.
         """
         if self.protected is None:
             stepper.check_room(rows, self.ending.limit, from_start)
-            return
-        can_drop = 0 if from_start else _most_dropped(stepper, self.protected)
-        if not 0 < _missing(stepper, rows, from_start) <= can_drop:
-            stepper.check_room(rows, from_start=from_start)
+        else:
+            can_drop = 0 if from_start else _most_dropped(stepper, self.protected)
+            if not 0 < _end(stepper, rows, from_start) - (stepper.max_length or 0) <= can_drop:
+                stepper.check_room(rows, from_start=from_start)
+        if self.ending.limit is None:
+            self.settings.limit(_end(stepper, rows, from_start))
 
 
-def _missing(stepper: ProgramStepper, rows: TokenRows, from_start: bool = False) -> int:
-    """Return the number of slots that a prompt lacks."""
+def _end(stepper: ProgramStepper, rows: TokenRows, from_start: bool = False) -> int:
+    """Return the number of tokens in the fullest row after a prompt."""
     held = [0] * len(rows.lengths) if from_start else stepper.state.length.tolist()
-    return max(map(sum, zip(held, rows.lengths, strict=True))) - (stepper.max_length or 0)
+    return max(map(sum, zip(held, rows.lengths, strict=True)))
 
 
 def _most_dropped(stepper: ProgramStepper, first: int) -> int:
@@ -237,7 +197,7 @@ def make_request(
     config, samples = config_for(session, generation_config)
     settings = session.settings_of(config)
     sampling = session.agreed(Sampling(**asdict(settings.sampling) if samples else {}).over(**given))
-    check_one_id_a_token(session.codebooks)
+    check_one_id_a_token(session.stages.limits.codebooks)
     check_max_new_tokens(max_new_tokens)
     if draft is not None and not callable(getattr(draft, "propose", None)):
         raise InputError(
@@ -258,7 +218,7 @@ def make_request(
 def token_steps(
     session: AnySession, request: Request, prompt: Prompt, texts: Sequence[torch.Tensor] = ()
 ) -> Generator[torch.Tensor]:
-    """Return the tokens after a prompt, int64 [batch] per step, from the session's position.
+    """Yield the tokens after a prompt, int64 [batch] per step, from the session's position.
 
     Args:
         session: The session.
@@ -266,21 +226,16 @@ def token_steps(
         prompt: The checked prompt.
         texts: Its text, int64 [length] per row, if tokens that are pending at the first step go in front of it.
     """
-    return session.stepper.guarded(lambda: _token_steps(session, request, prompt, texts))
-
-
-def _token_steps(
-    session: AnySession, request: Request, prompt: Prompt, texts: Sequence[torch.Tensor]
-) -> Generator[torch.Tensor]:
     if texts:
         prompt = Prompt(TokenRows.of(after_unfed(session, texts)))
-    stepper, held = session.stepper, session.length.tolist()
-    ending = replace(request.ending, limit=default_limit(request.settings, request.ending.limit, prompt.rows, held))
+    stepper, ending = session.stepper, request.ending
+    held = stepper.state.length.tolist()
+    if ending.limit is None:
+        ending = replace(ending, limit=request.settings.limit(_end(stepper, prompt.rows)))
     if ending.strings and request.continues:
-        ending = replace(ending, after=_rows_of(prompt.rows.ids, prompt.rows.lengths))
-    agree = None if session.stepper.ranks is None else session.stepper.ranks.of_first
+        ending = replace(ending, after=[row.tolist() for row in prompt.rows.texts])
     shifts, first = request.protected is not None, request.protected or 0
-    if shifts and (missing := _missing(stepper, prompt.rows)) > 0:
+    if shifts and (missing := _end(stepper, prompt.rows) - (stepper.max_length or 0)) > 0:
         _make_room(stepper, first, missing)
     stepper.check_room(prompt.rows)
     logits = stepper.feed_for_generation(session.stages.steps(prompt, stepper))
@@ -292,34 +247,29 @@ def _token_steps(
         ending = replace(ending, limit=room or ending.limit)
     most = [limit for limit in (ending.limit, room) if limit is not None]
     sampler = sampler_after(session, request.sampling, prompt.rows, min(most, default=None), request.settings, held)
-    sampler.agree = agree
+    sampler.agree = None if stepper.ranks is None else stepper.ranks.of_first
     if request.draft is None:
         chosen = decode_loop(stepper, logits, sampler, ending, lambda: shifts and _make_room(stepper, first))
     else:
         speculation = Speculation(prompt.rows.ids[0].tolist(), request.draft)
         chosen = speculative_loop(stepper, logits, sampler, ending, speculation)
+    yield from _given_out(chosen, stepper, ending)
+
+
+def _given_out(chosen: Iterator[Chosen], stepper: ProgramStepper, ending: Ending) -> Iterator[torch.Tensor]:
+    """Yield the tokens of each step, note those that are not fed yet, and name the position of non-finite logits."""
     # An ended row keeps its newest token if it keeps its length. Otherwise the token was fed, with padding after it.
     keeps = stepper.least_rollback[1] > 0
-    unfed: list[int | None] = [None] * session.batch_size
-    for tokens, are_padding in _finite(chosen, stepper):
-        for row, (token, is_padding) in enumerate(zip(tokens.tolist(), are_padding.tolist(), strict=True)):
-            if not is_padding:
-                unfed[row] = None if token in ending.tokens else token
-            elif not keeps:
-                unfed[row] = None
-        stepper.state = replace(stepper.state, unfed=tuple(unfed))
-        yield tokens
-
-
-def _rows_of(ids: torch.Tensor, lengths: Sequence[int]) -> list[list[int]]:
-    """Return the token ids of each row, which `TokenRows` keeps at the end of the row."""
-    return [row[len(row) - length :] for row, length in zip(ids.tolist(), lengths, strict=True)]
-
-
-def _finite(chosen: Iterator[Chosen], stepper: ProgramStepper) -> Iterator[Chosen]:
-    """Yield the steps, and name the position if logits are not finite."""
+    unfed: list[int | None] = [None] * stepper.batch_size
     try:
-        yield from chosen
+        for tokens, are_padding in chosen:
+            for row, (token, is_padding) in enumerate(zip(tokens.tolist(), are_padding.tolist(), strict=True)):
+                if not is_padding:
+                    unfed[row] = None if token in ending.tokens else token
+                elif not keeps:
+                    unfed[row] = None
+            stepper.state = replace(stepper.state, unfed=tuple(unfed))
+            yield tokens
     except NonFiniteLogitsError as error:
         # The longest row, because rows that ended may be shorter.
         position = int(stepper.length.max()) - 1
@@ -337,7 +287,7 @@ def after_unfed(session: AnySession, texts: Sequence[torch.Tensor]) -> list[torc
     """
     found = [
         text if token is None else torch.cat([text.new_tensor([token]), text])
-        for token, text in zip(session.unfed, texts, strict=True)
+        for token, text in zip(session.stepper.state.unfed, texts, strict=True)
     ]
     if any(len(row) == 0 for row in found):
         raise InputError("the prompt is empty; pass at least one token per row")
@@ -351,14 +301,13 @@ def checked_steps(
     extra, stepper = dict(inputs), session.stepper
     prompt = session.stages.check(input_ids, extra.pop("attention_mask", None), extra, stepper.state)
     request.check_room(stepper, prompt.rows)
-    default_limit(request.settings, request.ending.limit, prompt.rows, session.length.tolist())
     if request.draft is not None:
         if inputs:
             raise InputError(
                 f"a draft takes token ids, got {', '.join(inputs)} too; prefill them first, or generate without a draft"
             )
         check_draft(session, request.draft, request.ending.strings)
-    return token_steps(session, request, prompt)
+    return stepper.guarded(lambda: token_steps(session, request, prompt))
 
 
 def generated_text(session: AnySession, prompt: Any, request: Request) -> Iterator[Any]:
@@ -370,7 +319,7 @@ def generated_text(session: AnySession, prompt: Any, request: Request) -> Iterat
     if not many:
         request = replace(request, ending=replace(request.ending, strings=()))
     after: Sequence[Sequence[int]]
-    if session.has_encoder:
+    if session.stages.encoder is not None:
         steps, after = _encoder_steps(session, tokenizer, prompts, request)
     elif isinstance(prompts, Mapping):
         inputs = dict(prompts)
@@ -429,22 +378,21 @@ def _text_steps(
     are_text = [isinstance(prompt, str) for prompt in prompts]
     if any(are_text) != all(are_text):
         raise InputError("a list of prompts must have only texts or only conversations, got both; pass one of the two")
-    continues = are_text[0]
-    held = session.length.tolist()
+    continues, stepper = are_text[0], session.stepper
     ids = [
         encode_prompt(tokenizer, prompt, starts=not continues or length == 0)[0].to(session.device)
-        for prompt, length in zip(prompts, held, strict=True)
+        for prompt, length in zip(prompts, stepper.state.length.tolist(), strict=True)
     ]
     if request.draft is not None:
         check_draft(session, request.draft)
     rows = after_unfed(session, ids) if continues else ids
-    prompt = session.stages.check(rows, None, {}, session.stepper.state)
-    request.check_room(session.stepper, prompt.rows, from_start=not continues)
-    default_limit(request.settings, request.ending.limit, prompt.rows, held if continues else None)
-    if continues:
-        return token_steps(session, request, prompt, ids), [row.tolist() for row in rows]
-    session.reset()
-    return token_steps(session, replace(request, continues=False), prompt), []
+    prompt = session.stages.check(rows, None, {}, stepper.state)
+    request.check_room(stepper, prompt.rows, from_start=not continues)
+    if not continues:
+        session.reset()
+    asked, texts = replace(request, continues=continues), ids if continues else ()
+    steps = stepper.guarded(lambda: token_steps(session, asked, prompt, texts))
+    return steps, [row.tolist() for row in rows] if continues else []
 
 
 def _encoder_steps(
@@ -478,13 +426,14 @@ def check_draft(session: AnySession, draft: Draft, strings: Sequence[str] = ()) 
     Raises:
         InputError: If it cannot.
     """
-    if session.has_encoder:
+    if session.stages.encoder is not None:
         raise InputError("draft must be None for an encoder-decoder; leave it out")
     if session.batch_size != 1:
         raise InputError(f"batch_size must be 1 for a draft, got {session.batch_size}; decode without one")
     if strings:
         raise InputError("stop must be token ids with a draft, got strings; use generate_text, which stops at strings")
-    if session.score_length == 0:
+    scored = session.stepper.score_length
+    if scored == 0:
         raise InputError(
             f"score_length must be at least 2 for a draft, got 0; make the session, or export, with "
             f"score_length={draft.max_tokens + 1}"
@@ -495,7 +444,7 @@ def check_draft(session: AnySession, draft: Draft, strings: Sequence[str] = ()) 
             f"the draft model must have the vocabulary of this model, {session.vocab_size} tokens, got {drafts}; use "
             "another draft model"
         )
-    check_can_rewind(session, min(draft.max_tokens, session.score_length - 1))
+    check_can_rewind(session, min(draft.max_tokens, scored - 1))
     of_one_process = isinstance(draft, DraftModel) and getattr(draft.session.stepper, "ranks", None) is None
     if session.stepper.ranks is not None and of_one_process:
         raise InputError(
@@ -542,8 +491,10 @@ def sampler_after(
     settings = settings or session.generation_settings
     if sampling.repetition_penalty is None and settings.repetition_penalty is not None:
         sampling = replace(sampling, repetition_penalty=settings.repetition_penalty)
+    if not settings.rules and not settings.processors:
+        return Sampler(sampling, rows.ids, session.vocab_size)
     texts, encoded = rows.texts, rows.texts
-    if session.has_encoder:
+    if session.stages.encoder is not None:
         # Compared by identity, because the tokens of a loaded state are not known.
         known, encoder = session.encoded_ids, session.stepper.state.encoded
         encoded = known[1] if known is not None and encoder and encoder[0] is known[0] else []
@@ -553,17 +504,3 @@ def sampler_after(
     ]
     rules = settings.row_rules(starts, sampling.repetition_penalty)
     return Sampler(sampling, rows.ids, session.vocab_size, rules=rules)
-
-
-def default_limit(
-    settings: CheckpointSettings, requested: int | None, rows: TokenRows, held: Sequence[int] | None = None
-) -> int | None:
-    """Return the requested limit of new tokens, or else that of the checkpoint; None if there is neither.
-
-    Raises:
-        InputError: If the checkpoint's limit of all tokens leaves no room for a new one.
-    """
-    if requested is not None:
-        return requested
-    before = [0] * len(rows.lengths) if held is None else held
-    return settings.limit(max(map(sum, zip(before, rows.lengths, strict=True))))

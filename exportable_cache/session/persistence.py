@@ -35,7 +35,7 @@ def runner_state(session: AnySession) -> Mapping[str, torch.Tensor]:
     Raises:
         InputError: If its runtime does not give them out.
     """
-    state = state_of(session.runner)
+    state = state_of(session.stepper.runner)
     if state is None:
         raise InputError(
             f"the {session.target!r} runtime does not give out its cache row by row, so its state cannot be copied; "
@@ -50,11 +50,11 @@ def _file_state(session: AnySession) -> Mapping[str, torch.Tensor]:
     Raises:
         InputError: If its runtime does not give them out.
     """
-    runner = session.runner
+    runner = session.stepper.runner
     if state_of(runner) is not None or not isinstance(runner, GivesTensors):
         return runner_state(session)
     found: dict[str, torch.Tensor] = {}
-    for index, layer in enumerate(session.layers):
+    for index, layer in enumerate(session.stepper.layers):
         for part in layer.state:
             name = f"layers.{index}.{part}"
             if part == layer.policy.length_name:
@@ -105,7 +105,7 @@ def row_of(session: AnySession, row: int, length: int | None = None) -> RowCopy:
     tensors = {}
     for name, tensor in runner_state(session).items():
         # Slots of a full-attention layer are positions, and a ring may need all that were filled.
-        most = ever if layer_of(session.layers, name).max_length is None else length
+        most = ever if layer_of(session.stepper.layers, name).max_length is None else length
         tensors[name] = _filled(tensor.detach(), session, name, most)[row]
     return RowCopy(tensors, length, ever)
 
@@ -118,7 +118,7 @@ def put_row(session: AnySession, row: int, held: RowCopy) -> None:
     """
     before = int(session.stepper.state.max_len_ever[row])
     for name, tensor in runner_state(session).items():
-        given, dim = held.tensors[name], slots_dim(layer_of(session.layers, name), name)
+        given, dim = held.tensors[name], slots_dim(layer_of(session.stepper.layers, name), name)
         target = tensor[row]
         if dim is not None:
             filled = given.shape[dim - 1]
@@ -155,13 +155,13 @@ def save_state(session: AnySession, path: Path) -> None:
     unfed = list(sequence.unfed)
     described = {
         "format": _FORMAT,
-        "layers": json.dumps([_describe(layer) for layer in session.layers]),
+        "layers": json.dumps([_describe(layer) for layer in session.stepper.layers]),
         # The token of a single row is not in a list, because earlier releases wrote it so.
         "pending": json.dumps(unfed[0] if len(unfed) == 1 else unfed),
         "fingerprint": session.fingerprint or "",
         "images": json.dumps(sequence.images.to_lists()),
     }
-    if session.stepper.is_adapted:
+    if any(one.slot for one in session.stepper.adapters):
         described["adapters"] = json.dumps(_adapters(session))
     error: Exception | None = None
     if ranks is None or ranks.rank == 0:
@@ -198,7 +198,7 @@ def load_state(session: AnySession, path: Path) -> None:
         ranks.check_same("load_state", tokens=(sequence.length, sequence.max_len_ever, sequence.unfed))
     for name, tensor in _file_state(session).items():
         tensor.zero_()
-        dim = slots_dim(layer_of(session.layers, name), name)
+        dim = slots_dim(layer_of(session.stepper.layers, name), name)
         part = tensor if dim is None else tensor.narrow(dim, 0, tensors[name].shape[dim])
         part.copy_(tensors[name])
     session.stepper.restore(sequence)
@@ -218,7 +218,7 @@ def _read(session: AnySession, path: Path) -> tuple[dict[str, torch.Tensor], Seq
                 f"{path} must have the weights of this session's model, got others; save the state again with it"
             )
         saved = json.loads(metadata["layers"])
-        ours = json.loads(json.dumps([_describe(layer) for layer in session.layers]))
+        ours = json.loads(json.dumps([_describe(layer) for layer in session.stepper.layers]))
         if saved != ours:
             index = next((i for i, (a, b) in enumerate(zip(saved, ours)) if a != b), min(len(saved), len(ours)))
             theirs = saved[index] if index < len(saved) else "missing"
@@ -233,10 +233,9 @@ def _read(session: AnySession, path: Path) -> tuple[dict[str, torch.Tensor], Seq
                 f"{path} has {length.shape[0]} rows, this session {session.batch_size}; use the same batch_size"
             )
         _check_adapters(session, path, json.loads(metadata.get("adapters", "[]")))
-        if session.max_length is not None and int(length.max()) > session.max_length:
+        if (most := session.stepper.max_length) is not None and int(length.max()) > most:
             raise InputError(
-                f"{path} holds {int(length.max())} tokens, this cache at most {session.max_length}; use a larger "
-                "max_cache_len"
+                f"{path} holds {int(length.max())} tokens, this cache at most {most}; use a larger max_cache_len"
             )
         rope = _pop_rope(tensors, length, session.vocab_size)
         unfed = json.loads(metadata["pending"])
@@ -244,7 +243,7 @@ def _read(session: AnySession, path: Path) -> tuple[dict[str, torch.Tensor], Seq
         _check_rows(session, length, max_len_ever, unfed)
         images = PlacedImages.from_saved(json.loads(metadata["images"]), max_len_ever.tolist())
         encoded = tuple(tensors.pop(f"{_ENCODED}{index}") for index in range(_count_encoded(tensors)))
-        session.stages.check_given(encoded, session.runner.methods)
+        session.stages.check_given(encoded, session.stepper.runner.methods)
         state = _file_state(session)
         missing, unknown = set(state) - set(tensors), set(tensors) - set(state)
         if missing:
@@ -346,7 +345,7 @@ def _part_for(
         ValueError: If it has other slots than its rows have filled, or counts more tokens than fit.
         InputError: If its shape or dtype differ from the session's.
     """
-    layer = layer_of(session.layers, name)
+    layer = layer_of(session.stepper.layers, name)
     dim = slots_dim(layer, name)
     given = list(saved.shape)
     # Checked first, because the slots are cut to those of this session below.
@@ -412,7 +411,7 @@ def _check_parts(session: AnySession, name: str, whole: torch.Tensor, part: torc
 def _split_of(session: AnySession, name: str) -> tuple[int, int]:
     """Return the dimension in which ranks split a state tensor, and the number of parts; 1 if each has all of it."""
     # Indexer keys and states are not split, because they do not belong to attention heads.
-    dims = layer_of(session.layers, name).state[name.split(".")[-1]].dims
+    dims = layer_of(session.stepper.layers, name).state[name.split(".")[-1]].dims
     if "num_heads" not in dims:
         return 0, 1
     return dims.index("num_heads"), session.parts_of_heads[int(name.split(".")[-2])]
@@ -455,7 +454,7 @@ def stored_rows(session: AnySession, index: int, positions: torch.Tensor) -> tup
         Keys [tokens, rows * heads, head_dim] and values [tokens, rows * heads, value_head_dim]; None if the runtime
         does not give them out, or the layer has them in another form.
     """
-    layer, parts = session.layers[index], _parts_by_slot(session, index)
+    layer, parts = session.stepper.layers[index], _parts_by_slot(session, index)
     slots = layer.policy.next_slot(positions)
     if parts is None or any(part.shape[0] <= int(slots.max()) for part in parts):
         return None
@@ -480,7 +479,7 @@ def put_rows(
         False, and nothing is written, if the runtime does not give out its memory, or the layer has keys and values in
         another form.
     """
-    layer, parts = session.layers[index], _parts_by_slot(session, index)
+    layer, parts = session.stepper.layers[index], _parts_by_slot(session, index)
     # Copies of a cache in another process have the filled slots only.
     if parts is None or any(part.shape[0] < layer.policy.slot_count for part in parts):
         return False
@@ -499,7 +498,7 @@ def _parts_by_slot(session: AnySession, index: int) -> list[torch.Tensor] | None
 
     None if the runtime does not give them out, or the layer has them in another form.
     """
-    layer, runner = session.layers[index], session.runner
+    layer, runner = session.stepper.layers[index], session.stepper.runner
     if layer.storage is None or not set(layer.storage.parts) <= set(layer.state):
         return None
     state, found = state_of(runner), []
@@ -530,6 +529,7 @@ def slots_dim(layer: CacheLayer, name: str) -> int | None:
 
 
 def _filled(tensor: torch.Tensor, session: AnySession, name: str, most: int) -> torch.Tensor:
-    dim = slots_dim(layer_of(session.layers, name), name)
+    dim = slots_dim(layer_of(session.stepper.layers, name), name)
     # A layer may have slots after its capacity, which no token reaches.
-    return tensor if dim is None else tensor.narrow(dim, 0, min(most, layer_of(session.layers, name).policy.slot_count))
+    policy = layer_of(session.stepper.layers, name).policy
+    return tensor if dim is None else tensor.narrow(dim, 0, min(most, policy.slot_count))

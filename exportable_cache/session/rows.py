@@ -87,7 +87,7 @@ class TokenRows:
         """
         if isinstance(prompts, (list, tuple)):
             return cls._from_list(prompts, attention_mask, limits)
-        check_ids("input_ids", prompts, limits.dims("batch", "length"), limits)
+        check_ids("input_ids", prompts, ("batch", "length"), limits)
         if attention_mask is None:
             return cls(prompts, (prompts.shape[1],) * prompts.shape[0])
         real = _real(attention_mask, prompts)
@@ -109,7 +109,7 @@ class TokenRows:
             name = f"prompt {index} of the list"
             if not isinstance(prompt, torch.Tensor):
                 prompt = _as_tensor(name, prompt, limits.device)
-            check_ids(name, prompt, limits.dims("length"), limits)
+            check_ids(name, prompt, ("length",), limits)
             rows.append(prompt)
         return cls.of(rows)
 

@@ -132,6 +132,7 @@ class Session:
         self.parts_of_heads: tuple[int, ...] = ()
         self.encoded_ids: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._adapters = SessionAdapters(None)
+        self._settings: tuple[object, CheckpointSettings] | None = None
         self._warned: frozenset[str] = frozenset()
 
     # -- properties --------------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ class Session:
 
     @property
     def generation_settings(self) -> CheckpointSettings:
-        """Settings of `generation_config` for the choice of tokens, read at each access, as its fields may be set.
+        """Settings of `generation_config` for the choice of tokens, read again after its fields were set.
 
         A setting that is not followed causes one warning.
 
@@ -230,7 +231,12 @@ class Session:
         Raises:
             InputError: If a setting is not valid.
         """
+        # Compared by value, because fields may be set between two calls.
+        source = repr(None if config is None else vars(config)), getattr(self.text_tokenizer, "eos_token_id", None)
+        if self._settings is not None and self._settings[0] == source:
+            return self._settings[1]
         settings = CheckpointSettings.read(config, self.vocab_size, self.text_tokenizer)
+        self._settings = source, settings
         new = settings.unheeded.keys() - self._warned
         self._warned |= new
         for remark in settings.remarks() if new else ():
@@ -326,7 +332,7 @@ class Session:
         inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> Prompt:
         if not isinstance(input_ids, torch.Tensor):
-            check_ids("input_ids", input_ids, self.stages.limits.dims("batch", "length"), self.stages.limits)
+            check_ids("input_ids", input_ids, ("batch", "length"), self.stages.limits)
         return self.stages.check(input_ids, attention_mask, inputs, self.stepper.state)
 
     @contextmanager
@@ -384,7 +390,7 @@ class Session:
             CacheFullError: If a row has no slot left.
         """
         self.check_same("decode", tokens=tokens)
-        check_ids("tokens", tokens, self.stages.limits.dims("batch"), self.stages.limits)
+        check_ids("tokens", tokens, ("batch",), self.stages.limits)
         with self.stepper.guard:
             if self.stages.encoder is not None:
                 self.stages.encoder.check_encoded(self.stepper.state)
@@ -410,7 +416,7 @@ class Session:
         if not self.stepper.crossing([1] * self.batch_size):
             return self.decode(tokens)
         self.check_same("decode_for_generation", tokens=tokens)
-        check_ids("tokens", tokens, self.stages.limits.dims("batch"), self.stages.limits)
+        check_ids("tokens", tokens, ("batch",), self.stages.limits)
         with self.stepper.guard:
             check_room(self.stepper.state.longest, self.max_length, 1)
             return self.stepper.decode_for_generation(tokens)
@@ -921,7 +927,8 @@ class Session:
         options = (max_new_tokens, given, stop, str(generation_config), on_full, protected)
         self.check_same("generate", input_ids=input_ids, options=options, draft=draft, inputs=inputs)
         request = make_request(self, max_new_tokens, given, generation_config, stop, draft)
-        request = request.shifting(self, on_full, protected)
+        if on_full != "refuse":
+            request = request.shifting(self.stepper, on_full, protected)
         steps = checked_steps(self, input_ids, inputs, request)
         return (int(step[0]) for step in steps) if self.batch_size == 1 else steps
 
@@ -1002,7 +1009,8 @@ class Session:
         options = (max_new_tokens, given, stop, str(generation_config), on_full, protected)
         self.check_same("stream_text", prompt=prompt, options=options, draft=draft)
         request = make_request(self, max_new_tokens, given, generation_config, stop, draft)
-        request = request.shifting(self, on_full, protected)
+        if on_full != "refuse":
+            request = request.shifting(self.stepper, on_full, protected)
         return generated_text(self, prompt, request)
 
 

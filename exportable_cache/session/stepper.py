@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -53,6 +53,21 @@ _NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
 _ENCODED = "encoder_hidden_states"
 
 
+class WholePrompt(NamedTuple):
+    """Facts that the chunks of a prompt share.
+
+    Attributes:
+        before: Images that the session held before the prompt.
+        placed: Images of the prompt at their positions in the session; None if it has none.
+        lengths: Lengths that choose the factors of RoPE, int64 [batch]; None if the factors never change. They are
+            those after the whole prompt, because its chunks must give the same as one step.
+    """
+
+    before: PlacedImages
+    placed: PlacedImages | None
+    lengths: torch.Tensor | None
+
+
 class ProgramStepper:
     """Advances a `SequenceState` by running steps.
 
@@ -76,6 +91,7 @@ class ProgramStepper:
         rope: Rule by which the factors of RoPE change; None if no row gets that far.
         adapters: Each row's adapter; empty for the model itself.
         max_length: Tokens that a row can hold; None if all layers are rings.
+        keeps_prompt: True if a step of one token ends the prompt, see `SlotPolicy.keeps_prompt`.
         least_rollback: Label of the layer that can take back the fewest tokens, such as `layer 2 (ring)`, and how many.
         chooses_in_graph: True if decode steps can choose the next tokens inside their graph.
     """
@@ -98,23 +114,20 @@ class ProgramStepper:
         self.rope: RopeRule | None = None
         self.adapters: tuple[LoadedAdapter, ...] = ()
         self.max_length = min((layer.max_length for layer in layers if layer.max_length is not None), default=None)
+        self.keeps_prompt = any(layer.policy.keeps_prompt for layer in layers)
         far = 2**40
+        taken_back = [layer.max_rollback(far, far) for layer in layers]
+        labels = [f"layer {index} ({layer.label})" for index, layer in enumerate(layers)]
         self.least_rollback = min(
-            ((f"layer {index} ({layer.label})", layer.max_rollback(far, far)) for index, layer in enumerate(layers)),
-            key=lambda found: found[1],
-            default=("no layer", far),
+            zip(labels, taken_back, strict=True), key=lambda one: one[1], default=("no layer", far)
         )
+        self._forgetful = [layer for layer, tokens in zip(layers, taken_back, strict=True) if tokens < far]
         self.all_rows = torch.ones(limits.batch_size, dtype=torch.bool)
 
     def use(self, runner: Runner) -> None:
         """Run the steps with another runner of the same program."""
         self.runner = runner
         self.chooses_in_graph = isinstance(runner, ChoosesInGraph) and self.limits.codebooks is None
-
-    @property
-    def is_adapted(self) -> bool:
-        """True if a row uses an adapter."""
-        return any(one.slot for one in self.adapters)
 
     @property
     def equal_rows(self) -> bool:
@@ -142,16 +155,9 @@ class ProgramStepper:
         method = self.runner.methods.get(DRAFT.name)
         return KEPT_POSITIONS - 1 if method is not None and method.input_names == DRAFT.input_names else 0
 
-    @property
-    def keeps_prompt(self) -> bool:
-        """True if a step of one token ends the prompt, see `SlotPolicy.keeps_prompt`."""
-        return any(layer.policy.keeps_prompt for layer in self.layers)
-
     def chunk_sizes(self, length: int, by_ids: bool = True) -> list[int]:
         """Return the number of tokens in each step of a prompt of `length` tokens."""
-        methods = self.runner.methods
-        methods = {name: methods[name] for name in methods if self._may_call(methods[name], by_ids)}
-        return chunk_sizes(methods, length, self.keeps_prompt, self.most_a_chunk)
+        return chunk_sizes(self._callable(by_ids), length, self.keeps_prompt, self.most_a_chunk)
 
     def check_room(self, rows: TokenRows, max_new_tokens: int | None = None, from_start: bool = False) -> None:
         """Check that a prompt fits, with the tokens that are to be generated after it.
@@ -191,28 +197,51 @@ class ProgramStepper:
             Logits [batch, vocab] of each row's last token.
         """
         if not steps.rows.are_even:
-            return self._feed_segments(steps, *self._before(steps))
-        return _last(self.chunks(steps, rows))
+            return self._feed_segments(steps)
+        return deque(self.chunks(steps, rows), maxlen=1).pop()
 
-    def chunks(self, steps: Steps, rows: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
+    def chunks(
+        self, steps: Steps, rows: torch.Tensor | None = None, whole: WholePrompt | None = None
+    ) -> Iterator[torch.Tensor]:
         """Feed a prompt as `feed` does, chunk by chunk, and yield the logits [batch, vocab] after each.
 
         Its rows have equal length. The caller may put other sequences into the session between two chunks, if it
         restores this one before the next.
-        """
-        before = self.state.images
-        placed, lengths = self._before(steps)
-        return self._chunks(steps, rows, before, placed, lengths)
 
-    def _before(self, steps: Steps) -> tuple[PlacedImages | None, torch.Tensor | None]:
-        """Return the images of a prompt at their positions in the session, and the lengths that choose RoPE's factors.
-
-        The lengths are those after the whole prompt, because its chunks must give the same as one step.
+        Args:
+            steps: The prompt.
+            rows: Rows that advance, see `step`.
+            whole: The prompt that `steps` is a part of; all of it by default.
         """
+        whole = self._whole(steps) if whole is None else whole
+        start, length, limit = 0, steps.fed.shape[1], self.most_a_chunk
+        sizes = [*(steps.sizes or self.chunk_sizes(length, steps.are_ids))]
+        if self.keeps_prompt:
+            check_chunks(sizes)
+        while sizes:
+            if steps.sizes is None and limit != self.most_a_chunk:
+                # The caller has changed the limit between two chunks.
+                limit, sizes = self.most_a_chunk, self.chunk_sizes(length - start, steps.are_ids)
+            size = sizes.pop(0)
+            if self.before_chunk is not None:
+                self.before_chunk()
+            chunk = slice(start, start + size)
+            extra = {name: tensor[..., chunk].contiguous() for name, tensor in steps.extra.items()}
+            extra |= steps.first if start == 0 else {}
+            logits = self.step(steps.fed[:, chunk].contiguous(), extra, rows, lengths=whole.lengths)
+            start += size
+            if whole.placed is not None:
+                # Only images whose tokens were fed, because a later chunk may fail.
+                fed = whole.placed.begun(self.state.length)
+                self.state = replace(self.state, images=whole.before.followed_by(fed))
+            yield logits
+
+    def _whole(self, steps: Steps) -> WholePrompt:
+        """Return what the chunks of a prompt that is fed from here share."""
         before, placed = self.state, steps.placed
         if placed is not None:
             placed = shifted(placed, before.length, before.images.deltas(before.length))
-        return placed, None if self.rope is None else self._rope_lengths(self._ends(steps))
+        return WholePrompt(before.images, placed, None if self.rope is None else self._rope_lengths(self._ends(steps)))
 
     def feed_for_generation(self, steps: Steps, active: torch.Tensor | None = None) -> torch.Tensor:
         """Feed a prompt as transformers' `generate` does: rows that cross a border of RoPE are computed again.
@@ -227,6 +256,8 @@ class ProgramStepper:
         Raises:
             InputError: If the tokens of such a row are not known, or the prompt is more than text.
         """
+        if self.rope is None:
+            return self.feed(steps)
         again = self._turned(steps, self.crossing(steps.rows.lengths, active))
         return self.feed(self._from_start(steps, again) if again else steps)
 
@@ -330,50 +361,16 @@ class ProgramStepper:
         self.move_to(replace(state, length=state.length * ~emptied, rope=state.rope.emptied(emptied)))
         return Steps(whole.ids, whole)
 
-    def _chunks(
-        self,
-        steps: Steps,
-        rows: torch.Tensor | None,
-        before: PlacedImages,
-        placed: PlacedImages | None,
-        lengths: torch.Tensor | None,
-    ) -> Iterator[torch.Tensor]:
-        """Yield the logits after each chunk of rows of equal length.
-
-        `before` are the images of the session, and `placed` those of the whole prompt.
-        """
-        start, length, limit = 0, steps.fed.shape[1], self.most_a_chunk
-        sizes = [*(steps.sizes or self.chunk_sizes(length, steps.are_ids))]
-        if self.keeps_prompt:
-            check_chunks(sizes)
-        while sizes:
-            if steps.sizes is None and limit != self.most_a_chunk:
-                # The caller has changed the limit between two chunks.
-                limit, sizes = self.most_a_chunk, self.chunk_sizes(length - start, steps.are_ids)
-            size = sizes.pop(0)
-            if self.before_chunk is not None:
-                self.before_chunk()
-            chunk = slice(start, start + size)
-            extra = {name: tensor[..., chunk].contiguous() for name, tensor in steps.extra.items()}
-            extra |= steps.first if start == 0 else {}
-            logits = self.step(steps.fed[:, chunk].contiguous(), extra, rows, lengths=lengths)
-            start += size
-            if placed is not None:
-                # Only images whose tokens were fed, because a later chunk may fail.
-                fed = placed.begun(self.state.length)
-                self.state = replace(self.state, images=before.followed_by(fed))
-            yield logits
-
-    def _feed_segments(self, steps: Steps, placed: PlacedImages | None, lengths: torch.Tensor | None) -> torch.Tensor:
+    def _feed_segments(self, steps: Steps) -> torch.Tensor:
         """Feed rows of different length: columns of the prompt, cut where a row begins."""
-        before = self.state.images
+        whole = self._whole(steps)
         with saved_rows(self, rows_to_save(self, steps.rows)) as saved:
             for segment in steps.rows.segments():
                 saved.restore(segment.rows)
                 columns = slice(segment.start, segment.end)
                 extra = {name: tensor[..., columns] for name, tensor in steps.extra.items()}
                 part = Steps(steps.fed[:, columns], TokenRows.whole(steps.rows.ids[:, columns]), extra=extra)
-                logits = _last(self._chunks(part, segment.rows, before, placed, lengths))
+                logits = deque(self.chunks(part, segment.rows, whole), maxlen=1).pop()
         return logits
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -454,7 +451,9 @@ class ProgramStepper:
         The caller has checked that every row has room for `steps` tokens.
         """
         fed = tokens[:, None]
-        if not self.chooses_in_graph or not chooser.chooses_in_graph:
+        # An eager step gains nothing by the choice, except where ranks would send logits instead of tokens.
+        is_apart = self.target == "eager" and self.ranks is None and steps == 1
+        if is_apart or not self.chooses_in_graph or not chooser.chooses_in_graph:
             return chooser.choose(self.step(fed))[:, None]
         check_no_autocast(self.device)
         self.guard.check_whole()
@@ -484,8 +483,8 @@ class ProgramStepper:
         else:
             able = {
                 name: method
-                for name, method in methods.items()
-                if self._may_call(method, by_ids) and (ITEM_STATES in method.input_names) is (ITEM_STATES in extra)
+                for name, method in self._callable(by_ids).items()
+                if (ITEM_STATES in method.input_names) is (ITEM_STATES in extra)
             }
         method = methods[method_for(able, fed.shape[1], state.longest + tokens, scores)]
         # A copy, because the state owns its lengths and a runner may keep or write its inputs. It need not wait for
@@ -511,28 +510,29 @@ class ProgramStepper:
                 inputs.append(extra[spec.name])
         return method.name, inputs
 
-    def _may_call(self, method: ProgramMethod, by_ids: bool) -> bool:
-        """Return True if a method takes ids, or embeddings, and fits whether a row uses an adapter.
+    def _callable(self, by_ids: bool) -> dict[str, ProgramMethod]:
+        """Return the methods that take ids, or embeddings, and fit whether a row uses an adapter.
 
         Programs whose steps all take adapters have one method for both.
         """
-        takes = ADAPTERS.name in method.input_names
-        both = takes and not method.name.startswith(ADAPTED)
-        return method.takes_ids is by_ids and (both or takes is self.is_adapted)
+        is_adapted, found = any(one.slot for one in self.adapters), {}
+        for name, method in self.runner.methods.items():
+            takes = ADAPTERS.name in method.input_names
+            both = takes and not name.startswith(ADAPTED)
+            if method.takes_ids is by_ids and (both or takes is is_adapted):
+                found[name] = method
+        return found
 
     def _begin(self, tokens: int, rows: torch.Tensor | None = None) -> None:
         """Mark the session as mid-step; cleared when the step finishes."""
         self.state = self.state.reaching(tokens, rows)
-        self.guard.is_broken = self._is_lost_if_interrupted(tokens)
+        ends = zip((self.state.length + tokens).tolist(), self.state.max_len_ever.tolist(), strict=True)
+        # A step may overwrite what cannot be taken back: a state, or slots of a ring.
+        self.guard.is_broken = self.least_rollback[1] < tokens and any(
+            layer.max_rollback(*end) < tokens for end in ends for layer in self._forgetful
+        )
         # Counted before the step, because a generator that is collected during it must not move the session.
         self.moves += 1
-
-    def _is_lost_if_interrupted(self, tokens: int) -> bool:
-        """Return True if a step may overwrite what cannot be taken back: a state, or slots of a ring."""
-        if self.least_rollback[1] >= tokens:
-            return False
-        ends = zip((self.state.length + tokens).tolist(), self.state.max_len_ever.tolist(), strict=True)
-        return any(layer.max_rollback(*end) < tokens for end in ends for layer in self.layers)
 
     def _finish(
         self, tokens: int, rows: torch.Tensor | None, fed: torch.Tensor | None, lengths: torch.Tensor | None
@@ -666,11 +666,6 @@ class ProgramStepper:
             state = replace(state, rope=None)
         self.state = state
         self.moves += 1
-
-
-def _last(chunks: Iterator[torch.Tensor]) -> torch.Tensor:
-    """Return the last item."""
-    return deque(chunks, maxlen=1).pop()
 
 
 class SavedRows:

@@ -341,7 +341,7 @@ def test_the_tokenizers_end_counts_where_no_config_names_one(tokenized: Any, tmp
     session.reset()
     session.generation_config.eos_token_id = []
     assert len(list(session.generate(PROMPT, LENGTH))) == LENGTH
-    session.generation_config.eos_token_id = answer[0]
+    session.generation_config.eos_token_id.append(answer[0])
     session.reset()
     assert list(session.generate(PROMPT, LENGTH)) == answer[:1]
     session.generation_config.eos_token_id = None

@@ -50,14 +50,19 @@ def session_of(
 
 
 def launched(session: Session) -> list[tuple[str, int]]:
-    """Method and number of steps of every launch from now on."""
-    noted, run = [], session.runner.run_and_choose
+    """Method and number of steps of every launch from now on, also of single tokens that are chosen from logits."""
+    noted, run, choose = [], session.runner.run, session.runner.run_and_choose
 
     def note(method: str, *arguments: Any, steps: int) -> torch.Tensor:
         noted.append((method, steps))
-        return run(method, *arguments, steps=steps)
+        return choose(method, *arguments, steps=steps)
 
-    session.runner.run_and_choose = note
+    def note_single(method: str, *arguments: Any) -> torch.Tensor:
+        if arguments[0].shape[1] == 1:
+            noted.append((method, 1))
+        return run(method, *arguments)
+
+    session.runner.run, session.runner.run_and_choose = note_single, note
     return noted
 
 

@@ -224,3 +224,10 @@ def test_logits_that_are_not_finite_are_told() -> None:
             session.cache.layers[0].values.fill_(float("nan"))
         with pytest.raises(InputError, match="the logits are not finite at position 4"):
             next(session.generate(tokens(2), 3, **options))
+        session.reset()
+        steps = session.generate(tokens(2), 3, **options)
+        next(steps)
+        with torch.no_grad():
+            session.cache.layers[0].values.fill_(float("nan"))
+        with pytest.raises(InputError, match="the logits are not finite at position 2"):
+            next(steps)

@@ -31,7 +31,8 @@ class EncoderStage:
 
     def __init__(self, method: ProgramMethod, limits: ProgramLimits) -> None:
         self.method = method
-        self.limits = limits
+        # Its texts have one id a token, also where the decoder's have several (Dia).
+        self.limits = replace(limits, codebooks=None)
         self.batch_size = limits.batch_size
         self.device = limits.device
 

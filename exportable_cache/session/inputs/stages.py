@@ -72,7 +72,8 @@ class InputStages:
         Raises:
             InputError: If an input is unknown, or its stage refuses it. Nothing has changed then.
         """
-        check_names(given)
+        if given:
+            check_names(given)
         rows = TokenRows.checked(input_ids, attention_mask, self.limits)
         if self.encoder is not None:
             self.encoder.check_encoded(state)
