@@ -41,17 +41,22 @@ def functions_passed(call: Callable[[], Any]) -> set[tuple[str, str]]:
     return found
 
 
-def main() -> None:
-    """Print the counts, and with `--list` the functions of each file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--list", action="store_true", help="name the functions")
-    listed = parser.parse_args().list
+def functions_of_a_response() -> set[tuple[str, str]]:
+    """Return the functions that a prompt of eight tokens and two new ones pass, on the demo model."""
     model = AutoModelForCausalLM.from_pretrained(demo_path()).eval()
     prompt = torch.randint(0, model.config.vocab_size, (1, 8), generator=torch.Generator().manual_seed(0))
     with Session.from_model(model, ExportableCache.from_model(model, max_cache_len=64)) as session:
         list(session.generate(prompt, max_new_tokens=2))
         session.reset()
-        found = functions_passed(lambda: list(session.generate(prompt, max_new_tokens=2)))
+        return functions_passed(lambda: list(session.generate(prompt, max_new_tokens=2)))
+
+
+def main() -> None:
+    """Print the counts, and with `--list` the functions of each file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="name the functions")
+    listed = parser.parse_args().list
+    found = functions_of_a_response()
     files = sorted({file for file, _ in found})
     print(f"{len(found)} functions in {len(files)} files")
     for file in files if listed else ():

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 import exportable_cache
+from benchmarks.functions_passed import functions_of_a_response
 
 pytestmark = pytest.mark.project
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(exportable_cache.__file__).parent
 MOST_ENTRIES, MOST_IN_A_FOLDER = 18, 20
+#: Functions and files that a reader opens to follow a generated token.
+MOST_PASSED, MOST_FILES_PASSED = 150, 25
 
 
 def test_imports_point_downwards_and_go_in_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +36,11 @@ def test_every_room_has_its_place_in_the_contract() -> None:
     rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     missing = {room for room in rooms - {"__init__", "__main__"} if f'"exportable_cache.{room}",' not in contract}
     assert not missing
+
+
+def test_a_prompt_passes_few_functions() -> None:
+    found = functions_of_a_response()
+    assert len(found) <= MOST_PASSED and len({file for file, _ in found}) <= MOST_FILES_PASSED, sorted(found)
 
 
 def test_a_folder_has_few_entries() -> None:
