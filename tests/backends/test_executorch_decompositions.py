@@ -14,7 +14,7 @@ from executorch.runtime import Runtime
 
 from exportable_cache.backends.executorch.delegates.xnnpack import AcyclicXnnpackPartitioner
 from exportable_cache.backends.executorch.lowering import lower
-from exportable_cache.backends.executorch.lowering.rewrites import RemoveNeedlessCopies
+from exportable_cache.backends.executorch.lowering.rewrites import RemoveNeedlessCopies, indices_to_int64
 from exportable_cache.common.compat.executorch import edge_operator
 
 _CLONE = edge_operator(torch.ops.aten.clone.default)
@@ -94,3 +94,12 @@ def test_copies_are_removed_where_nobody_else_reads_the_original(read: tuple[str
     """The copy of an input stays, which may be a cache that is written to."""
     graph_module = RemoveNeedlessCopies()(graph_of(*read)).graph_module
     assert len(graph_module.graph.find_nodes(op="call_function", target=_CLONE)) == left
+
+
+def test_tables_are_looked_up_by_int64() -> None:
+    """Operators on tables of 4, 8 and 16 bits end the process for int32, which Chameleon's tokens of images have."""
+    table, wide = nn.Embedding(8, 4).eval(), torch.tensor([[1, 7, 0]])
+    program = indices_to_int64(torch.export.export(table, (wide.int(),)))
+    (lookup,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
+    assert lookup.args[1].meta["val"].dtype == torch.int64
+    assert torch.equal(program.module()(wide.int()), table(wide))

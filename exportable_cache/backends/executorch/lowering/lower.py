@@ -36,6 +36,7 @@ from .rewrites import (
     RemoveNeedlessCopies,
     decompose_tanh_gelus,
     fold_constants,
+    indices_to_int64,
     masked_writes_to_where,
     means_to_linear,
     parts_to_weights,
@@ -90,6 +91,7 @@ def to_edge(
     segments, facts = ClonedSegments(_segment_to_edge), DELEGATES[delegate]
     state = state_of(programs.values())
     rewrites: tuple[Rewrite, ...] = (
+        indices_to_int64,
         *((partial(tied_tables_to_native, scratch=scratch),) if native else ()),
         # Delegates with their own schemes take dequantized tables.
         *(() if facts.schemes else (fuse_quantized_embeddings,)),

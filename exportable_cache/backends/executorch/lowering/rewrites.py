@@ -42,6 +42,22 @@ def decompose_tanh_gelus(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
+def indices_to_int64(program: ExportedProgram) -> ExportedProgram:
+    """Convert the int32 indices of each lookup in a table to int64, in place.
+
+    Lookups in tables of 4, 8 and 16 bits take int64 only, and ExecuTorch's end the process otherwise. Chameleon looks
+    up tokens of images in int32.
+    """
+    lookups = program.graph.find_nodes(op="call_function", target=_ATEN.embedding.default)
+    narrow = [node for node in lookups if node.args[1].meta["val"].dtype == torch.int32]
+    for node in narrow:
+        with program.graph.inserting_before(node):
+            node.update_arg(1, insert_call(program.graph, _ATEN.to.dtype, node.args[1], torch.int64))
+    if narrow:
+        program.graph_module.recompile()
+    return program
+
+
 def _tanh_gelu(graph: Graph, x: Node) -> Node:
     """Insert 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
     call = functools.partial(insert_call, graph)
