@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exportable_cache import ExportableCache, Session, export
+from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.pt2.archive import read_archive, write_archive
 from exportable_cache.errors import BundleError, InputError
@@ -17,7 +17,7 @@ from exportable_cache.program.spec import ProgramSpec
 from ..support.forked import run_python
 from ..support.models import hybrid_model, tiny_model, tokens
 from ..support.oracle import difference, reference_logits
-from ..support.sessions import lowered_session
+from ..support.sessions import exported_bundle, lowered_session
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +95,11 @@ def test_torch_opens_it_without_this_package(archive) -> None:
     assert int(found.stdout) == reference_logits(model, torch.tensor(ids), 5)[:, -1].argmax().item()
 
 
-def test_torch_opens_one_whose_cache_is_an_input_without_this_package(tmp_path) -> None:
-    model, ids = hybrid_model(), tokens(9)
-    bundle = export(model, "pt2", 32, tmp_path / "x", form="explicit", prefill_chunk=8, verify=False)
-    with zipfile.ZipFile(bundle.path / "program.pt2") as entries:
+def test_torch_opens_one_whose_cache_is_an_input_without_this_package() -> None:
+    # As in cli/test_elsewhere.py.
+    model = tiny_model("llama", hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    ids, folder = tokens(5), exported_bundle(model, "pt2", prefill_chunk=4, verify=False, form="explicit")
+    with zipfile.ZipFile(folder / "program.pt2") as entries:
         said = entries.read("program/extra/README.txt").decode()
     script = "\n".join(
         [
@@ -107,21 +108,21 @@ def test_torch_opens_one_whose_cache_is_an_input_without_this_package(tmp_path) 
             *(line.strip() for line in said.splitlines() if line.startswith("    ")),
             f"ids = torch.tensor({ids.tolist()})",
             "assert cache['layers'][0]['cumulative_length'].tolist() == [3]",
-            "logits, cache = programs['prefill'].module()(ids[:, :8], torch.tensor([0]), cache)",
-            "logits, cache = programs['decode'].module()(ids[:, 8:], torch.tensor([8]), cache)",
+            "logits, cache = programs['prefill'].module()(ids[:, :4], torch.tensor([0]), cache)",
+            "logits, cache = programs['decode'].module()(ids[:, 4:], torch.tensor([4]), cache)",
             "assert 'exportable_cache' not in sys.modules",
             "print(logits.tolist())",
         ]
     )
-    found = run_python(script, cwd=bundle.path)
+    found = run_python(script, cwd=folder)
     assert found.returncode == 0, found.stderr
-    expected = reference_logits(model, ids, 8)[:, -1]
+    expected = reference_logits(model, ids, 4)[:, -1]
     assert (torch.tensor(json.loads(found.stdout)) - expected).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("options", [{"form": "explicit"}, pytest.param({"strict": True}, marks=pytest.mark.full)])
 def test_options(options: dict) -> None:
-    model = tiny_model("gemma3_text")
+    model = hybrid_model()
     session = lowered_session(model, "pt2", **options)
     ids = tokens(50)
     reference = reference_logits(model, ids, 20)

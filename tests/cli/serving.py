@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
+import itertools
 import json
 import os
 import re
@@ -57,6 +59,12 @@ def served(session: Session | AnyCompleter, **options: Any) -> Iterator[str]:
         def __init__(self, config: uvicorn.Config) -> None:
             super().__init__(config)
             servers.append(self)
+
+        async def main_loop(self) -> None:
+            """Look ten times as often as uvicorn does whether the server is to end."""
+            ticks = itertools.count()
+            while not await self.on_tick(next(ticks)):
+                await asyncio.sleep(0.01)
 
     completer = Completer(session) if isinstance(session, Session) else session
     app = make_app(completer, ServerOptions(**{"model_name": "demo", **options}))

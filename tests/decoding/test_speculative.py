@@ -223,7 +223,9 @@ def test_sampled_tokens_follow_the_distribution_of_the_model(kind: str) -> None:
 
 
 def test_exported_programs_judge_too() -> None:
-    model, prompt = hybrid_model(eos_token_id=None), tokens(9)
+    # A ring alone, which also has to take tokens back.
+    model = hybrid_model(eos_token_id=None, num_hidden_layers=1, layer_types=["sliding_attention"])
+    prompt = tokens(9)
     model.generation_config.eos_token_id = None
     expected = plain(model, prompt, 20)
     draft = Scripted(9, expected, 3, max_tokens=1)

@@ -241,7 +241,7 @@ def test_a_bundle_proposes_as_the_live_model(
     check_draws(torch.tensor(native["drawn"]), second_token(model, prompt, _END))
 
 
-_DRAWS = 600
+_DRAWS = 1500
 #: The tokenizer's end token, which ends a generation of the native runner.
 _END = 2
 _NATIVE = """

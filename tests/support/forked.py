@@ -15,6 +15,8 @@ from pathlib import Path
 PRELOADED = (
     *("torch", "torch.export", "torch._dynamo", "torch.distributed.tensor"),
     "transformers.models.gemma3.modeling_gemma3",
+    # What `torch.export.load` imports, which takes half a second.
+    "networkx",
 )
 
 #: Code of the command line, whose arguments are those of `run_python`.
