@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import BundleError, DeviceMemoryError
-from .engine_io import LOGITS, STATE_IN, STATE_OUT, EngineRecord, check_computes, check_fits, load_error
+from .engine_io import LOGITS, STATE_IN, STATE_OUT, EngineRecord, bind, check_computes, check_fits, load_error
 
 #: TensorRT's module by the package that built a plan, see `EngineRecord.builder`.
 MODULES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
@@ -290,13 +290,7 @@ class _Step:
                 self._logits = cuda.host_array(output.shape, output.dtype)
                 self._is_bfloat16 = output.dtype == "bfloat16"
         self._logits_address = bound[LOGITS]
-        if record.profile is not None:
-            # The network's shapes are open, also those of a method whose inputs have one shape.
-            for given in inputs:
-                context.set_input_shape(given.name, tuple(given.max_shape))
-        for name, address in bound.items():
-            if not context.set_tensor_address(name, address):
-                raise BundleError(f"the engine of {record.method!r} has no tensor {name!r}; export the model again")
+        bind(context, record, inputs, bound)
         _check_engine(record, context)
 
     def use_slot(self, slot: int) -> None:

@@ -345,6 +345,27 @@ def check_fits(plans: int, cache: int, free: int, total: int) -> None:
         )
 
 
+def bind(context: Any, record: EngineRecord, inputs: Sequence[Input], addresses: Mapping[str, int]) -> None:
+    """Set the addresses of an engine's tensors, and the largest shapes of its inputs if its shapes are open.
+
+    Args:
+        context: Execution context of TensorRT.
+        record: Record of the engine.
+        inputs: Inputs of the method, which are not state.
+        addresses: Address of each tensor, by name.
+
+    Raises:
+        BundleError: If the engine lacks a tensor.
+    """
+    if record.profile is not None:
+        # The network's shapes are open, also those of a method whose inputs have one shape.
+        for given in inputs:
+            context.set_input_shape(given.name, tuple(given.max_shape))
+    for name, address in addresses.items():
+        if not context.set_tensor_address(name, address):
+            raise BundleError(f"the engine of {record.method!r} has no tensor {name!r}; export the model again")
+
+
 def load_error(here: int, file: str, record: EngineRecord, reasons: Sequence[str]) -> BundleError:
     """Return the error for a plan that TensorRT does not load, with both versions and both capabilities.
 

@@ -15,6 +15,7 @@ from .engine_io import (
     LOGITS,
     STATE_IN,
     STATE_OUT,
+    bind,
     check_computes,
     check_fits,
     engine_inputs,
@@ -159,14 +160,9 @@ class EngineStep:
             if name.startswith(STATE_OUT) and name not in record.aliases
         ]
         self._dynamic = [tensor.name for tensor in inputs if tensor.min_shape != tensor.max_shape]
-        if record.profile is not None:
-            # The network's shapes are open, also those of a method whose inputs have one shape.
-            for given in inputs:
-                context.set_input_shape(given.name, tuple(given.max_shape))
         read = {tensor.name: state[tensor.name] for tensor in record.inputs if tensor.name in state}
-        for name, tensor in {**read, **self.inputs, **self.outputs}.items():
-            if not context.set_tensor_address(name, tensor.data_ptr()):
-                raise BundleError(f"the engine of {record.method!r} has no tensor {name!r}; export the model again")
+        bound = {**read, **self.inputs, **self.outputs}
+        bind(context, record, inputs, {name: tensor.data_ptr() for name, tensor in bound.items()})
 
     def run(self, inputs: tuple[torch.Tensor, ...], stream: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run one step.

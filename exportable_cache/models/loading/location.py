@@ -162,6 +162,23 @@ def file_in(location: Location, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
+def json_in(path: Path, location: Location, remedy: str = "download it again") -> Any:
+    """Return the content of a file of JSON.
+
+    Args:
+        path: The file, as `file_in` returns it.
+        location: Names the model in the error.
+        remedy: What to do if the file cannot be read.
+
+    Raises:
+        InputError: If it cannot.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot read {path.name} of {location.source!r}: {first_line(error)}; {remedy}") from error
+
+
 def shards(location: Location) -> list[Path]:
     """Return the safetensors files of a checkpoint, downloaded if they have to be; none if it has others.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import util
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import InputError, MissingDependencyError, UnsupportedModelError, first_line
+from ...errors import MissingDependencyError, UnsupportedModelError
 from ..weights import convert
-from .location import file_in
+from .location import file_in, json_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -184,13 +183,7 @@ def modelopt_fields(location: Location) -> dict[str, Any] | None:
     path = file_in(location, _MODELOPT_FILE)
     if path is None:
         return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"cannot read {_MODELOPT_FILE} of {location.source!r}: {first_line(error)}; download it again"
-        ) from error
-    fields = _mapping(_mapping(found).get("quantization"))
+    fields = _mapping(_mapping(json_in(path, location)).get("quantization"))
     # Some files describe quantised keys and values alone.
     return {**fields, "quant_method": "modelopt"} if fields.get("quant_algo") else None
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from ...errors import InputError, first_line
 from ..tokenizers.text import tokenizer_errors
-from .location import Location, file_in, locate, quiet
+from .location import Location, file_in, json_in, locate, quiet
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -110,13 +110,7 @@ def check_generation_config(location: Location) -> None:
     path = file_in(location, FILE)
     if path is None:
         return
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"cannot read {FILE} of {location.source!r}: {first_line(error)}; download it again, or remove it to use "
-            "config.json"
-        ) from error
+    fields = json_in(path, location, "download it again, or remove it to use config.json")
     if not isinstance(fields, dict):
         raise InputError(
             f"{FILE} of {location.source!r} must be a JSON object, got {json.dumps(fields)[:80]}; correct it, or "
