@@ -167,7 +167,7 @@ class PortableLayout(Layout, kind="portable"):
         policy, query_length = layer.policy, key_states.shape[2]
         length = layer.cumulative_length
         if not policy.wraps(layer.context.kv_read_len):
-            slots = policy.slots_of(length[:, None] + torch.arange(query_length, device=layer.device))
+            slots = policy.slots_of(length[:, None] + torch.arange(query_length, device=length.device))
             stored = self._write(layer, slots, key_states, value_states)
             layer.advance(query_length)
             return layer.read(layer.slots_read, stored, query_length)
@@ -191,7 +191,7 @@ class PortableLayout(Layout, kind="portable"):
         assert storage is not None
         length = layer.cumulative_length[:, None]
         positions = policy.positions(length + query_length)
-        slot = torch.arange(policy.slot_count, device=layer.device)
+        slot = torch.arange(policy.slot_count, device=length.device)
         source = torch.where(positions >= length, policy.slot_count + positions - length, slot)
         seen = []
         for name, rows in zip(storage.parts, storage.encode(key_states, value_states), strict=True):

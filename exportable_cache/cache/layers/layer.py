@@ -85,6 +85,10 @@ class CacheLayer(CacheLayerMixin):
     Attributes:
         state: Declarations of the state tensors by attribute name, in the order of the pytree children.
         context: Context of the step that the layer was put around its tensors for, see `with_state`.
+        is_sliding: See `SlotPolicy`, as for the three that follow.
+        is_linear: True if the layer keeps states of fixed size and no keys.
+        is_dummy: True if the layer keeps nothing.
+        follows_decoder: True if the layer's length is the decoder's; False for cross-attention.
     """
 
     is_compileable = True
@@ -94,12 +98,18 @@ class CacheLayer(CacheLayerMixin):
     is_croppable = True
     #: Family of each part that the layer is composed of, by attribute name.
     composed_of: ClassVar[dict[str, type[Component]]] = {"policy": SlotPolicy, "storage": Storage, "layout": Layout}
+    #: Attributes of the policy that the layer has too.
+    of_policy: ClassVar[tuple[str, ...]] = ("is_sliding", "is_linear", "is_dummy", "follows_decoder")
 
     policy: SlotPolicy
     storage: Storage | None
     layout: Layout
     state: dict[str, StateTensor]
     context: StepContext
+    is_sliding: bool
+    is_linear: bool
+    is_dummy: bool
+    follows_decoder: bool
     keys: torch.Tensor
     values: torch.Tensor
     # The types differ because transformers annotates lengths as int, although its static layers keep a tensor.
@@ -121,6 +131,8 @@ class CacheLayer(CacheLayerMixin):
         """Set the parts of `composed_of`, by name, and declare their tensors."""
         for name in self.composed_of:
             setattr(self, name, parts.get(name))
+        for name in self.of_policy:
+            setattr(self, name, getattr(self.policy, name))
         if self.policy.keeps_keys is (self.storage is None):
             needs = "needs one" if self.policy.keeps_keys else "keeps no keys"
             raise InputError(f"the storage of a layer is {self.storage!r}, but its policy {self.policy!r} {needs}")
@@ -251,7 +263,7 @@ class CacheLayer(CacheLayerMixin):
         """Return a layer of another class and of the same parts, around other tensors."""
         # The parts are not composed again, because a step is traced.
         layer = cls.__new__(cls)
-        for name in self.composed_of:
+        for name in (*self.composed_of, *self.of_policy):
             setattr(layer, name, getattr(self, name))
         layer.state, layer._config = self.state, self._config
         layer._hold(tensors, context)
@@ -267,7 +279,7 @@ class CacheLayer(CacheLayerMixin):
     def _hold(self, tensors: Mapping[str, Any], context: StepContext) -> None:
         for name in self.state:
             setattr(self, name, tensors.get(name))
-        if context.start is not None and self.policy.follows_decoder and self.policy.length_name is not None:
+        if context.start is not None and self.follows_decoder and self.policy.length_name is not None:
             self.cumulative_length = context.start
         self.begin(context, max_len_ever=None)
 
@@ -280,9 +292,9 @@ class CacheLayer(CacheLayerMixin):
         """
         self.context = context
         # True for cross-attention too, because models ask an initialized layer for its keys (Mllama).
-        self.is_initialized = not self.policy.is_dummy
+        self.is_initialized = not self.is_dummy
         # Known on the host, and changed by `crop` only.
-        self._max_len_ever = 0 if self.policy.is_dummy else max_len_ever
+        self._max_len_ever = 0 if self.is_dummy else max_len_ever
 
     def config(self) -> dict[str, Any]:
         """Return the JSON that `from_state` needs in addition to the tensors.
@@ -326,26 +338,6 @@ class CacheLayer(CacheLayerMixin):
         return f"{type(self).__name__}({', '.join(repr(part) for part in parts if part not in (None, PORTABLE))})"
 
     # -- what the policy says -----------------------------------------------------------------------------------------
-
-    @property
-    def is_sliding(self) -> bool:
-        """True if a window hides older tokens, as transformers' `is_sliding`."""
-        return self.policy.is_sliding
-
-    @property
-    def is_linear(self) -> bool:
-        """True if the layer keeps states of fixed size and no keys, as transformers' `Cache.is_linear`."""
-        return self.policy.is_linear
-
-    @property
-    def is_dummy(self) -> bool:
-        """True if the layer keeps nothing, as transformers' `Cache.is_dummy`."""
-        return self.policy.is_dummy
-
-    @property
-    def follows_decoder(self) -> bool:
-        """True if the layer's length is the decoder's; False for cross-attention."""
-        return self.policy.follows_decoder
 
     @property
     def forgetting(self) -> str:
