@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, FalconConfig
 
 from exportable_cache import ExportableCache, Session, export
+from exportable_cache.backends import backend_for
 from exportable_cache.backends.probe_attention import probe_attention
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.common.patch import ORIGINAL
@@ -22,6 +23,8 @@ from exportable_cache.models.quantization.sizes import coverage_of, is_tied, qua
 from exportable_cache.models.quantization.spec import Quantization, quantization_of
 from exportable_cache.models.quantized_rows import QuantizedRows
 from exportable_cache.program.inputs.modalities import modalities_of
+from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 from exportable_cache.verification.verify import verify, verify_session
 
 from .support.kinds import kind_model
@@ -380,6 +383,17 @@ def test_items_of_a_quantized_model_are_found_as_those_of_the_model(model_type: 
     (expected,) = modalities_of(model, example)
     (found,) = modalities_of(quantize(model, Quantization("8da8w", embeddings="8w")).model, example)
     assert found == expected
+
+
+@pytest.mark.parametrize(("model_type", "method"), [("aria", "encode_image"), ("gemma4", "decode")])
+def test_methods_of_a_quantized_model_with_images_are_traced(model_type: str, method: str) -> None:
+    """Aria's encoder reads values, by the line of code that does; Gemma 4 indexes its table in every step."""
+    model = tiny_media_model(next(row for row in media_rows() if row.model_type == model_type))
+    model = quantize(model, Quantization("8da8w", embeddings="8w")).model
+    modalities = modalities_of(model, {"image": item(model, "image")})
+    cache = ExportableCache.from_model(model, 32)
+    spec = backend_for("pt2").program_spec(ProgramSpec(8, modalities=modalities), backend_for("pt2").options())
+    assert Program(model, cache, spec).export(method) is not None
 
 
 def test_layers_of_a_tower_that_groups_do_not_divide_stay_in_float() -> None:

@@ -8,6 +8,7 @@ rounded once for all layers that read the same tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -85,6 +86,11 @@ class IndexedTables(TorchFunctionMode):
             index = (0 if is_row else slice(None), *rest)
             return rows[index]
         return func(*args, **(kwargs or {}))
+
+
+def indexed_tables(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return `IndexedTables` for a quantised model, and a context manager that does nothing for others."""
+    return IndexedTables() if has_quantized_weights(model) else nullcontext()
 
 
 class QuantizedRows(IndexedTables):

@@ -42,6 +42,7 @@ from ..models.patches.mechanisms.rope import check_follows, rope_by
 from ..models.patches.mechanisms.speech import short_masks
 from ..models.patches.registry import patch_model
 from ..models.positions import check_rope, rope_rule, takes_positions, text_model_of
+from ..models.quantized_rows import indexed_tables
 from ..models.scans import longest_step
 from .decoders import EncodeModule, checked_prefill_chunk, decoder_arguments, methods_for, seq2seq_methods
 from .inputs.front import passing_extra_features
@@ -541,7 +542,8 @@ class Program:
             named = {index: sizes[size] for index, size in enumerate(spec.shape) if size in sizes}
             if named:
                 dynamic[example] = named
-        with torch.no_grad(), attention_of(self.model, self.attention, self.experts):
+        attention = attention_of(self.model, self.attention, self.experts)
+        with torch.no_grad(), attention, indexed_tables(self.model):
             # Strides are compared for every length although the range starts at 2, so guards become runtime asserts.
             try:
                 program = torch.export.export(

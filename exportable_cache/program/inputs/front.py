@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ...errors import UnsupportedModelError
 from ...models.positions import text_model_of
-from ...models.quantized_rows import IndexedTables
+from ...models.quantized_rows import indexed_tables
 from .examples import MAIN_INPUTS
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def handed_to_decoder(model: PreTrainedModel, **inputs: Any) -> dict[str, Any]:
         model = text_model_of(model)
     kept = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     found: list[dict[str, Any]] = []
-    with IndexedTables(), _unchanged(model), _stopping(decoder, found), suppress(_Reached):
+    with indexed_tables(model), _unchanged(model), _stopping(decoder, found), suppress(_Reached):
         model(**inputs, use_cache=False, **kept)
     if found:
         return {name: value for name, value in found[0].items() if value is not None}

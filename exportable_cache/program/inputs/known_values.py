@@ -18,8 +18,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...errors import UnsupportedModelError
+from ...models import quantized_rows
 
 _Site = tuple[str, int, str]
+#: Files of modes that calls pass on their way.
+_MODES = (__file__, quantized_rows.__file__)
 _CHECKS = "transformers/utils/import_utils.py"
 # Matched by name, because torch.export replaces some of these methods.
 _VALUES = "item __bool__ __int__ __index__ __float__ equal allclose is_nonzero numpy".split()
@@ -142,7 +145,7 @@ class _Asked(TorchFunctionMode):
 
     def _ask(self, what: str, compute: Callable[[], Any]) -> Any:
         frame = inspect.currentframe()
-        while frame is not None and (__file__ == frame.f_code.co_filename or "/torch/" in frame.f_code.co_filename):
+        while frame is not None and (frame.f_code.co_filename in _MODES or "/torch/" in frame.f_code.co_filename):
             frame = frame.f_back
         assert frame is not None
         return self._answer((frame.f_code.co_filename, frame.f_lineno, what), compute)
