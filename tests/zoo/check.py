@@ -335,7 +335,8 @@ def bundle_of(model: PreTrainedModel, column: str, **options: Any) -> Iterator[B
         try:
             bundle = export(model, output_dir=Path(folder) / "bundle", **given)
         except VerificationError as error:
-            raise DisagreesError(str(error)) from error
+            # Without the folder that was not written.
+            raise DisagreesError(str(error).partition(f". {folder}")[0]) from error
         yield bundle
 
 
