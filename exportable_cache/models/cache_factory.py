@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -275,6 +275,10 @@ class ExportableCache(LayeredCache):
             )
         return cache
 
+    def with_layers(self, layers: Sequence[CacheLayer]) -> Self:
+        """Return a cache of the same model over other layers, such as those of a target."""
+        return type(self)(layers)
+
     def save(self, path: str | Path) -> None:
         """Write the cache to a file, see `LayeredCache.save`; models split over processes are not supported."""
         if self.ranks is not None:
@@ -338,6 +342,12 @@ class ExportableEncoderDecoderCache(ExportableCache, EncoderDecoderLayeredCache)
     def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> Self:
         """See `LayeredCache.with_state`."""
         cache = super().with_state(tensors, context)
+        cache.encoder = self.encoder
+        return cache
+
+    def with_layers(self, layers: Sequence[CacheLayer]) -> Self:
+        """See `ExportableCache.with_layers`."""
+        cache = super().with_layers(layers)
         cache.encoder = self.encoder
         return cache
 

@@ -198,7 +198,7 @@ def test_the_extra_is_named(tmp_path: Path) -> None:
 # Each takes some 10 s.
 @needs_coreai
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "voxtral"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl", "smolvlm", "voxtral"])
 def test_images_and_audio_equal_the_whole_model(family: str, tmp_path: Path) -> None:
     """Encoders are functions without states; prompts with one and two items."""
     model = tiny_multimodal(family)

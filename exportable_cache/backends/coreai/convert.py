@@ -19,7 +19,6 @@ from ...common.compat.coreai import dequantized_weight
 from ...common.compat.torch import OpOverload, writes_in_place
 from ...common.tensors import wide_buffer
 from ...errors import UnsupportedModelError, describe_trace_error
-from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ...models.quantized_rows import is_quantized
 from ..decompositions import scatter_by_comparisons
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ...cache.layout import WrittenLayer
+    from ...models.cache_factory import ExportableCache
     from ...program.methods import ProgramMethod
 
 
@@ -60,10 +60,7 @@ class GatheredLayout(PortableLayout, kind="gathered"):
 
 def gathered_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCache:
     """Return the cache with layers as Core AI programs keep them, and the same contents."""
-    gathered = type(cache)([_gathered(layer) for layer in cache.layers])
-    if isinstance(cache, ExportableEncoderDecoderCache):
-        gathered.encoder = cache.encoder
-    return gathered
+    return cache.with_layers([_gathered(layer) for layer in cache.layers])
 
 
 def _gathered(layer: CacheLayer) -> CacheLayer:
@@ -136,7 +133,7 @@ def write_states(program: ExportedProgram) -> None:
     signature, graph = program.graph_signature, program.graph
     written, output = set(signature.buffers_to_mutate.values()), graph.output_node()
     results = list(zip(signature.output_specs, output.args[0], strict=True))
-    order = {}
+    order: dict[str | None, int] = {}
     for node in graph.find_nodes(op="placeholder"):
         target = signature.inputs_to_buffers.get(node.name, "")
         order[target] = len(order)

@@ -50,14 +50,15 @@ def tensorrt_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend with `scaled_dot_product_attention` over grouped heads if possible, else with `matmul_attention`.
 
-    Two features are passed through the mask, because the layer has no other input for them:
+    Three features are passed through the mask, because the layer has no other input for them:
 
+    - a position bias (T5);
     - sinks: they are the scores of the null slot that the cache layer keeps after the others;
     - if values are shorter than keys (MLA), the scores of the dimensions that only keys have, because the layer
       requires both to have one shape ("Key and Value must have the same shape").
 
-    `matmul_attention` serves soft-capping, a position bias, values longer than keys, and calls of several queries
-    without a mask: the layer drops a mask that comes with `causal`, and its causal form does not know a cache.
+    `matmul_attention` serves soft-capping, values longer than keys, and calls of several queries without a mask: the
+    layer drops a mask that comes with `causal`, and its causal form does not know a cache.
 
     Args:
         module: Attention module of the model.
@@ -75,6 +76,10 @@ def tensorrt_attention(
     if attention_mask is None and is_one(query.shape[2]):
         # Because TensorRT-RTX 1.5 cannot build plain products of one query, of a step's cross-attention over all slots.
         attention_mask = query.new_zeros(1, 1, 1, key.shape[2])
+    bias = kwargs.get("position_bias")
+    if bias is not None and attention_mask is not None:
+        attention_mask = _clamped(attention_mask.to(query.dtype) + bias.to(query.dtype))
+        kwargs["position_bias"] = None
     sinks = sinks_of(query, kwargs)
     lacks_slot = sinks is not None and attention_mask is not None and key.shape[2] != attention_mask.shape[-1] + 1
     if lacks_slot or not is_expressible(query, key, value, attention_mask, kwargs):
@@ -86,14 +91,17 @@ def tensorrt_attention(
     if sinks is not None:
         mask = torch.cat([mask.expand(*sinks.shape[:3], mask.shape[-1]), sinks.to(query.dtype)], dim=-1)
     if key.shape[-1] > value.shape[-1]:
-        mask = mask + _scores(query[..., value.shape[-1] :] * scale, key[..., value.shape[-1] :])
-        # Clamped, because the lowest float16 plus a negative score is -inf, from which kernels compute NaN.
-        mask = mask.clamp(min=torch.finfo(mask.dtype).min)
+        mask = _clamped(mask + _scores(query[..., value.shape[-1] :] * scale, key[..., value.shape[-1] :]))
         query, key = query[..., : value.shape[-1]], key[..., : value.shape[-1]]
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def _clamped(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask without -inf: the lowest float16 plus a negative score, from which kernels compute NaN."""
+    return mask.clamp(min=torch.finfo(mask.dtype).min)
 
 
 def is_expressible(
@@ -256,15 +264,12 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
         return cache
     # The probe feeds a text decoder, and encoder-decoders have no sinks.
     sinks = set[int]() if isinstance(cache, ExportableEncoderDecoderCache) else layers_with_sinks(model)
-    adapted = type(cache)(
+    return cache.with_layers(
         [
             EngineLayout(null_slots=int(index in sinks)).engine_layer(layer) if keeps_tokens_alone(layer) else layer
             for index, layer in enumerate(cache.layers)
         ]
     )
-    if isinstance(cache, ExportableEncoderDecoderCache):
-        adapted.encoder = cache.encoder
-    return adapted
 
 
 def keeps_tokens_alone(layer: CacheLayer) -> bool:

@@ -63,6 +63,24 @@ def test_sinks_are_the_scores_of_a_slot_of_zeros(dtype: torch.dtype, keys: int, 
     assert (plain.float() - expected).abs().max() < close
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("masked", "length"), [(True, 1), (True, 5), (False, 1)])
+def test_a_position_bias_is_part_of_the_mask(
+    dtype: torch.dtype, masked: bool, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No plain products are left, which the builder refuses for one query over a cache that a step only reads."""
+    *tensors, mask = operands(16, dtype, length)
+    bias = -torch.rand(1, 4, length, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+    given = [*tensors, mask if masked else None]
+    wide = [None if tensor is None else tensor.float() for tensor in given]
+    expected, without = (matmul_attention(nn.Identity(), *wide, position_bias=one)[0] for one in (bias.float(), None))
+    monkeypatch.setattr(kv_cache, "matmul_attention", None)
+    close = 1e-5 if dtype == torch.float32 else 2e-3
+    for one, of in ((bias, expected), *(((None, without),) if length == 1 else ())):
+        assert (tensorrt_attention(nn.Identity(), *given, position_bias=one)[0].float() - of).abs().max() < close
+    assert (expected - without).abs().max() > 0.05
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.full), torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "keys"), [("sinks", 16), ("sinks", MANY), ("short values", 16), ("short values", MANY)]
