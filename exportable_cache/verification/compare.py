@@ -90,7 +90,7 @@ def verify_encoders(
         if method is None:
             continue
         (modality,) = modalities_of(model, {kind: example_item(method)})
-        differences, largest = [], 0.0
+        differences, largest, spread = [], 0.0, 0.0
         for _ in range(_ITEMS):
             item = [random_item(spec, generator) for spec in method.inputs]
             with attention_of(model, "eager"):
@@ -99,7 +99,8 @@ def verify_encoders(
             found = session.runner.run(method.name, *(tensor.to(session.device) for tensor in item))[0]
             differences.append((found.float().to(expected.device) - expected).abs().max())
             largest = max(largest, expected.abs().max().item())
-        limit = max(default_tolerance(rounded or model.dtype, largest), tolerance or 0.0)
+            spread = max(spread, expected.std(-1).max().item())
+        limit = max(default_tolerance(rounded or model.dtype, largest, spread), tolerance or 0.0)
         verified.append(VerifiedEncoder(method.name, torch.stack(differences).max().item(), limit))
     return tuple(verified)
 
