@@ -289,12 +289,14 @@ class ItemEntry(Entry):
     apart: bool = False
     tiles: int = Field(0, ge=0)
     tokens: int = Field(0, ge=0)
+    size: tuple[int, int] | None = None
 
     def described(self) -> ItemFacts:
         """Return the entry as a program's `ItemFacts`."""
         fixed = {name: FixedInput(one.dtype, tuple(one.shape), tuple(one.values)) for name, one in self.fixed.items()}
         positions = tuple(map(tuple, self.positions))
-        return ItemFacts(self.token_id, fixed, positions, self.advance, self.sees, self.apart, self.tiles, self.tokens)
+        told = self.advance, self.sees, self.apart, self.tiles, self.tokens, self.size
+        return ItemFacts(self.token_id, fixed, positions, *told)
 
 
 class MethodEntry(Entry):

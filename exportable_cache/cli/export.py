@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
@@ -29,8 +28,10 @@ from .options import (
     JsonOption,
     ModelArgument,
     PlanTargetOption,
+    checked_size,
     declared,
     options_of,
+    sides_of,
     takes,
 )
 from .terminal import LayerRow, Terminal, layer_table, simple_table
@@ -42,18 +43,6 @@ if TYPE_CHECKING:
     from ..pipeline.plan import Plan, RecipeSize
 
 
-def _sides(text: str) -> tuple[int, ...]:
-    """Return height and width: `448x336` is `(448, 336)`, `448` is a square."""
-    sides = tuple(int(side) for side in text.split("x"))
-    return sides * 2 if len(sides) == 1 else sides
-
-
-def _size(text: str | None) -> str | None:
-    if text is not None and not re.fullmatch(r"\d+(x\d+)?", text):
-        raise typer.BadParameter(f"must be HEIGHTxWIDTH in pixels such as 448x448, got {text!r}")
-    return text
-
-
 _CACHE_LEN = {"max_cache_len": Changes(default=None, about={"show_default": DEFAULT_CACHE_LEN})}
 _OPTIONS = tuple(
     options_of(
@@ -62,7 +51,7 @@ _OPTIONS = tuple(
             "target": TARGET,
             "output_dir": REQUIRED_OPTION,
             **_CACHE_LEN,
-            "image_size": Changes(about={"callback": _size}),
+            "image_size": Changes(about={"callback": checked_size}),
             # None by default, because other targets have no delegate.
             "delegate": Changes(default=None, about={"show_default": "xnnpack"}),
             "form": Changes(default=None, about={"show_default": "resident"}),
@@ -115,7 +104,7 @@ def export(ctx: typer.Context, model: str, option: list[str] | None, json: bool,
     given["modalities"] = tuple(given["modalities"] or ())
     given["lora"] = tuple(given["lora"] or ())
     if given["image_size"] is not None:
-        given["image_size"] = _sides(given["image_size"])
+        given["image_size"] = sides_of(given["image_size"])
     with terminal.progress("loading libraries") as progress:
         from ..pipeline.export import export as make_bundle
 

@@ -106,7 +106,7 @@ def generate(
         )
     files = {"image": image or (), "audio": audio or ()}
     kinds = tuple(kind for kind, paths in files.items() if paths)
-    use = Use(kinds, prompt_lookup or 0, draft, draft_model, adapter=adapter)
+    use = Use(kinds, prompt_lookup or 0, draft, draft_model, adapter=adapter, files=files)
     asked = _Asked(
         text, files, chat, split_special_tokens, form, tuple(stop or ()), max_new_tokens, prompt_lookup or 0, given
     )
@@ -349,7 +349,7 @@ def _check_kinds(session: Session, files: Mapping[str, Sequence[Path]]) -> None:
     for kind, given in files.items():
         if given and kind not in kinds:
             raise InputError(
-                f"--{kind} {given[0]} was given, but the bundle takes only {' and '.join(kinds)}; leave it out, or "
+                f"--{kind} {given[0]} was given, but the program takes only {' and '.join(kinds)}; leave it out, or "
                 f"export with --modalities {kind} if the model supports it"
             )
     count = sum(map(len, files.values()))

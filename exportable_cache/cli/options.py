@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
 from importlib.util import find_spec
@@ -30,6 +31,19 @@ def at_least(least: int) -> Callable[[Any], Any]:
         return given
 
     return check
+
+
+def sides_of(text: str) -> tuple[int, ...]:
+    """Return height and width: `448x336` is `(448, 336)`, `448` is a square."""
+    sides = tuple(int(side) for side in text.split("x"))
+    return sides * 2 if len(sides) == 1 else sides
+
+
+def checked_size(text: str | None) -> str | None:
+    """Check the size of images on the command line."""
+    if text is not None and not re.fullmatch(r"\d+(x\d+)?", text):
+        raise typer.BadParameter(f"must be HEIGHTxWIDTH in pixels such as 448x448, got {text!r}")
+    return text
 
 
 def one_of(*choices: str) -> Callable[[Any], Any]:

@@ -19,7 +19,9 @@ from .options import (
     GivenSampling,
     OnFullOption,
     SplitSpecialTokensOption,
+    checked_size,
     number,
+    sides_of,
 )
 from .runtime import Batching, Opening, open_completer, opens
 from .terminal import Terminal
@@ -92,6 +94,16 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    image_size: Annotated[
+        str | None,
+        typer.Option(
+            "--image-size",
+            metavar="HxW",
+            callback=checked_size,
+            help="Height and width of a model's images in pixels, if its config has none.",
+            show_default=False,
+        ),
+    ] = None,
     draft: DraftOption = None,
     draft_model: DraftModelOption = None,
     prefix_cache: Annotated[
@@ -126,7 +138,10 @@ def serve(
     # Checked before the bundle is opened, which may take long.
     AllowedOrigins.of(host, api_key is not None, hosts, origins)
     kinds = _kinds(modalities or [], folder, opening.is_model(folder), rows)
-    use = Use(kinds, draft=draft, draft_model=draft_model, adapters=_adapters(adapter or []))
+    if image_size is not None and "image" not in (modalities or ()):
+        raise typer.BadParameter("needs --modalities image; leave it out", param_hint="'--image-size'")
+    sides = None if image_size is None else sides_of(image_size)
+    use = Use(kinds, draft=draft, draft_model=draft_model, adapters=_adapters(adapter or []), image_size=sides)
     if modalities and use.head is not None:
         raise typer.BadParameter("cannot be combined with --modalities; leave one out", param_hint="'--draft'")
     importing = Thread(target=_import_server)

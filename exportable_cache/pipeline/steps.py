@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -62,6 +62,7 @@ from ..parallel.heads import check_tensor_parallel, parts_of_heads
 from ..parallel.rank_model import RankOf, part_of_model
 from ..program.inputs.modalities import modalities_of
 from ..program.program import Program
+from ..session.inputs.prompt import sized_modalities
 from ..verification.compare import compare, measure_stored, measure_without_rounding
 from ..verification.measures import measure_acceptance, measure_quantization, short_prompts
 from ..verification.references import session_to_verify
@@ -188,6 +189,7 @@ def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
     """Run all steps. The bundle appears after the last one; a failed step leaves nothing that loads."""
     resolved = resolve(spec)
     loaded = load(resolved, progress)
+    resolved = with_examples(resolved, loaded)
     draft_ids = _draft_ids(spec, loaded)
     source = replace(quantise(resolved, loaded, progress), draft_ids=draft_ids)
     del loaded
@@ -201,6 +203,19 @@ def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
         # Release the program before `measure` loads the stored weights, so that only one copy is in memory.
         del source, cache, made, lowered
         return publish(resolved, measure(resolved, verified, fed, progress))
+
+
+def with_examples(resolved: Resolved, loaded: LoadedModel) -> Resolved:
+    """Return the options with examples of images that the model's processor makes, where its config gives no size.
+
+    Raises:
+        InputError, UnsupportedModelError: See `sized_modalities`.
+    """
+    spec = resolved.spec
+    if not spec.modalities or isinstance(spec.modalities, Mapping) or not loaded.processor_files:
+        return resolved
+    made, size = sized_modalities(loaded.model, spec.modalities, loaded.processor, spec.image_size)
+    return replace(resolved, spec=replace(spec, modalities=made, image_size=size))
 
 
 def _draft_ids(spec: ExportSpec, loaded: LoadedModel) -> list[int] | None:

@@ -74,6 +74,8 @@ class ItemFacts:
         apart: True if the frames of a video are separate items of one frame in a prompt.
         tokens: Placeholders of one item, for the method `encode` of an encoder-decoder; 0 for methods that return
             the embeddings.
+        size: Height and width in pixels of the images that the program takes, before the processor; None if it takes
+            those of any size, or the size is not known.
     """
 
     token_id: int
@@ -84,6 +86,7 @@ class ItemFacts:
     apart: bool = False
     tiles: int = 0
     tokens: int = 0
+    size: tuple[int, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as JSON values."""
@@ -99,6 +102,7 @@ class ItemFacts:
             "apart": self.apart,
             "tiles": self.tiles,
             **({"tokens": self.tokens} if self.tokens else {}),
+            **({} if self.size is None else {"size": list(self.size)}),
         }
 
 

@@ -83,6 +83,8 @@ class Use:
         waits: True if every step must be compiled; False to run steps uncompiled while their graphs are compiled.
         adapter: LoRA adapter that every step uses: a file of `exportable-cache adapter`, or peft's folder.
         adapters: LoRA adapters that are loaded for later use, by name.
+        files: Files of the first prompt by kind, which give the sizes that the config of a model does not give.
+        image_size: Height and width of images in pixels, where neither the config nor a file gives it.
 
     Raises:
         InputError: If a draft head and a draft model are asked for.
@@ -95,6 +97,8 @@ class Use:
     waits: bool = False
     adapter: Path | None = None
     adapters: Mapping[str, Path] = field(default_factory=dict)
+    files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
+    image_size: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.head is not None and self.draft_model is not None:
@@ -151,6 +155,8 @@ def open_model(
     from ..models.loading.loading import load_model
     from ..models.lora import check_changes
     from ..models.positions import default_cache_len
+    from ..program.inputs.modalities import takes_encoder_items
+    from .inputs.prompt import sized_modalities
     from .session import Session
 
     # Checked before the weights are read, which takes long.
@@ -184,12 +190,21 @@ def open_model(
     scored = proposed + 1 if proposed and not has_encoder else 0
     if cache.max_length is not None:
         scored = min(scored, cache.max_length)
+    modalities: Mapping[str, Any] = dict.fromkeys(use.kinds)
+    size: int | Sequence[int] | None = use.image_size
+    if use.kinds and (takes_encoder_items(model) or not has_encoder):
+        if loaded.processor_files:
+            modalities, size = sized_modalities(model, use.kinds, loaded.processor, use.image_size, use.files)
+    elif use.kinds:
+        # The file is the encoder's input.
+        modalities = {}
     session = Session.from_model(
         model,
         cache,
         compile=compiles and ("wait" if use.waits else True),
         score_length=scored if scored > 1 else 0,
-        modalities=() if has_encoder else tuple(use.kinds),
+        modalities=modalities,
+        image_size=size,
         lora_slots=len(adapters),
         lora_rank=max((one.rank for one in adapters), default=LORA_RANK),
         lora_targets=tuple({name: None for one in adapters for name in one.tensors}),

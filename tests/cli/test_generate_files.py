@@ -96,7 +96,7 @@ def whisper_bundle(tmp_path_factory):
 def pixels(monkeypatch) -> np.ndarray:
     """What every image file holds: these tests need no Pillow."""
     found = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
-    monkeypatch.setattr("exportable_cache.session.inputs.prompt.read_image", lambda path, size: found)
+    monkeypatch.setattr("exportable_cache.session.inputs.prompt.read_image", lambda path, size=None: found)
     return found
 
 
@@ -195,7 +195,7 @@ def test_inspect_says_what_is_taken(run, image_bundle, whisper_bundle):
         (
             "image_bundle",
             ["-p", "a", "--audio", "x.wav"],
-            "--audio x.wav was given, but the bundle takes only text and image",
+            "--audio x.wav was given, but the program takes only text and image",
         ),
         (
             "image_bundle",
@@ -226,7 +226,7 @@ def test_bundles_of_text_take_no_files(run, tmp_path):
     assert result.exit_code == 2 and "cannot be combined with the bundle" in " ".join(result.stderr.split())
     result = run("generate", path, "-p", "a", "--image", "x.png")
     assert result.exit_code == 2
-    assert "but the bundle takes only text" in " ".join(result.stderr.split())
+    assert "but the program takes only text" in " ".join(result.stderr.split())
     with pytest.raises(BundleError, match="holds no processor of images or audio"):
         Bundle.open(path).processor()
 

@@ -2,7 +2,9 @@
 travel in its bundle.
 """
 
+import wave
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,9 +14,14 @@ import torch
 from transformers import GlmAsrProcessor, PreTrainedModel, ProcessorMixin, Qwen2AudioProcessor, WhisperFeatureExtractor
 
 from exportable_cache import ExportableCache, Session, export, load
+from exportable_cache.bundle.manifest import ItemEntry
+from exportable_cache.common.tensors import TensorSpec
 from exportable_cache.errors import InputError
+from exportable_cache.program.methods import ProgramMethod
+from exportable_cache.session.inputs.prompt import _size, sized_modalities
 
 from ..support.letters import letter_tokenizer
+from ..support.multimodal import PLACEHOLDER, tiny_multimodal
 from ..zoo.media import STEPS, media_rows, reference, tiny_media_model
 from ..zoo.media_items import TOWERS
 from ..zoo.shrink import FIRST_TOKEN, VOCAB
@@ -58,6 +65,71 @@ def test_what_a_processor_gives_sizes_a_session(name: str) -> None:
     check(session, model, heard(processor, f"xyz{token}w", seed=2))
     with pytest.raises(InputError, match="with sum 100 for each item of encode_audio, got .* with sum 50"):
         session.prefill(**heard(processor, f"ab{token}", seed=3, seconds=0.5))
+
+
+class GridProcessor:
+    """Patches of 4 by 4 pixels and their grid, as Qwen's processor gives them, which needs torchvision."""
+
+    image_token = "<image>"
+    image_processor = SimpleNamespace(patch_size=4)
+
+    def __call__(self, text: str, images: list[Any], return_tensors: str) -> dict[str, torch.Tensor]:
+        height, width = images[0][0].height // 8 * 2, images[0][0].width // 8 * 2
+        placeholders = torch.full((1, height * width // 4), PLACEHOLDER)
+        pixels = torch.randn(height * width, 96, generator=torch.Generator().manual_seed(0))
+        return {
+            "input_ids": torch.cat([torch.tensor([[5, 6]]), placeholders, torch.tensor([[7]])], dim=1),
+            "pixel_values": pixels,
+            "image_grid_thw": torch.tensor([[1, height, width]]),
+            "num_crops": torch.tensor([1]),
+        }
+
+
+def test_a_processor_gives_the_sizes_that_a_config_does_not(tmp_path: Path) -> None:
+    """Without it, Qwen's models could not take images on the command line without an export."""
+    image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    image.new("RGB", (26, 18)).save(tmp_path / "x.png")
+    model, processor = tiny_multimodal("qwen2_vl"), GridProcessor()
+    with pytest.raises(InputError, match=r"image_size must be given .*--image-size 128x128"):
+        sized_modalities(model, ["image"], lambda: processor)
+    assert sized_modalities(model, ["image"], lambda: processor, (16, 24)) == ({"image": None}, (16, 24))
+    found, size = sized_modalities(model, ["image"], lambda: processor, files={"image": [tmp_path / "x.png"]})
+    assert size == (18, 26) and found["image"]["image_grid_thw"].tolist() == [[1, 4, 6]]
+    cache = ExportableCache.from_model(model, 48)
+    session = Session.from_model(model, cache, prefill_chunk=16, modalities=found, image_size=size)
+    facts = session.runner.methods["encode_image"].item
+    assert ItemEntry.model_validate(facts.to_dict()).described() == facts and facts.size == size
+    inputs = processor("", [[image.new("RGB", (26, 18))]], "pt")
+    inputs.pop("num_crops")
+    session.prefill(**inputs)
+    assert session.length.tolist() == [9]
+
+
+def test_a_file_gives_the_length_of_audio(tmp_path: Path) -> None:
+    """A file of another length than the config's was refused because of its mask."""
+    model, processor, _ = made("qwen2_audio")
+    with wave.open(str(tmp_path / "x.wav"), "wb") as file:
+        file.setparams((1, 2, RATE, 0, "NONE", ""))
+        file.writeframes(np.random.default_rng(0).integers(-20_000, 20_000, RATE // 2, dtype=np.int16).tobytes())
+    assert sized_modalities(model, ["audio"], lambda: processor) == ({"audio": None}, None)
+    found, _ = sized_modalities(model, ["audio"], lambda: processor, files={"audio": [tmp_path / "x.wav"]})
+    assert int(found["audio"]["feature_attention_mask"].sum()) == 50
+
+
+def test_images_are_resized_where_a_processor_keeps_their_shape() -> None:
+    """Pixtral's does, and a program takes one shape."""
+    pytest.importorskip("PIL.Image", reason="pillow is not installed")
+
+    def keep(images: list[Any], return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"pixel_values": torch.zeros(1, 3, images[0].height, images[0].width)}
+
+    def shrink(images: list[Any], return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"pixel_values": torch.zeros(1, 3, 16, 24)}
+
+    spec = TensorSpec("pixel_values", "float32", (1, 3, 16, 24))
+    methods = {"encode_image": ProgramMethod("encode_image", 1, 1, inputs=(spec,))}
+    assert _size(SimpleNamespace(image_processor=keep), methods) == (16, 24)
+    assert _size(SimpleNamespace(image_processor=shrink), methods) is None
 
 
 @pytest.mark.full

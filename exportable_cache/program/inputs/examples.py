@@ -144,7 +144,8 @@ def grid_for(config: PreTrainedConfig, image_size: int | Sequence[int] | None) -
     if image_size is None:
         raise InputError(
             f"image_size must be given for {config.model_type!r}, because a program takes images of one size: pass "
-            f"height and width in pixels, each {what}, such as image_size=({16 * unit}, {16 * unit})"
+            f"height and width in pixels, each {what}, such as image_size=({16 * unit}, {16 * unit}) (--image-size "
+            f"{16 * unit}x{16 * unit})"
         )
     sides = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     if len(sides) != 2 or any(

@@ -326,7 +326,7 @@ def modalities_of(
         kinds: Any of `image`, `video` and `audio`; or a mapping from kind to the processor's output for one item, which
             determines its size. Without one the size comes from the config.
         image_size: Height and width of every image in pixels, or one number for both, if the config does not fix it
-            (Qwen2-VL).
+            (Qwen2-VL). With an example, the size of its image, which is recorded.
 
     Returns:
         One `Modality` per kind, in order.
@@ -370,4 +370,12 @@ def _found(
                 if "pixel_attention_mask" not in inspect.signature(model.forward).parameters:
                     raise
                 found = modality_of(model, kind, {name: value[None] for name, value in example.items()})
-        yield found
+        yield _of_size(found, given, image_size)
+
+
+def _of_size(modality: Modality, given: Mapping[str, Any] | None, image_size: int | Sequence[int] | None) -> Modality:
+    """Record the size of the image that an example was made of."""
+    if given is None or image_size is None or modality.kind != IMAGE:
+        return modality
+    height, width = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    return replace(modality, facts=replace(modality.facts, size=(height, width)))

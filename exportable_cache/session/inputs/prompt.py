@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import wave
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ...errors import InputError, MissingDependencyError
+from ...errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError
 from ...generation.control_tokens import ControlTokens
 from ...generation.templates import apply_chat_template, render_chat
 from ...generation.text import encode_prompt
+from ...models.layers.specs import item_slots_of
 from ...models.tokenizers.text import tokenizer_errors
+from ...program.inputs.examples import MAIN_INPUTS, example_of
 from ...program.inputs.kinds import AUDIO, IMAGE
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from transformers import ProcessorMixin
+    from transformers import PreTrainedModel, ProcessorMixin
 
     from ...program.methods import ProgramMethod
 
@@ -66,7 +70,7 @@ def prompt_inputs(
         MissingDependencyError: If a package that reads a file is not installed.
     """
     images, audio = files.get(IMAGE, ()), files.get(AUDIO, ())
-    options = {"sampling_rate": processor.feature_extractor.sampling_rate} if audio else {}
+    options = {"sampling_rate": _sampling_rate(processor)} if audio else {}
     items: dict[str, Sequence[Any]] = {
         IMAGE: [read_image(path, _size(processor, methods)) for path in images],
         AUDIO: [read_audio(path, **options) for path in audio],
@@ -147,7 +151,7 @@ def message_inputs(
                 part[kind], used = decoded_image(part[kind], name, size, pixels)
                 pixels -= used
             elif kind == AUDIO:
-                options = {"sampling_rate": processor.feature_extractor.sampling_rate}
+                options = {"sampling_rate": _sampling_rate(processor)}
                 part[kind] = decoded_audio(part[kind], name, **options)
         said.append({**message, "content": parts} if "content" in message else dict(message))
     return _of_dtypes(_of_template(processor, _form(processor, said, tools), tools, options), methods)
@@ -214,9 +218,13 @@ def _encoder_inputs(
     options: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
     given: dict[str, Any] = {"images": items[IMAGE]} if items[IMAGE] else {"audio": items[AUDIO][0]}
+    # Encoders such as Florence-2's read the prompt together with the image.
+    reads_text = encode.inputs[0].name == "input_ids"
+    if reads_text:
+        given["text"] = text
     found = _of_dtypes(_processed(processor, return_tensors="pt", **given, **options), {"encode": encode})
-    inputs = {name: tensor for name, tensor in found.items() if name in (encode.inputs[0].name, "attention_mask")}
-    if text:
+    inputs = {name: tensor for name, tensor in found.items() if name in (*encode.input_names, "attention_mask")}
+    if text and not reads_text:
         inputs["decoder_input_ids"] = encode_prompt(processor.tokenizer, text, starts=False)
     return inputs
 
@@ -237,13 +245,185 @@ def _markers(processor: ProcessorMixin, kind: str) -> list[str]:
     return [marker for name in _MARKERS[kind] if (marker := getattr(processor, name, None))]
 
 
+def _sampling_rate(processor: ProcessorMixin) -> int:
+    """Return the samples per second that a processor of audio takes."""
+    # Granite Speech and Phi-4 have another name for it.
+    found = getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
+    rate = getattr(found, "sampling_rate", None) or getattr(found, "melspec_kwargs", {}).get("sample_rate")
+    if not isinstance(rate, int):
+        raise InputError(
+            f"the sampling rate of {type(processor).__name__} is not known; use the processor in Python, and pass its "
+            "output to the session"
+        )
+    return rate
+
+
 def _size(processor: ProcessorMixin, methods: Mapping[str, ProgramMethod]) -> tuple[int, int] | None:
     """Return height and width in pixels of a program's images, or None if the processor chooses them."""
+    recorded = (method.item.size for method in methods.values() if method.item is not None)
+    if (size := next((one for one in recorded if one is not None), None)) is not None:
+        return size
     grid = next((method.grid for method in methods.values() if method.grid is not None), None)
     if grid is None:
-        return None
+        encoder = methods.get(f"encode_{IMAGE}")
+        return None if encoder is None else _kept_size(processor, encoder)
     patch = processor.image_processor.patch_size
     return grid[1] * patch, grid[2] * patch
+
+
+def _kept_size(processor: ProcessorMixin, encoder: ProgramMethod) -> tuple[int, int] | None:
+    """Return the size of an encoder's images if the processor keeps the shape of an image, as Pixtral's does."""
+    shape = encoder.inputs[0].shape
+    if len(shape) != 4:
+        return None
+    height, width = int(shape[2]), int(shape[3])
+    try:
+        made = processor.image_processor([_blank((height // 2, width))], return_tensors="pt")["pixel_values"]
+        return None if tuple(made.shape[-2:]) == (height, width) else (height, width)
+    except Exception:  # processors raise errors of many classes, and this one may be refused later
+        return None
+
+
+def _blank(size: tuple[int, int]) -> Image:
+    """Return a gray image of a height and width."""
+    _check_pillow("images")
+    from PIL import Image
+
+    return Image.new("RGB", (size[1], size[0]), (128, 128, 128))
+
+
+#: Sizes of the images that are tried to find whether a processor makes the same of all.
+_TRIED = ((448, 448), (336, 700))
+
+
+def sized_modalities(
+    model: PreTrainedModel,
+    kinds: Sequence[str],
+    processor: Callable[[], ProcessorMixin],
+    image_size: int | Sequence[int] | None = None,
+    files: Mapping[str, Sequence[Path]] | None = None,
+) -> tuple[dict[str, Mapping[str, torch.Tensor] | None], int | Sequence[int] | None]:
+    """Return an example of each kind for `modalities_of`, and the size of images.
+
+    Examples are made by the processor where the config does not give the size of an item, or the processor makes
+    another one of a file. Otherwise the example is None.
+
+    Args:
+        model: The model.
+        kinds: Kinds of inputs besides text.
+        processor: Returns the model's processor.
+        image_size: Height and width of images in pixels.
+        files: Files by kind, whose first one gives the size.
+
+    Raises:
+        InputError: If a file cannot be read, or the size of images must be given.
+        UnsupportedModelError: If neither config nor processor gives the size.
+    """
+    found: dict[str, Mapping[str, torch.Tensor] | None] = dict.fromkeys(kinds)
+    names = inspect.signature(model.forward).parameters
+    for kind in kinds:
+        if item_slots_of(model.config) or kind not in _MARKERS or not any(name in names for name in MAIN_INPUTS[kind]):
+            continue
+        given = (files or {}).get(kind, ())
+        example, problem = None, None
+        try:
+            example = example_of(model, kind, image_size if kind == IMAGE else None)
+        except (InputError, UnsupportedModelError) as error:
+            problem = error
+        if given:
+            item: Any = read_image(given[0]) if kind == IMAGE else read_audio(given[0], _sampling_rate(processor()))
+            made = _example(model, processor(), kind, item)
+            if example is None or not _fits(example, made):
+                found[kind] = made
+                image_size = (item.height, item.width) if kind == IMAGE else image_size
+        elif problem is not None:
+            if kind != IMAGE:
+                raise problem
+            found[kind] = _image_example(model, processor, image_size, problem)
+        elif kind == IMAGE and example is not None and (pixels := next(iter(example.values()))).dim() == 4:
+            # Processors such as Pixtral's give the sizes of images, too.
+            size = int(pixels.shape[2]), int(pixels.shape[3])
+            with suppress(BundleError, InputError, MissingDependencyError):
+                made = _example(model, processor(), IMAGE, _blank(size))
+                if not made.keys() <= example.keys() and not _fits(example, made):
+                    found[kind], image_size = made, size
+    return found, image_size
+
+
+def _image_example(
+    model: PreTrainedModel,
+    processor: Callable[[], ProcessorMixin],
+    image_size: int | Sequence[int] | None,
+    problem: Exception,
+) -> dict[str, torch.Tensor]:
+    """Return what the processor makes of a blank image; `problem` is the error without it."""
+    sizes: Sequence[tuple[int, int]] = _TRIED
+    if image_size is not None:
+        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+        sizes = ((height, width),)
+    try:
+        made = [_example(model, processor(), IMAGE, _blank(size)) for size in sizes]
+    except (BundleError, InputError):
+        raise problem from None
+    if not all(_fits(made[0], one) for one in made):
+        if isinstance(problem, InputError):
+            raise problem
+        raise InputError(
+            f"image_size must be given for {model.config.model_type!r}, because a program takes images of one size; "
+            f"pass height and width in pixels, such as image_size={_TRIED[0]} (--image-size 448x448)"
+        )
+    if image_size is not None and isinstance(problem, InputError):
+        # Refused because the config has a size, unless the processor keeps that of the image.
+        try:
+            fixed = example_of(model, IMAGE)
+        except InputError:
+            raise problem from None
+        if _fits(fixed, made[0]):
+            raise problem
+    return made[0]
+
+
+def _example(model: PreTrainedModel, processor: ProcessorMixin, kind: str, item: Any) -> dict[str, torch.Tensor]:
+    """Return what a processor makes of one item, as far as the model takes it."""
+    options: dict[str, Any] = {"images": [[item]]} if kind == IMAGE else {"audio": [item]}
+    if kind == AUDIO:
+        options["sampling_rate"] = _sampling_rate(processor)
+    names = inspect.signature(model.forward).parameters
+    # Florence-2's processor puts the marker in itself. Gemma 4's counts its last one.
+    markers = [*reversed(_markers(processor, kind)), ""]
+    for marker in markers:
+        try:
+            made = _processed(processor, text=marker, return_tensors="pt", **options)
+            break
+        except InputError:
+            if marker == markers[-1]:
+                raise
+    return {name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name in names}
+
+
+def _is_of_text(name: str) -> bool:
+    """Return True for outputs of a processor that a program needs no constant for."""
+    return name in ("input_ids", "attention_mask", "pixel_attention_mask") or "token_type_ids" in name
+
+
+def _fits(example: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor]) -> bool:
+    """Return True if items of one example have the sizes, grids and masks of another."""
+    if any(name not in example and not _is_of_text(name) for name in made):
+        return False
+    for name, value in example.items():
+        if _is_of_text(name):
+            continue
+        other = made.get(name)
+        if other is None:
+            return False
+        if value.is_floating_point():
+            # The dimensions of one image; several tiles are several items.
+            axes = min(3, value.dim() - 1)
+            if value.shape[-axes:] != other.shape[-axes:]:
+                return False
+        elif value.shape != other.shape or not torch.equal(value.cpu(), other.cpu()):
+            return False
+    return True
 
 
 def read_image(path: Path, size: tuple[int, int] | None = None) -> Image:
