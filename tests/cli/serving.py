@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -65,6 +66,12 @@ def served(session: Session | AnyCompleter, **options: Any) -> Iterator[str]:
             ticks = itertools.count()
             while not await self.on_tick(next(ticks)):
                 await asyncio.sleep(0.01)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            """End as uvicorn does, with a tenth of its waits for connections, which are 0.1 s."""
+            sleep = asyncio.sleep
+            with mock.patch.object(asyncio, "sleep", lambda seconds: sleep(seconds / 10)):
+                await super().shutdown(sockets)
 
     completer = Completer(session) if isinstance(session, Session) else session
     app = make_app(completer, ServerOptions(**{"model_name": "demo", **options}))
