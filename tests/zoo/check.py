@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import tempfile
 import time
 import traceback
@@ -93,6 +94,8 @@ PREFILL_CHUNK = 16
 FIXED_CHUNK = 5
 #: Of cells whose model changes its RoPE by the length, where the program does not.
 _FIXED_ROPE = f"with rope_length={MAX_CACHE_LEN}"
+#: Difference that a report of `export` gives.
+_DIFFERENCE = re.compile(r"max \|logit difference\| (\S+)")
 #: Tokens, the inputs of an encoder, and by prompt length logits [STEPS + 1, vocab].
 Case = tuple[torch.Tensor, dict[str, torch.Tensor], dict[int, torch.Tensor]]
 
@@ -464,7 +467,8 @@ def _outcome_of(error: Exception, prefix: str = "") -> Outcome:
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)[-4:]
     where = [f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.line}" for frame in frames]
     if isinstance(error, DisagreesError):
-        return Outcome("wrong", float("inf"), str(error))
+        found = _DIFFERENCE.search(str(error))
+        return Outcome("wrong", float(found[1]) if found else float("inf"), str(error))
     if isinstance(error, peers.NotEvaluatedError):
         return Outcome("lowered", reason=str(error))
     return Outcome("refused" if refused else "error", reason=reason, where=where)

@@ -108,11 +108,12 @@ def test_what_export_writes_by_default(column: str) -> None:
 @pytest.mark.parametrize("column", RECIPES)
 def test_what_export_does_not_write_is_wrong(column: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def disagrees(*args: Any, recipe: str, **options: Any) -> None:
-        raise VerificationError(f"{recipe} differs by 1.0e+00")
+        raise VerificationError(f"{recipe}: max |logit difference| 5.0e-01 exceeds 1e-04")
 
     monkeypatch.setattr("tests.zoo.check.export", disagrees)
     found = outcomes("mistral", [column])["targets"][column]
-    assert found["status"] == "wrong" and found["reason"] == f"{RECIPES[column]} differs by 1.0e+00"
+    assert (found["status"], found["difference"]) == ("wrong", 0.5), found
+    assert found["reason"].startswith(f"{RECIPES[column]}: "), found
 
 
 @pytest.mark.full
