@@ -30,6 +30,7 @@ from ..models.positions import lengths_forgotten, rope_rule, takes_positions, te
 from ..models.quantized_rows import ExactActivations, QuantizedRows
 from ..program.inputs.kinds import KINDS
 from ..program.inputs.modalities import modalities_of
+from ..program.inputs.multimodal import kinds_taken
 from ..program.program import Program
 from ..program.spec import ProgramSpec
 from ..session.persistence import put_rows
@@ -605,20 +606,21 @@ class OpenedLater:
 
 
 def example_item(method: ProgramMethod) -> dict[str, torch.Tensor]:
-    """Return a random item of the sizes of a method that encodes images, video or audio."""
+    """Return a random item of the sizes of a method that encodes images, video or audio, among text or alone."""
     fixed = {} if method.item is None else {name: one.tensor() for name, one in method.item.fixed.items()}
     if method.grid is not None:
         # Older bundles record only the grid.
         fixed.setdefault("image_grid_thw", torch.tensor([method.grid]))
-    return {**{spec.name: random_item(spec) for spec in method.inputs}, **fixed}
+    specs = (spec for spec in method.inputs if spec.name not in ("input_ids", "attention_mask"))
+    return {**{spec.name: random_item(spec) for spec in specs}, **fixed}
 
 
 def random_item(spec: TensorSpec, generator: torch.Generator | None = None) -> torch.Tensor:
     """Return random pixels or samples; ones for integer inputs, because 0 means none."""
     dtype = getattr(torch, spec.dtype)
     if not dtype.is_floating_point:
-        return torch.ones(spec.sizes({}), dtype=dtype)
-    return torch.randn(spec.sizes({}), generator=generator).to(dtype)
+        return torch.ones(spec.sizes({"batch": 1}), dtype=dtype)
+    return torch.randn(spec.sizes({"batch": 1}), generator=generator).to(dtype)
 
 
 def program_of(manifest: Manifest, model: PreTrainedModel) -> Program:
@@ -631,7 +633,10 @@ def program_of(manifest: Manifest, model: PreTrainedModel) -> Program:
         if method.is_step and method.kv_read_len is None and not method.only_scores
     ]
     backend = backend_for(manifest.target)
-    items = {kind: example_item(methods[f"encode_{kind}"]) for kind in KINDS if f"encode_{kind}" in methods}
+    encoders = {kind: methods[f"encode_{kind}"] for kind in KINDS if f"encode_{kind}" in methods}
+    if "encode" in methods and methods["encode"].item is not None:
+        encoders = {kind: methods["encode"] for kind in kinds_taken(methods) if kind in KINDS}
+    items = {kind: example_item(encoder) for kind, encoder in encoders.items()}
     asked = ProgramSpec(
         max(method.max_length for method in anywhere), modalities=modalities_of(model, items) if items else ()
     )
