@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from exportable_cache import export, load
+from exportable_cache import ExportableCache, export, load
+from exportable_cache.backends.aoti.package import check_operators
 from exportable_cache.backends.aoti.target import CODE, CONSTANTS, TABLE
-from exportable_cache.errors import BundleError, InputError
+from exportable_cache.common.compat.torch_aoti import call_products_in_cpp
+from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
+from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import difference, reference_logits
@@ -135,3 +139,14 @@ def test_a_damaged_package_is_refused(bundle: Path, tmp_path: Path) -> None:
 def test_an_unknown_option_is_refused(model: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="target 'aoti' has no option 'form'; it knows buckets, score_length"):
         export(model, "aoti", 64, tmp_path / "bundle", form="explicit")
+
+
+# Machine code of mixtures runs in tests/parallel/test_machine_code.py, in processes that import no model.
+def test_products_of_experts_need_no_python() -> None:
+    model = tiny_model("mixtral", num_hidden_layers=1)
+    program = Program(model, ExportableCache.from_model(model, 32), ProgramSpec(8))
+    module = program.export("decode").graph_module
+    with pytest.raises(UnsupportedModelError, match=r"calls transformers::grouped_mm_fallback; export for"):
+        check_operators(module)
+    call_products_in_cpp(module)
+    check_operators(module)

@@ -19,6 +19,7 @@ from torch._dynamo.guards import GuardsStatePickler
 from torch._dynamo.package import SourceInfo
 from torch._inductor import codecache
 from torch._inductor.async_compile import AsyncCompile
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exportable_cache.common import patch as patching
 from exportable_cache.common.compat import torch as compat
@@ -59,6 +60,21 @@ def test_those_of_the_import_of_torch_tensorrt() -> None:
             owner, attribute = patch._owner()
             with pytest.raises((RuntimeError, AssertionError), match="CUDA|NVIDIA"):
                 getattr(owner, attribute)()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_products_of_groups_have_the_shape_and_strides_of_the_kernel_s(dtype: torch.dtype) -> None:
+    """Fails where torch takes these dtypes: drop the patch."""
+    rows, weights = torch.randn(5, 32).to(dtype), torch.randn(3, 24, 32).to(dtype).mT
+    offsets = torch.tensor([2, 2, 5], dtype=torch.int32)
+    result = torch_aoti._PRODUCTS(rows, weights, offsets)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in (rows, weights, offsets)]
+        with pytest.raises(RuntimeError, match="BF16"):
+            torch_aoti._PRODUCTS(*fakes)
+        with torch_aoti._GROUPED_OUTPUT.during(torch_aoti._of_all_floats):
+            fake = torch_aoti._PRODUCTS(*fakes)
+    assert (fake.dtype, fake.shape, fake.stride()) == (dtype, result.shape, result.stride())
 
 
 def first(value: int) -> int:

@@ -20,8 +20,9 @@ import torch
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.fx import GraphModule, Node
 
-from ...common.compat.torch import METADATA_ASSERTION, load_machine_code
-from ...common.compat.torch_aoti import compile_ahead_of_time, write_package
+from ...common.compat.torch import METADATA_ASSERTION, OpOverload, load_machine_code
+from ...common.compat.torch_aoti import call_products_in_cpp, compile_ahead_of_time, write_package
+from ...errors import UnsupportedModelError
 from ...models.layers.specs import vocab_size_of
 from ..live.ops.linear import linears_by_onednn
 from ..live.regions import Region, regions_of, value_of
@@ -124,6 +125,8 @@ def write_constants(path: Path, program: Program, tensors: Mapping[str, torch.Te
     )
 
 
+#: Namespaces of operators that torch implements in C++.
+_OF_TORCH = ("aten", "prims", "mkldnn", "_c10d_functional")
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -156,6 +159,8 @@ class RegionalCompiler:
         module = GraphModule(program.graph_module, copy.deepcopy(program.graph))
         for node in module.graph.find_nodes(op="call_function", target=METADATA_ASSERTION):
             module.graph.erase_node(node)
+        call_products_in_cpp(module)
+        check_operators(module)
         regions = regions_of(module, local_sizes=True) if names is not None else []
         # A method that returns an input is compiled whole, because no region computes that output.
         given = any(node.op == "placeholder" for node in _results(module))
@@ -166,6 +171,7 @@ class RegionalCompiler:
 
     def _whole(self, program: ExportedProgram) -> Method:
         module = program.module(check_guards=False)
+        call_products_in_cpp(module)
         linears_by_onednn(module)
         self.files.append(compile_ahead_of_time(module, program.example_inputs))
         count = len(program.graph_signature.user_outputs)
@@ -223,6 +229,20 @@ def _names(program: ExportedProgram) -> dict[str, str] | None:
     if any(not isinstance(spec.arg, TensorArgument) or spec.kind != OutputKind.USER_OUTPUT for spec in specs):
         return None
     return names
+
+
+def check_operators(module: GraphModule) -> None:
+    """Refuse operators of packages, whose Python code the machine code would need where it is opened.
+
+    Raises:
+        UnsupportedModelError: If there is one.
+    """
+    for node in module.graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target.namespace not in _OF_TORCH:
+            raise UnsupportedModelError(
+                f"target aoti compiles operators of torch only, and the model calls {node.target.name()}; export for "
+                "target executorch or pt2"
+            )
 
 
 def _results(module: GraphModule) -> list[Node]:

@@ -4,6 +4,7 @@
 |---|---|
 | `torch._inductor.aot_compile`, `package.package_aoti` | no target `aoti` |
 | `torch._inductor.cpp_builder.CppBuilder.build` and its parts | seven seconds more for each region |
+| `aten::_grouped_mm`, `torch._meta_registrations._meta_grouped_mm_common` | no mixture of experts for target `aoti` |
 
 AOTInductor adds the same 660 lines of C++ interface to each graph's source. With their headers they take four of the
 five seconds that a small graph takes to compile. They are compiled once here and linked to each graph.
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._inductor import aot_compile
 from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.package import package_aoti
@@ -38,8 +40,17 @@ _BUILD = torch_patch(
     "it compiles the interface of machine code again for each graph",
     "e2d627e9f24e793c",
 )
+_GROUPED_OUTPUT = torch_patch(
+    "_meta_registrations",
+    "_meta_grouped_mm_common",
+    "it refuses all floats but bfloat16, which the CPU's kernel takes too",
+    "b5cd72f24ddf69f4",
+)
 #: Functions of torch that are replaced within a block.
-PATCHES: tuple[Patch, ...] = (_BUILD,)
+PATCHES: tuple[Patch, ...] = (_BUILD, _GROUPED_OUTPUT)
+#: An operator of transformers, written in Python, which machine code cannot call, and the same one of torch.
+_PRODUCTS_IN_PYTHON = "transformers.grouped_mm_fallback.default"
+_PRODUCTS = torch.ops.aten._grouped_mm.default
 #: Constants are passed when the code is loaded. Line tables for debuggers would be three quarters of the code's size.
 _OPTIONS = {
     "aot_inductor.package": True,
@@ -71,7 +82,7 @@ def compile_ahead_of_time(module: GraphModule, inputs: Sequence[Any]) -> list[st
     """
 
     def compiled() -> list[str]:
-        with _interface_compiled_once():
+        with _interface_compiled_once(), _GROUPED_OUTPUT.during(_of_all_floats):
             return aot_compile(module, *inputs, options=dict(_OPTIONS))  # type: ignore[return-value]
 
     return with_short_cuts(compiled)
@@ -80,6 +91,26 @@ def compile_ahead_of_time(module: GraphModule, inputs: Sequence[Any]) -> list[st
 def write_package(path: Path, files: Mapping[str, list[str]]) -> None:
     """Write one package from the files that `compile_ahead_of_time` returned for each name."""
     package_aoti(str(path), dict(files))  # type: ignore[arg-type]
+
+
+def call_products_in_cpp(module: GraphModule) -> None:
+    """Let a graph multiply the tokens of experts by torch's operator instead of transformers' in Python.
+
+    Args:
+        module: A graph from torch.export, changed in place.
+    """
+    for node in module.graph.nodes:
+        if str(node.target) == _PRODUCTS_IN_PYTHON:
+            node.target = _PRODUCTS
+
+
+def _of_all_floats(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def output_of(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if {mat_a.dtype, mat_b.dtype} in ({torch.float32}, {torch.float16}) and mat_a.dim() < mat_b.dim():
+            return mat_a.new_empty(mat_a.shape[0], mat_b.shape[-1])
+        return original(mat_a, mat_b, *args, **kwargs)
+
+    return output_of
 
 
 @contextmanager
