@@ -120,19 +120,19 @@ def test_ten_thousand_steps_of_a_sliding_model_in_constant_memory() -> None:
     steps = 10_000
     ids = tokens(steps)
     session.prefill(ids[:, :2])
-    for position in range(2, 1000):
-        session.decode(ids[:, position])
-    resident = resident_kib()
-    for position in range(1000, steps):
+    resident = []
+    for position in range(2, steps):
         logits = session.decode(ids[:, position])
-    grown = resident_kib() - resident
+        if position in (1_000, 5_500, steps - 1):
+            resident.append(resident_kib())
     assert session.length.tolist() == [steps]
     # Two layers of window 8 reach back 14 tokens: the last 40 decide the last logits.
     tail = ids[:, -40:]
     expected = model(tail, position_ids=torch.arange(steps - 40, steps)[None]).logits[:, -1]
     assert (logits - expected).abs().max() <= 1e-4
-    # A step that kept even its logits would add 9000 * 512 bytes, 4500 KiB.
-    assert grown < 2048
+    # What other tests left behind may be allocated once; a step that kept even its logits would add 512 bytes,
+    # 2,250 KiB in either half.
+    assert min(resident[1] - resident[0], resident[2] - resident[1]) < 1024
 
 
 def test_a_state_is_saved_and_loaded_by_the_stock_runtime(tmp_path):

@@ -208,11 +208,12 @@ def test_compiled_launches_copy_no_cache(model: Any) -> None:
         session = session_of(model, 2, length=80, buckets=(), compile="wait")
         found, code = run_and_get_code(lambda: list(session.generate(tokens(9, seed=9), 4, **DRAWN)))
     assert found == one_at_a_time(model, 9, 4)
-    launch = max(code, key=len)
+    # The prompt's graph has a symbol for its length.
+    launch = max((text for text in code if not re.search(r"\bs\d+\b", text)), key=len)
     assert launch.count("empty_strided_cpu(") > 0
     # Keys and values [1, 2 heads, slots, 8]: two steps, written in place, and no buffer of that size beside them.
     for slots in (10, 80):
-        assert f"assert_size_stride(arg, (1, 2, {slots}, 8)" in re.sub(r"arg\d+_1", "arg", launch)
+        assert re.search(rf"arg\d+_1 = rand_strided\(\(1, 2, {slots}, 8\)", launch)
         assert f"empty_strided_cpu((1, 2, {slots}, 8)" not in launch
 
 

@@ -56,7 +56,7 @@ def test_no_piece_of_a_prompt_is_one_token() -> None:
 @torch.no_grad()
 def test_unlimited_ocr_sees_its_prompt_and_a_window_of_what_follows() -> None:
     model = tiny_model(next(row for row in architectures() if row.model_type == "unlimited_ocr"))
-    ids = torch.cat([tokens(0), tokens(1)], dim=1)
+    ids = torch.cat([tokens(seed=0), tokens(seed=1)], dim=1)
     with pytest.raises(InputError, match="prefill_chunk must be at least 3.*got 2"):
         Session.from_model(model, ExportableCache.from_model(model, 64), prefill_chunk=2)
     session = Session.from_model(model, ExportableCache.from_model(model, 64), prefill_chunk=5)

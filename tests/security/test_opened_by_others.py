@@ -50,6 +50,6 @@ def test_executorch_opens_a_pte(demo_bundle: Path) -> None:
         demo_bundle,
         "import torch, executorch.runtime",
         *_printed(demo_bundle),
-        "print(method.execute([torch.tensor([[5, 6, 7]]), torch.tensor([0])])[0].argmax().item())",
+        "print(methods['forward'].execute([torch.tensor([[5, 6, 7]]), torch.tensor([0])])[0].argmax().item())",
     )
     assert int(found) == expected
