@@ -12,6 +12,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from exportable_cache import ExportableCache, Session, export
 from exportable_cache.errors import InputError
 from exportable_cache.models.cache_factory import ExportableEncoderDecoderCache
+from exportable_cache.models.layers.encoder import encoder_of
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 from exportable_cache.verification.compare import compare
@@ -23,6 +24,7 @@ from .support.seq2seq import encoder_inputs, reference_logits, tiny_seq2seq
 from .support.sessions import lowered_session
 from .zoo.architectures import architectures
 from .zoo.build import tiny_model as zoo_model
+from .zoo.media import media_rows, tiny_media_model
 
 TOLERANCE = 1e-4
 MAX_CACHE_LEN = 48
@@ -127,6 +129,15 @@ def test_blocks_with_global_tokens_equal_the_model(target: str) -> None:
         session = lowered_session(model, target, MAX_CACHE_LEN, max_encoder_len=20)
     assert session.runner.methods["encode"].multiple == 12
     assert largest_difference(session, model, "longt5") <= TOLERANCE
+
+
+def test_the_longest_text_by_default_fits_the_encoders_table() -> None:
+    """M2M100's table is a buffer that grows, which failed to trace; Florence-2's config has it with its decoder."""
+    florence = tiny_media_model(next(row for row in media_rows() if row.model_type == "florence2"))
+    for model in (tiny_seq2seq("m2m_100"), florence):
+        assert encoder_of(model).max_length == 256
+        with pytest.raises(InputError, match="must be at most 256, the positions of the encoder"):
+            encoder_of(model, 257)
 
 
 def test_text_is_padded_to_whole_blocks_of_the_encoder() -> None:

@@ -281,7 +281,7 @@ def beyond_positions(config: PreTrainedConfig, max_cache_len: int, is_unbounded:
 
 
 def _position_tables(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """Yield name and rows of possible position tables: embeddings, and 2-D tensors that are not parameters."""
+    """Yield name and rows of possible position tables of a model's decoder, see `tables_in`."""
     try:
         tokens = model.get_input_embeddings()
     except NotImplementedError:  # see `specs.vocab_size_of`
@@ -290,8 +290,21 @@ def _position_tables(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
     # Tables of image and audio encoders are not the decoder's: DeepSeek OCR 2 has one of 256 queries.
     is_wrapped = not config.is_encoder_decoder and config.get_text_config(decoder=True) is not config
     decoder = model.get_decoder() if is_wrapped else model
-    own = set(decoder.modules())
-    for name, module in model.named_modules():
+    yield from tables_in(decoder, tokens, model)
+
+
+def tables_in(
+    part: torch.nn.Module, tokens: torch.nn.Module | None, whole: torch.nn.Module | None = None
+) -> Iterator[tuple[str, int]]:
+    """Yield name and rows of possible position tables: embeddings, and 2-D tensors that are not parameters.
+
+    Args:
+        part: Module whose tables are yielded.
+        tokens: Embedding of token ids, which is left out.
+        whole: Module that names are relative to; `part` by default.
+    """
+    own = set(part.modules())
+    for name, module in (whole or part).named_modules():
         if module not in own:
             continue
         if isinstance(module, torch.nn.Embedding) and module is not tokens:

@@ -21,8 +21,10 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.backends.pt2.target import Pt2Backend
 from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.common.tensors import TensorSpec
 from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError
+from exportable_cache.program.methods import ProgramMethod
 from exportable_cache.session.inputs import prompt as files
 from exportable_cache.session.inputs.prompt import prompt_inputs
 
@@ -235,6 +237,20 @@ def test_a_prompt_without_places_and_template_is_refused(pixels):
     processor = TinyImageProcessor(letter_tokenizer(None))
     with pytest.raises(InputError, match=f"must mark the position of the image, because .*; put {IMAGE} at"):
         prompt_inputs(processor, {}, "what", files={"image": [Path("x.png")]})
+
+
+def test_encoders_that_read_text_get_the_prompt_with_the_image(pixels):
+    """Florence-2's processor puts the image before the prompt, which tells the encoder its task."""
+    specs = (TensorSpec("input_ids", "int64", ("batch", "length")), TensorSpec("pixel_values", "float32", ("batch", 3)))
+    encode = ProgramMethod("encode", 1, 64, inputs=specs)
+
+    def processor(text, images, return_tensors):
+        ids = letter_tokenizer()(IMAGE * len(images) + text, return_tensors=return_tensors)["input_ids"]
+        return {"input_ids": ids, "pixel_values": torch.zeros(len(images), 3), "other": torch.zeros(1)}
+
+    inputs = prompt_inputs(processor, {"encode": encode}, "what", files={"image": [Path("x.png")]})
+    assert sorted(inputs) == ["input_ids", "pixel_values"]
+    assert torch.equal(inputs["input_ids"], letter_tokenizer()(IMAGE + "what", return_tensors="pt")["input_ids"])
 
 
 def test_a_processor_whose_package_is_missing_says_so(image_bundle, monkeypatch):

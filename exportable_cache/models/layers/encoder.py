@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
@@ -19,6 +18,7 @@ from ...common.tensors import TensorSpec
 from ...errors import InputError, UnsupportedModelError
 from ..loading.support import WRONG_PADDED_IN_FLOAT16
 from ..patches.mechanisms.speech import shortened_lengths
+from ..positions import tables_in
 from .specs import layer_types_and_windows, probe_tokens
 
 if TYPE_CHECKING:
@@ -328,18 +328,18 @@ def _block_of(model: PreTrainedModel) -> int:
 
 def _positions(model: PreTrainedModel) -> int | None:
     """Return the number of positions of the encoder's position table, or None without one."""
-    limit = getattr(model.config.get_text_config(encoder=True), "max_position_embeddings", None)
+    # Florence-2's encoder has the config of the decoder.
+    owners = (model.config.get_text_config(encoder=True), model.config.get_text_config(decoder=True))
+    found = (getattr(owner, "max_position_embeddings", None) for owner in owners)
+    limit = next((one for one in found if isinstance(one, int)), None)
     encoder = model.get_encoder()
     try:
         tokens = encoder.get_input_embeddings()
     except (AttributeError, NotImplementedError):  # transformers does not find the embeddings of every encoder
         tokens = getattr(encoder, "embed_tokens", None)
-    tables = [
-        module.num_embeddings
-        for module in encoder.modules()
-        if isinstance(module, nn.Embedding) and module is not tokens
-    ]
-    return limit if isinstance(limit, int) and any(limit <= rows <= limit + 2 for rows in tables) else None
+    # Because some tables begin with up to two rows for padding. Those of M2M100 are buffers, and would have to grow.
+    fits = limit is not None and any(limit <= rows <= limit + 2 for _, rows in tables_in(encoder, tokens))
+    return limit if fits else None
 
 
 @torch.no_grad()
