@@ -21,7 +21,7 @@ from exportable_cache.models.quantization import quantize as quantize_file
 from exportable_cache.models.quantization.quantize import check_quantizable, quantize
 from exportable_cache.models.quantization.sizes import coverage_of, is_tied, quantizable_linears, quantized_bytes
 from exportable_cache.models.quantization.spec import Quantization, quantization_of
-from exportable_cache.models.quantized_rows import QuantizedRows
+from exportable_cache.models.quantized_rows import IndexedTables, QuantizedRows
 from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
@@ -383,6 +383,17 @@ def test_items_of_a_quantized_model_are_found_as_those_of_the_model(model_type: 
     (expected,) = modalities_of(model, example)
     (found,) = modalities_of(quantize(model, Quantization("8da8w", embeddings="8w")).model, example)
     assert found == expected
+
+
+def test_rows_of_a_quantized_table_are_indexed_as_those_of_floats() -> None:
+    table = quantize(model_of(), Quantization("8da8w", embeddings="8w")).model.get_input_embeddings().weight
+    rows = table.dequantize()
+    with IndexedTables():
+        for index in (0, -1, (3, slice(2)), slice(1, 3), torch.tensor([2, 0])):
+            assert torch.equal(table[index], rows[index])
+        for index in (len(rows), -len(rows) - 1):
+            with pytest.raises(IndexError):
+                table[index]
 
 
 @pytest.mark.parametrize(("model_type", "method"), [("aria", "encode_image"), ("gemma4", "decode")])

@@ -80,9 +80,8 @@ class IndexedTables(TorchFunctionMode):
         if func is torch.Tensor.__getitem__ and is_quantized(args[0]):
             first, *rest = args[1] if isinstance(args[1], tuple) else (args[1],)
             is_row = isinstance(first, int)
-            if is_row:
-                first %= args[0].shape[0]
-            rows = rows_of(args[0], slice(first, first + 1) if is_row else first).dequantize()
+            # Empty past the last row, of which there is no first, as in a table of floats.
+            rows = rows_of(args[0], slice(first, first + 1 or None) if is_row else first).dequantize()
             index = (0 if is_row else slice(None), *rest)
             return rows[index]
         return func(*args, **(kwargs or {}))
