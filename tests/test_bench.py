@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.errors import InputError
 from exportable_cache.pipeline import bench as module
 from exportable_cache.pipeline.bench import bench, bench_rows, peak_rss_bytes
+from exportable_cache.program.inputs.kinds import text_after
+from exportable_cache.session.native import NativeSession
 
 from .support.models import VOCAB, tiny_model
 from .support.multimodal import PLACEHOLDER, tiny_multimodal
@@ -51,6 +54,10 @@ def test_bench_turns_seconds_into_rates(ticking):
     assert (report.batch_size, report.prompt_length) == (2, 16)
 
 
+def fields_of(methods):
+    return SimpleNamespace(fields={"program": {"methods": methods}})
+
+
 def test_bench_draws_no_placeholders_of_images():
     """They stand for images that a random prompt does not have, so a session refuses them."""
     model = tiny_multimodal("llava")
@@ -58,6 +65,12 @@ def test_bench_draws_no_placeholders_of_images():
     session = Session.from_model(model, cache, prefill_chunk=64, modalities=["image"])
     assert PLACEHOLDER in torch.randint(VOCAB, (1, 2 * VOCAB - 8), generator=torch.Generator().manual_seed(0))
     bench(session, positions=[2 * VOCAB - 8], steps=1, prompt_length=64)
+    # The last token of a vocabulary is followed by the first one, which may be a placeholder, too.
+    assert text_after(7, {7, 0}, 8) == 1
+    methods = {"encode_image": {"item": {"token_id": 5}}, "decode": {"item": None}}
+    native = SimpleNamespace(vocab_size=8, placeholders=NativeSession.placeholders.fget(fields_of(methods)))
+    native.max_length = native.longest_chunk = native.reset = native.prefill = None
+    assert native.placeholders == {5} and 5 not in module._Native(native, 0).tokens(200)
 
 
 def test_bench_decodes_at_the_positions_it_reports():

@@ -30,6 +30,7 @@ from ..common.tensors import TensorSpec
 from ..errors import BundleError, InputError, first_line
 from ..models.lora import ADAPTERS, WRITE_ADAPTER, LoraSlots, LoraTarget
 from ..models.positions import RopeRule
+from ..program.inputs.kinds import MOST_SIDE
 from ..program.methods import ROPE_LENGTHS, FixedInput, ItemFacts, ProgramMethod
 from ..program.spec import Form, Logits
 from .files import MANIFEST_FILE, check_file_name, checksum_of, rank_folder, read_fields
@@ -278,6 +279,10 @@ class FixedEntry(Entry):
     values: list[int | bool | float]
 
 
+#: Height or width of an image in pixels.
+Side = Annotated[int, Field(ge=1, le=MOST_SIDE)]
+
+
 class ItemEntry(Entry):
     """Properties of the items that a method encodes, such as images, see `ItemFacts`."""
 
@@ -289,7 +294,7 @@ class ItemEntry(Entry):
     apart: bool = False
     tiles: int = Field(0, ge=0)
     tokens: int = Field(0, ge=0)
-    size: tuple[int, int] | None = None
+    size: tuple[Side, Side] | None = None
 
     def described(self) -> ItemFacts:
         """Return the entry as a program's `ItemFacts`."""

@@ -351,14 +351,12 @@ class _Native:
         self._session, self._random = session, random.Random(seed)
         self.max_length, self.chunk = session.max_length, session.longest_chunk
         self.restart = self.reset = session.reset
-        methods = session.fields["program"]["methods"].values()
-        self._items = {method["item"]["token_id"] for method in methods if method.get("item")}
         self.prefill = self.decode = session.prefill
 
     def tokens(self, count: int) -> list[int]:
-        words = self._session.vocab_size
+        words, items = self._session.vocab_size, self._session.placeholders
         drawn = (self._random.randrange(words) for _ in range(count))
-        return [token if token not in self._items else text_after(token, self._items) % words for token in drawn]
+        return [text_after(token, items, words) if token in items else token for token in drawn]
 
     def threads(self) -> None:
         return None

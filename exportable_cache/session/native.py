@@ -316,6 +316,13 @@ class NativeSession:
         return max((one["max_length"] for one in methods if _gives_logits(one)), default=1)
 
     @property
+    def placeholders(self) -> frozenset[int]:
+        """Token ids that represent images or audio in a prompt, which this session does not take."""
+        methods = _mapping(_mapping(self.fields, "program"), "methods").values()
+        items = (_mapping(one, "item") for one in methods if one.get("item") is not None)
+        return frozenset(int(item["token_id"]) for item in items if "token_id" in item)
+
+    @property
     def layers(self) -> list[tuple[str, int | None]]:
         """Description and number of slots of each layer; None for a layer without slots."""
         layers = self.fields.get("layers")

@@ -132,7 +132,7 @@ def random_text(session: Session, length: int, generator: torch.Generator, paddi
     ids = torch.randint(session.vocab_size, (session.batch_size, length), generator=generator)
     avoided = {*session.placeholders, *([] if padding is None else [padding])}
     for token in avoided:
-        ids[ids == token] = text_after(token, avoided) % session.vocab_size
+        ids[ids == token] = text_after(token, avoided, session.vocab_size)
     return ids
 
 

@@ -11,12 +11,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import GlmAsrProcessor, PreTrainedModel, ProcessorMixin, Qwen2AudioProcessor, WhisperFeatureExtractor
 
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.bundle.manifest import ItemEntry
 from exportable_cache.common.tensors import TensorSpec
 from exportable_cache.errors import InputError
+from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.methods import ProgramMethod
 from exportable_cache.session.inputs.prompt import _size, sized_modalities
 
@@ -103,6 +105,29 @@ def test_a_processor_gives_the_sizes_that_a_config_does_not(tmp_path: Path) -> N
     inputs.pop("num_crops")
     session.prefill(**inputs)
     assert session.length.tolist() == [9]
+    with pytest.raises(InputError, match=r"image_size must be height and width .* 1 to 16384, got \(4, 99999\)"):
+        modalities_of(model, found, (4, 99999))
+    with pytest.raises(ValidationError, match="less than or equal to 16384"):
+        ItemEntry.model_validate({**facts.to_dict(), "size": [8, 2**40]})
+
+
+def test_a_processor_gives_no_size_of_an_instruction() -> None:
+    """A program of InstructBLIP would take instructions as long as the placeholder alone."""
+    pytest.importorskip("PIL.Image", reason="pillow is not installed")
+
+    class Model(SimpleNamespace):
+        def forward(self, input_ids: Any, pixel_values: Any, qformer_input_ids: Any) -> None:
+            raise NotImplementedError
+
+    vision = SimpleNamespace(image_size=8, num_channels=3)
+    config = SimpleNamespace(model_type="instructblip", vision_config=vision, get_text_config=SimpleNamespace)
+    model: Any = Model(config=config, dtype=torch.float32, device="cpu")
+
+    def reads(text: str, images: list[Any], return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"pixel_values": torch.zeros(1, 3, 8, 8), "qformer_input_ids": torch.zeros(1, len(text) + 2)}
+
+    reader: Any = reads
+    assert sized_modalities(model, ["image"], lambda: reader) == ({"image": None}, None)
 
 
 def test_a_file_gives_the_length_of_audio(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError, UnsupportedModelError
-from .kinds import AUDIO, IMAGE, VIDEO
+from .kinds import AUDIO, IMAGE, VIDEO, image_sides
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -147,10 +147,8 @@ def grid_for(config: PreTrainedConfig, image_size: int | Sequence[int] | None) -
             f"height and width in pixels, each {what}, such as image_size=({16 * unit}, {16 * unit}) (--image-size "
             f"{16 * unit}x{16 * unit})"
         )
-    sides = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    if len(sides) != 2 or any(
-        not isinstance(side, int) or isinstance(side, bool) or side < 1 or side % unit for side in sides
-    ):
+    sides = image_sides(image_size)
+    if any(side % unit for side in sides):
         raise InputError(f"image_size must be height and width in pixels, each {what}, got {image_size!r}")
     return 1, sides[0] // vision.patch_size, sides[1] // vision.patch_size
 

@@ -30,7 +30,7 @@ from ...models.quantized_rows import ExactActivations, rounds_inputs
 from ..methods import CROSS_MASK, ITEM_STATES, ITEMS_SEEN, ItemFacts, ProgramMethod
 from .examples import checked_example, example_of, placeholders_of
 from .front import handed_to_decoder
-from .kinds import IMAGE, check_kinds
+from .kinds import IMAGE, check_kinds, image_sides
 from .known_values import KnownValues
 from .modality import Modality, joined_items, modality_of, not_understood
 from .probe import alike
@@ -377,5 +377,4 @@ def _of_size(modality: Modality, given: Mapping[str, Any] | None, image_size: in
     """Record the size of the image that an example was made of."""
     if given is None or image_size is None or modality.kind != IMAGE:
         return modality
-    height, width = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    return replace(modality, facts=replace(modality.facts, size=(height, width)))
+    return replace(modality, facts=replace(modality.facts, size=image_sides(image_size)))

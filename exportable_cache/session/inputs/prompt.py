@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import wave
@@ -20,7 +21,7 @@ from ...generation.text import encode_prompt
 from ...models.layers.specs import item_slots_of
 from ...models.tokenizers.text import tokenizer_errors
 from ...program.inputs.examples import MAIN_INPUTS, example_of
-from ...program.inputs.kinds import AUDIO, IMAGE
+from ...program.inputs.kinds import AUDIO, IMAGE, image_sides
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -319,6 +320,8 @@ def sized_modalities(
         InputError: If a file cannot be read, or the size of images must be given.
         UnsupportedModelError: If neither config nor processor gives the size.
     """
+    # Once, because it reads the tokenizer's files.
+    processor = functools.cache(processor)
     found: dict[str, Mapping[str, torch.Tensor] | None] = dict.fromkeys(kinds)
     names = inspect.signature(model.forward).parameters
     for kind in kinds:
@@ -345,7 +348,7 @@ def sized_modalities(
             size = int(pixels.shape[2]), int(pixels.shape[3])
             with suppress(BundleError, InputError, MissingDependencyError):
                 made = _example(model, processor(), IMAGE, _blank(size))
-                if not made.keys() <= example.keys() and not _fits(example, made):
+                if not _fits(example, made):
                     found[kind], image_size = made, size
     return found, image_size
 
@@ -359,8 +362,7 @@ def _image_example(
     """Return what the processor makes of a blank image; `problem` is the error without it."""
     sizes: Sequence[tuple[int, int]] = _TRIED
     if image_size is not None:
-        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-        sizes = ((height, width),)
+        sizes = (image_sides(image_size),)
     try:
         made = [_example(model, processor(), IMAGE, _blank(size)) for size in sizes]
     except (BundleError, InputError):
@@ -384,7 +386,11 @@ def _image_example(
 
 
 def _example(model: PreTrainedModel, processor: ProcessorMixin, kind: str, item: Any) -> dict[str, torch.Tensor]:
-    """Return what a processor makes of one item, as far as the model takes it."""
+    """Return what a processor makes of one item, as far as the model takes it.
+
+    Raises:
+        InputError: If the processor refuses the item, or its output depends on the text of a prompt.
+    """
     options: dict[str, Any] = {"images": [[item]]} if kind == IMAGE else {"audio": [item]}
     if kind == AUDIO:
         options["sampling_rate"] = _sampling_rate(processor)
@@ -398,6 +404,12 @@ def _example(model: PreTrainedModel, processor: ProcessorMixin, kind: str, item:
         except InputError:
             if marker == markers[-1]:
                 raise
+    if any(name.endswith("_input_ids") and name in names for name in made):
+        # InstructBLIP, whose program would take instructions of the marker's length only.
+        raise InputError(
+            f"the {kind} encoder of {model.config.model_type!r} reads an instruction, whose length a program fixes; "
+            f"pass the processor's output for one item in Python: modalities={{{kind!r}: {{...}}}}"
+        )
     return {name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name in names}
 
 
