@@ -27,7 +27,7 @@ STEPS = 14
 
 # States beside full layers; a ring and a full layer: test_equality.py. With --full all, one with states under Inductor.
 COMPILED = ("lfm2",)
-INDUCTOR = ("mamba2",)
+INDUCTOR = ("mamba", "mamba2")
 # A scan. With --full the other one, with attention in one layer, latent attention and chosen slots, and the cache as
 # an argument, which is in the fast lane of test_pt2.py; chunks: patches/test_rotary.py.
 EXPORTED = ("mamba",)
@@ -83,6 +83,13 @@ def test_compiled_in_one_graph_per_method(family: str) -> None:
         found = worst_difference(live_session(model, True, 64), model)
     assert max(found.values()) <= TOLERANCE, found
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+@pytest.mark.full
+def test_machine_code_of_a_scan() -> None:
+    model = kind_model("mamba")
+    found = worst_difference(lowered_session(model, "aoti", 64), model)
+    assert max(found.values()) <= TOLERANCE, found
 
 
 @pytest.mark.parametrize("family", KINDS)

@@ -1,21 +1,25 @@
 """Every scan against the recurrence it stands for, token by token, in float64."""
 
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.export import Dim
 
+from exportable_cache.common.compat.torch_compile import InductorByRanges
 from exportable_cache.models.scans import (
     delta_rule,
     doublings,
+    linear_recurrence,
     longest_step,
     selective_scan,
     state_space_scan,
     unit_lower_inverse,
 )
 
+from ..support.compiling import compiling_with
 from ..support.models import among
 
 LENGTHS = (1, 2, 7, 8, 9, 33)
@@ -174,6 +178,32 @@ def test_one_graph_serves_every_length(name: str) -> None:
         given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
         for got, expected in zip(exported(given, state), steps(inputs, state), strict=True):
             assert (got - expected).abs().max() < TOLERANCE
+
+
+def recurrence_of_eight(decay: torch.Tensor, inputs: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    with longest_step(8):
+        return linear_recurrence(decay, inputs, state)
+
+
+def largest_difference(compiled: Callable[..., torch.Tensor]) -> float:
+    """Of a compiled recurrence from the eager one. For one row concatenations along tokens are contiguous."""
+    found = []
+    for length in (5, 8):
+        given = random(1, length, 4, 3).sigmoid(), random(1, length, 4, 3, seed=1), random(1, 4, 3)
+        found.append((compiled(*given) - recurrence_of_eight(*given)).abs().max().item())
+    return max(found)
+
+
+def test_compiled_rounds_of_doubling_read_no_sum_of_their_own() -> None:
+    with compiling_with("inductor"):
+        assert largest_difference(torch.compile(recurrence_of_eight, backend=InductorByRanges(None, True))) < TOLERANCE
+
+
+@pytest.mark.canary
+def test_inductor_writes_over_concatenations_that_it_reads() -> None:
+    """Fails where torch has mended it: drop `own_buffers`."""
+    with compiling_with("inductor"):
+        assert largest_difference(torch.compile(recurrence_of_eight, dynamic=True)) > 1e-3
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 64])

@@ -331,10 +331,13 @@ class GraphCache:
         return call
 
     def _compiled(self, step: Callable[..., Any], inputs: Sequence[torch.Tensor], options: dict[str, Any]) -> Any:
+        # Imported here because it imports the compiler, which takes seconds.
+        from ...common.compat.torch_compile import own_buffers
+
         def compiled() -> Any:
             # Copied because torch.compile removes some entries.
             copied = {**options, "options": dict(options["options"])}
-            with keepable_graphs() if "backend" not in options else contextlib.nullcontext():
+            with own_buffers(), keepable_graphs() if "backend" not in options else contextlib.nullcontext():
                 wrapped: Any = torch.compile(step, fullgraph=True, **copied)
                 return wrapped.aot_compile((tuple(inputs), {}))
 

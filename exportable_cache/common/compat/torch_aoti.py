@@ -56,6 +56,8 @@ _OPTIONS = {
     "aot_inductor.package": True,
     "aot_inductor.package_constants_in_so": False,
     "aot_inductor.enable_line_tables": False,
+    # See `own_buffers` in torch_compile.
+    "inplace_buffers": False,
 }
 #: The last line of the interface.
 _END = '} // extern "C"\n'

@@ -11,6 +11,7 @@
 | `VecISA._probe_load`, `torch._inductor.codecache._precompile_header` | a graph from disk takes longer |
 | caches of `VecISA` and its subclasses, `supported_vec_isa_list`, `valid_vec_isa_list` | old probe results are kept |
 | `torch._inductor.config.size_asserts` | a step of 12 layers takes 0.2 to 1 ms longer |
+| `torch._inductor.config.inplace_buffers` | wrong results, see `own_buffers` |
 | `torch._inductor.compile` | graphs without equal layers are not compiled |
 | `torch.UntypedStorage._cdata` | regions whose inputs share memory are not found, and are compiled wrongly |
 | `torch.fx.experimental.symbolic_shapes.free_symbols`, `SymNode.shape_env` | regions of prompts are not distinguished |
@@ -267,7 +268,7 @@ def code_folder() -> Path:
 
 def compile_whole(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a graph captured by TorchDynamo, as torch.compile's default backend does."""
-    with _ranges_in_keys(_values_of_inputs(module)), _without_size_checks():
+    with _ranges_in_keys(_values_of_inputs(module)), _without_size_checks(), own_buffers():
         return with_short_cuts(lambda: torch._inductor.compile(module, list(inputs)))
 
 
@@ -286,7 +287,7 @@ class InductorByRanges(torch._TorchCompileInductorWrapper):
         super().__init__(mode, None, dynamic)
 
     def __call__(self, model_: torch.fx.GraphModule, inputs_: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        with _ranges_in_keys(_values_of_inputs(model_)):
+        with _ranges_in_keys(_values_of_inputs(model_)), own_buffers():
             return super().__call__(model_, inputs_, **options)
 
 
@@ -296,7 +297,7 @@ def _values_of_inputs(module: torch.fx.GraphModule) -> list[Any]:
 
 def compile_region(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """Compile part of a graph that TorchDynamo is compiling, over its fake tensors, in a form that can be written."""
-    with _ranges_in_keys(inputs), _without_size_checks():
+    with _ranges_in_keys(inputs), _without_size_checks(), own_buffers():
         return with_short_cuts(
             lambda: standalone_compile(
                 module, list(inputs), dynamic_shapes="from_tracing_context", options={}, aot=True
@@ -307,6 +308,15 @@ def compile_region(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
 def _without_size_checks() -> AbstractContextManager[object]:
     """Skip the size checks of inputs in code compiled within a block, because guards and layers check their sizes."""
     return torch._inductor.config.patch(size_asserts=False)
+
+
+def own_buffers() -> AbstractContextManager[object]:
+    """Give each value of a graph compiled within a block a buffer of its own.
+
+    Inductor (2.13) writes a sum over the buffer of an operand, even if that is part of a concatenation that the same
+    kernel still reads elsewhere. Scans by doubling were wrong so from the fifth token of a later chunk on.
+    """
+    return torch._inductor.config.patch(inplace_buffers=False)
 
 
 @contextmanager
