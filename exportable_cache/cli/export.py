@@ -219,7 +219,9 @@ def next_steps(bundle: Bundle) -> Iterator[str]:
     manifest, path = bundle.manifest, shlex.quote(str(bundle.path))
     if manifest.tokenizer is not None and DELEGATES[manifest.options.get("delegate", "xnnpack")].verified == "executed":
         kinds = kinds_taken(manifest.description().methods)
-        prompt = "--prompt TEXT" if "text" in kinds else f"--{kinds[0]} FILE"
+        # `generate` takes no videos, and reads files with the model's processor.
+        files = [f"--{kind} FILE" for kind in kinds if kind in ("image", "audio") and bundle.has_processor]
+        prompt = " ".join(["--prompt TEXT", *files] if "text" in kinds else files[:1] or [f"--{kinds[0]} FILE"])
         trust = " --trust" if backend_for(manifest.target).machine_code else ""
         start = "exportable-cache"
         if manifest.ranks is not None:

@@ -21,6 +21,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.backends.pt2.target import Pt2Backend
 from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.cli.export import next_steps
 from exportable_cache.common.tensors import TensorSpec
 from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError
@@ -116,6 +117,11 @@ def write_wav(path: Path, content: bytes, width: int = 2, channels: int = 1, rat
         file.setframerate(rate)
         file.writeframes(content)
     return path
+
+
+def test_an_export_ends_with_the_files_that_it_takes(image_bundle, whisper_bundle):
+    for bundle, options in ((image_bundle, "--prompt TEXT --image FILE"), (whisper_bundle, "--audio FILE")):
+        assert next(next_steps(Bundle.open(bundle))) == f"exportable-cache generate {bundle} {options}"
 
 
 def test_images_go_where_the_prompt_says(run, image_bundle, pixels):
