@@ -30,7 +30,7 @@ from ..common.tensors import TensorSpec
 from ..errors import BundleError, InputError, first_line
 from ..models.lora import ADAPTERS, WRITE_ADAPTER, LoraSlots, LoraTarget
 from ..models.positions import RopeRule
-from ..program.inputs.kinds import MOST_SIDE
+from ..program.inputs.kinds import MOST_SAMPLES, MOST_SIDE
 from ..program.methods import ROPE_LENGTHS, FixedInput, ItemFacts, ProgramMethod
 from ..program.spec import Form, Logits
 from .files import MANIFEST_FILE, check_file_name, checksum_of, rank_folder, read_fields
@@ -295,12 +295,13 @@ class ItemEntry(Entry):
     tiles: int = Field(0, ge=0)
     tokens: int = Field(0, ge=0)
     size: tuple[Side, Side] | None = None
+    samples: int = Field(0, ge=0, le=MOST_SAMPLES)
 
     def described(self) -> ItemFacts:
         """Return the entry as a program's `ItemFacts`."""
         fixed = {name: FixedInput(one.dtype, tuple(one.shape), tuple(one.values)) for name, one in self.fixed.items()}
         positions = tuple(map(tuple, self.positions))
-        told = self.advance, self.sees, self.apart, self.tiles, self.tokens, self.size
+        told = self.advance, self.sees, self.apart, self.tiles, self.tokens, self.size, self.samples
         return ItemFacts(self.token_id, fixed, positions, *told)
 
 

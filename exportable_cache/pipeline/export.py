@@ -76,6 +76,7 @@ def export(
     max_encoder_len: int | None = None,
     modalities: Sequence[str] | Mapping[str, Any] = (),
     image_size: int | Sequence[int] | None = None,
+    audio_seconds: int | None = None,
     kv_dtype: str | None = None,
     rollback_slots: int = 0,
     tensor_parallel: int | None = None,
@@ -131,6 +132,8 @@ def export(
             output for one item, see `modalities_of`. The model's processor is then saved in the bundle. Encoders are
             verified on random numbers, see `verify_encoders`.
         image_size: Height and width of every image in pixels, if the model's config does not fix it.
+        audio_seconds: Length of every audio in seconds, if the model's config does not fix it; 30 by default. The
+            command line and `serve` pad shorter audio with silence.
         kv_dtype: `float16`, `bfloat16`, `int8` or `int4` to store keys and values in fewer bits, see
             `ExportableCache.from_config`. The program is then verified against the model with the same rounding, and
             its distance from the model without rounding is recorded.
@@ -227,6 +230,7 @@ def export(
         dtype=dtype,
         modalities=modalities,
         image_size=image_size,
+        audio_seconds=audio_seconds,
         tensor_parallel=tensor_parallel,
         verify=verify,
         tolerance=tolerance,

@@ -17,7 +17,7 @@ from ..cache.spec import EXPORT_CACHE_LEN, CacheSpec
 from ..common.settings import REQUIRED, check_settings, same_setting, setting
 from ..errors import InputError
 from ..models.quantization.spec import KEEP_SCHEME, check_calibrated, check_schemes
-from ..program.inputs.kinds import KINDS, check_kinds
+from ..program.inputs.kinds import AUDIO, KINDS, check_kinds
 from ..program.spec import ProgramSpec
 from ..verification.spec import VerifySpec, check_tolerance
 from .recipes import EXACT, RECIPES
@@ -69,6 +69,7 @@ class ExportSpec:
         dtype: Dtype of the weights; by default the target's best, see `dtypes.choose_dtype`.
         modalities: Further inputs besides text, such as `image`, see `modalities_of`.
         image_size: Height and width of every image in pixels, if the model's config does not fix it.
+        audio_seconds: Length of every audio in seconds, if the model's config does not fix it; 30 by default.
         verify: Compare the program with the model.
         tolerance: Largest |logit difference| that passes, see `VerifySpec`; None for the default of the dtype.
         overwrite: Replace an existing bundle.
@@ -136,6 +137,15 @@ class ExportSpec:
         "Height and width of images in pixels, if the config has none.",
         flags=("--image-size",),
         metavar="HxW",
+        shown_default=False,
+    )
+    audio_seconds: int | None = setting(
+        None,
+        "Length of audio in seconds, if the config has none (30 by default).",
+        flags=("--audio-seconds",),
+        metavar="N",
+        kind=int,
+        least=1,
         shown_default=False,
     )
     verify: bool = setting(
@@ -293,6 +303,11 @@ class ExportSpec:
 
             check_repository(self.push_to_hub)
         check_kinds(self.modalities)
+        if self.audio_seconds is not None and (AUDIO not in self.modalities or isinstance(self.modalities, Mapping)):
+            raise InputError(
+                f"audio_seconds is only used with modalities=['audio'] (--modalities audio), got {self.audio_seconds}; "
+                "leave it out"
+            )
         if not isinstance(self.modalities, Mapping):
             object.__setattr__(self, "modalities", tuple(self.modalities))
         object.__setattr__(self, "lora", _checked_lora(self.lora))

@@ -206,16 +206,23 @@ def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
 
 
 def with_examples(resolved: Resolved, loaded: LoadedModel) -> Resolved:
-    """Return the options with examples of images that the model's processor makes, where its config gives no size.
+    """Return the options with examples of items that the model's processor makes, where its config gives no size.
 
     Raises:
-        InputError, UnsupportedModelError: See `sized_modalities`.
+        InputError, UnsupportedModelError: See `sized_modalities`; or if there is no processor for `audio_seconds`.
     """
     spec = resolved.spec
     if not spec.modalities or isinstance(spec.modalities, Mapping) or not loaded.processor_files:
+        if spec.audio_seconds is not None:
+            raise InputError(
+                f"audio_seconds needs the model's processor, which {loaded.source} lacks; pass what it makes of one "
+                "audio: modalities={'audio': {...}}"
+            )
         return resolved
-    made, size = sized_modalities(loaded.model, spec.modalities, loaded.processor, spec.image_size)
-    return replace(resolved, spec=replace(spec, modalities=made, image_size=size))
+    made, size = sized_modalities(
+        loaded.model, spec.modalities, loaded.processor, spec.image_size, seconds=spec.audio_seconds
+    )
+    return replace(resolved, spec=replace(spec, modalities=made, image_size=size, audio_seconds=None))
 
 
 def _draft_ids(spec: ExportSpec, loaded: LoadedModel) -> list[int] | None:

@@ -76,6 +76,7 @@ class ItemFacts:
             the embeddings.
         size: Height and width in pixels of the images that the program takes, before the processor; None if it takes
             those of any size, or the size is not known.
+        samples: Samples of the audio that the program takes, before the processor; 0 if the processor pads audio.
     """
 
     token_id: int
@@ -87,6 +88,7 @@ class ItemFacts:
     tiles: int = 0
     tokens: int = 0
     size: tuple[int, int] | None = None
+    samples: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as JSON values."""
@@ -103,6 +105,7 @@ class ItemFacts:
             "tiles": self.tiles,
             **({"tokens": self.tokens} if self.tokens else {}),
             **({} if self.size is None else {"size": list(self.size)}),
+            **({"samples": self.samples} if self.samples else {}),
         }
 
 

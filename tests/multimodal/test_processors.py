@@ -20,7 +20,7 @@ from exportable_cache.common.tensors import TensorSpec
 from exportable_cache.errors import InputError
 from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.methods import ProgramMethod
-from exportable_cache.session.inputs.prompt import _size, sized_modalities
+from exportable_cache.session.inputs.prompt import _size, prompt_inputs, sized_modalities
 
 from ..support.letters import letter_tokenizer
 from ..support.multimodal import PLACEHOLDER, tiny_multimodal
@@ -139,6 +139,53 @@ def test_a_file_gives_the_length_of_audio(tmp_path: Path) -> None:
     assert sized_modalities(model, ["audio"], lambda: processor) == ({"audio": None}, None)
     found, _ = sized_modalities(model, ["audio"], lambda: processor, files={"audio": [tmp_path / "x.wav"]})
     assert int(found["audio"]["feature_attention_mask"].sum()) == 50
+
+
+class FramesProcessor:
+    """One frame for each of 30 samples a second, as Granite Speech takes them; its own needs torchaudio."""
+
+    audio_token = "<audio>"
+    feature_extractor = SimpleNamespace(sampling_rate=30)
+
+    def __init__(self, token_id: int) -> None:
+        self.token_id = token_id
+
+    def __call__(self, text: str, audio: list[Any], sampling_rate: int, return_tensors: str) -> dict[str, torch.Tensor]:
+        count = -(-len(audio[0]) // 15) * 3
+        return {
+            "input_ids": torch.tensor([[5, 6, *[self.token_id] * count, 7]]),
+            "input_features": torch.from_numpy(audio[0])[None, :, None].repeat(1, 1, 40),
+            "input_features_mask": torch.ones(1, count, dtype=torch.bool),
+        }
+
+
+def test_audio_is_padded_where_a_config_gives_no_length(tmp_path: Path) -> None:
+    """Granite Speech, Gemma 4 and Phi-4 multimodal needed an example from Python."""
+    model = tiny_media_model(next(row for row in media_rows() if row.model_type == "granite_speech"))
+    processor = FramesProcessor(model.config.audio_token_id)
+    found, _ = sized_modalities(model, ["audio"], lambda: processor)
+    assert found["audio"]["input_features"].shape == (1, 900, 40)
+    found, _ = sized_modalities(model, ["audio"], lambda: processor, seconds=2)
+    session = Session.from_model(model, ExportableCache.from_model(model, 48), modalities=found)
+    assert session.runner.methods["encode_audio"].item.samples == 60
+    for samples in (20, 61):
+        with wave.open(str(tmp_path / f"{samples}.wav"), "wb") as file:
+            file.setparams((1, 2, 30, 0, "NONE", ""))
+            file.writeframes(np.full(samples, 1000, np.int16).tobytes())
+    inputs = prompt_inputs(processor, session.runner.methods, "<audio>", {"audio": [tmp_path / "20.wav"]})
+    session.prefill(**inputs)
+    assert session.length.tolist() == [15] and (inputs["input_features"][0, :, 0] != 0).sum() == 20
+    with pytest.raises(InputError, match=r"must have at most 2.00 seconds, .* got 2.03; cut it, or export with"):
+        prompt_inputs(processor, session.runner.methods, "<audio>", {"audio": [tmp_path / "61.wav"]})
+    # A live prompt's longest file gives the length of all.
+    files = [tmp_path / "20.wav", tmp_path / "61.wav"]
+    found, _ = sized_modalities(model, ["audio"], lambda: processor, files={"audio": files})
+    assert found["audio"]["samples"] == 61
+    model, whisper, _ = made("qwen2_audio")
+    with pytest.raises(InputError, match="audio_seconds must be left out for 'qwen2_audio', whose config"):
+        sized_modalities(model, ["audio"], lambda: whisper, seconds=3)
+    with pytest.raises(InputError, match=r"audio_seconds is only used with modalities=\['audio'\]"):
+        export("demo", "pt2", 32, tmp_path / "bundle", audio_seconds=3)
 
 
 def test_images_are_resized_where_a_processor_keeps_their_shape() -> None:

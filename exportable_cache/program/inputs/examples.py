@@ -22,6 +22,8 @@ MAIN_INPUTS = {
     AUDIO: ("input_features", "input_values", "audio_input_features", "audio_input_ids"),
 }
 _GRID = "image_grid_thw"
+#: Entry of an example of audio that no model takes: its samples before the processor, to which sessions pad others.
+SAMPLES = "samples"
 #: Arguments with indices into the patches of all items of a prompt, int64 [embeddings, pooled], -1 for none (Molmo 2).
 PATCH_INDICES = ("image_token_pooling", "video_token_pooling")
 #: Argument with the frames, rows and columns of patches of each video.

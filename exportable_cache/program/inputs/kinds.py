@@ -11,6 +11,8 @@ from ...errors import InputError
 KINDS = IMAGE, VIDEO, AUDIO = ("image", "video", "audio")
 #: Largest height or width of a program's images in pixels.
 MOST_SIDE = 2**14
+#: Most samples of one audio of a program.
+MOST_SAMPLES = 2**26
 
 
 def kinds_in(messages: Sequence[Mapping[str, Any]]) -> list[str]:

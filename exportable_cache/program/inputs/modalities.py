@@ -28,7 +28,7 @@ from ...models.layers.specs import item_slots_of, tiles_of
 from ...models.patches.registry import patch_model
 from ...models.quantized_rows import ExactActivations, rounds_inputs
 from ..methods import CROSS_MASK, ITEM_STATES, ITEMS_SEEN, ItemFacts, ProgramMethod
-from .examples import checked_example, example_of, placeholders_of
+from .examples import SAMPLES, checked_example, example_of, placeholders_of
 from .front import handed_to_decoder
 from .kinds import IMAGE, check_kinds, image_sides
 from .known_values import KnownValues
@@ -374,7 +374,9 @@ def _found(
 
 
 def _of_size(modality: Modality, given: Mapping[str, Any] | None, image_size: int | Sequence[int] | None) -> Modality:
-    """Record the size of the image that an example was made of."""
+    """Record the size of the image or audio that an example was made of."""
+    if given is not None and SAMPLES in given:
+        return replace(modality, facts=replace(modality.facts, samples=given[SAMPLES]))
     if given is None or image_size is None or modality.kind != IMAGE:
         return modality
     return replace(modality, facts=replace(modality.facts, size=image_sides(image_size)))

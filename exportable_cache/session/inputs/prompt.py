@@ -20,8 +20,8 @@ from ...generation.templates import apply_chat_template, render_chat
 from ...generation.text import encode_prompt
 from ...models.layers.specs import item_slots_of
 from ...models.tokenizers.text import tokenizer_errors
-from ...program.inputs.examples import MAIN_INPUTS, example_of
-from ...program.inputs.kinds import AUDIO, IMAGE, image_sides
+from ...program.inputs.examples import MAIN_INPUTS, SAMPLES, example_of
+from ...program.inputs.kinds import AUDIO, IMAGE, MOST_SAMPLES, image_sides
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -74,7 +74,7 @@ def prompt_inputs(
     options = {"sampling_rate": _sampling_rate(processor)} if audio else {}
     items: dict[str, Sequence[Any]] = {
         IMAGE: [read_image(path, _size(processor, methods)) for path in images],
-        AUDIO: [read_audio(path, **options) for path in audio],
+        AUDIO: [_padded(read_audio(path, **options), methods, f"audio {str(path)!r}", **options) for path in audio],
     }
     if "encode" in methods:
         if chat:
@@ -153,7 +153,7 @@ def message_inputs(
                 pixels -= used
             elif kind == AUDIO:
                 options = {"sampling_rate": _sampling_rate(processor)}
-                part[kind] = decoded_audio(part[kind], name, **options)
+                part[kind] = _padded(decoded_audio(part[kind], name, **options), methods, name, **options)
         said.append({**message, "content": parts} if "content" in message else dict(message))
     return _of_dtypes(_of_template(processor, _form(processor, said, tools), tools, options), methods)
 
@@ -272,6 +272,20 @@ def _size(processor: ProcessorMixin, methods: Mapping[str, ProgramMethod]) -> tu
     return grid[1] * patch, grid[2] * patch
 
 
+def _padded(samples: np.ndarray, methods: Mapping[str, ProgramMethod], name: str, sampling_rate: int) -> np.ndarray:
+    """Append silence to audio, float32 [samples], if a program takes one length that the processor does not make."""
+    encoder = methods.get(f"encode_{AUDIO}")
+    length = 0 if encoder is None or encoder.item is None else encoder.item.samples
+    if not length:
+        return samples
+    if len(samples) > length:
+        raise InputError(
+            f"{name} must have at most {length / sampling_rate:.2f} seconds, the length that the program was made "
+            f"for, got {len(samples) / sampling_rate:.2f}; cut it, or export with a larger --audio-seconds"
+        )
+    return np.pad(samples, (0, length - len(samples)))
+
+
 def _kept_size(processor: ProcessorMixin, encoder: ProgramMethod) -> tuple[int, int] | None:
     """Return the size of an encoder's images if the processor keeps the shape of an image, as Pixtral's does."""
     shape = encoder.inputs[0].shape
@@ -295,6 +309,8 @@ def _blank(size: tuple[int, int]) -> Image:
 
 #: Sizes of the images that are tried to find whether a processor makes the same of all.
 _TRIED = ((448, 448), (336, 700))
+#: Length of audio where neither config nor user gives it, as for encoders of encoder-decoders.
+_SECONDS = 30
 
 
 def sized_modalities(
@@ -303,6 +319,7 @@ def sized_modalities(
     processor: Callable[[], ProcessorMixin],
     image_size: int | Sequence[int] | None = None,
     files: Mapping[str, Sequence[Path]] | None = None,
+    seconds: int | None = None,
 ) -> tuple[dict[str, Mapping[str, torch.Tensor] | None], int | Sequence[int] | None]:
     """Return an example of each kind for `modalities_of`, and the size of images.
 
@@ -314,10 +331,11 @@ def sized_modalities(
         kinds: Kinds of inputs besides text.
         processor: Returns the model's processor.
         image_size: Height and width of images in pixels.
-        files: Files by kind, whose first one gives the size.
+        files: Files by kind. The first image gives the size, and the longest audio the length.
+        seconds: Length of audio in seconds, 30 by default.
 
     Raises:
-        InputError: If a file cannot be read, or the size of images must be given.
+        InputError: If a file cannot be read, the size of images must be given, or the config gives the length of audio.
         UnsupportedModelError: If neither config nor processor gives the size.
     """
     # Once, because it reads the tokenizer's files.
@@ -334,15 +352,21 @@ def sized_modalities(
         except (InputError, UnsupportedModelError) as error:
             problem = error
         if given:
-            item: Any = read_image(given[0]) if kind == IMAGE else read_audio(given[0], _sampling_rate(processor()))
+            item: Any = read_image(given[0]) if kind == IMAGE else _longest(given, _sampling_rate(processor()))
             made = _example(model, processor(), kind, item)
             if example is None or not _fits(example, made):
                 found[kind] = made
                 image_size = (item.height, item.width) if kind == IMAGE else image_size
         elif problem is not None:
-            if kind != IMAGE:
-                raise problem
-            found[kind] = _image_example(model, processor, image_size, problem)
+            if kind == IMAGE:
+                found[kind] = _image_example(model, processor, image_size, problem)
+            else:
+                found[kind] = _audio_example(model, processor, seconds or _SECONDS, problem)
+        elif kind == AUDIO and seconds is not None:
+            raise InputError(
+                f"audio_seconds must be left out for {model.config.model_type!r}, whose config gives the length of "
+                f"audio, got {seconds}; leave it out (--audio-seconds)"
+            )
         elif kind == IMAGE and example is not None and (pixels := next(iter(example.values()))).dim() == 4:
             # Processors such as Pixtral's give the sizes of images, too.
             size = int(pixels.shape[2]), int(pixels.shape[3])
@@ -351,6 +375,25 @@ def sized_modalities(
                 if not _fits(example, made):
                     found[kind], image_size = made, size
     return found, image_size
+
+
+def _longest(files: Sequence[Path], sampling_rate: int) -> np.ndarray:
+    """Return the longest audio of files, float32 [samples]."""
+    return max((read_audio(path, sampling_rate) for path in files), key=len)
+
+
+def _audio_example(
+    model: PreTrainedModel, processor: Callable[[], ProcessorMixin], seconds: int, problem: Exception
+) -> dict[str, Any]:
+    """Return what the processor makes of silence; `problem` is the error without it."""
+    try:
+        samples = seconds * _sampling_rate(processor())
+        if samples > MOST_SAMPLES:
+            problem = InputError(f"audio_seconds must give at most {MOST_SAMPLES} samples, got {samples}; lower it")
+            raise problem
+        return _example(model, processor(), AUDIO, np.zeros(samples, np.float32))
+    except (BundleError, InputError):
+        raise problem from None
 
 
 def _image_example(
@@ -385,8 +428,8 @@ def _image_example(
     return made[0]
 
 
-def _example(model: PreTrainedModel, processor: ProcessorMixin, kind: str, item: Any) -> dict[str, torch.Tensor]:
-    """Return what a processor makes of one item, as far as the model takes it.
+def _example(model: PreTrainedModel, processor: ProcessorMixin, kind: str, item: Any) -> dict[str, Any]:
+    """Return what a processor makes of one item, as far as the model takes it, and the `SAMPLES` of audio.
 
     Raises:
         InputError: If the processor refuses the item, or its output depends on the text of a prompt.
@@ -410,12 +453,13 @@ def _example(model: PreTrainedModel, processor: ProcessorMixin, kind: str, item:
             f"the {kind} encoder of {model.config.model_type!r} reads an instruction, whose length a program fixes; "
             f"pass the processor's output for one item in Python: modalities={{{kind!r}: {{...}}}}"
         )
-    return {name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name in names}
+    tensors = {name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name in names}
+    return tensors if kind == IMAGE else {**tensors, SAMPLES: len(item)}
 
 
 def _is_of_text(name: str) -> bool:
     """Return True for outputs of a processor that a program needs no constant for."""
-    return name in ("input_ids", "attention_mask", "pixel_attention_mask") or "token_type_ids" in name
+    return name in ("input_ids", "attention_mask", "pixel_attention_mask", SAMPLES) or "token_type_ids" in name
 
 
 def _fits(example: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor]) -> bool:
