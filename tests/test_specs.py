@@ -34,6 +34,7 @@ from exportable_cache.verification.spec import VerifySpec
 
 from .support import fake_target
 from .support.models import tiny_model, tokens
+from .support.multimodal import tiny_multimodal
 
 pytestmark = pytest.mark.usefixtures("fake_backend")
 
@@ -289,6 +290,21 @@ def test_an_export_can_be_taken_step_by_step(tmp_path: Path) -> None:
         bundle = steps.publish(resolved, verified)
     assert bundle.path == tmp_path / "out" and Bundle.open(bundle.path).manifest == bundle.manifest
     assert load(bundle.path).prefill(tokens(20)).shape == (1, 128)
+
+
+def test_the_default_length_has_room_for_one_item(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image of Mistral 3 takes up to 3,025 tokens, so that an export without --max-cache-len was refused."""
+    model = tiny_multimodal("llava")
+    limit = model.config.get_text_config().max_position_embeddings
+    spec = ExportSpec(model, "fake", tmp_path / "out", cache=CacheSpec(2), modalities=["image"])
+    for grows, length in ((False, 2), (True, min(limit, 512))):
+        resolved, modalities = steps.with_room(steps.resolve(replace(spec, grows=grows)), model)
+        assert resolved.spec.cache.max_cache_len == length and modalities[0].tokens == 4
+    seen: list[ExportSpec] = []
+    monkeypatch.setattr("exportable_cache.pipeline.export.run", lambda spec, progress: seen.append(spec))
+    for given in (None, 64):
+        export(model, "fake", given, tmp_path / "out")
+    assert [one.grows for one in seen] == [True, False]
 
 
 def test_what_needs_no_weights_is_seen_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,8 +107,8 @@ def export(
         model_or_path: `demo`, a local folder or GGUF file, a hub id, or a loaded model in eval mode. The adapters of a
             PEFT model are merged into a copy of the weights that they change.
         target: One of `backends.TARGETS`.
-        max_cache_len: Tokens that a full-attention layer can hold; by default 1024, or the model's positions if it has
-            fewer.
+        max_cache_len: Tokens that a full-attention layer can hold; by default 1024, or more if one image or audio
+            needs it, and at most the model's positions.
         output_dir: Folder of the bundle; must not exist, be empty, or be a bundle to overwrite.
         recipe: Name of a recipe, which sets the options below that are not given: `exact` (the default) keeps weights
             as the checkpoint has them, `fast`, `small`, or `portable`, which calls ExecuTorch's operators only and is
@@ -230,6 +230,7 @@ def export(
         dtype=dtype,
         modalities=modalities,
         image_size=image_size,
+        grows=max_cache_len is None,
         audio_seconds=audio_seconds,
         tensor_parallel=tensor_parallel,
         verify=verify,

@@ -70,6 +70,7 @@ class ExportSpec:
         modalities: Further inputs besides text, such as `image`, see `modalities_of`.
         image_size: Height and width of every image in pixels, if the model's config does not fix it.
         audio_seconds: Length of every audio in seconds, if the model's config does not fix it; 30 by default.
+        grows: Let the cache be longer if one item needs it, because its length is a default.
         verify: Compare the program with the model.
         tolerance: Largest |logit difference| that passes, see `VerifySpec`; None for the default of the dtype.
         overwrite: Replace an existing bundle.
@@ -112,6 +113,7 @@ class ExportSpec:
         shown_default=EXACT,
     )
     cache: CacheSpec = field(default=REQUIRED, kw_only=True)  # type: ignore[assignment]
+    grows: bool = field(default=False, kw_only=True)
     program: ProgramSpec = field(default=ProgramSpec(), kw_only=True)
     options: TargetOptions | None = field(default=None, kw_only=True)
     quantization: Quantization | None = field(default=None, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -51,7 +51,7 @@ from ..models.loading.loading import (
 )
 from ..models.loading.without_weights import model_without_weights
 from ..models.lora import remove_slots
-from ..models.positions import beyond_positions, check_positions, check_rope
+from ..models.positions import beyond_positions, check_positions, check_rope, position_limit
 from ..models.quantization.calibration import Calibration, read_calibration, tokens_of_text
 from ..models.quantization.quantize import NOTHING_TO_KEEP, quantize
 from ..models.quantization.sizes import Coverage, coverage_of, exact_bytes
@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
     from ..common.progress import Progress
     from ..models.loading.loading import LoadedModel
+    from ..program.inputs.modality import Modality
     from ..program.spec import ProgramSpec
     from ..session.session import Session
     from ..verification.report import FedPrompt
@@ -143,6 +144,8 @@ def lower_ranks(
 
 #: Fewest tokens of a text on which a draft head is measured.
 _LEAST_DRAFT_TEXT = 256
+#: Fewest tokens of text that a cache of default length has room for next to an item.
+_LEAST_TEXT = 256
 
 
 @dataclass(frozen=True)
@@ -193,8 +196,9 @@ def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
     draft_ids = _draft_ids(spec, loaded)
     source = replace(quantise(resolved, loaded, progress), draft_ids=draft_ids)
     del loaded
+    resolved, modalities = with_room(resolved, source.model)
     cache = allocate(resolved, source.model)
-    made = program(resolved, source.model, cache)
+    made = program(resolved, source.model, cache, modalities)
     output = output_of(spec)
     with new_folder(output, spec.overwrite) as folder, disk_space_for(source, output, folder):
         lowered = lower(resolved, source, made, folder, progress)
@@ -393,6 +397,24 @@ def _scratch_for(model: PreTrainedModel, output: Path) -> Scratch | None:
     return Scratch.for_weights(folder, model.num_parameters())
 
 
+def with_room(resolved: Resolved, model: PreTrainedModel) -> tuple[Resolved, tuple[Modality, ...]]:
+    """Return the options, with a default length of the cache that has room for one item, and the modalities.
+
+    Raises:
+        InputError, UnsupportedModelError: See `modalities_of`.
+    """
+    spec = resolved.spec
+    modalities = modalities_of(model, spec.modalities, spec.image_size)
+    # Items of an encoder-decoder are among the text of its encoder.
+    if spec.grows and spec.rope_length is None and not model.config.is_encoder_decoder:
+        tokens = max((modality.tokens for modality in modalities), default=0)
+        wanted = -(-(tokens + _LEAST_TEXT) // _LEAST_TEXT) * _LEAST_TEXT
+        length = min(wanted, position_limit(model.config) or wanted)
+        if spec.cache.max_cache_len < length and tokens < length:
+            spec = replace(spec, cache=replace(spec.cache, max_cache_len=length))
+    return replace(resolved, spec=spec), modalities
+
+
 def allocate(resolved: Resolved, model: PreTrainedModel) -> ExportableCache:
     """Allocate the cache. The model keeps its attention implementation.
 
@@ -407,7 +429,9 @@ def allocate(resolved: Resolved, model: PreTrainedModel) -> ExportableCache:
     return cache
 
 
-def program(resolved: Resolved, model: PreTrainedModel, cache: ExportableCache) -> Program:
+def program(
+    resolved: Resolved, model: PreTrainedModel, cache: ExportableCache, modalities: Sequence[Modality] | None = None
+) -> Program:
     """Combine model and cache into the methods of the target.
 
     Raises:
@@ -415,8 +439,9 @@ def program(resolved: Resolved, model: PreTrainedModel, cache: ExportableCache) 
         UnsupportedModelError: If the model does not fit the target's layout.
     """
     spec = resolved.spec
-    modalities = modalities_of(model, spec.modalities, spec.image_size)
-    return Program(model, cache, replace(resolved.program, modalities=modalities))
+    if modalities is None:
+        modalities = modalities_of(model, spec.modalities, spec.image_size)
+    return Program(model, cache, replace(resolved.program, modalities=tuple(modalities)))
 
 
 def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progress: Progress = silent) -> Bundle:

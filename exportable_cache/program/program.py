@@ -394,7 +394,8 @@ def _program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, Pro
             if cache.max_length is not None and modality.tokens > cache.max_length:
                 raise InputError(
                     f"max_cache_len must be at least {modality.tokens}, the embeddings of one {modality.kind} of this "
-                    f"size, got {cache.max_length}; raise it, or pass a smaller example or image_size"
+                    f"size, got {cache.max_length}; raise it, or pass a smaller example, image_size or "
+                    "audio_seconds"
                 )
         methods = methods_for(cache, spec)
         crossing = [one for one in spec.modalities if isinstance(one, CrossModality)]
