@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..common.progress import Progress
     from ..models.tokenizers.text import TextTokenizer
 
-#: What is read from a manifest: its fields, or a `Manifest`.
+#: The fields of a manifest, or a `Manifest`.
 _Read = TypeVar("_Read")
 # Version 2 describes layers by their parts instead of a class name.
 SCHEMA_VERSION = 2

@@ -70,7 +70,7 @@ class BundleChecks:
     )
 
     def arguments(self) -> dict[str, Any]:
-        """Return them as arguments of `Bundle.open` and `open_native`."""
+        """Return the checks as arguments of `Bundle.open` and `open_native`."""
         return {
             "check_versions": not self.ignore_versions,
             "known": not self.check,

@@ -228,6 +228,8 @@ class ResidentModule(ProgramModule):
     def call(self, **inputs: torch.Tensor) -> torch.Tensor:
         """Run one step and update the buffers.
 
+        The caller checks that the tokens fit, because lengths cannot be read while a step is traced.
+
         Args:
             **inputs: The method's inputs, such as input_ids int64 [batch, length] and input_pos int64 [batch], the
                 position of each row's first token.

@@ -237,7 +237,7 @@ class ProgramStepper:
             yield logits
 
     def _whole(self, steps: Steps) -> WholePrompt:
-        """Return what the chunks of a prompt that is fed from here share."""
+        """Return the facts that the chunks of a prompt from the current position share."""
         before, placed = self.state, steps.placed
         if placed is not None:
             placed = shifted(placed, before.length, before.images.deltas(before.length))

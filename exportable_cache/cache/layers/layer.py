@@ -85,7 +85,7 @@ class CacheLayer(CacheLayerMixin):
     Attributes:
         state: Declarations of the state tensors by attribute name, in the order of the pytree children.
         context: Context of the step that the layer was put around its tensors for, see `with_state`.
-        is_sliding: See `SlotPolicy`, as for the three that follow.
+        is_sliding: True if a window hides older tokens.
         is_linear: True if the layer keeps states of fixed size and no keys.
         is_dummy: True if the layer keeps nothing.
         follows_decoder: True if the layer's length is the decoder's; False for cross-attention.
