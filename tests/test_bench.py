@@ -65,6 +65,8 @@ def test_bench_draws_no_placeholders_of_images():
     session = Session.from_model(model, cache, prefill_chunk=64, modalities=["image"])
     assert PLACEHOLDER in torch.randint(VOCAB, (1, 2 * VOCAB - 8), generator=torch.Generator().manual_seed(0))
     bench(session, positions=[2 * VOCAB - 8], steps=1, prompt_length=64)
+    with pytest.raises(InputError, match=r"pass each image \(--image FILE\), or leave its placeholders out"):
+        session.prefill(torch.tensor([[PLACEHOLDER]]))
     # The last token of a vocabulary is followed by the first one, which may be a placeholder, too.
     assert text_after(7, {7, 0}, 8) == 1
     methods = {"encode_image": {"item": {"token_id": 5}}, "decode": {"item": None}}

@@ -272,8 +272,8 @@ def check_plain_cache(model: PreTrainedModel, **asked: Any) -> None:
         if value is not None:
             raise UnsupportedModelError(
                 f"{model.config.model_type!r} takes no cache of transformers, so there is nothing to compare {name} "
-                "with; leave it out, and a recipe that sets it (quantize='8da4w' has the weights of 'fast'), or do not "
-                "verify (verify=False)"
+                "with; leave it out, and a recipe that sets it (quantize='8da4w' and quantize_embeddings='8w' have the "
+                "weights of 'fast'), or do not verify (verify=False)"
             )
 
 

@@ -322,6 +322,9 @@ def test_the_readme_has_the_counts_of_the_support_page() -> None:
         )
     counted = re.search(r"\| `StaticCache`, eager (\|.*\|) \|\n", readme)
     assert counted and f"| `StaticCache`, eager | 308 {counted[1]}\n" in support
+    row = next(line for line in support.splitlines() if line.startswith("| [generative architectures]"))
+    right, run = row.split("|")[7].split(" of ")
+    assert f"of {run.strip()} run, {right.strip()} are right" in readme
     row = next(line for line in support.splitlines() if line.startswith("| [published checkpoints]"))
     models, eager, _, pt2, executorch = (cell.strip() for cell in row.split("|")[2:7])
     assert f"Of {models} published checkpoints, shrunk, {eager} are right in eager mode" in readme

@@ -12,6 +12,7 @@ import torch
 from ...common.tensors import TensorSpec
 from ...errors import BundleError, InputError
 from ...program.inputs.examples import PATCH_INDICES, VIDEO_GRID, shifted_indices
+from ...program.inputs.kinds import VIDEO
 from ...program.methods import CROSS_MASK, ITEM_STATES, ITEMS_SEEN
 from ..images import Placed, PlacedImages, seen_tiles
 from .encoder import check_tensors
@@ -93,7 +94,8 @@ class ItemStage:
             kind = self.method.name.removeprefix("encode_")
             remedy = "build the prompt with the model's own processor"
             if not items:
-                remedy = f"pass the {kind}s (--{kind} FILE), or leave their placeholders out of the text"
+                option = "" if kind == VIDEO else f" (--{kind} FILE)"
+                remedy = f"pass each {kind}{option}, or leave its placeholders out of the text"
             raise InputError(
                 f"the prompt has {count} tokens of id {self.token}, {self.method.name} gives {embeddings} embeddings "
                 f"for them; {remedy}"

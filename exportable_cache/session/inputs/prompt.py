@@ -291,8 +291,8 @@ def _kept_size(processor: ProcessorMixin, encoder: ProgramMethod) -> tuple[int, 
     shape = encoder.inputs[0].shape
     if len(shape) != 4:
         return None
-    height, width = int(shape[2]), int(shape[3])
     try:
+        height, width = int(shape[2]), int(shape[3])
         made = processor.image_processor([_blank((height // 2, width))], return_tensors="pt")["pixel_values"]
         return None if tuple(made.shape[-2:]) == (height, width) else (height, width)
     except Exception:  # processors raise errors of many classes, and this one may be refused later
