@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from exportable_cache.models.quantized_rows import is_quantized
+
 from .architectures import Architecture
 from .build import initialised
 from .shrink import tiny_config
@@ -62,10 +64,12 @@ def movement(model: PreTrainedModel, reference_of: Callable[[PreTrainedModel], t
 
 @torch.no_grad()
 def nudged(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """A copy, each weight one unit in its last place larger or smaller: what rounding alone may make of a sum."""
+    """A copy, each weight one unit in its last place larger or smaller, except quantised ones: what rounding alone may
+    make of a sum.
+    """
     copied, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     for parameter in copied.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and not is_quantized(parameter):
             # A little more than the largest rounding, which is never rounded away.
             change = 1.01 * torch.finfo(parameter.dtype).eps / 2
             signs = torch.randint(0, 2, parameter.shape, generator=generator).double() * 2 - 1
@@ -83,6 +87,11 @@ def model_without_choices(architecture: Architecture) -> PreTrainedModel:
     if not _choose_all(config):
         raise ValueError(f"{architecture.name}: no field of its config says how many experts or keys are chosen")
     return initialised(architecture, config)
+
+
+def has_choices(architecture: Architecture) -> bool:
+    """Whether `model_without_choices` has one of this architecture."""
+    return _choose_all(tiny_config(architecture.shrinks, published=architecture.fields))
 
 
 def _choose_all(config: PreTrainedConfig) -> bool:

@@ -16,7 +16,7 @@ from exportable_cache.errors import VerificationError
 
 from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
 from .build import PROMPTS
-from .check import BY_NAME, FIXED_CHUNK, RECIPES, TARGETS, Outcome, check, is_asked
+from .check import BY_NAME, FIXED_CHUNK, RECIPES, TARGETS, DisagreesError, Outcome, check, is_asked
 from .run import run_apart
 from .sample import KINDS, kinds, sample
 
@@ -114,6 +114,23 @@ def test_what_export_does_not_write_is_wrong(column: str, monkeypatch: pytest.Mo
     found = outcomes("mistral", [column])["targets"][column]
     assert (found["status"], found["difference"]) == ("wrong", 0.5), found
     assert found["reason"].startswith(f"{RECIPES[column]}: "), found
+
+
+@pytest.mark.skipif(chosen_path() is None, reason="the native operators are not installed")
+@pytest.mark.parametrize(("moved", "status"), [(0.01, "wrong"), (0.3, "pass")])
+def test_where_experts_tie_all_are_chosen(moved: float, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference moves by less than the limit, or by more; only the latter says nothing of the program."""
+
+    def exported(model: Any, *args: Any) -> Outcome:
+        if model.config.num_experts_per_tok < model.config.num_local_experts:
+            raise DisagreesError("NOT verified: max |logit difference| 2.2e-01 exceeds 5e-02 (64 tokens: 2.2e-01)")
+        return Outcome("pass", 1e-6)
+
+    monkeypatch.setattr("tests.zoo.check._exported", exported)
+    monkeypatch.setattr("tests.zoo.check.movement", lambda *args: moved)
+    found = outcomes("mixtral", ["executorch-native"])["targets"]["executorch-native"]
+    assert found["status"] == status, found
+    assert ("with every expert and key chosen" in found["reason"]) is (status == "pass"), found
 
 
 @pytest.mark.full
