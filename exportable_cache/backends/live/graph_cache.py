@@ -529,6 +529,8 @@ def _settings() -> list[Any]:
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         default_backend(),
+        # A setting of Inductor that this package changes, see `own_buffers`.
+        "inplace_buffers=False",
         *(operators.identity() for operators in NATIVE_OPERATORS),
     ]
 
