@@ -327,7 +327,7 @@ def test_refused_grids_and_sizes() -> None:
         session.prefill(**{**inputs, "mm_token_type_ids": 1 - inputs["mm_token_type_ids"]})
     assert session.length.tolist() == [0]
     anything = "image_size must be given for .*a program takes images of one size"
-    for size, message in ((None, anything), (20, "a multiple of 8"), ((8, 8, 8), "a multiple of 8")):
+    for size, message in ((None, anything), (20, "a multiple of 8"), ((8, 8, 8), "height and width in pixels")):
         with pytest.raises(InputError, match=message):
             modalities_of(model, ["image"], size)
     with pytest.raises(InputError, match="image_size must be 16 x 16 pixels"):

@@ -110,7 +110,10 @@ def test_a_program_is_made_anew_with_the_methods_it_had(model: PreTrainedModel, 
         methods = {name: known[name] for name in names}
         program = SimpleNamespace(methods=methods, lora=None)
         described = SimpleNamespace(
-            program=program, target="pt2", options=manifest.options, description=manifest.description
+            program=program,
+            target="pt2",
+            options=manifest.options,
+            description=lambda methods=methods: replace(manifest.description(), methods=methods),
         )
         assert program_of(described, model).methods == methods
 

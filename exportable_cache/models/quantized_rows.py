@@ -162,7 +162,8 @@ def is_quantized(weight: Any) -> TypeGuard[QuantizedWeight]:
 
 def rounds_activations(weight: Any) -> TypeGuard[QuantizedWeight]:
     """Return True if a weight is quantised together with the activations that it is multiplied by."""
-    return is_quantized(weight) and weight.activation_quantization is not None
+    # torchao's 8-bit weights have another attribute for it, and are not made here.
+    return is_quantized(weight) and getattr(weight, "activation_quantization", None) is not None
 
 
 def rows_of(weight: QuantizedWeight, index: torch.Tensor | slice) -> QuantizedWeight:
