@@ -99,7 +99,7 @@ _FIXED_ROPE = f"with rope_length={MAX_CACHE_LEN}"
 #: Difference that a report of `export` gives.
 _DIFFERENCE = re.compile(r"max \|logit difference\| (\S+)")
 #: Its limit.
-_LIMIT = re.compile(r"max \|logit difference\| \S+ exceeds (\S+)")
+_LIMIT = re.compile(r"max \|logit difference\| \S+ exceeds ([^\s,]+)")
 #: Tokens, the inputs of an encoder, and by prompt length logits [STEPS + 1, vocab].
 Case = tuple[torch.Tensor, dict[str, torch.Tensor], dict[int, torch.Tensor]]
 
