@@ -143,7 +143,7 @@ class ExportSpec:
     )
     audio_seconds: int | None = setting(
         None,
-        "Length of audio in seconds, if the config has none (30 by default).",
+        "Seconds of audio, if the config has no length (default: 30).",
         flags=("--audio-seconds",),
         metavar="N",
         kind=int,
