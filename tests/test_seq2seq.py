@@ -88,6 +88,14 @@ def test_pt2_programs_equal_the_model(family: str, form: str) -> None:
     assert largest_difference(session, model, family) <= TOLERANCE
 
 
+# A T5 whose cross-attention has no bias: of its decode step the length of the source is a constant to Inductor.
+@pytest.mark.full
+def test_machine_code_is_verified(tmp_path: Path) -> None:
+    model = zoo_model(next(row for row in architectures() if row.name == "seq2seq-t5"))
+    bundle = export(model, target="aoti", max_cache_len=24, prefill_chunk=8, output_dir=tmp_path / "b")
+    assert bundle.manifest.verification["max_difference"] <= TOLERANCE
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["t5", "whisper"])
 def test_executorch_programs_equal_the_model(family: str) -> None:

@@ -58,6 +58,10 @@ _OPTIONS = {
     "aot_inductor.enable_line_tables": False,
     # See `own_buffers` in torch_compile.
     "inplace_buffers": False,
+    # Inductor writes constants of up to eight numbers into the code, and the length of an encoder's output, which
+    # `decode` only reads, is a constant to it.
+    "always_keep_tensor_constants": True,
+    "joint_graph_constant_folding": False,
 }
 #: The last line of the interface.
 _END = '} // extern "C"\n'
