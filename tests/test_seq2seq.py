@@ -385,7 +385,7 @@ def test_refused_calls(call: Any, message: str) -> None:
 
 @pytest.mark.parametrize("family", ["t5", "whisper"])
 def test_keys_in_8_bits_are_those_of_self_attention(family: str) -> None:
-    """Those of cross-attention stay as the model writes them, so `--recipe fast` fits; verification rounds alike."""
+    """Keys of cross-attention stay as the model writes them, so `--recipe fast` fits; verification rounds alike."""
     model, (most, _) = tiny_seq2seq(family), sizes(family)
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, max_encoder_len=most, kv_dtype="int8")
     assert {(layer.label, layer.storage.rounds) for layer in cache.layers} == {("full int8", True), ("cross", False)}

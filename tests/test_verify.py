@@ -445,7 +445,7 @@ def test_positions_stop_where_the_models_do() -> None:
 
 @pytest.mark.parametrize(("share", "passes"), [(2e-6, True), (2e-5, False)])
 def test_features_of_an_encoder_may_differ_by_a_share_of_their_spread(share: float, passes: bool) -> None:
-    """Those of Cohere 2 Vision reach 130 in a tiny model, where two computations in float32 differ by 4e-4."""
+    """Features of Cohere 2 Vision reach 130 in a tiny model, where two computations in float32 differ by 4e-4."""
     model = tiny_media_model(next(row for row in media_rows() if row.model_type == "cohere2_vision"))
     example = {"image": item(model, "image")}
     (modality,) = modalities_of(model, example)

@@ -186,7 +186,7 @@ def recurrence_of_eight(decay: torch.Tensor, inputs: torch.Tensor, state: torch.
 
 
 def largest_difference(compiled: Callable[..., torch.Tensor]) -> float:
-    """Of a compiled recurrence from the eager one. For one row concatenations along tokens are contiguous."""
+    """Return how far a compiled recurrence is from the eager one. One row makes concatenations contiguous."""
     found = []
     for length in (5, 8):
         given = random(1, length, 4, 3).sigmoid(), random(1, length, 4, 3, seed=1), random(1, 4, 3)

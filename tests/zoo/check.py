@@ -343,7 +343,7 @@ def _changes_rope(model: PreTrainedModel) -> bool:
 
 
 def _with_fixed_rope(model: PreTrainedModel, case: Case) -> tuple[PreTrainedModel, Case]:
-    """As a user exports it, with the factors of the longest sequence at every position."""
+    """Return the model as a user exports it, with the factors of the longest sequence at every position."""
     model = fix_rope(model, MAX_CACHE_LEN)
     return model, (*case[:2], _references(model, *case[:2], {}))
 
@@ -375,7 +375,7 @@ class DisagreesError(Exception):
 
 @contextmanager
 def bundle_of(model: PreTrainedModel, column: str, **options: Any) -> Iterator[Bundle]:
-    """What `export` writes by the recipe of a column."""
+    """Yield what `export` writes by the recipe of a column."""
     if fill_options(RECIPES[column], "executorch", {}).options.get("kernels") != "native":
         raise RuntimeError("the native operators are not installed; run `exportable-cache native build`")
     with tempfile.TemporaryDirectory() as folder:
@@ -389,7 +389,7 @@ def bundle_of(model: PreTrainedModel, column: str, **options: Any) -> Iterator[B
 
 
 def verified(bundle: Bundle, reason: str = "") -> Outcome:
-    """What `export` found of a bundle that it wrote."""
+    """Return what `export` found of a bundle that it wrote."""
     report, quantized = bundle.manifest.verification, bundle.manifest.quantization
     assert report is not None and report["passed"]
     distance = None if quantized is None else quantized.max_difference

@@ -155,12 +155,13 @@ class RegionalCompiler:
             The calls of the method. A method without equal layers, or one that cannot be split, is one call of code
             that holds its tensors.
         """
+        # In the program itself, of which a method's regions and a method as a whole are copies.
+        call_products_in_cpp(program.graph_module)
+        check_operators(program.graph_module)
         names = _names(program)
         module = GraphModule(program.graph_module, copy.deepcopy(program.graph))
         for node in module.graph.find_nodes(op="call_function", target=METADATA_ASSERTION):
             module.graph.erase_node(node)
-        call_products_in_cpp(module)
-        check_operators(module)
         regions = regions_of(module, local_sizes=True) if names is not None else []
         # A method that returns an input is compiled whole, because no region computes that output.
         given = any(node.op == "placeholder" for node in _results(module))
@@ -171,7 +172,6 @@ class RegionalCompiler:
 
     def _whole(self, program: ExportedProgram) -> Method:
         module = program.module(check_guards=False)
-        call_products_in_cpp(module)
         linears_by_onednn(module)
         self.files.append(compile_ahead_of_time(module, program.example_inputs))
         count = len(program.graph_signature.user_outputs)

@@ -59,7 +59,7 @@ _OPTIONS = {
     # See `own_buffers` in torch_compile.
     "inplace_buffers": False,
     # Inductor writes constants of up to eight numbers into the code, and the length of an encoder's output, which
-    # `decode` only reads, is a constant to it.
+    # `decode` only reads, is a constant to it. Nor may it fold what is computed from that length alone.
     "always_keep_tensor_constants": True,
     "joint_graph_constant_folding": False,
 }
